@@ -178,8 +178,7 @@ def _wait_and_print(
     response: messages.CommandResponse, client: ControlClient, *, as_json: bool
 ) -> int:
     """Wait until a command has its effect and print the status; return 1 for a failed rewind."""
-    status = wait_for_effect(client, response)
-    number = response.rewind_number
+    status, number = wait_for_effect(client, response), response.rewind_number
     if status is None and number is not None:
         text = f"The run ended before it reported the result of command {number}."
         hint = "Its trace shows how far it came; --hold keeps the model for further commands."
@@ -225,11 +224,11 @@ def _status_lines(status: messages.StatusResponse) -> list[str]:
 
 
 def _command_lines(response: messages.CommandResponse) -> list[str]:
-    if response.cost is None:
+    cost = response.cost
+    if cost is None:
         return [response.message]
-    expensive = " (expensive)" if response.cost.is_expensive else ""
-    cost = f"cost: {response.cost.sentence}{expensive}"
-    return [cost] if response.rewind_number is None else [response.message, cost]
+    line = f"cost: {cost.sentence}{' (expensive)' if cost.is_expensive else ''}"
+    return [line] if response.rewind_number is None else [response.message, line]
 
 
 def _breakpoint_line(info: messages.BreakpointInfo) -> str:

@@ -65,18 +65,14 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_review:
             notes += run_missing_rules(reader, rules.rules)
         report = collect_report(reader, selection, rules.rules, notes)
+    from flexinspect.analysis.reports import machine_formats, plain_text
+
     if args.json or args.sarif:
-        from flexinspect.analysis.reports.machine_formats import as_json, as_sarif
-
-        print_json(as_json(report) if args.json else as_sarif(report))
+        print_json((machine_formats.as_json if args.json else machine_formats.as_sarif)(report))
     elif args.junit:
-        from flexinspect.analysis.reports.machine_formats import as_junit
-
-        sys.stdout.write(as_junit(report, threshold))
+        sys.stdout.write(machine_formats.as_junit(report, threshold))
     else:
-        from flexinspect.analysis.reports.plain_text import print_report
-
-        print_report(report, stdout_console())
+        plain_text.print_report(report, stdout_console())
     return 1 if report.reaches(threshold) else 0
 
 

@@ -68,8 +68,7 @@ def _run_app_and_job(app: InspectorApp) -> int:
     if session is None or session.process is None:
         return code
     if session.is_detached:
-        pid = session.process.pid
-        print(f"The run continues; to see it again: flexinspect attach {pid}")
+        print(f"The run continues; to see it again: flexinspect attach {session.process.pid}")
         return 0
     while prints := session.process.state.prints:  # by the user's own code, under the interface
         print(escape_unprintable(prints.popleft()), file=sys.stderr)

@@ -86,9 +86,8 @@ def print_summary(
     generations, findings = summary["generations"], summary["findings"]
     with_text = [each for each in generations if each["question"] or each["answer"]]
     n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
-    lines: list[str | Text] = []
-    if n_earlier:
-        lines.append(f"      {n_earlier} generations before these, in the interface")
+    earlier = f"      {n_earlier} generations before these, in the interface"
+    lines: list[str | Text] = [earlier] if n_earlier else []
     lines += map(_answer_text, with_text[n_earlier:])
     if n_empty := len(generations) - len(with_text):
         lines.append(f"{plural(n_empty, 'generation')} without tokens")
@@ -299,15 +298,13 @@ def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
     program, except with `as_json`. Returns the exit code: that of the process, or 1 when a signal
     killed our own generation.
     """
-    console = stderr_console()
+    console, is_own = stderr_console(), isinstance(run, Job)
+    quiet, live = (as_json, console.is_terminal and not as_json) if is_own else (not verbose, False)
+    progress = RunProgress(console, verbose=verbose, quiet=quiet, live=live)
     if isinstance(run, Job):
-        live = console.is_terminal and not as_json
-        progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
         _handle_end_signals()
-        live_run = LiveRun(child_process.start_capture(run), progress)
-    else:
-        progress = RunProgress(console, verbose=verbose, quiet=not verbose)
-        live_run = LiveRun(run, progress)
+        run = child_process.start_capture(run)
+    live_run = LiveRun(run, progress)
     with progress:
         code = live_run.watch()
     return live_run.conclude(code, as_json=as_json)

@@ -238,7 +238,7 @@ class _PanelPrinter(Struct, frozen=True):
         if self.args.export:
             if picture is None:
                 raise FlexInspectError(lines[0], hint="\n".join(lines[1:]) or None)
-            self._save(panel, picture)
+            self._save(panel.title, picture)
         if not (self.args.json or (self.args.export and not self.args.picture)):
             if not alone:
                 print(f"\n{_escape_unprintable(f'{panel.title} ({name})')}")
@@ -271,12 +271,11 @@ class _PanelPrinter(Struct, frozen=True):
         system = _console().color_system
         return Theme("none" if system is None else "truecolor" if system == "truecolor" else "256")
 
-    def _save(self, panel: Panel[Any, Any], picture: Picture) -> None:
+    def _save(self, title: str, picture: Picture) -> None:
         from flexinspect.drawing.export import save
 
-        title, theme = f"{panel.title}: {self._location()}", self._theme()
-        strips, note = picture.strips, picture.note
-        file = save(self.args.export, strips, title=title, theme=theme, note=note)
+        options = {"title": f"{title}: {self._location()}", "note": picture.note}
+        file = save(self.args.export, picture.strips, theme=self._theme(), **options)
         print_message(f"saved {_escape_unprintable(str(file))}")
 
     def _location(self) -> str:

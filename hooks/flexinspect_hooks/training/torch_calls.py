@@ -22,7 +22,6 @@ from torch.nn.utils import clip_grad
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training import gradient_statistics
-from flexinspect_hooks.training.gradient_statistics import stack_foreach_norms
 
 _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
 """The two parts of torch's `clip_grad_norm_`, private functions that may change."""
@@ -75,7 +74,7 @@ class NormSource:
         if self._agrees and step % CHECK_INTERVAL:
             return known
         # As clipping does, or the norms of large gradients differ.
-        norms = gradient_statistics.reduce_batched(grads, stack_foreach_norms)
+        norms = gradient_statistics.reduce_batched(grads, gradient_statistics.stack_foreach_norms)
         pairs = zip(known, norms, strict=True)
         self._agrees = all(math.isclose(one, other, rel_tol=NORM_TOLERANCE) for one, other in pairs)
         return norms

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -241,13 +242,10 @@ class SwitchLog:
     @_logged("debug_gradient_norms")
     def log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
         """Log the gradient norms after the backward pass, and the problems of gradients."""
-        problems = [
-            (facts, sentence)
-            for facts in gradients.rows
-            for _, sentence in pytorch_debugger.gradient_problems(facts, limits)
-        ]
-        for facts, sentence in problems[: pytorch_debugger.MAX_LOGGED_ANOMALIES]:
-            log.warning("%s", sentence, extra={"facts": facts})
+        find = pytorch_debugger.gradient_problems
+        problems = ((one, text) for one in gradients.rows for _, text in find(one, limits))
+        for one, text in islice(problems, pytorch_debugger.MAX_LOGGED_ANOMALIES):
+            log.warning("%s", text, extra={"facts": one})
         norms = {facts.name: facts.norm for facts in gradients.rows}
         if not norms:
             return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
