@@ -39,8 +39,7 @@ capture.
 """
 
 
-Do = Callable[[ControlClient, argparse.Namespace], Any]
-"""Sends a command to the capture and returns the response."""
+Do = Callable[[ControlClient, argparse.Namespace], Any]  # sends a command
 
 _EDIT_FLAGS = {
     "--preset": ("NAME", "use this mask instead"),

@@ -15,9 +15,7 @@ from flexinspect.core.conversion import convert
 from flexinspect.core.errors import ControlError
 
 BEFORE_FIRST = -1  # `StepRef.step` before any step has finished
-
-MAX_NUMBER = 2**31 - 1
-"""The largest step, token id, position or other number that a message may hold."""
+MAX_NUMBER = 2**31 - 1  # the largest number that a message may hold, such as a step
 
 PAUSE_REQUESTED: Final = "requested"  # `StatusResponse.reason` of a pause that a command asked for
 

@@ -45,8 +45,7 @@ DEFAULT_PARAPHRASES = 5
 
 REPORT_EVERY_S = 0.1  # progress of a phase is written at most this often
 
-_NOT_IN_MANIFEST = ("argv", "out", "serving")
-"""Fields of a job that the manifest leaves out: stored elsewhere, or secret."""
+_NOT_IN_MANIFEST = ("argv", "out", "serving")  # stored elsewhere, or secret
 
 
 def main() -> int:

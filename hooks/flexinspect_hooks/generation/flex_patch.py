@@ -24,9 +24,9 @@ from flexinspect_hooks.generation.mask_source import ForwardWindow, MaskMod, Mas
 from flexinspect_hooks.python_internals.patching import patch
 
 BACKEND = "flexinspect"  # prefix of the name under which the patch registers itself
+N_COMPILE_FORWARDS = 3  # their calls are noted in case a kernel kills the process
 
-N_COMPILE_FORWARDS = 3
-"""Forward passes that may compile kernels; their calls are noted in case the process dies."""
+Qkv = tuple[Tensor, Tensor, Tensor]
 
 _numbers = itertools.count(1)
 
@@ -148,7 +148,7 @@ class FlexPatch:
             if self.compiled and self._n_forwards <= N_COMPILE_FORWARDS:
                 step_and_layer = (-1, self._n_forwards - 1, layer)
                 last_kernel_call.begin_kernel_call(step_and_layer, query, key, None, attention_mask)
-            out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
+            out, lse = self._flex((query, key, value), attention_mask, scaling, softcap)
         except Exception as error:
             step, (row, n_rows) = self._n_forwards - 1, self._rows
             raise AttentionCallError(
@@ -163,14 +163,9 @@ class FlexPatch:
         return out.transpose(1, 2).contiguous(), None
 
     def _flex(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_mask: BlockMask | None,
-        scaling: float | None,
-        softcap: float | None,
+        self, qkv: Qkv, block_mask: BlockMask | None, scaling: float | None, softcap: float | None
     ) -> tuple[Tensor, Tensor | None]:
+        query, key, value = qkv
         if self._mask_heads > 1 and self.compiled and query.shape[1] != self._mask_heads:
             # The kernel does not check this, and may crash the process.
             raise ValueError(
@@ -185,16 +180,10 @@ class FlexPatch:
         # The compiled CPU kernel has no LSE.
         with_lse = not (self.compiled and query.device.type == "cpu")
         call = self._kernel(query.shape[2])
-        result = call(
-            query,
-            key,
-            value,
-            score_mod=_soft_cap(softcap) if softcap else None,
-            block_mask=block_mask,
-            scale=scaling,
-            enable_gqa=gqa,
-            return_aux=AuxRequest(lse=True) if with_lse else None,
-        )
+        options = {"block_mask": block_mask, "scale": scaling, "enable_gqa": gqa}
+        score_mod = _soft_cap(softcap) if softcap else None
+        aux = AuxRequest(lse=True) if with_lse else None
+        result = call(query, key, value, score_mod=score_mod, return_aux=aux, **options)
         return (result[0], result[1].lse) if with_lse else (result, None)
 
     def _kernel(self, q_len: int) -> Callable[..., Any]:

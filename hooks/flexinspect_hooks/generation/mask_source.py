@@ -25,8 +25,7 @@ from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identi
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _MAX_ARITHMETIC_REGIONS = 24
-MAX_EVALUATED_CELLS = 1 << 22
-"""Cells, over heads, evaluated in one mask_mod call: 32 MiB for each int64 it computes."""
+MAX_EVALUATED_CELLS = 1 << 22  # of one mask_mod call: 32 MiB for each int64 it computes
 
 
 class ForwardWindow(Struct, frozen=True):

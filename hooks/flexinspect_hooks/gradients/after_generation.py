@@ -32,20 +32,17 @@ from flexinspect.records.token_gradients import GradientRecord
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.generation.decoding import Decoder
-from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.generation.flex_patch import FlexPatch, Qkv
 from flexinspect_hooks.generation.mask_source import MaskSource
 from flexinspect_hooks.gradients.reduction import GradientObserver
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 from flexinspect_hooks.python_internals.torch_private import set_flex_debug
 
 DENSE_REFERENCE = "dense reference"
-MAX_CELLS = 1 << 28
-"""The largest mask that is made dense: cells, over the heads that differ (256 MiB)."""
+MAX_CELLS = 1 << 28  # of a mask that is made dense, over the heads that differ (256 MiB)
 GRADIENTS_PHASE = "gradients"  # the phase of a run while gradients are computed
 COST_EVENT = "gradients-cost"  # the kind of the event that reports what gradients cost
-
-N_SAMPLED_LOGITS = 4096
-"""Logits of a step that are kept, beside the chosen token's and the log-sum-exp."""
+N_SAMPLED_LOGITS = 4096  # of a step, beside the chosen token's and the log-sum-exp
 
 LOGIT_TOLERANCES = {
     torch.float64: 1e-6,
@@ -394,22 +391,16 @@ class GradientPatch(FlexPatch):
         return with_query_blocks(block_mask) if self._uses_flex else block_mask
 
     def _flex(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_mask: BlockMask | None,
-        scaling: float | None,
-        softcap: float | None,
+        self, qkv: Qkv, block_mask: BlockMask | None, scaling: float | None, softcap: float | None
     ) -> tuple[Tensor, Tensor | None]:
         if self._uses_flex:
-            return super()._flex(query, key, value, block_mask, scaling, softcap)
-        visible = self._dense_mask(block_mask, query.shape[1])
+            return super()._flex(qkv, block_mask, scaling, softcap)
+        visible = self._dense_mask(block_mask, qkv[0].shape[1])
         call = partial(dense_attention, visible=visible, scale=scaling, softcap=softcap)
         if self._keeps_weights:
-            return call(query, key, value), None
+            return call(*qkv), None
         exact = {"use_reentrant": False, "preserve_rng_state": False}
-        return checkpoint(call, query, key, value, **exact), None
+        return checkpoint(call, *qkv, **exact), None
 
     def _kernel(self, q_len: int) -> Any:
         return super()._kernel(q_len) if self.compiled else flex_attention

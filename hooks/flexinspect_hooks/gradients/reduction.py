@@ -35,10 +35,8 @@ class GradientObserver:
         self.parameters: list[nn.Parameter] = []
         self.leaves: list[Tensor] = []
         self.stats: dict[str, GradientStat] = {}  # by parameter name
-        self.norms: dict[int, Tensor] = {}
-        """Norm of the gradient at each layer's output; -1 is the embeddings."""
-        self.embeddings: Tensor | None = None
-        """The output of the embedding layer; `gradient` is its gradient."""
+        self.norms: dict[int, Tensor] = {}  # of the gradient at each layer's output; -1: embeddings
+        self.embeddings: Tensor | None = None  # output of that layer; `gradient` is its gradient
         self.gradient: Tensor | None = None
 
     def __enter__(self) -> GradientObserver:

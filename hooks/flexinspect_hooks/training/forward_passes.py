@@ -23,22 +23,15 @@ from flexinspect.records.training_step import AnomalyOrigin
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts, tensor_facts
 
-MAX_PENDING_FORWARDS = 64
-"""Forward passes without a backward pass that are kept at most, until the step's end."""
-
-MAX_MICRO_BATCHES = 4096
-"""Micro-batches of a step that are kept at most: the optimizer may never step."""
-
-HOOK_COST_S = 2e-6
-"""The measured cost of a hook that only keeps a reference; timing each call would cost more."""
-
+MAX_PENDING_FORWARDS = 64  # forward passes without a backward pass that are kept
+MAX_MICRO_BATCHES = 4096  # of a step that are kept: the optimizer may never step
+HOOK_COST_S = 2e-6  # measured, of a hook that only keeps a reference; timing it would cost more
 MODEL_OUTPUT = "(output)"  # the name of a tensor that the model itself returned
 
 UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
 """Detail of a module whose weights may have become non-finite only in the update itself."""
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
-"""Wraps a function so that it never raises."""
+Guard = Callable[[Callable[..., None]], Callable[..., None]]  # makes a function never raise
 
 ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]  # modules by name, with what they returned
 OutputKey = tuple[int, str, int]  # the index and name of a module, and its number of values
@@ -66,8 +59,7 @@ class StepPasses(Struct):
     """Reads statistics that are still on their device."""
     extremes: deque[Extremes] = field(default_factory=_micro_batches)
     is_updated: bool = False  # whether the weights may have changed since
-    is_counted: bool = False
-    """Whether a forward pass belongs to the step, because a backward pass followed."""
+    is_counted: bool = False  # a backward pass followed, so it belongs to the step
 
     def add(self, one: StepPasses) -> None:
         """Add a forward pass that belongs to the step."""

@@ -19,9 +19,7 @@ from flexinspect_hooks.training.gradient_statistics import gradient_facts, tenso
 from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
 MAX_SAMPLE = 1 << 16  # the most values of a parameter that are copied: rows, evenly spaced
-
-MAX_FULL_STEPS = 10
-"""Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
+MAX_FULL_STEPS = 10  # steps with an anomaly that are recorded with all parameters
 
 
 class GradientMeter:

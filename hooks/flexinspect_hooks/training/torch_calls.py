@@ -26,9 +26,7 @@ from flexinspect_hooks.training import gradient_statistics
 _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
 """The two parts of torch's `clip_grad_norm_`, private functions that may change."""
 CHECK_INTERVAL = 10  # the norms from clipping are checked against the gradients every so many steps
-
-NORM_TOLERANCE = 1e-3
-"""The largest relative difference of the norms from clipping and those of the gradients."""
+NORM_TOLERANCE = 1e-3  # relative difference of the norms from clipping and of the gradients
 
 
 class ClippingNorms(Struct, frozen=True):

@@ -44,12 +44,8 @@ T = TypeVar("T")
 Loss = float | Tensor
 
 TRAINING_SAMPLE_ID = "training"  # the `sample_id` of the generation that represents a training run
-
-MAX_UNWRITTEN_STEPS = 16
-"""Steps that may stay unwritten until something waits for the device anyway."""
-
-LINGER_S = 0.5
-"""How long the writer may delay a commit: a training step takes longer than a decode step."""
+MAX_UNWRITTEN_STEPS = 16  # that may wait until something waits for the device anyway
+LINGER_S = 0.5  # delay of a commit: a training step takes longer than a decode step
 
 
 def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> GenerationRecord:

@@ -25,8 +25,7 @@ from flexinspect_hooks.training.training_session import TrainingSession
 from flexinspect_hooks.user_code import watch_trace
 
 T = TypeVar("T")
-_active_callbacks: dict[int, TrainerCallback] = {}
-"""The callbacks whose training is running, by the id of its model."""
+_active_callbacks: dict[int, TrainerCallback] = {}  # by the id of the model in training
 
 
 class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
@@ -231,5 +230,4 @@ class TrainingCounts(control_protocols.BaselineCounter):
             run.level = level
 
 
-_newest_counts: list[TrainingCounts] = []
-"""The counts of the newest run, which the control server reports also after its end."""
+_newest_counts: list[TrainingCounts] = []  # of the newest run, also after its end

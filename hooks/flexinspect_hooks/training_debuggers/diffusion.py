@@ -18,8 +18,7 @@ from flexinspect_hooks.training_debuggers import measurements, pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log
 
-MAX_SPREAD_GROWTH = 5.0
-"""From ADVANCED on: a spread of the latents this many times the one before is an anomaly."""
+MAX_SPREAD_GROWTH = 5.0  # a larger factor between two steps is an anomaly from ADVANCED on
 
 COMPONENT_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "denoiser": ("unet", "transformer", "denoiser", "prior"),

@@ -22,11 +22,8 @@ PROFILER_SWITCH = "enable_autograd_profiler"
 TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
 PROFILED_STEPS = 10  # steps in one window
 N_LOGGED_OPERATORS = 5
-PAUSE_FACTOR = 5
-"""A window is followed by a pause of this many times the time it took to end and read it."""
-
-_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")
-"""The profiler's own events, and the Python frames that `with_stack` records."""
+PAUSE_FACTOR = 5  # a window is followed by a pause of this many times its own cost
+_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")  # the profiler's own events, Python frames
 _COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
 _SYNC_OPERATORS = (
     *("aten::item", "aten::_local_scalar_dense"),

@@ -28,9 +28,7 @@ from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, Ten
 
 HISTORY = 1000  # entries that a debugger keeps by default
 MIN_ANALYSES_FOR_ALERT = 10  # analyses before the rate of anomalies can raise an alert
-
-MAX_LOGGED_ANOMALIES = 10
-"""Anomalies of one analysis that are logged; the others are only counted and kept."""
+MAX_LOGGED_ANOMALIES = 10  # of one analysis; the others are only counted and kept
 _OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
 NAN_LOSS = (
@@ -61,8 +59,7 @@ ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
 }
 """What usually helps, by kind of problem."""
 
-LOGGER = "flexinspect.debugging"
-"""The logger of all debuggers; figures are DEBUG, anomalies WARNING, errors ERROR."""
+LOGGER = "flexinspect.debugging"  # figures are DEBUG, anomalies WARNING, errors ERROR
 log = logging.getLogger(LOGGER)
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 LEVEL_EMOJI = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "❌", "CRITICAL": "❌"}
@@ -384,8 +381,7 @@ class GradientAnalysis(dict[str, GradientInfo]):
 
     def __init__(self, gradients: Mapping[str, GradientInfo], total_norm: float) -> None:
         super().__init__(gradients)
-        self.total_norm = total_norm
-        """The norm of all gradients together; NaN or Inf if one of them is non-finite."""
+        self.total_norm = total_norm  # of all gradients; NaN or Inf if one is non-finite
 
     @property
     def params_with_nan_grad(self) -> list[str]:

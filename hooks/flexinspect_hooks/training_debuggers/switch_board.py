@@ -31,8 +31,7 @@ _INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "atte
 T = TypeVar("T")
 
 Names = str | Iterable[str] | None  # switches by short ("memory_usage") or full name; None for all
-StepCondition = Callable[[int], bool]
-"""Takes the number of a step; returns whether a switch acts in it."""
+StepCondition = Callable[[int], bool]  # whether a switch acts in the step of this number
 
 
 class SwitchBoard:
@@ -121,8 +120,7 @@ def _full_names(names: Names) -> tuple[str, ...]:
 
 
 _anomaly_mode, _anomaly_lock = ExitStack(), threading.Lock()
-_anomaly_boards: set[int] = set()
-"""`id` of each board that requests autograd's anomaly mode, which is on for any."""
+_anomaly_boards: set[int] = set()  # the `id` of each that requests the anomaly mode
 
 
 def _request_anomaly_mode(board: int, enabled: bool) -> None:

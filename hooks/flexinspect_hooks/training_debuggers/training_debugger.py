@@ -29,8 +29,7 @@ from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, Profi
 from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
-ROTATION_STEPS = 16
-"""At EXTREME every weight is checked once in this many steps, or more often if there are few."""
+ROTATION_STEPS = 16  # at EXTREME every weight is checked once in this many steps, or more
 MIN_WEIGHTS_PER_STEP = 4  # the fewest weights that are checked in one step
 
 Metric = Callable[[nn.Module, float, int], float]
