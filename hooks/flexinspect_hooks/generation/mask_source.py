@@ -68,8 +68,12 @@ class MaskSource:
             lists = (*_block_list(tables.partial), *_block_list(tables.full))
             self._table_tensors = tuple(torch.from_numpy(one).to(self._device) for one in lists)
             self._tables_key = key
+        kv_num, kv_idx, full_num, full_idx = self._table_tensors
         return BlockMask.from_kv_blocks(
-            *self._table_tensors,
+            kv_num,
+            kv_idx,
+            full_num,
+            full_idx,
             BLOCK_SIZE=algebra.BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),
@@ -324,7 +328,7 @@ class SpecTables:
     def __init__(self, spec: MaskSpec, length: int, device: torch.device) -> None:
         region = np.searchsorted(spec.starts, np.arange(length), side="right") - 1
         bounds = np.take([spec.prefix_stops, spec.local_starts], region, axis=1).astype(np.int32)
-        self.prefix_stops, self.local_starts = torch.from_numpy(bounds).to(device)
+        self.prefix_stops, self.local_starts = torch.from_numpy(bounds).to(device).unbind()
         self.q_offset = torch.zeros((), dtype=torch.int32, device=device)
         self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
 

@@ -399,7 +399,7 @@ class GradientPatch(FlexPatch):
         call = partial(dense_attention, visible=visible, scale=scaling, softcap=softcap)
         if self._keeps_weights:
             return call(*qkv), None
-        exact = {"use_reentrant": False, "preserve_rng_state": False}
+        exact: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         return checkpoint(call, *qkv, **exact), None
 
     def _kernel(self, q_len: int) -> Any:
