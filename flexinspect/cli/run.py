@@ -136,10 +136,8 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int)
     add("--top-p", type=float)
     add = (group := _add_group(parser, "gradients (computed after a generation)")).add_argument
-    target = (
-        "gradients of each generated token's log-probability (default), or of its margin to "
-        "the next best token; one forward and backward of the whole sequence per token"
-    )
+    target = "gradients of each generated token's log-probability (default), or of its margin to "
+    target += "the next best token; one forward and backward of the whole sequence per token"
     add("--grads", nargs="?", const="logprob", choices=GRADIENT_TARGETS, help=target)
     add("--grads-steps", metavar="0,5-7", help="only of these steps (default: all)")
     anomaly = "report the line of the forward whose backward produces NaN; twice as slow"
@@ -177,10 +175,8 @@ def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
     pdb = "start pdb on this terminal at a breakpoint() or an exception"
     group.add_argument("--pdb", "--interactive", action="store_true", help=pdb)
     group = parser.add_argument_group("breakpoints", "docs/breakpoints.md describes the language")
-    condition = (
-        "stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
-        "'finding mask.* [once]' (may be repeated)"
-    )
+    condition = "stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
+    condition += "'finding mask.* [once]' (may be repeated)"
     many: dict[str, Any] = {"dest": "breakpoints", "action": "append", "default": []}
     group.add_argument("--break", **many, metavar="EXPR", help=condition)
     wait = "pause at a breakpoint even without a terminal, instead of ending with exit code 3"

@@ -173,11 +173,9 @@ class UserMaskSource(MaskSource):
         states = [algebra.block_row_states(cells.cpu().numpy(), size, size) for cells in groups]
         heads = np.concatenate(states)
         if len(heads) > 1 and not window.heads:
-            raise MaskError(
-                f"The mask_mod {self.name} depends on the head, but the model's configuration "
-                "does not have the number of query heads.",
-                hint="Use a mask_mod that is the same for all heads.",
-            )
+            text = f"The mask_mod {self.name} depends on the head, but the model's configuration "
+            text += "does not have the number of query heads."
+            raise MaskError(text, hint="Use a mask_mod that is the same for all heads.")
         return heads
 
 

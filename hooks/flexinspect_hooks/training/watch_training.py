@@ -180,10 +180,8 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
         dropped = f"{text} " if (text := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
-        return (
-            f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
-            f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
-        )
+        text = f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
+        return text + f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
 
     def _conclude(self, session: TrainingSession, writer: TraceWriter, **facts: Any) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary

@@ -178,8 +178,7 @@ def components_of(pipeline: Any) -> dict[str, nn.Module]:
     modules = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
     if not modules:
         kind = type(pipeline).__name__
-        raise UsageError(
-            f"The {kind} has no module among its components; a pipeline with a unet or "
-            "transformer, a text encoder or a VAE is needed."
-        )
+        text = f"The {kind} has no module among its components; a pipeline with a unet or "
+        text += "transformer, a text encoder or a VAE is needed."
+        raise UsageError(text)
     return modules

@@ -107,10 +107,9 @@ def profile_model_performance(
     batches = iter(dataloader)
     first = list(islice(batches, n_before + 1))
     if len(first) <= n_before:
-        raise UsageError(
-            f"The loader has {len(first)} batches, but profiling needs at least {n_before + 1}: "
-            "one to wait, one to warm up, one to profile."
-        )
+        text = f"The loader has {len(first)} batches, but profiling needs at least {n_before + 1}: "
+        text += "one to wait, one to warm up, one to profile."
+        raise UsageError(text)
     known = _trace_files(folder)
     batch_ms: list[float] = []
     memory: list[int] = []

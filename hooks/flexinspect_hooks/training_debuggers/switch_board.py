@@ -248,10 +248,8 @@ class SwitchLog:
         if not norms:
             return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
-        text = (
-            f"Gradient norms - Batch {batch}: total {gradients.total:.4g}, largest {high} "
-            f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
-        )
+        text = f"Gradient norms - Batch {batch}: total {gradients.total:.4g}, largest {high} "
+        text += f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
         return text, {"total": gradients.total, "norms": norms}
 
     @_logged("debug_backward_pass")
@@ -265,10 +263,8 @@ class SwitchLog:
         without = [name for name in trained if name not in with_gradient]
         bad = [gradients.parameters[at].name for at in sorted(gradients.counts)]
         updated = "" if is_first else f", {len(moved)} of {len(trained)} updated since the last"
-        text = (
-            f"Backward pass debugging - Batch {batch}: {len(gradients.norms)} of {len(trained)} "
-            f"parameters have gradients{updated}, {len(bad)} with NaN or Inf"
-        )
+        text = f"Backward pass debugging - Batch {batch}: {len(gradients.norms)} of {len(trained)} "
+        text += f"parameters have gradients{updated}, {len(bad)} with NaN or Inf"
         return text, {"without_gradient": without, "updated": moved, "not_finite": bad}
 
     @_logged("debug_memory_usage")
@@ -327,10 +323,8 @@ class SwitchLog:
     def log_validation(self, step: int, facts: Mapping[str, Any], model: nn.Module) -> Line:
         """Log the result of a validation."""
         memory = memory_of(model)
-        text = (
-            f"Validation debugging: {facts['samples']} samples in {facts['batches']} batches, "
-            f"loss {facts['loss']:.6g}, memory {_format_memory(memory)}"
-        )
+        text = f"Validation debugging: {facts['samples']} samples in {facts['batches']} batches, "
+        text += f"loss {facts['loss']:.6g}, memory {_format_memory(memory)}"
         return text, {**facts, "memory": memory}
 
     @_logged("debug_early_stopping")
