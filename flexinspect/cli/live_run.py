@@ -294,9 +294,8 @@ def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
 def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
     """Start a generation, or follow a program that was started, and print the result at its end.
 
-    The result of a generation goes to stdout, everything else to stderr; so does the summary of a
-    program, except with `as_json`. Returns the exit code: that of the process, or 1 when a signal
-    killed our own generation.
+    The result of a generation goes to stdout, everything else to stderr. Returns the exit code:
+    that of the process, or 1 when a signal killed our own generation.
     """
     console, is_own = stderr_console(), isinstance(run, Job)
     quiet, live = (as_json, console.is_terminal and not as_json) if is_own else (not verbose, False)

@@ -56,10 +56,8 @@ def run(args: argparse.Namespace) -> int:
 def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
     """Serve a trace until Ctrl-C. Each browser page gets its own process of the interface.
 
-    `place` are flags of `flexinspect open` that select the first place.
-
-    Raises `TraceError` for a trace that cannot be read, and `UsageError` when textual-serve is not
-    installed or the port is not available.
+    `place` are flags of `flexinspect open`. Raises `TraceError` for a trace that cannot be read,
+    and `UsageError` without textual-serve and for a port that is not available.
     """
     from flexinspect.trace.reader import open_trace
 

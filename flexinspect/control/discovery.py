@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,10 +89,8 @@ def _choose_folder() -> Path:
 
 def new_socket_path(folder: Path) -> Path:
     """Return a free socket path for a new capture; a process may have several captures."""
-    number = 0
-    while (path := folder / f"{os.getpid()}-{number}.sock").exists():
-        number += 1
-    return path
+    paths = (folder / f"{os.getpid()}-{number}.sock" for number in count())
+    return next(path for path in paths if not path.exists())
 
 
 def register(entry: CaptureEntry) -> None:

@@ -74,8 +74,8 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
 
     When the parent writes `protocol.GRANT_TERMINAL`, pdb may use the terminal and
     `on_terminal_granted` is called. When `protocol.DETACH` is the last that it writes, the run
-    continues without it, and its output goes to the null device.
-    Reads without Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    continues without it, and its output goes to the null device. Reads without Python's buffer,
+    whose lock a daemon thread must not hold when the process ends.
     """
     received = b""
     while chunk := os.read(0, 64):

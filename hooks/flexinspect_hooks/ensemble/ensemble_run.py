@@ -99,9 +99,8 @@ class EnsembleRunner:
     ) -> None:
         """Run one generation and record it.
 
-        Between two steps the session's step barrier may pause the generation or return a rewind
-        command. With `holds` the generation is kept alive at its end until the barrier releases it.
-        An exception or an interrupt ends the generation in the trace and is raised again.
+        Between two steps the session's step barrier may pause it or return a rewind command. With
+        `holds` it is kept alive at its end until the barrier releases it.
         """
         record = self.record_of(number, plan)
         session.begin_generation(record)
@@ -218,13 +217,10 @@ def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
 
 
 def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch.Tensor]:
-    """Load the user's `mask_mod` from "package.module:function".
+    """Load the user's `mask_mod` from "package.module:function". Raises `MaskError`.
 
     A function of four arguments is the `mask_mod` itself. A function of one argument is called
-    with the prompt's segments and returns the `mask_mod`. Indices are positions of the whole
-    sequence.
-
-    Raises `MaskError` if it cannot be imported, fails, or takes other arguments.
+    with the prompt's segments and returns it. Indices are positions of the whole sequence.
     """
     function = _import_mask_mod(spec)
     if _accepts_arguments(function, 1) and not _accepts_arguments(function, 4):

@@ -48,10 +48,7 @@ class FlexPatch:
     `compiled` runs `torch.compile`d kernels; `on_compile` is called with "prefill" or "decode"
     before the first call of each kind, which compiles it. Otherwise flex runs uncompiled and
     without dynamo, so that every mask_mod is plain Python. Nested patches of one model restore in
-    order.
-
-    Raises `ModelError` on entering a model that transformers does not route through its attention
-    interface.
+    order. Entering raises `ModelError` for a model without transformers' attention interface.
     """
 
     def __init__(
@@ -77,11 +74,10 @@ class FlexPatch:
 
         can_set = getattr(self.model, "_can_set_attn_implementation", None)
         if can_set is None or not can_set():
-            raise ModelError(
-                f"{type(self.model).__name__} does not use transformers' attention interface, so "
-                "it cannot run FlexAttention.",
-                hint="Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...).",
-            )
+            text = f"{type(self.model).__name__} does not use transformers' attention interface, "
+            text += "so it cannot run FlexAttention."
+            hint = "Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...)."
+            raise ModelError(text, hint=hint)
         name = f"{BACKEND}_{next(_numbers)}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._make_mask)
@@ -151,11 +147,10 @@ class FlexPatch:
             out, lse = self._flex((query, key, value), attention_mask, scaling, softcap)
         except Exception as error:
             step, (row, n_rows) = self._n_forwards - 1, self._rows
-            raise AttentionCallError(
-                f"FlexAttention failed in layer {layer}, step {step} "
-                f"(rows {row} to {row + n_rows - 1}): {summarize_error(error)}",
-                hint="No fallback ran; fix the mask or the call and run again.",
-            ) from error
+            rows = f"rows {row} to {row + n_rows - 1}"
+            text = f"FlexAttention failed in layer {layer}, step {step} ({rows}): "
+            hint = "No fallback ran; fix the mask or the call and run again."
+            raise AttentionCallError(text + summarize_error(error), hint=hint) from error
         finally:
             last_kernel_call.end_kernel_call()
         LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"

@@ -116,7 +116,6 @@ class UserMaskSource(MaskSource):
 
     If the mask_mod depends on the head, each query head gets its own block tables, because a
     compiled kernel trusts its tables. If it depends on the batch, batch 0 is used, the only one.
-
     Raises `MaskError` if FlexAttention would refuse the mask_mod (see `check_mask_mod`).
     """
 
@@ -153,11 +152,10 @@ class UserMaskSource(MaskSource):
             raise
         except Exception as error:
             last = window.q_offset + window.q_len - 1
-            raise MaskError(
-                f"The mask_mod {self.name} failed for rows {window.q_offset} to {last} over "
-                f"{window.kv_len} keys: {summarize_error(error)}",
-                hint="Indices are positions of the whole sequence, generated tokens included.",
-            ) from error
+            text = f"The mask_mod {self.name} failed for rows {window.q_offset} to {last} over "
+            text += f"{window.kv_len} keys: {summarize_error(error)}"
+            hint = "Indices are positions of the whole sequence, generated tokens included."
+            raise MaskError(text, hint=hint) from error
         states = states if len(states) > 1 else states[0]
         return BlockTables(partial=states == 1, full=states == 2)
 
@@ -217,11 +215,10 @@ def check_mask_mod(mask_mod: MaskMod, name: str, device: torch.device) -> None:
     try:
         result = mask_mod(zero, zero, zero, zero)
     except Exception as error:
-        raise MaskError(
-            f"The mask_mod {name} failed when called as mask_mod(b, h, q_idx, kv_idx) with four "
-            f"0-dim tensors: {type(error).__name__}: {error}",
-            hint="It must take four index tensors and return a 0-dim bool tensor.",
-        ) from error
+        text = f"The mask_mod {name} failed when called as mask_mod(b, h, q_idx, kv_idx) with "
+        text += f"four 0-dim tensors: {type(error).__name__}: {error}"
+        hint = "It must take four index tensors and return a 0-dim bool tensor."
+        raise MaskError(text, hint=hint) from error
     problem = _wrong_result(result, device)
     if problem:
         text = f"The mask_mod {name} returned {problem}; it must return a 0-dim bool tensor."

@@ -295,8 +295,7 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
 def pending_stats(outputs: ModuleOutputs, device: torch.device) -> ReadStats | None:
     """Reduce module outputs without waiting for the device; None if there are none.
 
-    The result reads the records, after one synchronisation, and a second one if an output is
-    non-finite: then its minimum, maximum, mean and deviation are unknown (NaN).
+    The result waits and reads the records; the spread of a non-finite output is unknown (NaN).
     """
     outs = dict(_first_tensors(outputs))
     if not outs:

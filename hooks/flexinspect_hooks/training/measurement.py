@@ -119,8 +119,7 @@ class GradientMeter:
         """The gradients as the optimizer receives them, None in a step that is not measured.
 
         `scale` is the loss scale that they still contain, `norms` are those known from clipping.
-        `is_warming` is whether the learning rate rises: then no gradient counts as vanishing,
-        because behind a gate that starts at 0 they start small.
+        While a learning rate `is_warming`, no gradient counts as vanishing: some start small.
         """
         if not detail.measures(step):
             return None

@@ -219,8 +219,7 @@ class ProfilerWindows:
     """Profiles windows of steps for the profiler switches; each ends in a log line or an export.
 
     torch takes long to read a recording (0.1 ms for each operator call), so a pause of
-    `PAUSE_FACTOR` times that follows each window; the first begins at once. `on_step` is called
-    once per step, in the thread that trains.
+    `PAUSE_FACTOR` times that follows each window. The thread that trains calls `on_step`.
     """
 
     def __init__(self, board: SwitchBoard, folder: str | Path, steps: int = PROFILED_STEPS) -> None:

@@ -200,8 +200,7 @@ def _logged(switch: str) -> Callable[[Describe[P]], LogStep[P]]:
 class SwitchLog:
     """Logs for the switches that are on; a switch that is off costs one attribute access.
 
-    The training loop, or `monitor_training_step`, calls it with the number of the step, 0 between
-    steps; a switch that fails is turned off.
+    It is called with the number of the step, 0 between steps; a switch that fails is turned off.
     """
 
     def __init__(self, board: SwitchBoard) -> None:

@@ -322,10 +322,8 @@ def _split(name: str, columns: dict[str, Any], ratios: Sequence[float], seed: in
     whole: Any = StackDataset(**columns)  # torch annotates tensors as no datasets
     order = random.Random(seed).sample(range(len(whole)), len(whole))
     n_train, n_validation = (round(ratio * len(order)) for ratio in ratios[:2])
-    return DatasetSplits(
-        name,
-        Subset(whole, order[:n_train]),
-        Subset(whole, order[n_train : n_train + n_validation]),
-        Subset(whole, order[n_train + n_validation :]),
-        max((one.shape[-1] for one in columns.values() if one.dim() == 2), default=0),
-    )
+    end = n_train + n_validation
+    parts = (order[:n_train], order[n_train:end], order[end:])
+    train, validation, test = (Subset(whole, part) for part in parts)
+    length = max((one.shape[-1] for one in columns.values() if one.dim() == 2), default=0)
+    return DatasetSplits(name, train, validation, test, length)
