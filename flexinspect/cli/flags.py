@@ -6,8 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from contextlib import suppress
 from typing import Any
 
-MAX_THREADS = 1024
-"""Limit of --threads: OpenMP creates as many as requested, until the system runs out."""
+MAX_THREADS = 1024  # OpenMP would create more, until the system runs out
 
 
 def add_switches(group: Any, **switches: str) -> None:

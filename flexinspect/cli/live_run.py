@@ -27,7 +27,7 @@ from flexinspect.launch.child_process import Capture
 from flexinspect.launch.crash import finish_trace
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
-from flexinspect.records.step import EventRecord, TokenRecord
+from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
 from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
 from flexinspect.trace.query_results import GenerationRow, StepRow
@@ -216,19 +216,16 @@ class RunProgress:
                 question = _question(change.generation, reader)
                 self.print_line(f"generation {change.generation.generation}: {question}")
             elif isinstance(change, NewStep):
-                self._add_step(change.step, change.tokens)
-                for line in _step_lines(change.step, reader) if self.verbose else ():
+                step, tokens = change.step, change.tokens
+                self._n_tokens += len(tokens)
+                self._text += "".join(token.text for token in tokens if not token.special)
+                self._capture_ms += step.capture_ms
+                self._wall_ms += step.wall_ms if step.step else 0.0
+                for line in _step_lines(step, reader) if self.verbose else ():
                     self.print_line(line)
                 self._draw()
             else:
                 self._draw(now=True)
-
-    def _add_step(self, step: StepRow, tokens: list[TokenRecord]) -> None:
-        self._n_tokens += len(tokens)
-        self._text += "".join(token.text for token in tokens if not token.special)
-        self._capture_ms += step.capture_ms
-        if step.step:
-            self._wall_ms += step.wall_ms
 
     def _draw(self, *, now: bool = False) -> None:
         """Redraw at most ten times per second, or `now`."""

@@ -350,20 +350,16 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         for name in _TEXT_ARGS
         if name in flags
     }
+    given = {name: flags[name] for name in _SAMPLING_ARGS if name in flags}
+    values = {name: value for name, value in given.items() if name != "sample"}
+    sampling = jobs.SamplingOptions(do_sample=bool(given), **values)  # by any sampling flag
+    sampling.check()
     return {
         **{name: flags[name] for name in _JOB_ARGS if name in flags},
         "prompts": tuple(flags.get("prompt", ())),
         "texts": jobs.PromptTexts(**texts),
-        "sampling": _sampling({name: flags[name] for name in _SAMPLING_ARGS if name in flags}),
+        "sampling": sampling,
     }
-
-
-def _sampling(flags: dict[str, Any]) -> jobs.SamplingOptions:
-    """Return the sampling options; any sampling flag turns sampling on."""
-    values = {name: value for name, value in flags.items() if name != "sample"}
-    options = jobs.SamplingOptions(do_sample=bool(flags), **values)
-    options.check()
-    return options
 
 
 def _new_trace(stem: str) -> str:

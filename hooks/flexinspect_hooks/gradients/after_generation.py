@@ -239,8 +239,8 @@ class TokenGradients:
                 replace(stat, norm=stat.norm * factor, max=stat.max * factor)
                 for stat in observer.stats.values()
             ),
-            tokens=_token_norms(observer, factor),
-            layers=_layer_norms(observer, factor),
+            tokens=_token_norms(observer, factor) if observer.stats else None,
+            layers=_layer_norms(observer, factor) if observer.stats else None,
         )
 
 
@@ -298,7 +298,7 @@ def target_gradient(
 def _token_norms(observer: GradientObserver, factor: float) -> Array | None:
     """Return gradient times input, and the gradient's norm, of each token: float (2, positions)."""
     embeddings, gradient = observer.embeddings, observer.gradient
-    if embeddings is None or not observer.stats:
+    if embeddings is None:
         return None
     inputs = embeddings[0].double()
     slope = torch.zeros_like(inputs) if gradient is None else gradient[0].double()
@@ -306,10 +306,8 @@ def _token_norms(observer: GradientObserver, factor: float) -> Array | None:
     return both.float().cpu().numpy()
 
 
-def _layer_norms(observer: GradientObserver, factor: float) -> Array | None:
+def _layer_norms(observer: GradientObserver, factor: float) -> Array:
     """The norms at the embeddings and at each layer's output: 0 if unreached, NaN if unobserved."""
-    if not observer.stats:
-        return None
     norms = np.full(max(observer.blocks, default=-1) + 2, np.nan, np.float32)
     for layer in (-1, *observer.blocks):
         norms[layer + 1] = float(observer.norms.get(layer, 0.0)) * factor

@@ -48,15 +48,13 @@ class StepPasses(Struct):
     forward_s: float = 0.0
     backward_s: float = 0.0
     losses: deque[Tensor | float] = field(default_factory=_micro_batches)
-    are_shares: bool = False
-    """Whether the step's loss is the sum of the micro-batches' losses, instead of their mean."""
+    are_shares: bool = False  # the step's loss is the sum of the losses, not their mean
     producer: AnomalyOrigin | None = None
     output_gradient_norms: deque[Tensor | float] = field(default_factory=_micro_batches)
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    pending: ReadStats | None = None
-    """Reads statistics that are still on their device."""
+    pending: ReadStats | None = None  # for statistics that are still on their device
     extremes: deque[Extremes] = field(default_factory=_micro_batches)
     is_updated: bool = False  # whether the weights may have changed since
     is_counted: bool = False  # a backward pass followed, so it belongs to the step

@@ -93,8 +93,7 @@ class ParameterList:
         self._model = weakref.ref(model, forget)
 
 
-GradientLimits = tuple[float, float]
-"""The norms above which a gradient explodes and below which it vanishes."""
+GradientLimits = tuple[float, float]  # above which a gradient explodes, below which it vanishes
 
 
 class Gradients(Struct, dict=True):

@@ -64,11 +64,10 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
     return GenerationRecord(0, sample, "", "", (), (), declared=declared, started_at=time.time())
 
 
-_RECORDED_FIELDS = (
+_RECORDED_FIELDS = (  # that a draft and the record of its step have under the same name
     *("learning_rates", "max_norm", "group_ratios", "n_backward"),
     *("scale", "is_skipped", "device", "autocast", "detail"),
 )
-"""Fields of a draft that the record of its step has under the same name."""
 
 
 class TrainingStepDraft(StepPasses):
