@@ -26,8 +26,6 @@ from flexinspect.core.addresses import is_loopback, parse_address
 from flexinspect.core.errors import ControlError, UsageError
 
 LONGEST_SOCKET = 100  # longest path of a socket in bytes: Linux accepts 108, macOS 104
-
-
 TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
 MIN_TOKEN_LENGTH = 16
 _NAME_ONE = "Name one with --pid or --trace."

@@ -114,7 +114,7 @@ class Decoder:
         return self.run(self._model)
 
     def run(self, forward: Callable[..., Any]) -> Tensor:
-        """As `next_logits` by the model's `forward`, or by another way to call the model."""
+        """As `next_logits`, but with gradients, by the model or its method `forward`."""
         # With a cache also in the prefill: without one transformers looks for packed sequences in
         # the position ids.
         ids, positions = self._rows(int(self.cache.get_seq_length()))

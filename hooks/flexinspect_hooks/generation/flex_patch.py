@@ -24,7 +24,7 @@ from flexinspect_hooks.generation.mask_source import ForwardWindow, MaskMod, Mas
 from flexinspect_hooks.python_internals.patching import patch
 
 BACKEND = "flexinspect"  # prefix of the name under which the patch registers itself
-N_COMPILE_FORWARDS = 3  # their calls are noted in case a kernel kills the process
+N_COMPILE_FORWARDS = 3  # that may compile; their calls are noted in case the process dies
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 

@@ -103,17 +103,18 @@ class Governor:
             self._set_index(self._index + 1)
             self._n_reduced += 1
             self._lowest_index = max(self._lowest_index, self._index)
-            above = f"{cost:.1%} of what the last {WINDOW} steps took without it, above the band of"
-            change = f"from now on {self.detail.text}, instead of {dropped}."
-            return "detail-reduced", f"Capture took {above} {limit}: {change}"
+            text = f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, "
+            text += (
+                f"above the band of {limit}: from now on {self.detail.text}, instead of {dropped}."
+            )
+            return "detail-reduced", text
         if self._index > self._level_index and self._n_within_band >= self._patience:
             self._set_index(self._index - 1)
             if self._known_costs.get(self._index, 0.0) > self._limit:
                 self._patience *= 2  # it was too expensive before: try less often
-            within = (
-                f"{cost:.1%} of what the last steps took without it, within the band of {limit}"
-            )
-            return "detail-restored", f"Capture took {within}: again {self.detail.text}."
+            text = f"Capture took {cost:.1%} of what the last steps took without it, within the "
+            text += f"band of {limit}: again {self.detail.text}."
+            return "detail-restored", text
         return None
 
     def _set_index(self, at: int) -> None:

@@ -199,7 +199,7 @@ class TrainingSession:
         self._awaiting_loss: TrainingStepDraft | None = None
         self._unwritten: deque[TrainingStepDraft] = deque()
         self._reported_loss: Loss | None = None
-        self._clipping_norms: ClippingNorms | None = None
+        self._clip_norms: ClippingNorms | None = None
         self._rates_before: tuple[float, ...] = ()
         self._step_started: float | None = None
         self._step_own_s = self._writer_s = self._passes_before_s = 0.0
@@ -350,14 +350,12 @@ class TrainingSession:
         """Gradients were clipped; those of other models are ignored."""
         if not self._meter.parameter_ids.isdisjoint(map(id, clipped)):
             self._current.norm_before_clip, self._current.max_norm = before.detach(), limit
-            self._clipping_norms = norms
+            self._clip_norms = norms
 
     def _before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         if optimizer is self._optimizer and scaler.is_enabled():
             self._current.scale = float(scaler.get_scale())
-            self._clipping_norms = (
-                None  # the scaler may divide gradients without a new tensor version
-            )
+            self._clip_norms = None  # the scaler may divide gradients without a new tensor version
             self._scaler_step = self._current.number
 
     def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
@@ -377,7 +375,7 @@ class TrainingSession:
     def _on_forward_begin(self) -> None:
         if self._step_started is None:
             self._step_started = time.perf_counter()
-        self._clipping_norms = None  # do not keep gradients alive that the program may drop
+        self._clip_norms = None  # do not keep gradients alive that the program may drop
         self._flush()
 
     def _measure(self, scale: float = 1.0) -> None:
@@ -395,7 +393,7 @@ class TrainingSession:
         is_rising = training_step.is_warming_up(self._rates_before, now.learning_rates)
         if not now.is_skipped:
             self._rates_before = now.learning_rates
-        norms, self._clipping_norms = self._clipping_norms, None
+        norms, self._clip_norms = self._clip_norms, None
         now.measured = self._meter.measure(now.number, detail, scale, is_rising, norms)
 
     def _synchronize(self) -> None:

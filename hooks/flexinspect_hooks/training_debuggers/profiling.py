@@ -157,7 +157,7 @@ def _profile_summary(
 
 
 def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
-    """The handler that exports profiles to `folder`. Raises `UsageError` if it has no folder."""
+    """The handler that exports profiles to `folder`. Raises `UsageError` if it cannot be made."""
     if folder is None:
         return None
     try:
