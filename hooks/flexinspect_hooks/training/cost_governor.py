@@ -104,9 +104,8 @@ class Governor:
             self._n_reduced += 1
             self._lowest_index = max(self._lowest_index, self._index)
             text = f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, "
-            text += (
-                f"above the band of {limit}: from now on {self.detail.text}, instead of {dropped}."
-            )
+            now = self.detail.text
+            text += f"above the band of {limit}: from now on {now}, instead of {dropped}."
             return "detail-reduced", text
         if self._index > self._level_index and self._n_within_band >= self._patience:
             self._set_index(self._index - 1)
