@@ -28,11 +28,8 @@ Closing the interface does not stop the run. Several interfaces can be attached 
 def configure(parser: argparse.ArgumentParser) -> None:
     which = "which capture, if several are running"
     parser.add_argument("which", metavar="PID|TRACE", nargs="?", help=which)
-    switches = {
-        "--list": "list the captures and exit",
-        "--json": "list them as JSON, with their tokens",
-    }
-    add_switches(parser, switches)
+    listing, as_json = "list the captures and exit", "list them as JSON, with their tokens"
+    add_switches(parser, list=listing, json=as_json)
 
 
 def run(args: argparse.Namespace) -> int:

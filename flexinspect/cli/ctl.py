@@ -39,8 +39,7 @@ capture.
 """
 
 
-Do = Callable[[ControlClient, argparse.Namespace], Any]
-"""Sends a command to the capture and returns the response."""
+Do = Callable[[ControlClient, argparse.Namespace], Any]  # sends a command
 
 _EDIT_FLAGS = {
     "--preset": ("NAME", "use this mask instead"),
@@ -92,7 +91,7 @@ def _add_step_commands(verbs: Any) -> None:
     until = "run until step N has finished"
     run_to = _add_verb(verbs, "run-to", until, lambda c, a: c.run_to(a.step, a.generation))
     run_to.add_argument("step", metavar="N", type=non_negative_int)
-    add_number_flags(run_to, {"--generation": "default: the current one"})
+    add_number_flags(run_to, generation="default: the current one")
     _add_verb(verbs, "stop", "end the run after this step", lambda c, a: c.stop())
     text = "record at another level from the next step on"
     level = _add_verb(verbs, "level", text, lambda c, a: c.level(a.level))
@@ -103,38 +102,39 @@ def _add_step_commands(verbs: Any) -> None:
 
 
 def _add_rewind_commands(verbs: Any) -> None:
-    text = "restore the state after a step, and pause there"
-    restore = _add_verb(
-        verbs, "restore", text, lambda c, a: c.rewind(messages.Restore(_step_ref(c, a), a.cost))
-    )
-    text = "continue from a step with another token"
-    fork = _add_verb(
-        verbs,
-        "fork",
-        text,
-        lambda c, a: c.rewind(messages.Fork(_step_ref(c, a), a.token_id, a.text, a.stay, a.cost)),
-    )
-    text = "continue from a step with another mask"
-    edit = _add_verb(
-        verbs,
-        "edit",
-        text,
-        lambda c, a: c.rewind(messages.EditMask(_step_ref(c, a), a.edits, a.stay, a.cost)),
-    )
-    numbers = {"--generation": "default: current", "--branch": "default: current"}
-    for parser in (restore, fork, edit):
+    texts: dict[type[messages.RewindCommand], str] = {
+        messages.Restore: "restore the state after a step, and pause there",
+        messages.Fork: "continue from a step with another token",
+        messages.EditMask: "continue from a step with another mask",
+    }
+    for command, text in texts.items():
+        parser = _add_verb(verbs, command.kind, text, _rewind)
+        parser.set_defaults(command_type=command)
         parser.add_argument("step", metavar="STEP", type=non_negative_int)
-        add_number_flags(parser, numbers)
-        add_switches(parser, {"--cost": "only print what it would cost"})
-    for parser in (fork, edit):
-        add_switches(parser, {"--stay": "pause at the new branch"})
-    token = fork.add_mutually_exclusive_group(required=True)
+        add_number_flags(parser, generation="default: current", branch="default: current")
+        add_switches(parser, cost="only print what it would cost")
+        if command is not messages.Restore:
+            add_switches(parser, stay="pause at the new branch")
+    token = verbs.choices["fork"].add_mutually_exclusive_group(required=True)
     token.add_argument("--token-id", type=non_negative_int, metavar="ID")
     token.add_argument("--text", help="the text to force instead")
     for name, (metavar, text) in _EDIT_FLAGS.items():
-        edit.add_argument(
-            name, action=_EditAction, metavar=metavar, help=text, dest="edits", default=()
-        )
+        options = {"action": _EditAction, "metavar": metavar, "dest": "edits", "default": ()}
+        verbs.choices["edit"].add_argument(name, help=text, **options)
+
+
+def _rewind(client: ControlClient, args: argparse.Namespace) -> messages.CommandResponse:
+    """Send a restore, fork or edit; generation and branch are those of the model by default."""
+    generation, branch = args.generation, args.branch
+    if generation is None or branch is None:
+        place = client.status().place
+        generation = place.generation if generation is None else generation
+        if branch is None:
+            branch = place.branch if generation == place.generation else 0
+    flags = {"token_id": "token_id", "text": "text", "edits": "edits", "stay_paused": "stay"}
+    given = {field: getattr(args, flag) for field, flag in flags.items() if hasattr(args, flag)}
+    step = messages.StepRef(generation, branch, args.step)
+    return client.rewind(args.command_type(step, dry_run=args.cost, **given))
 
 
 def _add_breakpoint_commands(verbs: Any) -> None:
@@ -147,9 +147,9 @@ def _add_breakpoint_commands(verbs: Any) -> None:
 
     add = _add_verb(actions, "add", "set a breakpoint", add_breakpoint)
     add.add_argument("condition", metavar="CONDITION")
-    add_number_flags(add, {"--hits": "stop from the N-th hit on"})
+    add_number_flags(add, hits="stop from the N-th hit on")
     once, log = "disable it after its first stop", "record an event instead of stopping"
-    add_switches(add, {"--once": once, "--log-only": log})
+    add_switches(add, once=once, log_only=log)
     _add_verb(actions, "list", "list the breakpoints", lambda c, a: c.breakpoints())
     numbered: dict[str, Do] = {
         "remove": lambda c, a: c.remove_breakpoint(a.number),
@@ -161,17 +161,6 @@ def _add_breakpoint_commands(verbs: Any) -> None:
         action.add_argument("number", metavar="NUMBER", type=non_negative_int)
     for action in actions.choices.values():
         _add_common_flags(action, default=argparse.SUPPRESS)
-
-
-def _step_ref(client: ControlClient, args: argparse.Namespace) -> messages.StepRef:
-    """Return the step of the flags; generation and branch are those of the model by default."""
-    generation, branch = args.generation, args.branch
-    if generation is None or branch is None:
-        place = client.status().place
-        generation = place.generation if generation is None else generation
-        if branch is None:
-            branch = place.branch if generation == place.generation else 0
-    return messages.StepRef(generation, branch, args.step)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -188,13 +177,11 @@ def _wait_and_print(
     response: messages.CommandResponse, client: ControlClient, *, as_json: bool
 ) -> int:
     """Wait until a command has its effect and print the status; return 1 for a failed rewind."""
-    status = wait_for_effect(client, response)
-    number = response.rewind_number
+    status, number = wait_for_effect(client, response), response.rewind_number
     if status is None and number is not None:
-        raise ControlError(
-            f"The run ended before it reported the result of command {number}.",
-            hint="Its trace shows how far it came; --hold keeps the model for further commands.",
-        )
+        text = f"The run ended before it reported the result of command {number}."
+        hint = "Its trace shows how far it came; --hold keeps the model for further commands."
+        raise ControlError(text, hint=hint)
     _print(status if status is not None else response, as_json=as_json)
     rewind = status.last_rewind if status is not None and number is not None else None
     return 1 if rewind is not None and rewind.state == "failed" else 0
@@ -236,11 +223,11 @@ def _status_lines(status: messages.StatusResponse) -> list[str]:
 
 
 def _command_lines(response: messages.CommandResponse) -> list[str]:
-    if response.cost is None:
+    cost = response.cost
+    if cost is None:
         return [response.message]
-    expensive = " (expensive)" if response.cost.is_expensive else ""
-    cost = f"cost: {response.cost.sentence}{expensive}"
-    return [cost] if response.rewind_number is None else [response.message, cost]
+    line = f"cost: {cost.sentence}{' (expensive)' if cost.is_expensive else ''}"
+    return [line] if response.rewind_number is None else [response.message, line]
 
 
 def _breakpoint_line(info: messages.BreakpointInfo) -> str:

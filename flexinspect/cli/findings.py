@@ -40,12 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     forms.add_argument("--json", action="store_true", help="print one JSON object")
     forms.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log")
     forms.add_argument("--junit", action="store_true", help="print JUnit XML")
-    add(
-        "--fail-on",
-        choices=[*severities, "never"],
-        default=str(Severity.ERROR),
-        help="exit with 1 for a finding this severe or more (default: error)",
-    )
+    fails = "exit with 1 for a finding this severe or more (default: error)"
+    add("--fail-on", choices=[*severities, "never"], default=str(Severity.ERROR), help=fails)
     add("--generation", metavar="N", type=int, help="only findings of this generation")
     only_ids = "only these ids, with shell wildcards: mask.*"
     add("--id", metavar="PATTERN", action="append", default=[], help=only_ids)
@@ -55,11 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 when a finding is as severe as `--fail-on`.
-
-    Raises `UsageError` for a generation that does not exist, and `TraceError` for a file that is
-    damaged or not a trace.
-    """
+    """Print the report; return 1 when a finding is as severe as `--fail-on`."""
     from flexinspect.analysis.reports.collect import FindingFilter, collect_report
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace
@@ -73,26 +65,19 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_review:
             notes += run_missing_rules(reader, rules.rules)
         report = collect_report(reader, selection, rules.rules, notes)
+    from flexinspect.analysis.reports import machine_formats, plain_text
+
     if args.json or args.sarif:
-        from flexinspect.analysis.reports.machine_formats import as_json, as_sarif
-
-        print_json(as_json(report) if args.json else as_sarif(report))
+        print_json((machine_formats.as_json if args.json else machine_formats.as_sarif)(report))
     elif args.junit:
-        from flexinspect.analysis.reports.machine_formats import as_junit
-
-        sys.stdout.write(as_junit(report, threshold))
+        sys.stdout.write(machine_formats.as_junit(report, threshold))
     else:
-        from flexinspect.analysis.reports.plain_text import print_report
-
-        print_report(report, stdout_console())
+        plain_text.print_report(report, stdout_console())
     return 1 if report.reaches(threshold) else 0
 
 
 def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
-    """Run the rules that have not checked the trace yet, and return notes about it.
-
-    Findings that could not be stored in the trace are added to the reader.
-    """
+    """Run the rules that have not checked the trace; `reader` gets findings that are not stored."""
     from tqdm import tqdm
 
     from flexinspect.analysis.offline_rules import review

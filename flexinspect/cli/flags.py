@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+MAX_THREADS = 1024  # OpenMP would create more, until the system runs out
 
-def add_switches(group: Any, switches: Mapping[str, str]) -> None:
+
+def add_switches(group: Any, **switches: str) -> None:
     """Add flags that take no value to a parser or a group of it, each with its help."""
     for name, text in switches.items():
-        group.add_argument(name, action="store_true", help=text)
+        group.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
-def add_number_flags(parser: ArgumentParser, flags: Mapping[str, str]) -> None:
+def add_number_flags(parser: ArgumentParser, **flags: str) -> None:
     """Add flags that take a number from 0 on, such as those of a place, each with its help."""
     for name, text in flags.items():
-        parser.add_argument(name, metavar="N", type=non_negative_int, help=text)
-
-
-MAX_THREADS = 1024
-"""Limit of --threads: OpenMP creates as many as requested, until the system runs out."""
+        parser.add_argument(f"--{name}", metavar="N", type=non_negative_int, help=text)
 
 
 def positive_int(text: str) -> int:

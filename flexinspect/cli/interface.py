@@ -21,16 +21,11 @@ if TYPE_CHECKING:
 
 
 def open_trace_file(trace: Path, place: TracePlace | None = None) -> int:
-    """Open the interface on a trace, finished or being recorded, and return the exit code.
-
-    Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
-    """
+    """Open the interface on a trace; return the exit code. Raises `UsageError`, `TraceError`."""
     is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
     if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError(
-            "The interface needs a terminal, and there is none here.",
-            hint=f"Without one: flexinspect show {trace}, or flexinspect dump {trace}.",
-        )
+        hint = f"Without one: flexinspect show {trace}, or flexinspect dump {trace}."
+        raise UsageError("The interface needs a terminal, and there is none here.", hint=hint)
     return _run_app(_make_app(trace, place=place))
 
 
@@ -40,10 +35,7 @@ def open_start_screen(make_job: JobFactory) -> int:
 
 
 def inspect_run(job: Job | ScriptJob) -> int:
-    """Run a job under the interface, then print its result.
-
-    A generation of our own keeps its model until the interface closes, for restore and fork.
-    """
+    """Run a job under the interface, which keeps our own model for rewinds; print its result."""
     from flexinspect.records.job import Job
 
     return _run_app_and_job(_make_app(job=replace(job, hold=True) if isinstance(job, Job) else job))
@@ -76,8 +68,7 @@ def _run_app_and_job(app: InspectorApp) -> int:
     if session is None or session.process is None:
         return code
     if session.is_detached:
-        pid = session.process.pid
-        print(f"The run continues; to see it again: flexinspect attach {pid}")
+        print(f"The run continues; to see it again: flexinspect attach {session.process.pid}")
         return 0
     while prints := session.process.state.prints:  # by the user's own code, under the interface
         print(escape_unprintable(prints.popleft()), file=sys.stderr)

@@ -1,7 +1,4 @@
-"""A run without the full-screen interface: its progress on stderr, and its result.
-
-The result is the answers, speed, cost, findings and the next command.
-"""
+"""A run without the full-screen interface: its progress on stderr, and its result."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from msgspec.structs import asdict
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -31,7 +27,7 @@ from flexinspect.launch.child_process import Capture
 from flexinspect.launch.crash import finish_trace
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
-from flexinspect.records.step import EventRecord, TokenRecord
+from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
 from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
 from flexinspect.trace.query_results import GenerationRow, StepRow
@@ -40,20 +36,13 @@ from flexinspect.trace.reader import TraceReader, open_trace
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
 _MAX_FINDINGS = 200
-_MAX_ANSWER_CHARS = 300
-"""Limit of an answer's printed length."""
+_MAX_ANSWER_CHARS = 300  # limit of an answer's printed length
 
-MAX_NOTES = 8
-MAX_ANSWERS = 10
-"""Notes and answers in the summary of a program."""
+MAX_NOTES, MAX_ANSWERS = 8, 10  # in the summary of a program
 
 
 def summarize_run(path: Path) -> dict[str, Any]:
-    """Return the result of a finished or interrupted run, with the keys of `run --json`.
-
-    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
-    could not be read.
-    """
+    """Return the result of a run that has ended, with the keys of `run --json`."""
     with open_trace(path) as reader:
         run, events = reader.run(), reader.events()
         findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
@@ -93,16 +82,12 @@ def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, 
 def print_summary(
     summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
 ) -> None:
-    """Print the answers and those expected, the cost of capture, findings, and the next command.
-
-    Prints on stdout unless `console` is given, and at most the last `limit` answers.
-    """
+    """Print the last `limit` answers (None: all), the cost, findings, and the next command."""
     generations, findings = summary["generations"], summary["findings"]
     with_text = [each for each in generations if each["question"] or each["answer"]]
     n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
-    lines: list[str | Text] = []
-    if n_earlier:
-        lines.append(f"      {n_earlier} generations before these, in the interface")
+    earlier = f"      {n_earlier} generations before these, in the interface"
+    lines: list[str | Text] = [earlier] if n_earlier else []
     lines += map(_answer_text, with_text[n_earlier:])
     if n_empty := len(generations) - len(with_text):
         lines.append(f"{plural(n_empty, 'generation')} without tokens")
@@ -231,19 +216,16 @@ class RunProgress:
                 question = _question(change.generation, reader)
                 self.print_line(f"generation {change.generation.generation}: {question}")
             elif isinstance(change, NewStep):
-                self._add_step(change.step, change.tokens)
-                for line in _step_lines(change.step, reader) if self.verbose else ():
+                step, tokens = change.step, change.tokens
+                self._n_tokens += len(tokens)
+                self._text += "".join(token.text for token in tokens if not token.special)
+                self._capture_ms += step.capture_ms
+                self._wall_ms += step.wall_ms if step.step else 0.0
+                for line in _step_lines(step, reader) if self.verbose else ():
                     self.print_line(line)
                 self._draw()
             else:
                 self._draw(now=True)
-
-    def _add_step(self, step: StepRow, tokens: list[TokenRecord]) -> None:
-        self._n_tokens += len(tokens)
-        self._text += "".join(token.text for token in tokens if not token.special)
-        self._capture_ms += step.capture_ms
-        if step.step:
-            self._wall_ms += step.wall_ms
 
     def _draw(self, *, now: bool = False) -> None:
         """Redraw at most ten times per second, or `now`."""
@@ -270,7 +252,6 @@ class RunProgress:
 
 
 def _plan_line(plan: Mapping[str, Any]) -> str:
-    """Return which model is going to be loaded, from where, and the memory it needs."""
     count, needs = human_count(plan.get("parameters")), human_bytes(plan.get("total"))
     free = human_bytes(plan.get("available"))
     return (
@@ -290,7 +271,6 @@ def _question(generation: GenerationRow, reader: TraceReader) -> str:
 
 
 def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
-    """Return the lines of a step: lengths, kernel paths, shapes, masks, candidates."""
     calls = reader.calls(step.generation, step.step)
     lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
     lines = [f"  step {step.step} {step.phase}: {lengths}, {step.wall_ms:.1f} ms"]
@@ -311,29 +291,23 @@ def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
 def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
     """Start a generation, or follow a program that was started, and print the result at its end.
 
-    The result of a generation goes to stdout, everything else to stderr; so does the summary of a
-    program, except with `as_json`. Returns the exit code: that of the process, or 1 when a signal
-    killed our own generation.
+    The result of a generation goes to stdout, everything else to stderr. Returns the exit code:
+    that of the process, or 1 when a signal killed our own generation.
     """
-    console = stderr_console()
+    console, is_own = stderr_console(), isinstance(run, Job)
+    quiet, live = (as_json, console.is_terminal and not as_json) if is_own else (not verbose, False)
+    progress = RunProgress(console, verbose=verbose, quiet=quiet, live=live)
     if isinstance(run, Job):
-        live = console.is_terminal and not as_json
-        progress = RunProgress(console, verbose=verbose, quiet=as_json, live=live)
         _handle_end_signals()
-        live_run = LiveRun(child_process.start_capture(run), progress)
-    else:
-        progress = RunProgress(console, verbose=verbose, quiet=not verbose)
-        live_run = LiveRun(run, progress)
+        run = child_process.start_capture(run)
+    live_run = LiveRun(run, progress)
     with progress:
         code = live_run.watch()
     return live_run.conclude(code, as_json=as_json)
 
 
 def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
-    """Wait for a run whose interface was closed, and print its result as `show_run` does.
-
-    With `stopping`, the run was asked to end before, so that the first Ctrl-C kills it.
-    """
+    """Wait for a run whose interface was closed; if it is `stopping`, the first Ctrl-C kills it."""
     progress = RunProgress(stderr_console(), quiet=True)
     if process.poll() is None:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
@@ -367,10 +341,7 @@ class LiveRun:
         self._debugger_stop: DebuggerStop | None = None
 
     def watch(self) -> int:
-        """Follow the trace until the process ends, and return its exit code.
-
-        The first Ctrl-C asks the process to end its generation and trace; the second kills it.
-        """
+        """Follow the run until its end; one Ctrl-C stops it after a step, a second one kills it."""
         while True:
             try:
                 code = self._process.poll()
@@ -449,8 +420,6 @@ class LiveRun:
         summary = summarize_run(path) if path is not None else None
         if as_json:
             facts = summary or {"trace": None, "generations": []}
-            if summary is not None:
-                facts["findings"] = [asdict(finding) for finding in summary["findings"]]
             error = state.error or (None if code == 0 else process.describe_exit(code))
             facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
             print_json(facts)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
@@ -61,23 +61,14 @@ arguments, and `run`: a function from the parsed arguments to the exit code.
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command line, with the arguments of one command.
-
-    The parsers of the other commands have a name and a line of help only, so that their modules
-    need not be imported.
-    """
-    parser = argparse.ArgumentParser(
-        prog="flexinspect",
-        description="The debugger for FlexAttention generation.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Return the parser with the arguments of one command; other modules are not imported."""
+    raw: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    description = "The debugger for FlexAttention generation."
+    parser = argparse.ArgumentParser("flexinspect", None, description, EXAMPLES, **raw)
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        subparser = subparsers.add_parser(name, help=text, **raw)
         if name == command:
             module = import_module(f"flexinspect.cli.{name}")
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
@@ -144,7 +135,6 @@ def _print_remaining_parts(path: Path) -> None:
 
 
 def _make_output_safe() -> None:
-    """Escape what the output's encoding cannot represent, instead of raising."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -59,7 +59,7 @@ def _list(*, as_json: bool) -> None:
     from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS
 
     if as_json:
-        print_json([asdict(one) for one in BROKEN_RUNS])
+        print_json(BROKEN_RUNS)
         return
     width = max(len(one.name) for one in BROKEN_RUNS)
     lines = [f"{one.name:{width}}  {one.title}" for one in BROKEN_RUNS]
@@ -99,10 +99,9 @@ def _open(args: argparse.Namespace) -> int:
 def _check(*, as_json: bool) -> int:
     from flexinspect.analysis.broken_run_check import check_broken_runs
 
-    is_quiet = as_json or not sys.stderr.isatty()
-    checks = check_broken_runs(
-        None if is_quiet else lambda name: print("built", name, file=sys.stderr)
-    )
+    is_shown = sys.stderr.isatty() and not as_json
+    report = (lambda name: print("built", name, file=sys.stderr)) if is_shown else None
+    checks = check_broken_runs(report)
     is_good = all(check.is_good for check in checks)
     if as_json:
         facts = [{**asdict(check), "good": check.is_good} for check in checks]

@@ -30,14 +30,14 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
-    place = {
-        "--generation": "begin in this generation",
-        "--step": "begin at this step",
-        "--layer": "begin in this layer (default: 0)",
-        "--head": "begin at this query head (default: 0)",
-    }
-    add_number_flags(parser, place)
-    add_switches(parser, {"--web": "serve the interface to a browser on this machine"})
+    add_number_flags(
+        parser,
+        generation="begin in this generation",
+        step="begin at this step",
+        layer="begin in this layer (default: 0)",
+        head="begin at this query head (default: 0)",
+    )
+    add_switches(parser, web="serve the interface to a browser on this machine")
     port = "of --web (default: 8422)"
     parser.add_argument("--port", type=non_negative_int, default=8422, help=port)
 
@@ -56,10 +56,8 @@ def run(args: argparse.Namespace) -> int:
 def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
     """Serve a trace until Ctrl-C. Each browser page gets its own process of the interface.
 
-    `place` are flags of `flexinspect open` that select the first place.
-
-    Raises `TraceError` for a trace that cannot be read, and `UsageError` when textual-serve is not
-    installed or the port is not available.
+    `place` are flags of `flexinspect open`. Raises `TraceError` for a trace that cannot be read,
+    and `UsageError` without textual-serve and for a port that is not available.
     """
     from flexinspect.trace.reader import open_trace
 
@@ -85,10 +83,8 @@ def _server_class() -> type:
         from aiohttp import web
         from textual_serve.server import Server
     except ImportError:
-        raise UsageError(
-            "--web needs the package textual-serve, which is not installed.",
-            hint="Install it: pip install 'flexinspect[web]'",
-        ) from None
+        text = "--web needs the package textual-serve, which is not installed."
+        raise UsageError(text, hint="Install it: pip install 'flexinspect[web]'") from None
 
     @web.middleware
     async def refuse_other_sites(request: web.Request, handler: Any) -> web.StreamResponse:

@@ -90,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    """Return the generation that the flags describe. Raises `FlexInspectError`."""
     run_command.check_program_flags(args, "declare", "call")
     options = run_command.generation_options(args)
     options.setdefault("max_new_tokens", _DEFAULT_NEW_TOKENS[args.proof])

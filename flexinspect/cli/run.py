@@ -1,8 +1,4 @@
-"""`flexinspect run`: capture our own generation, or the user's program, in its own process.
-
-The flags of a job, and the checked `Job` or `ScriptJob` that they describe, are here too;
-`flexinspect prove` shares them.
-"""
+"""`flexinspect run`, whose flags `flexinspect prove` shares: capture a run in its own process."""
 
 from __future__ import annotations
 
@@ -23,20 +19,8 @@ from flexinspect.core.addresses import format_address, is_loopback, parse_addres
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import print_message
-from flexinspect.records.job import (
-    CaptureJob,
-    DebuggerOptions,
-    Declaration,
-    Job,
-    OnBreak,
-    PromptTexts,
-    SamplingOptions,
-    ScriptJob,
-    check_debugger,
-    controlling_terminal,
-    parse_layers,
-    parse_steps,
-)
+from flexinspect.records import job as jobs
+from flexinspect.records.job import DebuggerOptions, Job, ScriptJob
 
 if TYPE_CHECKING:
     from flexinspect.launch.child_process import Capture
@@ -63,6 +47,7 @@ examples:
   flexinspect run --declare prompt.toml -m package.module 3
 """
 
+_MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
     *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
@@ -92,21 +77,18 @@ def _add_group(parser: argparse.ArgumentParser, title: str, text: str | None = N
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the user's program, and its declaration."""
-    group = _add_group(
+    add = _add_group(
         parser,
         "a program of your own",
         "only the flags of this group and of the groups capture and output, debugger, breakpoints "
         "and control apply to it",
-    )
+    ).add_argument
     # PARSER consumes all following arguments, flags included; it is required by default.
-    program = group.add_argument(
-        "program", nargs=argparse.PARSER, metavar="SCRIPT.py", help="run this file, unchanged"
-    )
-    program.required = False
-    module = {"dest": "module", "nargs": argparse.PARSER, "metavar": "MODULE"}
-    group.add_argument("-m", **module, help="run this module")
+    own = {"nargs": argparse.PARSER}
+    add("program", **own, metavar="SCRIPT.py", help="run this file, unchanged").required = False
+    add("-m", dest="module", **own, metavar="MODULE", help="run this module")
     declare = "TOML or JSON: the segments of its prompts and the declared mask"
-    group.add_argument("--declare", metavar="FILE", help=declare)
+    add("--declare", metavar="FILE", help=declare)
 
 
 def add_generation_flags(parser: argparse.ArgumentParser) -> None:
@@ -114,64 +96,52 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     from flexinspect.masks.algebra import PRESETS, SEPARATOR_MODES
     from flexinspect.records.prompt import POSITION_MODES
 
-    group = _add_group(parser, "model")
-    group.add_argument("--model", help="demo, an alias, a hub id or a folder (default: demo)")
-    group.add_argument("--weights", choices=("pretrained", "random"))
-    group.add_argument("--device", help="auto, cuda, cuda:N, cpu or mps")
-    group.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--seed", type=int, help="seed of random weights and of sampling")
-    add_switches(group, {"--trust-remote-code": "allow code that comes with the model to run"})
-    group = _add_group(parser, "data")
-    group.add_argument(
-        "--dataset",
-        metavar="NAME",
-        help="demo, webqa, myriadlama, FILE.jsonl or package.module:Class "
-        "(default: demo, unless --prompt is given)",
-    )
-    group.add_argument("--prompt", action="append", help="a paraphrase (may be repeated)")
-    group.add_argument("--max-samples", type=positive_int, help="default: 1")
+    add = (group := _add_group(parser, "model")).add_argument
+    add("--model", help="demo, an alias, a hub id or a folder (default: demo)")
+    add("--weights", choices=("pretrained", "random"))
+    add("--device", help="auto, cuda, cuda:N, cpu or mps")
+    add("--dtype", help="auto, float32, bfloat16 or float16")
+    add("--seed", type=int, help="seed of random weights and of sampling")
+    add_switches(group, trust_remote_code="allow code that comes with the model to run")
+    add = _add_group(parser, "data").add_argument
+    names = "demo, webqa, myriadlama, FILE.jsonl or package.module:Class"
+    add("--dataset", metavar="NAME", help=f"{names} (default: demo, unless --prompt is given)")
+    add("--prompt", action="append", help="a paraphrase (may be repeated)")
+    add("--max-samples", type=positive_int, help="default: 1")
     n_paraphrases = "default: the first five, or all of --indices"
-    names = ("--num-paraphrases", "--num_paraphrases")
-    group.add_argument(*names, type=positive_int, help=n_paraphrases)
+    add("--num-paraphrases", "--num_paraphrases", type=positive_int, help=n_paraphrases)
     indices = "which paraphrases of each sample"
-    group.add_argument("--indices", "--indexs", metavar="0,1,2", help=indices)
-    group.add_argument("--instruction", help="shared text before the paraphrases")
-    group.add_argument("--separator", help="after each paraphrase (default: \\n)")
-    group.add_argument("--cue", help="before the answer (default: Answer:)")
-    group = _add_group(parser, "attention")
+    add("--indices", "--indexs", metavar="0,1,2", help=indices)
+    add("--instruction", help="shared text before the paraphrases")
+    add("--separator", help="after each paraphrase (default: \\n)")
+    add("--cue", help="before the answer (default: Answer:)")
+    add = _add_group(parser, "attention").add_argument
     masks = f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)"
-    group.add_argument("--mask", metavar="MASK", help=masks)
-    group.add_argument("--separators", choices=SEPARATOR_MODES)
-    group.add_argument("--positions", choices=POSITION_MODES)
-    group.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile FlexAttention (default: on CUDA only)",
-    )
+    add("--mask", metavar="MASK", help=masks)
+    add("--separators", choices=SEPARATOR_MODES)
+    add("--positions", choices=POSITION_MODES)
+    compiles = "compile FlexAttention (default: on CUDA only)"
+    add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
 
 
 def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     from flexinspect.records.token_gradients import GRADIENT_TARGETS
 
     group = _add_group(parser, "decoding (greedy unless a sampling flag is given)")
-    group.add_argument("--max-new-tokens", type=positive_int, help="default: 32")
-    group.add_argument("--stop", choices=("newline", "eos"), help="where an answer ends")
-    add_switches(group, {"--sample": "sample instead of greedy decoding"})
-    group.add_argument("--temperature", type=float)
-    group.add_argument("--top-k", type=int)
-    group.add_argument("--top-p", type=float)
-    group = _add_group(parser, "gradients (computed after a generation)")
-    group.add_argument(
-        "--grads",
-        nargs="?",
-        const="logprob",
-        choices=GRADIENT_TARGETS,
-        help="gradients of each generated token's log-probability (default), or of its margin to "
-        "the next best token; one forward and backward of the whole sequence per token",
-    )
-    group.add_argument("--grads-steps", metavar="0,5-7", help="only of these steps (default: all)")
+    add = group.add_argument
+    add("--max-new-tokens", type=positive_int, help="default: 32")
+    add("--stop", choices=("newline", "eos"), help="where an answer ends")
+    add_switches(group, sample="sample instead of greedy decoding")
+    add("--temperature", type=float)
+    add("--top-k", type=int)
+    add("--top-p", type=float)
+    add = (group := _add_group(parser, "gradients (computed after a generation)")).add_argument
+    target = "gradients of each generated token's log-probability (default), or of its margin to "
+    target += "the next best token; one forward and backward of the whole sequence per token"
+    add("--grads", nargs="?", const="logprob", choices=GRADIENT_TARGETS, help=target)
+    add("--grads-steps", metavar="0,5-7", help="only of these steps (default: all)")
     anomaly = "report the line of the forward whose backward produces NaN; twice as slow"
-    add_switches(group, {"--detect-anomaly": anomaly})
+    add_switches(group, detect_anomaly=anomaly)
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
@@ -182,13 +152,13 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", help="the trace file (default: named after the run)")
     threads = "CPU threads (default: one less than cores; for your own program: unchanged)"
     add("--threads", type=n_threads, help=threads)
-    switches = {
-        "--overwrite": "replace an existing trace",
-        "--no-ui": "print plain output instead of opening the interface",
-        "--json": "print a summary as JSON on stdout",
-        "--verbose": "print lengths, kernel path and candidates of each step; no interface",
-    }
-    add_switches(group, switches)
+    add_switches(
+        group,
+        overwrite="replace an existing trace",
+        no_ui="print plain output instead of opening the interface",
+        json="print a summary as JSON on stdout",
+        verbose="print lengths, kernel path and candidates of each step; no interface",
+    )
 
 
 def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
@@ -201,21 +171,16 @@ def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--debugpy", type=_address, metavar="[HOST:]PORT", help=address)
     expose = "allow a HOST that other machines can reach"
     first = "wait for a client before anything runs"
-    add_switches(group, {"--wait-for-client": first, "--debugpy-expose": expose})
+    add_switches(group, wait_for_client=first, debugpy_expose=expose)
     pdb = "start pdb on this terminal at a breakpoint() or an exception"
     group.add_argument("--pdb", "--interactive", action="store_true", help=pdb)
     group = parser.add_argument_group("breakpoints", "docs/breakpoints.md describes the language")
-    group.add_argument(
-        "--break",
-        dest="breakpoints",
-        action="append",
-        default=[],
-        metavar="EXPR",
-        help="stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
-        "'finding mask.* [once]' (may be repeated)",
-    )
+    condition = "stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
+    condition += "'finding mask.* [once]' (may be repeated)"
+    many: dict[str, Any] = {"dest": "breakpoints", "action": "append", "default": []}
+    group.add_argument("--break", **many, metavar="EXPR", help=condition)
     wait = "pause at a breakpoint even without a terminal, instead of ending with exit code 3"
-    add_switches(group, {"--wait": wait})
+    add_switches(group, wait=wait)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -226,14 +191,13 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _add_control_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "control", "flexinspect ctl and flexinspect attach control a run while it is running"
-    )
+    title = "flexinspect ctl and flexinspect attach control a run while it is running"
+    group = parser.add_argument_group("control", title)
     serve = "accept commands over TCP too; every request needs the token that is printed"
     group.add_argument("--serve", metavar="HOST:PORT", help=serve)
     hold = "keep the model alive after the last generation, until ctl continue or Ctrl-C"
     insecure = "let --serve listen on an address that other machines can reach, unencrypted"
-    add_switches(group, {"--hold": hold, "--insecure-bind": insecure})
+    add_switches(group, hold=hold, insecure_bind=insecure)
     off = "accept no commands"
     group.add_argument("--no-control", dest="control", action="store_false", help=off)
 
@@ -249,20 +213,18 @@ def run(args: argparse.Namespace) -> int:
         from flexinspect.cli.interface import inspect_run
 
         return inspect_run(job)
-    run = _start_program(job, as_json=args.json) if isinstance(job, ScriptJob) else job
+    run: Job | Capture
+    if isinstance(job, ScriptJob):
+        from flexinspect.launch.child_process import ScriptProcess, forward_signals
+
+        # It has our own streams; with --json its output goes to stderr.
+        forward_signals(run := ScriptProcess(job, stdout=2 if args.json else 1))
+    else:
+        run = job
     # A program is already running: import meanwhile what prints its result.
     from flexinspect.cli.live_run import show_run
 
     return show_run(run, as_json=args.json, verbose=args.verbose)
-
-
-def _start_program(job: ScriptJob, *, as_json: bool) -> Capture:
-    """Start a program with our own streams; with `as_json` its output goes to stderr."""
-    from flexinspect.launch.child_process import ScriptProcess, forward_signals
-
-    process = ScriptProcess(job, stdout=2 if as_json else 1)
-    forward_signals(process)
-    return process
 
 
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
@@ -287,7 +249,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     if hasattr(args, "program") or hasattr(args, "module"):
         program = program_options(args, ["--hold"] if args.hold else [])
         job = ScriptJob(out="", **program, **capture, git=git_state(Path.cwd()))
-        parse_layers(job.layers, _MAX_LAYERS)
+        jobs.parse_layers(job.layers, _MAX_LAYERS)
         stem = Path(job.program).stem
     else:
         check_program_flags(args, "declare")
@@ -300,10 +262,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
 
 
 def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the breakpoints of the settings and of the flags.
-
-    Raises `ExpressionError` for a condition with a syntax error.
-    """
+    """Return the breakpoints of the settings and of the flags."""
     from flexinspect.breakpoints.grammar import ExpressionError
     from flexinspect.breakpoints.store import BreakpointStore
     from flexinspect.inputs.config import load_config
@@ -318,30 +277,21 @@ def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
     return (*load_config().breakpoints.values(), *args.breakpoints)
 
 
-def _on_break(args: argparse.Namespace) -> OnBreak:
-    """Return what a hit of a breakpoint does: pause the run, or end it.
-
-    A run ends where nobody would see the pause: without a terminal or with --json, and without a
-    debugger. Raises `UsageError` for --wait with --no-control, which would wait for ever.
-    """
+def _on_break(args: argparse.Namespace) -> jobs.OnBreak:
+    """Return whether a hit pauses the run, or ends it where nobody would see the pause."""
     if args.wait and not args.control:
-        raise UsageError(
-            "--wait pauses the run until a command comes, and --no-control accepts none.",
-            hint="Leave one of them out.",
-        )
+        text = "--wait pauses the run until a command comes, and --no-control accepts none."
+        raise UsageError(text, hint="Leave one of them out.")
     is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
     return "wait" if args.wait or is_watched else "stop"
 
 
 def _debugger_of(args: argparse.Namespace) -> DebuggerOptions:
-    """Return the checked debugger options; warn on stderr about a port that others can reach.
-
-    Raises `UsageError` for options that exclude each other or an address that is not allowed.
-    """
+    """Return the checked debugger options; warn on stderr about a port that others can reach."""
     host, port = args.debugpy or (DebuggerOptions().host, None)
-    tty = controlling_terminal() if args.pdb else None
+    tty = jobs.controlling_terminal() if args.pdb else None
     options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
-    if check_debugger(options, is_exposed=args.debugpy_expose):
+    if jobs.check_debugger(options, is_exposed=args.debugpy_expose):
         print_message(f"anyone who can reach {host}:{port} can run any code in this run.")
     return options
 
@@ -376,9 +326,9 @@ def _field_names(kind: Any) -> set[str]:
     return {*kind.__struct_fields__}
 
 
-_TEXT_ARGS = _field_names(PromptTexts)
-_SAMPLING_ARGS = _field_names(SamplingOptions) - {"do_sample"} | {"sample"}
-_JOB_ARGS = _field_names(Job) - _field_names(CaptureJob) - {"hold"}
+_TEXT_ARGS = _field_names(jobs.PromptTexts)
+_SAMPLING_ARGS = _field_names(jobs.SamplingOptions) - {"do_sample"} | {"sample"}
+_JOB_ARGS = _field_names(Job) - _field_names(jobs.CaptureJob) - {"hold"}
 _GENERATION_ARGS = _JOB_ARGS | _TEXT_ARGS | _SAMPLING_ARGS | {"prompt"}
 """Flags of our own generation, which are missing from the parsed flags unless they were given."""
 
@@ -400,20 +350,16 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         for name in _TEXT_ARGS
         if name in flags
     }
+    given = {name: flags[name] for name in _SAMPLING_ARGS if name in flags}
+    values = {name: value for name, value in given.items() if name != "sample"}
+    sampling = jobs.SamplingOptions(do_sample=bool(given), **values)  # by any sampling flag
+    sampling.check()
     return {
         **{name: flags[name] for name in _JOB_ARGS if name in flags},
         "prompts": tuple(flags.get("prompt", ())),
-        "texts": PromptTexts(**texts),
-        "sampling": _sampling({name: flags[name] for name in _SAMPLING_ARGS if name in flags}),
+        "texts": jobs.PromptTexts(**texts),
+        "sampling": sampling,
     }
-
-
-def _sampling(flags: dict[str, Any]) -> SamplingOptions:
-    """Return the sampling options; any sampling flag turns sampling on."""
-    values = {name: value for name, value in flags.items() if name != "sample"}
-    options = SamplingOptions(do_sample=bool(flags), **values)
-    options.check()
-    return options
 
 
 def _new_trace(stem: str) -> str:
@@ -439,7 +385,7 @@ def check_job(job: Job) -> None:
         if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
             raise UsageError(f"The text {text!a} is not valid UTF-8.")
     check_dtype(job.dtype)
-    parse_steps(job.grads_steps)
+    jobs.parse_steps(job.grads_steps)
     flags = {"--grads-steps": job.grads_steps != "all", "--detect-anomaly": job.detect_anomaly}
     for flag, is_given in flags.items():
         if is_given and job.grads is None:
@@ -454,10 +400,8 @@ def check_job(job: Job) -> None:
 def check_trace(job: Job | ScriptJob) -> None:
     """Raise `UsageError` for --layers without level extreme, and for an existing trace file."""
     if job.layers and job.level != "extreme":
-        raise UsageError(
-            "--layers selects whose activations are stored, and only level extreme stores any.",
-            hint="Add --level extreme, or leave --layers out.",
-        )
+        text = "--layers selects whose activations are stored, and only level extreme stores any."
+        raise UsageError(text, hint="Add --level extreme, or leave --layers out.")
     if not job.out:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
     if Path(job.out).exists() and not job.overwrite:
@@ -466,25 +410,16 @@ def check_trace(job: Job | ScriptJob) -> None:
         )
 
 
-_MAX_LAYERS = 1 << 20
-
-
 def check_program_flags(args: argparse.Namespace, *names: str) -> None:
     """Raise `UsageError` for one of these flags, which only a program can have."""
     for name in names:
         if hasattr(args, name):
-            raise UsageError(
-                f"--{name} needs a program of your own.",
-                hint="Name a script after the flags, or use --mask and --prompt.",
-            )
+            hint = "Name a script after the flags, or use --mask and --prompt."
+            raise UsageError(f"--{name} needs a program of your own.", hint=hint)
 
 
 def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields of `ScriptJob` that name the program and its declaration.
-
-    Raises `UsageError` for a flag of our own generation and for `other_flags`, for a missing
-    program, and for a bad declaration.
-    """
+    """Return the fields of `ScriptJob` that name the program. Raises `UsageError`."""
     is_module = hasattr(args, "module")
     command = [*getattr(args, "module", ()), *getattr(args, "program", ())]
     # "--" may stand before the program and between it and its arguments.
@@ -492,13 +427,11 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
     rest = rest[1:] if rest[:1] == ["--"] else rest
     given = [f"--{name.replace('_', '-')}" for name in vars(args) if name in _GENERATION_ARGS]
     for flag in (*given, *other_flags):
-        raise UsageError(
-            f"{flag} is for our own generation, not for {program}.",
-            hint=f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it.",
-        )
+        hint = f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it."
+        raise UsageError(f"{flag} is for our own generation, not for {program}.", hint=hint)
     if not is_module:
         _check_file(program)
-    declaration = Declaration()
+    declaration = jobs.Declaration()
     if hasattr(args, "declare"):
         from flexinspect.inputs.declarations import read_declaration
 
@@ -513,7 +446,5 @@ def _check_file(program: str) -> None:
         hint = f"For a package: -m {path.name}."
         raise UsageError(f"{program} is a folder, not a script.", hint=hint)
     if not path.is_file():
-        raise UsageError(
-            f"There is no script {program}.",
-            hint="Give a Python file or -m MODULE; without a program, our own generation runs.",
-        )
+        hint = "Give a Python file or -m MODULE; without a program, our own generation runs."
+        raise UsageError(f"There is no script {program}.", hint=hint)

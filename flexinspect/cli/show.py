@@ -50,32 +50,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
     add("--panel", metavar="NAME", action="append", help="only this panel (may be repeated)")
-    place = {
-        "--generation": "the generation, from 0 (default: 0)",
-        "--branch": "the branch of it (default: 0)",
-        "--step": "the step; 0 is the prefill (default: the branch's first)",
-        "--layer": "the layer (default: 0)",
-        "--head": "the query head (default: 0)",
-        "--width": f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
-        "--height": f"lines of a picture (default: {_DEFAULT_HEIGHT})",
-    }
-    add_number_flags(parser, place)
-    switches = {
-        "--picture": "print the picture instead of the text",
-        "--json": "print JSON: an object, or a list for several panels",
-        "--list": "list the panels, what they show and their options",
-    }
-    add_switches(parser, switches)
+    add_number_flags(
+        parser,
+        generation="the generation, from 0 (default: 0)",
+        branch="the branch of it (default: 0)",
+        step="the step; 0 is the prefill (default: the branch's first)",
+        layer="the layer (default: 0)",
+        head="the query head (default: 0)",
+        width=f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
+        height=f"lines of a picture (default: {_DEFAULT_HEIGHT})",
+    )
+    add_switches(
+        parser,
+        picture="print the picture instead of the text",
+        json="print JSON: an object, or a list for several panels",
+        list="list the panels, what they show and their options",
+    )
     add("--export", metavar="FILE", type=Path, help="save the picture as FILE.svg or FILE.png")
     add("--option", metavar="KEY=VALUE", action="append", default=[], help="set a panel's option")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the panels, or save the picture of one, and return the exit code.
-
-    Raises `UsageError` for a panel, place or option that does not exist, `TraceError` for a file
-    that is not a trace, and `FlexInspectError` when a panel fails or a picture cannot be saved.
-    """
+    """Print the panels, or save the picture of one, and return the exit code."""
     if args.list:
         return _list(as_json=args.json)
     _check(args)
@@ -162,10 +158,7 @@ def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
 def _choose_number(
     what: str, requested: int | None, known: Sequence[int], owner: str, *, unknown: bool = False
 ) -> int:
-    """Return the requested number, or the first known one.
-
-    With `unknown`, any number is accepted when none is known. Raises `UsageError`.
-    """
+    """Return the requested number or the first; `unknown` accepts any if none is known."""
     if requested is None:
         return known[0] if known else 0
     if requested in known or (unknown and not known):
@@ -186,7 +179,6 @@ def _format_numbers(what: str, known: Sequence[int]) -> str:
 def _layers_and_heads(
     reader: TraceReader, key: tuple[int, int, int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the layers and query heads of a step, from its calls or else from the manifest."""
     if calls := reader.calls(*key):
         heads = range(max(call.q_heads for call in calls))
         return sorted({call.layer for call in calls}), heads
@@ -204,10 +196,7 @@ class _PanelPrinter(Struct, frozen=True):
     options: dict[str, str]
 
     def show(self, names: Sequence[str], *, named: bool) -> int:
-        """Print the panels and return the exit code.
-
-        When the panels were not `named`, one that fails is reported on stderr and skipped.
-        """
+        """Print the panels; one that was not `named` and fails is reported on stderr."""
         results: list[dict[str, Any]] = []
         failed, alone = False, len(names) == 1
         if not alone and not self.args.json:
@@ -249,7 +238,7 @@ class _PanelPrinter(Struct, frozen=True):
         if self.args.export:
             if picture is None:
                 raise FlexInspectError(lines[0], hint="\n".join(lines[1:]) or None)
-            self._save(panel, picture)
+            self._save(panel.title, picture)
         if not (self.args.json or (self.args.export and not self.args.picture)):
             if not alone:
                 print(f"\n{_escape_unprintable(f'{panel.title} ({name})')}")
@@ -282,12 +271,11 @@ class _PanelPrinter(Struct, frozen=True):
         system = _console().color_system
         return Theme("none" if system is None else "truecolor" if system == "truecolor" else "256")
 
-    def _save(self, panel: Panel[Any, Any], picture: Picture) -> None:
+    def _save(self, title: str, picture: Picture) -> None:
         from flexinspect.drawing.export import save
 
-        title, theme = f"{panel.title}: {self._location()}", self._theme()
-        strips, note = picture.strips, picture.note
-        file = save(self.args.export, strips, title=title, theme=theme, note=note)
+        options = {"title": f"{title}: {self._location()}", "note": picture.note}
+        file = save(self.args.export, picture.strips, theme=self._theme(), **options)
         print_message(f"saved {_escape_unprintable(str(file))}")
 
     def _location(self) -> str:

@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from flexinspect.cli.flags import add_switches
+
 DESCRIPTION = (
     "Add configurations to .vscode/launch.json: run under the debugger, attach to a\n"
     "run, attach by process id, run the tests. The existing content of the file is kept,\n"
@@ -20,12 +22,9 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder", type=Path, default=Path(), help="the folder that VSCode opens (default: here)"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the file instead of writing it"
-    )
+    folder = "the folder that VSCode opens (default: here)"
+    parser.add_argument("--folder", type=Path, default=Path(), help=folder)
+    add_switches(parser, dry_run="print the file instead of writing it")
 
 
 def run(args: argparse.Namespace) -> int:

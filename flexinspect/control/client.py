@@ -19,6 +19,7 @@ TIMEOUT_S = 10.0
 """How long to wait for a response. Commands never wait for the model, so a response is immediate
 unless a debugger has stopped the process."""
 
+POLL_INTERVAL_S = 0.02
 T = TypeVar("T")
 
 
@@ -43,33 +44,31 @@ class ControlClient:
 
     def pause(self) -> CommandResponse:
         """Pause after the current step."""
-        return self._request(CommandResponse, "POST", "/pause")
+        return self._command("/pause")
 
     def continue_(self) -> CommandResponse:
         """Continue. A run that `--hold` keeps alive ends."""
-        return self._request(CommandResponse, "POST", "/continue")
+        return self._command("/continue")
 
     def step(self, n: int = 1) -> CommandResponse:
         """Run `n` steps, then pause."""
-        return self._request(CommandResponse, "POST", "/step", messages.StepBody(n))
+        return self._command("/step", messages.StepBody(n))
 
     def run_to(self, step: int, generation: int | None = None) -> CommandResponse:
         """Run until `step` of `generation` (default: the current one) has finished, then pause."""
-        return self._request(
-            CommandResponse, "POST", "/run-to", messages.RunToBody(step, generation)
-        )
+        return self._command("/run-to", messages.RunToBody(step, generation))
 
     def stop(self) -> CommandResponse:
         """End the run after the current step, as Ctrl-C does."""
-        return self._request(CommandResponse, "POST", "/stop")
+        return self._command("/stop")
 
     def level(self, name: str) -> CommandResponse:
         """Record at level `name` from the next step on."""
-        return self._request(CommandResponse, "POST", "/level", {"level": name})
+        return self._command("/level", {"level": name})
 
     def layers(self, text: str) -> CommandResponse:
         """Choose the layers whose activations level extreme stores: "0,3,5-7" or "all"."""
-        return self._request(CommandResponse, "POST", "/layers", messages.LayersBody(text))
+        return self._command("/layers", messages.LayersBody(text))
 
     def rewind(self, command: messages.RewindCommand) -> CommandResponse:
         """Restore a step and pause there, or continue from it as a new branch.
@@ -77,7 +76,7 @@ class ControlClient:
         The progress is in the status as `last_rewind`. With `dry_run` nothing is done, and `cost`
         of the response is an estimate.
         """
-        return self._request(CommandResponse, "POST", f"/{command.kind}", command)
+        return self._command(f"/{command.kind}", command)
 
     def add_breakpoint(
         self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
@@ -94,6 +93,9 @@ class ControlClient:
         """Enable a breakpoint, or disable it with `on=False`."""
         verb = "enable" if on else "disable"
         return self._request(messages.BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
+
+    def _command(self, path: str, body: Any = None) -> CommandResponse:
+        return self._request(CommandResponse, "POST", path, body)
 
     def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
         return messages.from_json(kind, self.request(method, path, body), "The response")
@@ -133,23 +135,18 @@ class ControlClient:
         except ValueError:
             host = None
         if not host or parts.scheme != "http":
-            raise ControlError(
-                f"{self.address.url or 'An empty string'} is not the URL of a capture.",
-                hint="It looks like http://127.0.0.1:8421; --serve prints it.",
-            )
+            text = f"{self.address.url or 'An empty string'} is not the URL of a capture."
+            raise ControlError(text, hint="It looks like http://127.0.0.1:8421; --serve prints it.")
         return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
 
     def _unreachable(self, error: Exception) -> ControlError:
         where = self.address.url or self.address.socket
         if isinstance(error, TimeoutError):
-            return ControlError(
-                f"The capture at {where} does not answer.",
-                hint="A debugger may have stopped its process: continue in the debugger.",
-            )
-        return ControlError(
-            f"No capture responds at {where}: {getattr(error, 'strerror', None) or error}.",
-            hint="It may have ended; flexinspect attach --list shows the running captures.",
-        )
+            hint = "A debugger may have stopped its process: continue in the debugger."
+            return ControlError(f"The capture at {where} does not answer.", hint=hint)
+        text = f"No capture responds at {where}: {getattr(error, 'strerror', None) or error}."
+        hint = "It may have ended; flexinspect attach --list shows the running captures."
+        return ControlError(text, hint=hint)
 
 
 def _parse_response(status: int, data: bytes) -> Any:
@@ -163,9 +160,6 @@ def _parse_response(status: int, data: bytes) -> Any:
         raise ControlError(f"The capture responded with HTTP status {status} and no message.")
     refusal = messages.from_json(messages.ErrorResponse, payload, "The response")
     raise ControlError(refusal.error, hint=refusal.hint)
-
-
-POLL_INTERVAL_S = 0.02
 
 
 def wait_for_effect(client: ControlClient, response: CommandResponse) -> StatusResponse | None:

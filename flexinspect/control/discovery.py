@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +25,10 @@ from flexinspect.control.messages import Kind, Message, from_json, to_json
 from flexinspect.core.addresses import is_loopback, parse_address
 from flexinspect.core.errors import ControlError, UsageError
 
-LONGEST_SOCKET = 100
-"""Longest path of a socket in bytes: Linux accepts 108, macOS 104."""
+LONGEST_SOCKET = 100  # longest path of a socket in bytes: Linux accepts 108, macOS 104
+TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
+MIN_TOKEN_LENGTH = 16
+_NAME_ONE = "Name one with --pid or --trace."
 
 
 class Address(Message, frozen=True):
@@ -37,10 +40,7 @@ class Address(Message, frozen=True):
 
 
 class CaptureEntry(Message, frozen=True):
-    """A capture that can be controlled.
-
-    `title` is a short description of the run, `trace` the absolute path of the file being written.
-    """
+    """A running capture: `title` describes the run, `trace` is the absolute path of its file."""
 
     pid: int
     started_at: float
@@ -59,10 +59,7 @@ class CaptureEntry(Message, frozen=True):
 
 
 def runtime_folder() -> Path:
-    """Return the folder of the sockets, created with mode 0700 if it does not exist.
-
-    Raises `ControlError` if it belongs to another user or cannot be created, and on Windows.
-    """
+    """Return the folder of the sockets, mode 0700. Raises `ControlError` if it is not ours."""
     if not hasattr(os, "getuid"):
         raise ControlError("This system has no Unix sockets, so runs cannot be controlled here.")
     folder = _choose_folder()
@@ -72,10 +69,9 @@ def runtime_folder() -> Path:
     except OSError as error:
         raise ControlError(f"The folder {folder} cannot be created: {error.strerror}.") from error
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise ControlError(
-            f"{folder} is not a folder that you own, so no socket is created in it.",
-            hint="Remove it, or set XDG_RUNTIME_DIR to a folder that only you can enter.",
-        )
+        text = f"{folder} is not a folder that you own, so no socket is created in it."
+        hint = "Remove it, or set XDG_RUNTIME_DIR to a folder that only you can enter."
+        raise ControlError(text, hint=hint)
     if stat.S_IMODE(info.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder
@@ -91,10 +87,8 @@ def _choose_folder() -> Path:
 
 def new_socket_path(folder: Path) -> Path:
     """Return a free socket path for a new capture; a process may have several captures."""
-    number = 0
-    while (path := folder / f"{os.getpid()}-{number}.sock").exists():
-        number += 1
-    return path
+    paths = (folder / f"{os.getpid()}-{number}.sock" for number in count())
+    return next(path for path in paths if not path.exists())
 
 
 def register(entry: CaptureEntry) -> None:
@@ -146,16 +140,9 @@ def _read_entry(file: Path) -> CaptureEntry | None:
 
 
 def find_capture(
-    pid: int | None = None,
-    trace: Path | None = None,
-    *,
-    hint: str = "Name one with --pid or --trace.",
+    pid: int | None = None, trace: Path | None = None, *, hint: str = _NAME_ONE
 ) -> CaptureEntry:
-    """Return the capture of a process or a trace, by default the only one that is running.
-
-    Raises `UsageError` if there is none or more than one; the message lists them, and `hint` tells
-    the user how to choose.
-    """
+    """Return the capture of a process or a trace, by default the only one. Raises `UsageError`."""
     entries = running()
     if pid is not None:
         entries = [entry for entry in entries if entry.pid == pid]
@@ -168,20 +155,14 @@ def find_capture(
         raise UsageError(f"{len(entries)} captures are running: {listed}.", hint=hint)
     selection = f" of process {pid}" if pid is not None else ""
     selection += f" that records {trace}" if trace is not None else ""
-    raise UsageError(
-        f"No capture{selection} is running.",
-        hint="Start one with flexinspect run; flexinspect attach --list shows running captures.",
-    )
+    hint = "Start one with flexinspect run; flexinspect attach --list shows running captures."
+    raise UsageError(f"No capture{selection} is running.", hint=hint)
 
 
 def capture_address(
     url: str | None, token: str | None, pid: int | None, trace: Path | None
 ) -> Address:
-    """Return the address of `url`, or of the running capture that `pid` or `trace` selects.
-
-    Over TCP the token defaults to `FLEXINSPECT_TOKEN`. Raises `UsageError` for flags that exclude
-    each other, and if no capture or more than one matches.
-    """
+    """Return the address of `url`, or of the selected capture. Raises `UsageError`."""
     if url is None:
         if token is not None:
             raise UsageError("--token goes with --url.")
@@ -189,10 +170,6 @@ def capture_address(
     if pid is not None or trace is not None:
         raise UsageError("--url already selects the capture; remove --pid and --trace.")
     return Address(url=url, token=token or os.environ.get(TOKEN_VARIABLE, ""))
-
-
-TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
-MIN_TOKEN_LENGTH = 16
 
 
 class ServeOptions(NamedTuple):
@@ -212,15 +189,12 @@ def parse_serve_address(text: str, *, insecure: bool) -> ServeOptions:
     try:
         host, port = parse_address(text, default_host="")
     except ValueError:
-        raise UsageError(
-            f"--serve {text} is not HOST:PORT.",
-            hint="For example --serve 127.0.0.1:8421; port 0 picks a free port.",
-        ) from None
+        hint = "For example --serve 127.0.0.1:8421; port 0 picks a free port."
+        raise UsageError(f"--serve {text} is not HOST:PORT.", hint=hint) from None
     if not is_loopback(host) and not insecure:
-        raise UsageError(
-            f"--serve {text} would let other machines control this run, unencrypted.",
-            hint="Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is intended.",
-        )
+        sentence = f"--serve {text} would let other machines control this run, unencrypted."
+        hint = "Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is intended."
+        raise UsageError(sentence, hint=hint)
     return ServeOptions(host, port, _read_token())
 
 
@@ -229,8 +203,6 @@ def _read_token() -> str:
     if not token:
         return secrets.token_urlsafe(24)
     if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
-        raise UsageError(
-            f"{TOKEN_VARIABLE} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters.",
-            hint="Unset it to get a random token.",
-        )
+        text = f"{TOKEN_VARIABLE} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters."
+        raise UsageError(text, hint="Unset it to get a random token.")
     return token

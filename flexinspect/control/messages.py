@@ -11,17 +11,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from flexinspect.core.decoding import convert
+from flexinspect.core.conversion import convert
 from flexinspect.core.errors import ControlError
 
-BEFORE_FIRST = -1
-"""`StepRef.step` before any step has finished."""
+BEFORE_FIRST = -1  # `StepRef.step` before any step has finished
+MAX_NUMBER = 2**31 - 1  # the largest number that a message may hold, such as a step
 
-MAX_NUMBER = 2**31 - 1
-"""The largest step, token id, position or other number that a message may hold."""
-
-PAUSE_REQUESTED: Final = "requested"
-"""`StatusResponse.reason` of a pause that a command asked for."""
+PAUSE_REQUESTED: Final = "requested"  # `StatusResponse.reason` of a pause that a command asked for
 
 State = Literal["loading", "running", "pausing", "paused", "holding", "finished"]
 """loading: no forward yet. pausing: pauses after the current step. holding: the last generation has
@@ -306,10 +302,7 @@ T = TypeVar("T")
 
 
 def from_json(kind: type[T], data: Any, where: str = "The body") -> T:
-    """Return the message of type `kind` in plain data. Raises `ControlError` with the field.
-
-    Unknown fields are refused as well: they would have no effect.
-    """
+    """Return plain data as a message. Raises `ControlError`, also for unknown fields."""
     return convert(kind, data, where, ControlError)
 
 

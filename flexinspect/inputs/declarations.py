@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
-from flexinspect.core.decoding import convert
+from flexinspect.core.conversion import convert
 from flexinspect.core.environment import read_text
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.masks import algebra

@@ -159,7 +159,7 @@ def test_a_failure_is_an_event_and_keeps_the_answer(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for 12 GiB")
 
-    monkeypatch.setattr(after_generation.Differentiator, "compute", fail)
+    monkeypatch.setattr(after_generation.TokenGradients, "compute_step", fail)
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         assert [row.state for row in reader.generations()] == ["finished", "finished"]
         assert reader.generation(0).answer == "Paris"
@@ -286,14 +286,14 @@ def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -
         with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
             session.barrier = StepBarrier()
             ensemble = EnsembleRunner(demo, Job(out=str(out), grads="logprob"), compiled=False)
-            one = ensemble._gradients._compute_step  # type: ignore[union-attr]
+            one = ensemble._gradients.compute_step  # type: ignore[union-attr]
 
             def then_stop(*words: Any) -> Any:
                 done.append(words)
                 session.barrier.stop()  # type: ignore[union-attr]
                 return one(*words)
 
-            ensemble._gradients._compute_step = then_stop  # type: ignore[method-assign, union-attr]
+            ensemble._gradients.compute_step = then_stop  # type: ignore[method-assign, union-attr]
             with pytest.raises(KeyboardInterrupt):
                 ensemble.run(0, ensemble.plan(load_samples("demo", max_samples=1)[0]), session)
     with open_trace(out) as reader:

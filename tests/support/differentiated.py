@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flexinspect.masks import algebra
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect.records.token_gradients import GradientRecord, GradientStat
-from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource
 from flexinspect_hooks.gradients.after_generation import (
-    Differentiator,
+    FinishedBranch,
     GradientSpec,
     SampledLogits,
-    TokenContext,
+    TokenGradients,
     sample_logits,
 )
 from support.tiny import make_pieces
 
 CPU = torch.device("cpu")
+
+
+class TokenContext(NamedTuple):
+    """The ids and position ids of all tokens before a step."""
+
+    ids: Sequence[int]
+    positions: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -39,15 +46,15 @@ class Run:
     def before(self, step: int) -> TokenContext:
         own = [self.prompt.next_position(number) for number in range(step)]
         ids = (*self.prompt.ids, *self.token_ids[:step])
-        return TokenContext(0, 0, step, ids, (*self.prompt.position_ids, *own))
+        return TokenContext(ids, (*self.prompt.position_ids, *own))
 
     def gradients(
         self, step: int, wish: GradientSpec | None = None, **changes: Any
     ) -> GradientRecord:
-        blocks = decoder_blocks(self.model, attention_layers(self.model))
-        taker = Differentiator(self.model, blocks, compiled=False)
+        taker = TokenGradients(self.model, wish or GradientSpec(), compiled=False)
         source = changes.get("source", self.source)
-        return taker.compute(self.before(step), self.kept[step], source, wish or GradientSpec())
+        finished = FinishedBranch(0, self.prompt, self.token_ids, source)
+        return taker.compute_step(finished, step, self.kept[step])
 
 
 def rule_source(prompt: Prompt, mask: str) -> SpecMaskSource:

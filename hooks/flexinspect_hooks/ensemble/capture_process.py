@@ -21,7 +21,7 @@ from msgspec.structs import asdict
 
 from flexinspect.core import signals
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import DatasetError, FlexInspectError, TraceWriteError, summarize_error
+from flexinspect.core.errors import FlexInspectError, TraceWriteError, summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.inputs import datasets, model_names
 from flexinspect.inputs.config import load_config
@@ -37,16 +37,15 @@ from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 
 if TYPE_CHECKING:
     from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+    from flexinspect_hooks.loading.library_output import OnLoadProgress
     from flexinspect_hooks.loading.model_loader import LoadedModel
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 DEFAULT_PARAPHRASES = 5
 
-REPORT_EVERY_S = 0.1
-"""Progress of a phase is written at most this often."""
+REPORT_EVERY_S = 0.1  # progress of a phase is written at most this often
 
-_NOT_IN_MANIFEST = ("argv", "out", "serving")
-"""Fields of a job that the manifest leaves out: stored elsewhere, or secret."""
+_NOT_IN_MANIFEST = ("argv", "out", "serving")  # stored elsewhere, or secret
 
 
 def main() -> int:
@@ -58,12 +57,8 @@ def main() -> int:
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = DebuggerSession(job.debugger, _send)
-        watcher = threading.Thread(
-            target=_end_with_parent,
-            name="flexinspect-parent",
-            args=(debugging.on_terminal_granted,),
-            daemon=True,
-        )
+        args, name = (debugging.on_terminal_granted,), "flexinspect-parent"
+        watcher = threading.Thread(target=_end_with_parent, name=name, args=args, daemon=True)
         keep_running_when_stopped(watcher).start()
         return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
@@ -79,8 +74,8 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
 
     When the parent writes `protocol.GRANT_TERMINAL`, pdb may use the terminal and
     `on_terminal_granted` is called. When `protocol.DETACH` is the last that it writes, the run
-    continues without it, and its output goes to the null device.
-    Reads without Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    continues without it, and its output goes to the null device. Reads without Python's buffer,
+    whose lock a daemon thread must not hold when the process ends.
     """
     received = b""
     while chunk := os.read(0, 64):
@@ -97,14 +92,11 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
 
 def _describe_failure(error: Exception) -> FlexInspectError:
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
-        return FlexInspectError(
-            f"Memory ran out while the model ran: {summarize_error(error)}",
-            hint="Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
-        )
-    return FlexInspectError(
-        f"The run failed: {summarize_error(error)}",
-        hint="The full traceback is in the trace: flexinspect dump TRACE shows it under events.",
-    )
+        text = f"Memory ran out while the model ran: {summarize_error(error)}"
+        hint = "Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases."
+        return FlexInspectError(text, hint=hint)
+    hint = "The full traceback is in the trace: flexinspect dump TRACE shows it under events."
+    return FlexInspectError(f"The run failed: {summarize_error(error)}", hint=hint)
 
 
 def _send(kind: str, **facts: Any) -> None:
@@ -219,7 +211,6 @@ class CaptureRun(CapturedRun):
             session.pass_breakpoints()
 
     def _record_outcome(self, session: CaptureSession) -> None:
-        """Record what capture cost, and why recording stopped if it did."""
         from flexinspect_hooks.capture.recorder import lost_records
 
         lost = self._lost_records = lost_records(session.recorder, self.writer)
@@ -235,14 +226,13 @@ class CaptureRun(CapturedRun):
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
         self.update_manifest(ended_at=time.time())
-        self._write_safely(
-            lambda: self.writer.close("failed" if self._lost_records is not None else state)
-        )
-        path: str | None = str(self.writer.path)
-        if not self._n_generations and not self._unexpected:
+        end = "failed" if self._lost_records is not None else state
+        self._write_safely(lambda: self.writer.close(end))
+        is_kept = self._n_generations > 0 or self._unexpected
+        if not is_kept:
             # No generation ran, and the error message says why: the trace would hold nothing.
             self.writer.discard()
-            path = None
+        path = str(self.writer.path) if is_kept else None
         _send(protocol.FINISHED, path=path, note=self.writer.note)
 
     def _write_safely(self, write: Callable[[], object]) -> None:
@@ -259,21 +249,12 @@ class CaptureRun(CapturedRun):
             self.record_event("phase", phase, **data)
 
 
-def load_model(
-    job: Job, source: ModelSource, report: Callable[[str, Mapping[str, Any]], None]
-) -> LoadedModel:
+def load_model(job: Job, source: ModelSource, report: OnLoadProgress) -> LoadedModel:
     """Load the model of a job. Raises `ModelError`."""
     from flexinspect_hooks.loading.model_loader import load
 
-    return load(
-        source,
-        device=job.device,
-        dtype=job.dtype,
-        weights=job.weights,
-        seed=job.seed,
-        trust_remote_code=job.trust_remote_code,
-        report=report,
-    )
+    names = ("device", "dtype", "weights", "seed", "trust_remote_code")
+    return load(source, **{name: getattr(job, name) for name in names}, report=report)
 
 
 def is_compiled(job: Job, device: str) -> bool:
@@ -282,23 +263,18 @@ def is_compiled(job: Job, device: str) -> bool:
 
 
 def load_samples(job: Job) -> list[Sample]:
-    """The samples of a job with the chosen paraphrases. Raises `DatasetError` if there are none."""
+    """The samples of a job with the chosen paraphrases. Raises `DatasetError`."""
     if job.prompts:
         samples = [datasets.from_prompts(job.prompts)]
     else:
         samples = datasets.load(job.dataset, max_samples=job.max_samples)
-    if not samples:
-        raise DatasetError(f"The dataset {job.dataset} has no samples.")
     # By default 5 of a dataset's sample, and all of the user's prompt.
     is_chosen = bool(job.num_paraphrases or job.indices or job.prompts)
-    return [
-        datasets.choose_paraphrases(
-            sample,
-            job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(sample.paraphrases)),
-            job.indices,
-        )
-        for sample in samples
-    ]
+    chosen = []
+    for one in samples:
+        count = job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(one.paraphrases))
+        chosen.append(datasets.choose_paraphrases(one, count, job.indices))
+    return chosen
 
 
 def default_threads() -> int:

@@ -8,36 +8,26 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import Struct
 
 from flexinspect.control.messages import QueuedRewind, StepRef
-from flexinspect.core.errors import (
-    ControlError,
-    DatasetError,
-    FlexInspectError,
-    MaskError,
-    summarize_error,
-)
+from flexinspect.core import errors
+from flexinspect.core.errors import DatasetError, MaskError, summarize_error
 from flexinspect.core.signals import acknowledge_end, defer_interrupts
 from flexinspect.inputs.datasets import Sample
 from flexinspect.masks import algebra
+from flexinspect.records import prompt as prompts
 from flexinspect.records.job import Job
-from flexinspect.records.prompt import (
-    Prompt,
-    PromptTokenIds,
-    Segment,
-    compose_prompt,
-    declaration_entries,
-)
+from flexinspect.records.prompt import Prompt, Segment
 from flexinspect.records.step import EventRecord, GenerationRecord, TokenRecord
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource, UserMaskSource
-from flexinspect_hooks.gradients.after_generation import TokenGradients
+from flexinspect_hooks.gradients.after_generation import GradientSpec, TokenGradients
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
 from flexinspect_hooks.rewind.branch_recorder import GeneratedText, TraceBranchRecorder
@@ -68,39 +58,31 @@ class EnsembleRunner:
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._gradients: TokenGradients | None = None
         if job.grads:
-            self._gradients = TokenGradients(loaded.model, job, compiled=compiled)
+            spec = GradientSpec(job.grads, job.detect_anomaly, steps=job.grads_steps)
+            self._gradients = TokenGradients(loaded.model, spec, compiled=compiled)
         self.rewind_handler = RewindHandler(self.vocabulary)
 
     def plan(self, sample: Sample) -> GenerationPlan:
-        """Compose the prompt and build the mask of a sample.
-
-        Raises `DatasetError` if a paraphrase has no tokens or the prompt is too long for the
-        model, `MaskError` if the mask cannot be loaded or used.
-        """
+        """Compose the prompt and the mask of a sample. Raises `DatasetError`, `MaskError`."""
         pieces, n_new = self._pieces(sample), self._job.max_new_tokens
-        prompt = compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
+        prompt = prompts.compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         needed = prompt.next_position(n_new - 1) + 1
         if limit and needed > limit:
-            raise DatasetError(
-                f"The prompt needs positions up to {needed}, and the model has {limit}.",
-                hint="Use fewer or shorter paraphrases, or a smaller --max-new-tokens.",
-            )
+            text = f"The prompt needs positions up to {needed}, and the model has {limit}."
+            hint = "Use fewer or shorter paraphrases, or a smaller --max-new-tokens."
+            raise DatasetError(text, hint=hint)
         return GenerationPlan(sample, prompt, *self._mask(prompt.segments))
 
-    def _pieces(self, sample: Sample) -> PromptTokenIds:
+    def _pieces(self, sample: Sample) -> prompts.PromptTokenIds:
         encode, texts = self.vocabulary.encode, self._job.texts
         paraphrases = tuple(encode(text) for text in sample.paraphrases)
         for number, ids in enumerate(paraphrases, start=1):
             if not ids:
                 raise DatasetError(f"Paraphrase {number} of sample '{sample.id}' has no tokens.")
-        return PromptTokenIds(
-            bos=self.vocabulary.default_bos(),
-            shared=encode(texts.instruction),
-            paraphrases=paraphrases,
-            separator=encode(texts.separator),
-            cue=encode(texts.cue),
-        )
+        shared, separator, cue = map(encode, (texts.instruction, texts.separator, texts.cue))
+        bos = self.vocabulary.default_bos()
+        return prompts.PromptTokenIds(bos, shared, paraphrases, separator, cue)
 
     def _mask(self, segments: Sequence[Segment]) -> tuple[dict[str, Any], MaskSource]:
         """The mask's entries of `GenerationRecord.declared`, and what runs it."""
@@ -117,9 +99,8 @@ class EnsembleRunner:
     ) -> None:
         """Run one generation and record it.
 
-        Between two steps the session's step barrier may pause the generation or return a rewind
-        command. With `holds` the generation is kept alive at its end until the barrier releases it.
-        An exception or an interrupt ends the generation in the trace and is raised again.
+        Between two steps the session's step barrier may pause it or return a rewind command. With
+        `holds` it is kept alive at its end until the barrier releases it.
         """
         record = self.record_of(number, plan)
         session.begin_generation(record)
@@ -163,11 +144,11 @@ class EnsembleRunner:
     def _execute(self, rewind: QueuedRewind, barrier: StepBarrier) -> None:
         try:
             step_ref, message = self.rewind_handler.execute(rewind)
-        except FlexInspectError as error:
+        except errors.FlexInspectError as error:
             barrier.report_result(rewind, error)
         except (RuntimeError, MemoryError) as error:  # mostly out of memory
             message = f"The {rewind.command.kind} failed: {summarize_error(error)}"
-            barrier.report_result(rewind, ControlError(message))
+            barrier.report_result(rewind, errors.ControlError(message))
         else:
             barrier.report_result(rewind, step_ref, message)
 
@@ -178,14 +159,12 @@ class EnsembleRunner:
         text = GeneratedText(self.vocabulary, one_line=job.stop == "newline")
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
 
-        def report_compilation(kind: str) -> None:
-            """Record that a kernel is being compiled, before the wait begins."""
+        def on_compile(kind: str) -> None:
             text = f"compiling FlexAttention ({kind})"
             session.recorder.put(EventRecord("phase", text, time.time()))
 
-        patch = FlexPatch(
-            self._model, plan.source, compiled=self._compiled, on_compile=report_compilation
-        )
+        compiled = self._compiled
+        patch = FlexPatch(self._model, plan.source, compiled=compiled, on_compile=on_compile)
         recorder = TraceBranchRecorder(session, prompt, generation, text, self._gradients)
         should_stop = text.has_line_break if text.one_line else None
         criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
@@ -211,7 +190,7 @@ class EnsembleRunner:
             segments=prompt.segments,
             tokens=tuple(tokens),
             expected=plan.sample.answers,
-            declared={**plan.declared, **declaration_entries((), special)},
+            declared={**plan.declared, **prompts.declaration_entries((), special)},
             started_at=time.time(),
         )
 
@@ -238,30 +217,24 @@ def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
 
 
 def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch.Tensor]:
-    """Load the user's `mask_mod` from "package.module:function".
+    """Load the user's `mask_mod` from "package.module:function". Raises `MaskError`.
 
     A function of four arguments is the `mask_mod` itself. A function of one argument is called
-    with the prompt's segments and returns the `mask_mod`. Indices are positions of the whole
-    sequence.
-
-    Raises `MaskError` if it cannot be imported, fails, or takes other arguments.
+    with the prompt's segments and returns it. Indices are positions of the whole sequence.
     """
     function = _import_mask_mod(spec)
     if _accepts_arguments(function, 1) and not _accepts_arguments(function, 4):
         try:
             function = function(tuple(segments))
         except Exception as error:
-            raise MaskError(
-                f"--mask {spec} failed when called with the prompt's segments: "
-                f"{summarize_error(error)}"
-            ) from error
+            text = f"--mask {spec} failed when called with the prompt's segments: "
+            raise MaskError(text + summarize_error(error)) from error
     if not _accepts_arguments(function, 4):
         raise MaskError(
             f"--mask {spec} must take (b, h, q_idx, kv_idx), or take (segments) and return a "
             "function that does."
         )
-    mask_mod: Callable[..., torch.Tensor] = function
-    return mask_mod
+    return cast(Callable[..., torch.Tensor], function)
 
 
 def _import_mask_mod(spec: str) -> Any:
@@ -271,10 +244,9 @@ def _import_mask_mod(spec: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # the module may be a script that calls sys.exit
-        raise MaskError(
-            f"--mask {spec} cannot be loaded: {summarize_error(error)}",
-            hint="Write --mask package.module:function, importable from the current folder.",
-        ) from error
+        text = f"--mask {spec} cannot be loaded: {summarize_error(error)}"
+        hint = "Write --mask package.module:function, importable from the current folder."
+        raise MaskError(text, hint=hint) from error
 
 
 def _accepts_arguments(function: Any, n: int) -> bool:

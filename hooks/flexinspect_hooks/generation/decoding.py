@@ -87,12 +87,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        prompt: Prompt,
-        *,
-        sampling: SamplingOptions | None = None,
-        seed: int = 0,
+        self, model: Any, prompt: Prompt, *, sampling: SamplingOptions | None = None, seed: int = 0
     ) -> None:
         self._model = model
         self._device = next(model.parameters()).device
@@ -109,42 +104,34 @@ class Decoder:
         """The next step."""
         return len(self.token_ids)
 
-    @property
-    def n_rows(self) -> int:
-        """Rows in the cache after the next step."""
-        return len(self.prompt.ids) + len(self.token_ids)
-
     def set_state(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Continue after these tokens; the cache holds every row except the last, or no row.
-
-        The next forward pass processes all rows that the cache lacks.
-        """
+        """Continue after these tokens; the next pass processes all rows that the cache lacks."""
         self.token_ids, self.cache, self._last_token = list(token_ids), cache, None
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
         """Process the rows that the cache lacks, and return the newest row's logits (V,)."""
+        return self.run(self._model)
+
+    def run(self, forward: Callable[..., Any]) -> Tensor:
+        """As `next_logits`, but with gradients, by the model or its method `forward`."""
+        # With a cache also in the prefill: without one transformers looks for packed sequences in
+        # the position ids.
         ids, positions = self._rows(int(self.cache.get_seq_length()))
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache}
-        output = self._model(**inputs, use_cache=True, **self._extra)
+        output = forward(**inputs, use_cache=True, **self._extra)
         return cast(Tensor, output.logits[0, -1])
 
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
         """The ids and position ids, both (1, rows), of the rows from `start` on."""
         prompt, n_prompt = self.prompt, len(self.prompt.ids)
-        positions = [prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step)]
-        ids: Tensor
-        if start < n_prompt:
-            ids = self._row([*prompt.ids, *self.token_ids][start:])
-            positions = [*prompt.position_ids[start:], *positions]
-        elif start == self.n_rows - 1 and self._last_token is not None:
-            ids = self._last_token.view(1, 1)
+        following = (prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step))
+        positions = [*prompt.position_ids[start:], *following]
+        if self._last_token is not None and start == n_prompt + self.step - 1:
+            ids: Tensor = self._last_token.view(1, 1)
         else:
-            ids = self._row(self.token_ids[start - n_prompt :])
-        return ids, self._row(positions)
-
-    def _row(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor([values], device=self._device)
+            ids = torch.tensor([[*prompt.ids, *self.token_ids][start:]], device=self._device)
+        return ids, torch.tensor([positions], device=self._device)
 
     @torch.no_grad()
     def choose(self, logits: Tensor, forced: int | None = None) -> Choice:
@@ -184,28 +171,25 @@ def generate(
     *,
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
-    should_stop: Callable[[Sequence[int]], bool] | None = None,
-    sampling: SamplingOptions | None = None,
-    seed: int = 0,
     on_choice: Callable[[Choice], None] | None = None,
     forced: Mapping[int, int] | None = None,
+    **options: Any,
 ) -> GenerationResult:
     """Generate from a prompt of one sequence; the model's masks come from its `FlexPatch`.
 
     Args:
         on_choice: called once per token, after its id is known on the host.
-        should_stop: called after each token with the ids generated so far; True ends the answer.
         forced: tokens by step that replace the chosen ones.
+        options: those of `Decoder`.
     """
-    decoder = Decoder(model, prompt, sampling=sampling, seed=seed)
-    criteria = StopCriteria(max_new_tokens, eos_ids, should_stop)
-    for step in range(max_new_tokens):
-        choice = decoder.choose(decoder.next_logits(), (forced or {}).get(step))
+    decoder = Decoder(model, prompt, **options)
+    criteria = StopCriteria(max_new_tokens, eos_ids)
+    while True:
+        choice = decoder.choose(decoder.next_logits(), (forced or {}).get(decoder.step))
         if on_choice is not None:
             on_choice(choice)
         if reason := criteria.reason(decoder.token_ids):
             return GenerationResult(tuple(decoder.token_ids), reason)
-    return GenerationResult(tuple(decoder.token_ids), "length")
 
 
 def check_tokens(model: Any, token_ids: Sequence[int]) -> None:

@@ -23,11 +23,10 @@ from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.generation.mask_source import ForwardWindow, MaskMod, MaskSource
 from flexinspect_hooks.python_internals.patching import patch
 
-BACKEND = "flexinspect"
-"""Prefix of the name under which the patch registers itself."""
+BACKEND = "flexinspect"  # prefix of the name under which the patch registers itself
+N_COMPILE_FORWARDS = 3  # that may compile; their calls are noted in case the process dies
 
-N_COMPILE_FORWARDS = 3
-"""Forward passes that may compile kernels; their calls are noted in case the process dies."""
+Qkv = tuple[Tensor, Tensor, Tensor]
 
 _numbers = itertools.count(1)
 
@@ -49,10 +48,7 @@ class FlexPatch:
     `compiled` runs `torch.compile`d kernels; `on_compile` is called with "prefill" or "decode"
     before the first call of each kind, which compiles it. Otherwise flex runs uncompiled and
     without dynamo, so that every mask_mod is plain Python. Nested patches of one model restore in
-    order.
-
-    Raises `ModelError` on entering a model that transformers does not route through its attention
-    interface.
+    order. Entering raises `ModelError` for a model without transformers' attention interface.
     """
 
     def __init__(
@@ -68,8 +64,7 @@ class FlexPatch:
         self.source = source
         self.compiled = compiled
         self._n_forwards = 0
-        self._rows = (0, 0)
-        """First row and number of rows of the newest forward pass."""
+        self._rows = (0, 0)  # first row and number of rows of the newest forward pass
         self._restores = ExitStack()
         self._heads: dict[int, int] = {}
         self._mask_heads = 1
@@ -79,11 +74,10 @@ class FlexPatch:
 
         can_set = getattr(self.model, "_can_set_attn_implementation", None)
         if can_set is None or not can_set():
-            raise ModelError(
-                f"{type(self.model).__name__} does not use transformers' attention interface, so "
-                "it cannot run FlexAttention.",
-                hint="Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...).",
-            )
+            text = f"{type(self.model).__name__} does not use transformers' attention interface, "
+            text += "so it cannot run FlexAttention."
+            hint = "Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...)."
+            raise ModelError(text, hint=hint)
         name = f"{BACKEND}_{next(_numbers)}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._make_mask)
@@ -116,10 +110,8 @@ class FlexPatch:
         from transformers.masking_utils import causal_mask_function
 
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise MaskError(
-                "The batch is padded, but segment masks support one prompt without padding only.",
-                hint="Run one prompt at a time and leave attention_mask out.",
-            )
+            text = "The batch is padded, but segment masks support one prompt without padding only."
+            raise MaskError(text, hint="Run one prompt at a time and leave attention_mask out.")
         # What a layer type adds to the causal mask (a sliding window).
         overlay = None if mask_function is causal_mask_function else mask_function
         heads = self._heads.get(id(config)) or _query_heads(config)
@@ -152,14 +144,13 @@ class FlexPatch:
             if self.compiled and self._n_forwards <= N_COMPILE_FORWARDS:
                 step_and_layer = (-1, self._n_forwards - 1, layer)
                 last_kernel_call.begin_kernel_call(step_and_layer, query, key, None, attention_mask)
-            out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
+            out, lse = self._flex((query, key, value), attention_mask, scaling, softcap)
         except Exception as error:
             step, (row, n_rows) = self._n_forwards - 1, self._rows
-            raise AttentionCallError(
-                f"FlexAttention failed in layer {layer}, step {step} "
-                f"(rows {row} to {row + n_rows - 1}): {summarize_error(error)}",
-                hint="No fallback ran; fix the mask or the call and run again.",
-            ) from error
+            rows = f"rows {row} to {row + n_rows - 1}"
+            text = f"FlexAttention failed in layer {layer}, step {step} ({rows}): "
+            hint = "No fallback ran; fix the mask or the call and run again."
+            raise AttentionCallError(text + summarize_error(error), hint=hint) from error
         finally:
             last_kernel_call.end_kernel_call()
         LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"
@@ -167,14 +158,9 @@ class FlexPatch:
         return out.transpose(1, 2).contiguous(), None
 
     def _flex(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_mask: BlockMask | None,
-        scaling: float | None,
-        softcap: float | None,
+        self, qkv: Qkv, block_mask: BlockMask | None, scaling: float | None, softcap: float | None
     ) -> tuple[Tensor, Tensor | None]:
+        query, key, value = qkv
         if self._mask_heads > 1 and self.compiled and query.shape[1] != self._mask_heads:
             # The kernel does not check this, and may crash the process.
             raise ValueError(
@@ -189,16 +175,10 @@ class FlexPatch:
         # The compiled CPU kernel has no LSE.
         with_lse = not (self.compiled and query.device.type == "cpu")
         call = self._kernel(query.shape[2])
-        result = call(
-            query,
-            key,
-            value,
-            score_mod=_soft_cap(softcap) if softcap else None,
-            block_mask=block_mask,
-            scale=scaling,
-            enable_gqa=gqa,
-            return_aux=AuxRequest(lse=True) if with_lse else None,
-        )
+        options = {"block_mask": block_mask, "scale": scaling, "enable_gqa": gqa}
+        score_mod = _soft_cap(softcap) if softcap else None
+        aux = AuxRequest(lse=True) if with_lse else None
+        result = call(query, key, value, score_mod=score_mod, return_aux=aux, **options)
         return (result[0], result[1].lse) if with_lse else (result, None)
 
     def _kernel(self, q_len: int) -> Callable[..., Any]:

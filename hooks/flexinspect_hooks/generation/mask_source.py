@@ -17,25 +17,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.core.errors import MaskError, summarize_error
-from flexinspect.masks.algebra import (
-    BLOCK_SIZE,
-    BlockStates,
-    BlockTables,
-    BoolArray,
-    MaskSpec,
-    block_row_states,
-    block_tables,
-    row_block_tables,
-    row_chunks,
-    stack_block_rows,
-)
+from flexinspect.masks import algebra
+from flexinspect.masks.algebra import BlockTables, BoolArray, MaskSpec, row_chunks
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-MAX_EVALUATED_CELLS = 1 << 22
-"""Cells, over heads, evaluated in one mask_mod call: 32 MiB for each int64 it computes."""
+_MAX_ARITHMETIC_REGIONS = 24
+MAX_EVALUATED_CELLS = 1 << 22  # of one mask_mod call: 32 MiB for each int64 it computes
 
 
 class ForwardWindow(Struct, frozen=True):
@@ -51,9 +41,6 @@ class ForwardWindow(Struct, frozen=True):
     q_offset: int
     kv_offset: int = 0
     heads: int = 1
-
-
-_MAX_ARITHMETIC_REGIONS = 24
 
 
 class MaskSource:
@@ -87,7 +74,7 @@ class MaskSource:
             kv_idx,
             full_num,
             full_idx,
-            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_SIZE=algebra.BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),
             compute_q_blocks=False,
@@ -129,7 +116,6 @@ class UserMaskSource(MaskSource):
 
     If the mask_mod depends on the head, each query head gets its own block tables, because a
     compiled kernel trusts its tables. If it depends on the batch, batch 0 is used, the only one.
-
     Raises `MaskError` if FlexAttention would refuse the mask_mod (see `check_mask_mod`).
     """
 
@@ -140,11 +126,7 @@ class UserMaskSource(MaskSource):
         check_mask_mod(mask_mod, name, device)
 
     def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
-        """The mask of the window, its tables built from 128 rows at a time.
-
-        Raises `MaskError` if the mask_mod fails, or if it depends on the head and the number of
-        heads is unknown.
-        """
+        """The mask of the window, in blocks of 128 rows. Raises `MaskError`."""
         mask_mod = shift_mask_mod(self.mask_mod, window)
         mask_mod.flexinspect_rule = self.mask_mod  # type: ignore[attr-defined]
         identity = mask_mod_identity(self.mask_mod)
@@ -170,30 +152,28 @@ class UserMaskSource(MaskSource):
             raise
         except Exception as error:
             last = window.q_offset + window.q_len - 1
-            raise MaskError(
-                f"The mask_mod {self.name} failed for rows {window.q_offset} to {last} over "
-                f"{window.kv_len} keys: {summarize_error(error)}",
-                hint="Indices are positions of the whole sequence, generated tokens included.",
-            ) from error
+            text = f"The mask_mod {self.name} failed for rows {window.q_offset} to {last} over "
+            text += f"{window.kv_len} keys: {summarize_error(error)}"
+            hint = "Indices are positions of the whole sequence, generated tokens included."
+            raise MaskError(text, hint=hint) from error
         states = states if len(states) > 1 else states[0]
         return BlockTables(partial=states == 1, full=states == 2)
 
     def _block_states(
         self, mask_mod: MaskMod, window: ForwardWindow, start: int, stop: int
-    ) -> BlockStates:
+    ) -> algebra.BlockStates:
         """One row of blocks, (heads, key blocks); one head if all heads share it."""
         indices = torch.arange(max(stop, window.kv_len), device=self._device)
         h_idx = torch.arange(window.heads or 2, device=self._device)
         q_idx, kv_idx = indices[start:stop], indices[: window.kv_len]
         groups = head_groups(mask_mod, self._zero, h_idx, q_idx, kv_idx)
-        states = [block_row_states(cells.cpu().numpy(), BLOCK_SIZE, BLOCK_SIZE) for cells in groups]
+        size = algebra.BLOCK_SIZE
+        states = [algebra.block_row_states(cells.cpu().numpy(), size, size) for cells in groups]
         heads = np.concatenate(states)
         if len(heads) > 1 and not window.heads:
-            raise MaskError(
-                f"The mask_mod {self.name} depends on the head, but the model's configuration "
-                "does not have the number of query heads.",
-                hint="Use a mask_mod that is the same for all heads.",
-            )
+            text = f"The mask_mod {self.name} depends on the head, but the model's configuration "
+            text += "does not have the number of query heads."
+            raise MaskError(text, hint="Use a mask_mod that is the same for all heads.")
         return heads
 
 
@@ -235,18 +215,23 @@ def check_mask_mod(mask_mod: MaskMod, name: str, device: torch.device) -> None:
     try:
         result = mask_mod(zero, zero, zero, zero)
     except Exception as error:
-        raise MaskError(
-            f"The mask_mod {name} failed when called as mask_mod(b, h, q_idx, kv_idx) with four "
-            f"0-dim tensors: {type(error).__name__}: {error}",
-            hint="It must take four index tensors and return a 0-dim bool tensor.",
-        ) from error
+        text = f"The mask_mod {name} failed when called as mask_mod(b, h, q_idx, kv_idx) with "
+        text += f"four 0-dim tensors: {type(error).__name__}: {error}"
+        hint = "It must take four index tensors and return a 0-dim bool tensor."
+        raise MaskError(text, hint=hint) from error
     problem = _wrong_result(result, device)
     if problem:
-        raise MaskError(
-            f"The mask_mod {name} returned {problem}; it must return a 0-dim bool tensor.",
-            hint="Compare the index tensors (for instance `kv_idx <= q_idx`), without `if`.",
-        )
-    _check_vmap(mask_mod, name, device)
+        text = f"The mask_mod {name} returned {problem}; it must return a 0-dim bool tensor."
+        hint = "Compare the index tensors (for instance `kv_idx <= q_idx`), without `if`."
+        raise MaskError(text, hint=hint)
+    zeros, both = (torch.tensor(pair, device=device) for pair in ((0, 0), (0, 1)))
+    try:
+        # Head 0 twice, because a mask_mod may index a table that has only one head.
+        list(head_groups(mask_mod, zeros[0], zeros, both, both))
+    except Exception as error:
+        text = f"The mask_mod {name} cannot be vectorised over indices: {summarize_error(error)}"
+        hint = "Replace Python `if` and `and` on indices by torch.where, & and |."
+        raise MaskError(text, hint=hint) from error
 
 
 def _wrong_result(result: object, device: torch.device) -> str:
@@ -259,18 +244,6 @@ def _wrong_result(result: object, device: torch.device) -> str:
     if result.device.type != device.type:
         return f"a tensor on {result.device} (the model is on {device})"
     return ""
-
-
-def _check_vmap(mask_mod: MaskMod, name: str, device: torch.device) -> None:
-    zeros, both = (torch.tensor(pair, device=device) for pair in ((0, 0), (0, 1)))
-    try:
-        # Head 0 twice, because a mask_mod may index a table that has only one head.
-        list(head_groups(mask_mod, zeros[0], zeros, both, both))
-    except Exception as error:
-        raise MaskError(
-            f"The mask_mod {name} cannot be vectorised over indices: {summarize_error(error)}",
-            hint="Replace Python `if` and `and` on indices by torch.where, & and |.",
-        ) from error
 
 
 # -- the mask_mod and the tables of a `MaskSpec` ---------------------------------------------------
@@ -349,10 +322,8 @@ class SpecTables:
 
     def __init__(self, spec: MaskSpec, length: int, device: torch.device) -> None:
         region = np.searchsorted(spec.starts, np.arange(length), side="right") - 1
-        self.prefix_stops, self.local_starts = (
-            torch.from_numpy(np.asarray(values, np.int32)[region]).to(device)
-            for values in (spec.prefix_stops, spec.local_starts)
-        )
+        bounds = np.take([spec.prefix_stops, spec.local_starts], region, axis=1).astype(np.int32)
+        self.prefix_stops, self.local_starts = torch.from_numpy(bounds).to(device).unbind()
         self.q_offset = torch.zeros((), dtype=torch.int32, device=device)
         self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
 
@@ -372,11 +343,9 @@ class SpecTables:
 
 def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:
     """The counts (1, heads, rows) and indices (1, heads, rows, key blocks), both int32."""
+    blocks = blocks if blocks.ndim == 3 else blocks[None]
     order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
-    counts = blocks.sum(axis=-1, dtype=np.int32)
-    if blocks.ndim == 2:
-        counts, order = counts[None], order[None]
-    return counts[None], order[None]
+    return blocks.sum(axis=-1, dtype=np.int32)[None], order[None]
 
 
 def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:
@@ -384,10 +353,10 @@ def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:
     if window.kv_offset:
         whole = spec.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
         kept = whole[:, window.kv_offset :]
-        return stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
+        return algebra.stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
     if window.q_len == 1:
-        return row_block_tables(spec, window.q_offset, window.kv_len)
-    return block_tables(spec, window.q_len, window.kv_len, q_offset=window.q_offset)
+        return algebra.row_block_tables(spec, window.q_offset, window.kv_len)
+    return algebra.block_tables(spec, window.q_len, window.kv_len, q_offset=window.q_offset)
 
 
 def evaluate_mask_mod(mask_mod: MaskMod, *indices: Tensor) -> Tensor:

@@ -9,13 +9,12 @@ same patch as generation, so that every layer gets the same mask, scale and soft
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,26 +25,24 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from flexinspect.core.errors import MaskError, summarize_error
-from flexinspect.records.job import Job, parse_steps
+from flexinspect.records.job import parse_steps
 from flexinspect.records.prompt import Prompt
 from flexinspect.records.step import Array, EventRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.capture.recorder import Recorder
-from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.generation.decoding import Decoder
+from flexinspect_hooks.generation.flex_patch import FlexPatch, Qkv
 from flexinspect_hooks.generation.mask_source import MaskSource
 from flexinspect_hooks.gradients.reduction import GradientObserver
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 from flexinspect_hooks.python_internals.torch_private import set_flex_debug
 
-GRADIENTS_PHASE = "gradients"
-"""The phase of a run while gradients are computed."""
-
-COST_EVENT = "gradients-cost"
-"""The kind of the event that reports what gradients cost."""
-
-N_SAMPLED_LOGITS = 4096
-"""Logits of a step that are kept, beside the chosen token's and the log-sum-exp."""
+DENSE_REFERENCE = "dense reference"
+MAX_CELLS = 1 << 28  # of a mask that is made dense, over the heads that differ (256 MiB)
+GRADIENTS_PHASE = "gradients"  # the phase of a run while gradients are computed
+COST_EVENT = "gradients-cost"  # the kind of the event that reports what gradients cost
+N_SAMPLED_LOGITS = 4096  # of a step, beside the chosen token's and the log-sum-exp
 
 LOGIT_TOLERANCES = {
     torch.float64: 1e-6,
@@ -81,10 +78,7 @@ def sample_logits(logits: Tensor, token_id: int) -> SampledLogits:
 
 
 def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
-    """The largest difference to a row of logits (V,), relative to the largest sampled one.
-
-    NaN and Inf must be at the same places; otherwise the distance is infinite.
-    """
+    """The largest difference to logits (V,), relative to the largest; Inf for other NaN or Inf."""
     if len(logits) != sampled.n_logits:
         return torch.inf
     new, old = sample_logits(logits, sampled.token_id).values, sampled.values
@@ -99,72 +93,127 @@ def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
 
 
 class GradientSpec(Struct, frozen=True):
-    """What to differentiate ("logprob" or "margin"); `use_flex` None: where it has a backward."""
+    """What to differentiate ("logprob" or "margin"), and in which steps ("0,5-7" or "all").
+
+    `use_flex` is whether FlexAttention itself is differentiated (None: where it has a backward).
+    """
 
     target: str = "logprob"
     detect_anomaly: bool = False
     use_flex: bool | None = None
+    steps: str = "all"
 
 
-class TokenContext(Struct, frozen=True):
-    """The step of a token, and the ids and position ids of all tokens before it."""
+class FinishedBranch(Struct, frozen=True):
+    """A branch that has ended; `token_ids` include its parents' before its `fork_step`."""
 
     generation: int
-    branch: int
-    step: int
-    ids: Sequence[int]
-    positions: Sequence[int]
+    prompt: Prompt
+    token_ids: Sequence[int]
+    source: MaskSource
+    branch: int = 0
+    fork_step: int = 0
+
+    def event(self, kind: str, text: str) -> EventRecord:
+        """An event of this branch's generation."""
+        return EventRecord(kind, text, time.time(), self.generation)
 
 
-class Differentiator:
-    """Computes gradients through one model; `blocks` maps a layer to (name, decoder layer).
+class TokenGradients:
+    """Keeps what the gradients of a generation need, and computes them after it, in its thread.
 
-    `compiled` is whether generation ran compiled kernels. The model stays unchanged: no `.grad` is
-    written, `requires_grad` is restored, and all hooks are removed.
+    `compiled` is whether generation ran compiled kernels. A failure becomes an event, and the run
+    goes on. The model stays unchanged: no `.grad` is written, and all hooks are removed.
     """
 
-    def __init__(
-        self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]], *, compiled: bool
-    ) -> None:
-        self._model, self._blocks, self._compiled = model, dict(blocks), compiled
-        parameters = inspect.signature(model.forward).parameters
-        self._extra_arguments = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._device = next(model.parameters()).device
+    def __init__(self, model: Any, spec: GradientSpec, *, compiled: bool) -> None:
+        self._model, self._spec, self._compiled = model, spec, compiled
+        self._steps = parse_steps(spec.steps)
+        self._blocks = decoder_blocks(model, attention_layers(model))
+        can_use_flex = flex_has_backward(next(model.parameters()).device)
+        self._uses_flex = can_use_flex if spec.use_flex is None else spec.use_flex
+        self._sampled_logits: dict[tuple[int, int], SampledLogits] = {}  # by branch and step
+        self._has_run = False
+
+    def begin_generation(self, recorder: Recorder) -> None:
+        """Drop the state of the previous generation, and end the phase of its gradients."""
+        self._sampled_logits.clear()
+        if self._has_run:
+            recorder.put(EventRecord("phase", "generating", time.time()))
+
+    def on_token_chosen(self, branch: int, step: int, token_id: int, logits: Tensor) -> None:
+        """Sample a step's logits (V,), to check later that the same forward pass is repeated."""
+        if self._steps is None or step in self._steps:
+            self._sampled_logits[branch, step] = sample_logits(logits, token_id)
 
     def compute(
-        self, context: TokenContext, sampled: SampledLogits, source: MaskSource, spec: GradientSpec
-    ) -> GradientRecord:
-        """The gradients of a token; none if the repeated forward pass differs from the recorded."""
+        self, finished: FinishedBranch, recorder: Recorder, check_stop: Callable[[], object]
+    ) -> None:
+        """Record the gradients of a branch; `check_stop` may raise before each step."""
         started = time.perf_counter()
-        run = partial(self._forward_backward, context, sampled, source, spec)
-        note = _find_anomaly(partial(run, keeps_weights=True)) if spec.detect_anomaly else None
-        return replace(run(), anomaly=note, wall_ms=(time.perf_counter() - started) * 1e3)
+        steps = sorted(step for branch, step in self._sampled_logits if branch == finished.branch)
+        done: list[GradientRecord] = []
+        self._has_run = bool(steps)
+        for step in steps:
+            check_stop()
+            fraction = {"fraction": len(done) / len(steps)}
+            recorder.put(EventRecord("phase", GRADIENTS_PHASE, time.time(), data=fraction))
+            sampled = self._sampled_logits[finished.branch, step]
+            try:
+                record = self._compute_with_fallback(finished, step, sampled, recorder)
+            except Exception as error:
+                text = f"Gradients were not computed from step {step} on: {summarize_error(error)}"
+                recorder.put(finished.event("gradients-failed", text))
+                break
+            recorder.put(record)
+            done.append(record)
+            del self._sampled_logits[finished.branch, step]
+        n_steps = len(finished.token_ids) - finished.fork_step
+        text = f"--grads-steps {self._spec.steps} names none of the {n_steps} steps."
+        if steps:
+            text = _cost_text(done, n_steps, time.perf_counter() - started)
+        recorder.put(finished.event(COST_EVENT, text))
 
-    def uses_flex(self, spec: GradientSpec) -> bool:
-        """Whether FlexAttention itself is differentiated."""
-        return flex_has_backward(self._device) if spec.use_flex is None else spec.use_flex
+    def _compute_with_fallback(
+        self, finished: FinishedBranch, step: int, sampled: SampledLogits, recorder: Recorder
+    ) -> GradientRecord:
+        """The gradients of a step; after a failure of FlexAttention, by the dense reference."""
+        try:
+            return self.compute_step(finished, step, sampled)
+        except Exception as error:
+            if not self._uses_flex:
+                raise
+            text = (
+                f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} is used instead: "
+            )
+            text += summarize_error(error)
+            recorder.put(finished.event("gradients-dense-fallback", text))
+            self._uses_flex = False
+            return self.compute_step(finished, step, sampled)
+
+    def compute_step(
+        self, finished: FinishedBranch, step: int, sampled: SampledLogits
+    ) -> GradientRecord:
+        """The gradients of a step; none if the repeated forward pass differs from the recorded."""
+        started = time.perf_counter()
+        run = partial(self._forward_backward, finished, step, sampled)
+        note = _find_anomaly(partial(run, True)) if self._spec.detect_anomaly else None
+        record = run(keeps_weights=False)
+        return replace(record, anomaly=note, wall_ms=(time.perf_counter() - started) * 1e3)
 
     def _forward_backward(
-        self,
-        context: TokenContext,
-        sampled: SampledLogits,
-        source: MaskSource,
-        spec: GradientSpec,
-        *,
-        keeps_weights: bool = False,
+        self, finished: FinishedBranch, step: int, sampled: SampledLogits, keeps_weights: bool
     ) -> GradientRecord:
-        patch = GradientPatch(
-            self._model,
-            source,
-            compiled=self._compiled,
-            use_flex=self.uses_flex(spec),
-            keeps_weights=keeps_weights,
-        )
-        n_unreached = 0
+        options = {"use_flex": self._uses_flex, "keeps_weights": keeps_weights}
+        patch = GradientPatch(self._model, finished.source, compiled=self._compiled, **options)
+        decoder = Decoder(self._model, finished.prompt)
+        decoder.token_ids += finished.token_ids[:step]
+        target, n_unreached = self._spec.target, 0
         with patch, GradientObserver(self._model, self._blocks) as observer, torch.enable_grad():
-            logits = self._forward(context)
+            # `forward` itself, as the model's own hooks belong to recorded steps.
+            logits = decoder.run(self._model.forward)
             distance = logits_distance(sampled, logits)
-            value, runner_up, scale, unit = target_gradient(logits, sampled.token_id, spec.target)
+            value, runner_up, scale, unit = target_gradient(logits, sampled.token_id, target)
             if distance <= sampled.tolerance:
                 inputs = [*observer.parameters, *observer.leaves]
                 gradients = torch.autograd.grad(logits, inputs, unit, allow_unused=True)
@@ -173,51 +222,41 @@ class Differentiator:
                 observer.note_unreached_layers()
         factor = scale if 0 < scale < math.inf else 1.0  # from the unit vector's gradients
         return GradientRecord(
-            generation=context.generation,
-            step=context.step,
+            generation=finished.generation,
+            step=step,
             token_id=sampled.token_id,
-            target=spec.target,
+            target=target,
             value=value,
             scale=scale,
             path=patch.path,
             logits_error=distance,
             tolerance=sampled.tolerance,
             wall_ms=0.0,
-            branch=context.branch,
+            branch=finished.branch,
             runner_up_id=runner_up,
             n_unreached=n_unreached,
             stats=tuple(
                 replace(stat, norm=stat.norm * factor, max=stat.max * factor)
                 for stat in observer.stats.values()
             ),
-            tokens=_token_norms(observer, factor),
-            layers=_layer_norms(observer, factor),
+            tokens=_token_norms(observer, factor) if observer.stats else None,
+            layers=_layer_norms(observer, factor) if observer.stats else None,
         )
 
-    def _forward(self, context: TokenContext) -> Tensor:
-        """The logits (V,) after the sequence."""
-        from transformers import DynamicCache
 
-        def row(values: Sequence[int]) -> Tensor:
-            return torch.tensor([list(values)], device=self._device)
-
-        # An empty cache, as in the prefill: without one transformers looks for packed sequences in
-        # the position ids. `forward` itself, as the model's own hooks belong to recorded steps.
-        output = self._model.forward(
-            input_ids=row(context.ids),
-            position_ids=row(context.positions),
-            past_key_values=DynamicCache(config=self._model.config),
-            use_cache=True,
-            **self._extra_arguments,
-        )
-        return cast(Tensor, output.logits[0, -1])
+def _cost_text(done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
+    if not done:
+        return "No gradients were computed."
+    agree = sum(record.matches_recorded for record in done)
+    return (
+        f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
+        f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
+        "forward passes gave the recorded logits."
+    )
 
 
 def _find_anomaly(run: Callable[[], object]) -> str | None:
-    """The report of autograd's anomaly mode on a forward and backward pass, None if there is none.
-
-    It names the function that produced a NaN, with the traceback of its forward call.
-    """
+    """Autograd's report on the function that made a NaN, with the traceback of its forward."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -259,7 +298,7 @@ def target_gradient(
 def _token_norms(observer: GradientObserver, factor: float) -> Array | None:
     """Return gradient times input, and the gradient's norm, of each token: float (2, positions)."""
     embeddings, gradient = observer.embeddings, observer.gradient
-    if embeddings is None or not observer.stats:
+    if embeddings is None:
         return None
     inputs = embeddings[0].double()
     slope = torch.zeros_like(inputs) if gradient is None else gradient[0].double()
@@ -267,19 +306,12 @@ def _token_norms(observer: GradientObserver, factor: float) -> Array | None:
     return both.float().cpu().numpy()
 
 
-def _layer_norms(observer: GradientObserver, factor: float) -> Array | None:
+def _layer_norms(observer: GradientObserver, factor: float) -> Array:
     """The norms at the embeddings and at each layer's output: 0 if unreached, NaN if unobserved."""
-    if not observer.stats:
-        return None
     norms = np.full(max(observer.blocks, default=-1) + 2, np.nan, np.float32)
     for layer in (-1, *observer.blocks):
         norms[layer + 1] = float(observer.norms.get(layer, 0.0)) * factor
     return norms
-
-
-DENSE_REFERENCE = "dense reference"
-MAX_CELLS = 1 << 28
-"""The largest mask that is made dense: cells, over the heads that differ (256 MiB)."""
 
 
 def dense_attention(
@@ -352,39 +384,26 @@ class GradientPatch(FlexPatch):
             set_flex_debug(False)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._dense_masks.clear()
-
     def _make_mask(self, *args: Any, **kwargs: Any) -> BlockMask:
         block_mask = super()._make_mask(*args, **kwargs)
         return with_query_blocks(block_mask) if self._uses_flex else block_mask
 
     def _flex(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_mask: BlockMask | None,
-        scaling: float | None,
-        softcap: float | None,
+        self, qkv: Qkv, block_mask: BlockMask | None, scaling: float | None, softcap: float | None
     ) -> tuple[Tensor, Tensor | None]:
         if self._uses_flex:
-            return super()._flex(query, key, value, block_mask, scaling, softcap)
-        visible = self._dense_mask(block_mask, query.shape[1])
+            return super()._flex(qkv, block_mask, scaling, softcap)
+        visible = self._dense_mask(block_mask, qkv[0].shape[1])
         call = partial(dense_attention, visible=visible, scale=scaling, softcap=softcap)
         if self._keeps_weights:
-            return call(query, key, value), None
-        output: Tensor = checkpoint(
-            call, query, key, value, use_reentrant=False, preserve_rng_state=False
-        )
-        return output, None
+            return call(*qkv), None
+        exact: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        return checkpoint(call, *qkv, **exact), None
 
     def _kernel(self, q_len: int) -> Any:
         return super()._kernel(q_len) if self.compiled else flex_attention
 
     def _dense_mask(self, block_mask: BlockMask | None, heads: int) -> Tensor:
-        """The executed cells of a layer type's mask, computed once per forward pass."""
         if block_mask is None:
             raise MaskError("The layer received no mask, so the executed mask is unknown.")
         key = (id(block_mask), heads)
@@ -410,113 +429,4 @@ def with_query_blocks(block_mask: BlockMask) -> BlockMask:
         mask_mod=block_mask.mask_mod,
         seq_lengths=block_mask.seq_lengths,
         compute_q_blocks=True,
-    )
-
-
-class FinishedBranch(Struct, frozen=True):
-    """A branch that has ended; `token_ids` include its parents' before its `fork_step`."""
-
-    generation: int
-    prompt: Prompt
-    token_ids: Sequence[int]
-    source: MaskSource
-    branch: int = 0
-    fork_step: int = 0
-
-    def event(self, kind: str, text: str) -> EventRecord:
-        """An event of this branch's generation."""
-        return EventRecord(kind, text, time.time(), self.generation)
-
-
-class TokenGradients:
-    """Keeps what the gradients of a generation need, and computes them after it, in its thread.
-
-    A failure becomes an event, and the run goes on.
-    """
-
-    def __init__(self, model: Any, job: Job, *, compiled: bool) -> None:
-        self._spec = GradientSpec(job.grads or "logprob", job.detect_anomaly)
-        self._steps = parse_steps(job.grads_steps)
-        self._steps_argument = job.grads_steps
-        blocks = decoder_blocks(model, attention_layers(model))
-        self._differentiator = Differentiator(model, blocks, compiled=compiled)
-        self._sampled_logits: dict[tuple[int, int], SampledLogits] = {}
-        """By branch and step."""
-        self._has_run = False
-
-    def begin_generation(self, recorder: Recorder) -> None:
-        """Drop the state of the previous generation, and end the phase of its gradients."""
-        self._sampled_logits.clear()
-        if self._has_run:
-            recorder.put(EventRecord("phase", "generating", time.time()))
-
-    def on_token_chosen(self, branch: int, step: int, token_id: int, logits: Tensor) -> None:
-        """Sample a step's logits (V,), to check later that the same forward pass is repeated."""
-        if self._steps is None or step in self._steps:
-            self._sampled_logits[branch, step] = sample_logits(logits, token_id)
-
-    def compute(
-        self, finished: FinishedBranch, recorder: Recorder, check_stop: Callable[[], object]
-    ) -> None:
-        """Compute and record the gradients of the requested steps of a branch.
-
-        `check_stop` is called before each step and raises `KeyboardInterrupt` to end the run.
-        """
-        started = time.perf_counter()
-        steps = sorted(step for branch, step in self._sampled_logits if branch == finished.branch)
-        done: list[GradientRecord] = []
-        self._has_run = bool(steps)
-        for step in steps:
-            check_stop()
-            fraction = {"fraction": len(done) / len(steps)}
-            recorder.put(EventRecord("phase", GRADIENTS_PHASE, time.time(), data=fraction))
-            try:
-                record = self._compute_with_fallback(finished, step, recorder)
-            except Exception as error:
-                text = f"Gradients were not computed from step {step} on: {summarize_error(error)}"
-                recorder.put(finished.event("gradients-failed", text))
-                break
-            recorder.put(record)
-            done.append(record)
-            del self._sampled_logits[finished.branch, step]
-        n_steps = len(finished.token_ids) - finished.fork_step
-        text = f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
-        if steps:
-            text = _cost_text(done, n_steps, time.perf_counter() - started)
-        recorder.put(finished.event(COST_EVENT, text))
-
-    def _compute_with_fallback(
-        self, finished: FinishedBranch, step: int, recorder: Recorder
-    ) -> GradientRecord:
-        """The gradients of a step; after a failure of FlexAttention, by the dense reference."""
-        try:
-            return self._compute_step(finished, step)
-        except Exception as error:
-            if not self._differentiator.uses_flex(self._spec):
-                raise
-            text = (
-                f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} is used instead: "
-                f"{summarize_error(error)}"
-            )
-            recorder.put(finished.event("gradients-dense-fallback", text))
-            self._spec = replace(self._spec, use_flex=False)
-            return self._compute_step(finished, step)
-
-    def _compute_step(self, finished: FinishedBranch, step: int) -> GradientRecord:
-        prompt = finished.prompt
-        ids = (*prompt.ids, *finished.token_ids[:step])
-        positions = (*prompt.position_ids, *map(prompt.next_position, range(step)))
-        context = TokenContext(finished.generation, finished.branch, step, ids, positions)
-        sampled = self._sampled_logits[finished.branch, step]
-        return self._differentiator.compute(context, sampled, finished.source, self._spec)
-
-
-def _cost_text(done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
-    if not done:
-        return "No gradients were computed."
-    agree = sum(record.matches_recorded for record in done)
-    return (
-        f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
-        f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
-        "forward passes gave the recorded logits."
     )

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from flexinspect.records.token_gradients import GradientStat
 
-NORM_CHUNK_SIZE = 1 << 20
-"""Values that are converted to float64 and summed at once."""
+NORM_CHUNK_SIZE = 1 << 20  # values that are converted to float64 and summed at once
 
 
 class GradientObserver:
@@ -35,12 +34,9 @@ class GradientObserver:
         self._layer_and_part: dict[str, tuple[int | None, str]] = {}
         self.parameters: list[nn.Parameter] = []
         self.leaves: list[Tensor] = []
-        self.stats: dict[str, GradientStat] = {}
-        """By parameter name."""
-        self.norms: dict[int, Tensor] = {}
-        """Norm of the gradient at each layer's output; -1 is the embeddings."""
-        self.embeddings: Tensor | None = None
-        """The output of the embedding layer; `gradient` is its gradient."""
+        self.stats: dict[str, GradientStat] = {}  # by parameter name
+        self.norms: dict[int, Tensor] = {}  # of the gradient at each layer's output; -1: embeddings
+        self.embeddings: Tensor | None = None  # output of that layer; `gradient` is its gradient
         self.gradient: Tensor | None = None
 
     def __enter__(self) -> GradientObserver:

@@ -8,19 +8,15 @@ from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 
-WINDOW = 10
-"""Steps over which the cost is averaged."""
-
-RECOVERY_STEPS = 50
-"""Steps within the band after which more detail is tried again."""
+WINDOW = 10  # steps over which the cost is averaged
+RECOVERY_STEPS = 50  # steps within the band after which more detail is tried again
 
 
 class Detail(Struct, frozen=True):
     """How much is measured, and how often, counted in steps; 0 means never."""
 
     name: str
-    text: str
-    """A phrase for what is measured."""
+    text: str  # a phrase for what is measured
     gradients_every: int = 1
     rows_every: int = 1
     maxima: bool = False
@@ -37,21 +33,12 @@ class Detail(Struct, frozen=True):
         return self.ratios_every > 0 and step % self.ratios_every == 0
 
 
+_EVERYTHING = "everything, with statistics of the layers' outputs and the change of the weights"
 EXTREME = Detail(
-    "extreme",
-    "everything, with statistics of the layers' outputs and the change of the weights",
-    maxima=True,
-    ratios_every=1,
-    watches_leaves=True,
-    keeps_stats=True,
+    "extreme", _EVERYTHING, maxima=True, ratios_every=1, watches_leaves=True, keeps_stats=True
 )
-ADVANCED = Detail(
-    "advanced",
-    "gradients of every parameter and every module's output",
-    maxima=True,
-    ratios_every=10,
-    watches_leaves=True,
-)
+_EVERY_GRADIENT = "gradients of every parameter and every module's output"
+ADVANCED = Detail("advanced", _EVERY_GRADIENT, maxima=True, ratios_every=10, watches_leaves=True)
 BASIC = Detail("basic", "gradients by group and the layers' outputs", 1, 10)
 SPARSE = Detail("sparse", "gradients of every 4th step", 4, 16)
 SPARSEST = Detail("sparse", "gradients of every 16th step", 16, 64)
@@ -116,19 +103,16 @@ class Governor:
             self._set_index(self._index + 1)
             self._n_reduced += 1
             self._lowest_index = max(self._lowest_index, self._index)
-            text = (
-                f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above "
-                f"the band of {limit}: from now on {self.detail.text}, instead of {dropped}."
-            )
+            text = f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, "
+            now = self.detail.text
+            text += f"above the band of {limit}: from now on {now}, instead of {dropped}."
             return "detail-reduced", text
         if self._index > self._level_index and self._n_within_band >= self._patience:
             self._set_index(self._index - 1)
             if self._known_costs.get(self._index, 0.0) > self._limit:
                 self._patience *= 2  # it was too expensive before: try less often
-            text = (
-                f"Capture took {cost:.1%} of what the last steps took without it, within the band "
-                f"of {limit}: again {self.detail.text}."
-            )
+            text = f"Capture took {cost:.1%} of what the last steps took without it, within the "
+            text += f"band of {limit}: again {self.detail.text}."
             return "detail-restored", text
         return None
 

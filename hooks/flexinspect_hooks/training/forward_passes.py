@@ -23,17 +23,19 @@ from flexinspect.records.training_step import AnomalyOrigin
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts, tensor_facts
 
-MAX_PENDING_FORWARDS = 64
-"""Forward passes without a backward pass that are kept at most, until the step's end."""
+MAX_PENDING_FORWARDS = 64  # forward passes without a backward pass that are kept
+MAX_MICRO_BATCHES = 4096  # of a step that are kept: the optimizer may never step
+HOOK_COST_S = 2e-6  # measured, of a hook that only keeps a reference; timing it would cost more
+MODEL_OUTPUT = "(output)"  # the name of a tensor that the model itself returned
 
-MAX_MICRO_BATCHES = 4096
-"""Micro-batches of a step that are kept at most: the optimizer may never step."""
+UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
+"""Detail of a module whose weights may have become non-finite only in the update itself."""
 
-HOOK_COST_S = 2e-6
-"""The measured cost of a hook that only keeps a reference; timing each call would cost more."""
+Guard = Callable[[Callable[..., None]], Callable[..., None]]  # makes a function never raise
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
-"""Wraps a function so that it never raises."""
+ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]  # modules by name, with what they returned
+OutputKey = tuple[int, str, int]  # the index and name of a module, and its number of values
+ReadStats = Callable[[], list[LayerStatRecord]]
 
 _micro_batches: partial[deque[Any]] = partial(deque, maxlen=MAX_MICRO_BATCHES)
 
@@ -46,20 +48,16 @@ class StepPasses(Struct):
     forward_s: float = 0.0
     backward_s: float = 0.0
     losses: deque[Tensor | float] = field(default_factory=_micro_batches)
-    are_shares: bool = False
-    """Whether the step's loss is the sum of the micro-batches' losses, instead of their mean."""
+    are_shares: bool = False  # the step's loss is the sum of the losses, not their mean
     producer: AnomalyOrigin | None = None
     output_gradient_norms: deque[Tensor | float] = field(default_factory=_micro_batches)
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    pending: Callable[[], list[LayerStatRecord]] | None = None
-    """Reads statistics that are still on their device."""
+    pending: ReadStats | None = None  # for statistics that are still on their device
     extremes: deque[Extremes] = field(default_factory=_micro_batches)
-    is_updated: bool = False
-    """Whether the weights may have changed since."""
-    is_counted: bool = False
-    """Whether a forward pass belongs to the step, because a backward pass followed."""
+    is_updated: bool = False  # whether the weights may have changed since
+    is_counted: bool = False  # a backward pass followed, so it belongs to the step
 
     def add(self, one: StepPasses) -> None:
         """Add a forward pass that belongs to the step."""
@@ -154,9 +152,8 @@ class ForwardWatch:
         # In a compiled model a hook would be compiled too, or break its graph.
         if type(model).__name__ == "OptimizedModule" or torch_private.is_compiled_in_place(model):
             return
-        named = [*model.named_modules()] if self.watches_leaves else [*blocks_of(model)]
-        if self.watches_leaves:
-            named = [(name, module) for name, module in named if not any(module.children())]
+        leaves = ((name, one) for name, one in model.named_modules() if not any(one.children()))
+        named = leaves if self.watches_leaves else blocks_of(model)
         for name, module in {id(one): (name, one) for name, one in named}.values():
             if module is not model:
                 hook = module.register_forward_hook(self._output_hook(name))
@@ -293,27 +290,18 @@ def blocks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
             yield path, child
 
 
-ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]
-"""Modules by name, with what they returned."""
-
-
-def pending_stats(
-    outputs: ModuleOutputs, device: torch.device
-) -> Callable[[], list[LayerStatRecord]] | None:
+def pending_stats(outputs: ModuleOutputs, device: torch.device) -> ReadStats | None:
     """Reduce module outputs without waiting for the device; None if there are none.
 
-    The result reads the records, after one synchronisation, and a second one if an output is
-    non-finite: then its minimum, maximum, mean and deviation are unknown (NaN).
+    The result waits and reads the records; the spread of a non-finite output is unknown (NaN).
     """
-    outs = list(_first_tensors(outputs))
+    outs = dict(_first_tensors(outputs))
     if not outs:
         return None
-    numbers = stack_numbers([_reduce_output(tensor) for _, tensor in outs], device)
-    later = device.type != "cpu"
-    counts = torch.cat(
-        [stack_nonfinite_counts([tensor]).to(device, non_blocking=later) for _, tensor in outs]
-    )
-    keys = [key for key, _ in outs]
+    numbers = stack_numbers([_reduce_output(tensor) for tensor in outs.values()], device)
+    each = [stack_nonfinite_counts([tensor]) for tensor in outs.values()]
+    counts = torch.cat([one.to(device, non_blocking=device.type != "cpu") for one in each])
+    keys = [*outs]
 
     def read() -> list[LayerStatRecord]:
         rows: list[list[float]] = numbers.tolist()
@@ -337,8 +325,7 @@ def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
     return records
 
 
-def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[tuple[int, str, int], Tensor]]:
-    """Yield ((index, name, number of values), tensor) of each module's output."""
+def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]:
     for index, (name, _, output) in enumerate(outputs):
         tensor = next(dense_tensors(output), None)
         if tensor is not None:
@@ -354,9 +341,7 @@ def _reduce_output(tensor: Tensor) -> Tensor:
     return torch.stack([norm, mean, *(end.to(wide) for end in torch.aminmax(tensor))])
 
 
-def _stat_record(
-    key: tuple[int, str, int], row: Sequence[float], counts: Sequence[int]
-) -> LayerStatRecord:
+def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) -> LayerStatRecord:
     index, name, n_values = key
     n_nan, n_inf = counts
     norm, mean, least, most = row
@@ -366,13 +351,6 @@ def _stat_record(
     elif math.isfinite(norm):  # else the squares left the range
         deviation = math.sqrt(max(norm * norm / n_values - mean * mean, 0.0))
     return LayerStatRecord(index, name, n_nan, n_inf, least, most, mean, deviation, norm)
-
-
-MODEL_OUTPUT = "(output)"
-"""The name of a tensor that the model itself returned."""
-
-UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
-"""Detail of a module whose weights may have become non-finite only in the update itself."""
 
 
 class Extremes(Struct, frozen=True):
@@ -457,10 +435,7 @@ def dense_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def stack_numbers(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Numbers of any device and precision, or rows of them, as one tensor on `device`.
-
-    Does not wait unless `device` is the CPU.
-    """
+    """Numbers of any device and precision as one tensor on `device`; waits only for a CPU."""
     if not values:
         return torch.zeros(0)
     is_double = any(value.dtype is torch.float64 for value in values)

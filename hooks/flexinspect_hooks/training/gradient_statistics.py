@@ -18,28 +18,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from flexinspect.records.training_step import (
-    EXPLODING_NORM,
-    VANISHING_NORM,
-    ParameterGradient,
-    TrainingStepRecord,
-    combined_norm,
-    group_of,
-)
+from flexinspect.records import training_step
+from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord, group_of
 from flexinspect_hooks.gradients.reduction import NORM_CHUNK_SIZE, gradient_norm
 from flexinspect_hooks.python_internals.torch_private import module_tables
 
 
 def learning_rates(optimizer: Any) -> tuple[float, ...]:
     """The learning rate of each parameter group, NaN if unknown (as Adafactor's relative steps)."""
-    return tuple(_learning_rate(group.get("lr")) for group in optimizer.param_groups)
-
-
-def _learning_rate(rate: Any) -> float:
-    try:
-        return float(rate)
-    except (TypeError, ValueError):
-        return math.nan  # always the same object, so that unknown rates compare as unchanged
+    rates = []
+    for group in optimizer.param_groups:
+        try:
+            rates.append(float(group.get("lr")))
+        except (TypeError, ValueError):
+            rates.append(math.nan)  # the same object, so that unknown rates compare as unchanged
+    return tuple(rates)
 
 
 class NamedParameter(NamedTuple):
@@ -52,6 +45,7 @@ class NamedParameter(NamedTuple):
 
 
 NamedParameters = Sequence[NamedParameter]
+NormsOf = Callable[[Sequence[Tensor]], list[float]]
 
 
 def _parameters_of(model: nn.Module) -> list[NamedParameter]:
@@ -99,6 +93,9 @@ class ParameterList:
         self._model = weakref.ref(model, forget)
 
 
+GradientLimits = tuple[float, float]  # above which a gradient explodes, below which it vanishes
+
+
 class Gradients(Struct, dict=True):
     """Statistics of all gradients of a step; the records (`rows`) are made on first use.
 
@@ -119,15 +116,34 @@ class Gradients(Struct, dict=True):
     @cached_property
     def total(self) -> float:
         """The norm of all gradients together; NaN or Inf if one is non-finite."""
-        return combined_norm(self.norms)
+        return training_step.combined_norm(self.norms)
 
-    def outliers(
-        self, explosion: float = EXPLODING_NORM, vanishing: float = VANISHING_NORM
-    ) -> list[ParameterGradient]:
-        """The gradients that are non-finite, 0, or beyond a threshold."""
+    def outliers(self, limits: GradientLimits) -> list[ParameterGradient]:
+        """The gradients that are non-finite, 0, or beyond a limit."""
+        explosion, vanishing = limits
         norms = enumerate(self.norms)
         outside = {at for at, norm in norms if not (norm and vanishing <= norm <= explosion)}
         return [self._make_row(at) for at in sorted(outside.union(self.counts))]
+
+    def step_record(
+        self, outliers: Sequence[ParameterGradient], limits: GradientLimits
+    ) -> TrainingStepRecord:
+        """What is known of a step from its gradients alone; its loss is unknown.
+
+        Only matrices vanish: the gradient of a key bias is 0 up to rounding in any transformer.
+        """
+        explosion, vanishing = limits
+        return TrainingStepRecord(
+            loss=math.nan,
+            loss_source="",
+            learning_rates=(),
+            total_norm=self.total,
+            n_parameters=len(self.norms),
+            n_exploding=sum(one.explodes(explosion) for one in outliers),
+            n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in outliers),
+            n_dead=sum(one.is_dead for one in outliers),
+            n_nonfinite=sum(one.has_nonfinite for one in outliers),
+        )
 
     def unscaled(self, scale: float) -> Gradients:
         """The gradients divided by a loss scale."""
@@ -160,16 +176,8 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     return reduce_batched(tensors, _stack_norms)
 
 
-def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
-    """As torch's clipping: on a CPU inexact for many values (0.2 % for 30 million in float32)."""
-    return reduce_batched(tensors, _stack_foreach_norms)
-
-
 def gradient_facts(
-    named: NamedParameters,
-    *,
-    with_max: bool = True,
-    norms_of: Callable[[Sequence[Tensor]], list[float]] = tensor_norms,
+    named: NamedParameters, *, with_max: bool = True, norms_of: NormsOf = tensor_norms
 ) -> Gradients:
     """The statistics of every parameter that has a gradient; `with_max` costs a second pass."""
     pairs = [(one, grad) for one in named if (grad := gradient_of(one.parameter)) is not None]
@@ -185,35 +193,12 @@ def gradient_facts(
     return Gradients([one for one, _ in pairs], norms, maxima, counts)
 
 
-def step_record(
-    gradients: Gradients, outliers: Sequence[ParameterGradient], limits: tuple[float, float]
-) -> TrainingStepRecord:
-    """What is known of a step from its gradients alone; its loss is unknown.
-
-    Only matrices vanish: the gradient of a key bias is 0 up to rounding in any transformer.
-    """
-    explosion, vanishing = limits
-    return TrainingStepRecord(
-        loss=math.nan,
-        loss_source="",
-        learning_rates=(),
-        total_norm=gradients.total,
-        n_parameters=len(gradients.norms),
-        n_exploding=sum(one.explodes(explosion) for one in outliers),
-        n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in outliers),
-        n_dead=sum(one.is_dead for one in outliers),
-        n_nonfinite=sum(one.has_nonfinite for one in outliers),
-    )
-
-
 @torch.no_grad()
-def reduce_batched(
-    tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], Tensor]
-) -> list[Any]:
+def reduce_batched(tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Tensor]) -> list[Any]:
     """Reduce each tensor to a number, or a row of numbers, with one transfer for each kind."""
     numbers: list[Any] = [None] * len(tensors)
     for indices in indices_by_kind(tensors):
-        values = reduce([tensors[index] for index in indices]).tolist()
+        values = call([tensors[index] for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
             numbers[index] = value
     return numbers
@@ -240,10 +225,11 @@ def _stack_norms(tensors: list[Tensor]) -> Tensor:
         # reads at the speed of the memory, and sums in several lanes.
         flat = [one.view(-1) for one in tensors]
         return torch.stack([torch.dot(one, one) for one in flat]).sqrt()
-    return _stack_foreach_norms(tensors)
+    return stack_foreach_norms(tensors)
 
 
-def _stack_foreach_norms(tensors: list[Tensor]) -> Tensor:
+def stack_foreach_norms(tensors: list[Tensor]) -> Tensor:
+    """As torch's clipping: on a CPU inexact for many values (0.2 % for 30 million in float32)."""
     is_small = tensors[0].dtype.itemsize < 4  # the norm of float16 values need not fit in float16
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None)
     return torch.stack(list(norms))
@@ -283,10 +269,7 @@ class TensorFacts(NamedTuple):
 
 @torch.no_grad()
 def tensor_facts(tensors: Iterable[Tensor]) -> list[TensorFacts]:
-    """The statistics of each tensor, after one synchronisation for each device and dtype.
-
-    A tensor with NaN or Inf, or whose squares leave the range of float32, needs further ones.
-    """
+    """The statistics of each tensor; if all are finite, with one wait per device and dtype."""
     values = [real_values(tensor) for tensor in tensors]
     return [_facts(*one) for one in zip(values, _read_spreads(values), strict=True)]
 
@@ -307,13 +290,13 @@ def _facts(values: Tensor, spread: Sequence[float]) -> TensorFacts:
 
 def _read_spreads(values: Iterable[Tensor]) -> list[list[float]]:
     """Minimum, maximum, mean and deviation of each tensor, with one transfer for each kind."""
-    return reduce_batched([_reduce_spread(_widen(one)) for one in values], torch.stack)
-
-
-def _reduce_spread(values: Tensor) -> Tensor:
-    if not values.numel():
-        return values.new_full((4,), math.nan)
-    return torch.stack([*torch.aminmax(values), *_moments(values)])
+    spreads = [
+        torch.stack([*torch.aminmax(one), *_moments(one)])
+        if one.numel()
+        else one.new_full((4,), math.nan)
+        for one in map(_widen, values)
+    ]
+    return reduce_batched(spreads, torch.stack)
 
 
 def _widen(values: Tensor) -> Tensor:

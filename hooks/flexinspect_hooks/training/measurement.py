@@ -13,23 +13,13 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.records import training_step
+from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.cost_governor import Detail
-from flexinspect_hooks.training.gradient_statistics import (
-    NamedParameters,
-    ParameterList,
-    gradient_facts,
-    indices_by_kind,
-    step_record,
-    tensor_norms,
-)
+from flexinspect_hooks.training.gradient_statistics import gradient_facts, tensor_norms
 from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
-MAX_SAMPLE = 1 << 16
-"""The most values of a parameter that are copied: rows, evenly spaced."""
-
-
-MAX_FULL_STEPS = 10
-"""Steps with an anomaly that are recorded with all parameters; later ones like other steps."""
+MAX_SAMPLE = 1 << 16  # the most values of a parameter that are copied: rows, evenly spaced
+MAX_FULL_STEPS = 10  # steps with an anomaly that are recorded with all parameters
 
 
 class GradientMeter:
@@ -39,7 +29,7 @@ class GradientMeter:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._parameters = model, ParameterList()
+        self.model, self._parameters = model, gradient_statistics.ParameterList()
         self.groups: tuple[str, ...] = ()
         self._backward_order: dict[str, int] = {}
         self._hooked: list[str] = []
@@ -49,10 +39,7 @@ class GradientMeter:
         self._set_parameters(self._parameters.trainable_of(model))
 
     def refresh(self) -> str | None:
-        """Update the parameters if some were added, replaced, frozen or unfrozen.
-
-        Returns a sentence on the change, None without one. New groups follow the known ones.
-        """
+        """Update the parameters, and return a sentence on a change. New groups come last."""
         named = self._parameters.trainable_of(self.model)
         pairs = zip(named, self.named, strict=False)
         if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
@@ -63,7 +50,7 @@ class GradientMeter:
         more = f"; new groups: {new}" if new else ""
         return f"{len(named)} parameters are trained from this step on{more}."
 
-    def _set_parameters(self, named: NamedParameters) -> None:
+    def _set_parameters(self, named: gradient_statistics.NamedParameters) -> None:
         self.named, self.parameter_ids = named, {id(one.parameter) for one in named}
         self.groups = tuple(dict.fromkeys((*self.groups, *(one.group for one in named))))
         self._group_at = {group: at for at, group in enumerate(self.groups)}
@@ -127,28 +114,22 @@ class GradientMeter:
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
     def measure(
-        self,
-        step: int,
-        detail: Detail,
-        *,
-        scale: float,
-        is_warming: bool,
-        clipped: ClippingNorms | None,
+        self, step: int, detail: Detail, scale: float, is_warming: bool, norms: ClippingNorms | None
     ) -> training_step.TrainingStepRecord | None:
         """The gradients as the optimizer receives them, None in a step that is not measured.
 
-        `scale` is the loss scale that they still contain, `clipped` the norms known from clipping.
-        `is_warming` is whether the learning rate rises: then no gradient counts as vanishing,
-        because behind a gate that starts at 0 they start small.
+        `scale` is the loss scale that they still contain, `norms` are those known from clipping.
+        While a learning rate `is_warming`, no gradient counts as vanishing: some start small.
         """
         if not detail.measures(step):
             return None
-        norms_of = partial(self._norm_source.norms, step, clipped)
+        norms_of = partial(self._norm_source.norms, step, norms)
         gradients = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
         if scale != 1.0:
             gradients = gradients.unscaled(scale)
-        outliers = gradients.outliers()
         vanishing = 0.0 if is_warming else training_step.VANISHING_NORM
+        limits = training_step.EXPLODING_NORM, vanishing
+        outliers = gradients.outliers(limits)
         producer = self._producer(outliers, vanishing)
         self._n_problem_steps += producer is not None
         is_first_problem = producer is not None and self._n_problem_steps <= MAX_FULL_STEPS
@@ -157,7 +138,7 @@ class GradientMeter:
         for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
             squares[self._group_at[one.group]] += norm * norm
         return replace(
-            step_record(gradients, outliers, (training_step.EXPLODING_NORM, vanishing)),
+            gradients.step_record(outliers, limits),
             gradients=tuple(gradients.rows) if is_recorded else (),
             group_norms=tuple(math.sqrt(one) if one >= 0 else one for one in squares),
             anomaly_origin=producer,
@@ -203,5 +184,5 @@ def _sample_rows(parameter: Tensor) -> Tensor:
 
 
 def _foreach_by_kind(call: Any, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    for where in indices_by_kind(first):
+    for where in gradient_statistics.indices_by_kind(first):
         call([first[i] for i in where], [second[i] for i in where])

@@ -23,11 +23,10 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training import gradient_statistics
 
-CHECK_INTERVAL = 10
-"""The norms from clipping are checked against the gradients every so many steps."""
-
-NORM_TOLERANCE = 1e-3
-"""The largest relative difference of the norms from clipping and those of the gradients."""
+_CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
+"""The two parts of torch's `clip_grad_norm_`, private functions that may change."""
+CHECK_INTERVAL = 10  # the norms from clipping are checked against the gradients every so many steps
+NORM_TOLERANCE = 1e-3  # relative difference of the norms from clipping and of the gradients
 
 
 class ClippingNorms(Struct, frozen=True):
@@ -65,17 +64,15 @@ class NormSource:
     def __init__(self) -> None:
         self._agrees: bool | None = None
 
-    def norms(
-        self, step: int, clipped: ClippingNorms | None, grads: Sequence[Tensor]
-    ) -> list[float]:
+    def norms(self, step: int, clip: ClippingNorms | None, grads: Sequence[Tensor]) -> list[float]:
         """The norm of each gradient of a step."""
-        known = None if clipped is None or self._agrees is False else clipped.norms_of(grads)
+        known = None if clip is None or self._agrees is False else clip.norms_of(grads)
         if known is None:
             return gradient_statistics.tensor_norms(grads)
         if self._agrees and step % CHECK_INTERVAL:
             return known
         # As clipping does, or the norms of large gradients differ.
-        norms = gradient_statistics.foreach_norms(grads)
+        norms = gradient_statistics.reduce_batched(grads, gradient_statistics.stack_foreach_norms)
         pairs = zip(known, norms, strict=True)
         self._agrees = all(math.isclose(one, other, rel_tol=NORM_TOLERANCE) for one, other in pairs)
         return norms
@@ -131,10 +128,6 @@ def observe_training(observer: TrainingObserver) -> Iterator[None]:
             _patches.close()
 
 
-_CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
-"""The two parts of torch's `clip_grad_norm_`, private functions that may change."""
-
-
 def _install() -> None:
     if all(hasattr(clip_grad, name) for name in _CLIPPING):  # else clipping is not seen
         functions = _observed_clipping(*(getattr(clip_grad, name) for name in _CLIPPING))
@@ -161,10 +154,7 @@ def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -
 
     @functools.wraps(norm)
     def total_norm(
-        tensors: Any,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
     ) -> Tensor:
         nonlocal last
         last = None if error_if_nonfinite else measure_clipping(tensors, norm_type, foreach)

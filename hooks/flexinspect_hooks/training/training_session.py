@@ -38,18 +38,14 @@ from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.forward_passes import ForwardWatch, StepPasses, is_remote
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.measurement import GradientMeter
+from flexinspect_hooks.training.torch_calls import ClippingNorms
 
 T = TypeVar("T")
 Loss = float | Tensor
 
-TRAINING_SAMPLE_ID = "training"
-"""The `sample_id` of the generation that represents a training run."""
-
-MAX_UNWRITTEN_STEPS = 16
-"""Steps that may stay unwritten until something waits for the device anyway."""
-
-LINGER_S = 0.5
-"""How long the writer may delay a commit: a training step takes longer than a decode step."""
+TRAINING_SAMPLE_ID = "training"  # the `sample_id` of the generation that represents a training run
+MAX_UNWRITTEN_STEPS = 16  # that may wait until something waits for the device anyway
+LINGER_S = 0.5  # delay of a commit: a training step takes longer than a decode step
 
 
 def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> GenerationRecord:
@@ -64,9 +60,14 @@ def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> Ge
         "optimizer": "" if optimizer is None else type(optimizer).__name__,
         "placement": dict(placement),
     }
-    return GenerationRecord(
-        0, TRAINING_SAMPLE_ID, "", "", (), (), declared={"training": facts}, started_at=time.time()
-    )
+    sample, declared = TRAINING_SAMPLE_ID, {"training": facts}
+    return GenerationRecord(0, sample, "", "", (), (), declared=declared, started_at=time.time())
+
+
+_RECORDED_FIELDS = (  # that a draft and the record of its step have under the same name
+    *("learning_rates", "max_norm", "group_ratios", "n_backward"),
+    *("scale", "is_skipped", "device", "autocast", "detail"),
+)
 
 
 class TrainingStepDraft(StepPasses):
@@ -76,8 +77,8 @@ class TrainingStepDraft(StepPasses):
     started: float = 0.0
     started_at: float = 0.0
     measured: training_step.TrainingStepRecord | None = None
-    rates: tuple[float, ...] = ()
-    ratios: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()
+    group_ratios: tuple[float, ...] = ()
     norm_before_clip: Loss | None = None
     max_norm: float | None = None
     scale: float | None = None
@@ -113,9 +114,8 @@ class TrainingStepDraft(StepPasses):
         """Whether `read` would wait for a device."""
         values = [self.reported_loss, self.norm_before_clip, *self.losses]
         values += [*self.output_gradient_norms, *(one.values for one in self.extremes)]
-        return self.pending is not None or any(
-            isinstance(value, Tensor) and is_remote(value) for value in values
-        )
+        tensors = (value for value in values if isinstance(value, Tensor))
+        return self.pending is not None or any(map(is_remote, tensors))
 
     def record(self) -> training_step.TrainingStepRecord:
         """The record of the step from everything that is known."""
@@ -128,22 +128,14 @@ class TrainingStepDraft(StepPasses):
             self.measured or training_step.TrainingStepRecord(loss, source, ()),
             loss=loss,
             loss_source=source,
-            learning_rates=self.rates,
             norm_before_clip=cast(float | None, self.norm_before_clip),
-            max_norm=self.max_norm,
-            group_ratios=self.ratios,
             anomaly_origin=self._producer(loss, source),
-            n_backward=self.n_backward,
             forward_ms=self.forward_s * 1e3,
             backward_ms=self.backward_s * 1e3,
             optimizer_ms=self.optimizer_s * 1e3,
             data_ms=None if self.data_s is None else self.data_s * 1e3,
             other_ms=max(self.wall_s - spent, 0.0) * 1e3,
-            scale=self.scale,
-            is_skipped=self.is_skipped,
-            device=self.device,
-            autocast=self.autocast,
-            detail=self.detail,
+            **{name: getattr(self, name) for name in _RECORDED_FIELDS},
         )
 
     def _loss(self) -> tuple[float, str]:
@@ -161,9 +153,8 @@ class TrainingStepDraft(StepPasses):
         if self.producer is not None:
             return self.producer
         if source and not math.isfinite(loss):
-            return training_step.AnomalyOrigin(
-                "loss", "", 0 if origin is None else origin.n_affected + 1
-            )
+            n_affected = 0 if origin is None else origin.n_affected + 1
+            return training_step.AnomalyOrigin("loss", "", n_affected)
         if origin is None or origin.kind != "backward":
             return origin
         output_norms = [float(norm) for norm in self.output_gradient_norms]
@@ -202,14 +193,13 @@ class TrainingSession:
             model, passes=self._current, on_begin=self._on_forward_begin, guarded=self._guarded
         )
         self._records = TrainingRecords()
-        first = next(model.parameters(), None)
-        self._device = torch.device("cpu") if first is None else first.device
+        self._device = next(model.parameters()).device
         self._memory = StepMemory(model, self._device)
         self._hooks = ExitStack()
         self._awaiting_loss: TrainingStepDraft | None = None
         self._unwritten: deque[TrainingStepDraft] = deque()
         self._reported_loss: Loss | None = None
-        self._clipped: torch_calls.ClippingNorms | None = None
+        self._clip_norms: ClippingNorms | None = None
         self._rates_before: tuple[float, ...] = ()
         self._step_started: float | None = None
         self._step_own_s = self._writer_s = self._passes_before_s = 0.0
@@ -223,9 +213,8 @@ class TrainingSession:
         self.recorder.start()
         for name, sentence in off.items():
             self._event("rule-disabled", f"{name}: {sentence}")
-        self.recorder.begin_generation(
-            training_generation(self._meter, self._optimizer), RuleRunner(rules)
-        )
+        generation = training_generation(self._meter, self._optimizer)
+        self.recorder.begin_generation(generation, RuleRunner(rules))
         self._forwards.install()
         self._apply_detail()
         self._meter.learn_order()
@@ -233,10 +222,9 @@ class TrainingSession:
             before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
             self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
-        observer = torch_calls.TrainingObserver(
-            self._on_clipped, self._before_scaler_step, self._after_scaler_step
-        )
-        self._hooks.enter_context(torch_calls.observe_training(observer))
+        calls = (self._on_clipped, self._before_scaler_step, self._after_scaler_step)
+        observing = torch_calls.observe_training(torch_calls.TrainingObserver(*calls))
+        self._hooks.enter_context(observing)
         self._hooks.callback(hide_hooks())
         self._hooks.callback(self._memory.close)
 
@@ -270,10 +258,7 @@ class TrainingSession:
         self._apply_detail()
 
     def cost(self) -> dict[str, float | int]:
-        """The cost of capture, and its ratio to the time without capture.
-
-        `writer_s` is CPU time of the writer thread; it counts only if torch uses every core.
-        """
+        """The cost of capture; `writer_s` counts only if torch uses every core."""
         spent = self.own_s + (self.recorder.writer_s if self._cores_are_taken() else 0.0)
         return {
             "capture_s": round(self.own_s, 6),
@@ -328,7 +313,7 @@ class TrainingSession:
         started = time.perf_counter()
         now = self._current
         self._flush()
-        now.rates = learning_rates(optimizer)
+        now.learning_rates = learning_rates(optimizer)
         if not _has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
@@ -353,29 +338,24 @@ class TrainingSession:
             self._measure()
         if self._meter.has_copies:
             self._synchronize()
-        self._current.ratios = self._meter.measure_change()
+        self._current.group_ratios = self._meter.measure_change()
         self._end_step(started)
 
     def _passes_s(self) -> float:
         return self._current.forward_s + self._current.backward_s + self._forwards.own_s
 
     def _on_clipped(
-        self,
-        parameters: Sequence[Tensor],
-        before: Tensor,
-        max_norm: float,
-        clipped: torch_calls.ClippingNorms | None,
+        self, clipped: Sequence[Tensor], before: Tensor, limit: float, norms: ClippingNorms | None
     ) -> None:
         """Gradients were clipped; those of other models are ignored."""
-        if not self._meter.parameter_ids.isdisjoint(map(id, parameters)):
-            self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
-            self._clipped = clipped
+        if not self._meter.parameter_ids.isdisjoint(map(id, clipped)):
+            self._current.norm_before_clip, self._current.max_norm = before.detach(), limit
+            self._clip_norms = norms
 
     def _before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
-        """A loss scaler is about to step the optimizer."""
         if optimizer is self._optimizer and scaler.is_enabled():
             self._current.scale = float(scaler.get_scale())
-            self._clipped = None  # the scaler may divide gradients without a new tensor version
+            self._clip_norms = None  # the scaler may divide gradients without a new tensor version
             self._scaler_step = self._current.number
 
     def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
@@ -387,7 +367,7 @@ class TrainingSession:
     def _on_skipped_step(self, optimizer: Optimizer) -> None:
         started = time.perf_counter()
         self._flush()
-        self._current.rates = learning_rates(optimizer)
+        self._current.learning_rates = learning_rates(optimizer)
         self._current.is_skipped = True
         self._measure()
         self._end_step(started)
@@ -395,7 +375,7 @@ class TrainingSession:
     def _on_forward_begin(self) -> None:
         if self._step_started is None:
             self._step_started = time.perf_counter()
-        self._clipped = None  # do not keep gradients alive that the program may drop
+        self._clip_norms = None  # do not keep gradients alive that the program may drop
         self._flush()
 
     def _measure(self, scale: float = 1.0) -> None:
@@ -410,13 +390,11 @@ class TrainingSession:
             now.reported_loss, self._reported_loss = self._reported_loss, None
             now.read()
             self._write()
-        is_rising = training_step.is_warming_up(self._rates_before, now.rates)
+        is_rising = training_step.is_warming_up(self._rates_before, now.learning_rates)
         if not now.is_skipped:
-            self._rates_before = now.rates
-        clipped, self._clipped = self._clipped, None
-        now.measured = self._meter.measure(
-            now.number, detail, scale=scale, is_warming=is_rising, clipped=clipped
-        )
+            self._rates_before = now.learning_rates
+        norms, self._clip_norms = self._clip_norms, None
+        now.measured = self._meter.measure(now.number, detail, scale, is_rising, norms)
 
     def _synchronize(self) -> None:
         """Wait for the device; its work belongs to the program and is not a cost of capture."""
@@ -476,7 +454,6 @@ class TrainingSession:
             self._write()
 
     def _write(self) -> None:
-        """Send the finished steps to the writer thread."""
         while self._unwritten:
             step = self._unwritten.popleft()
             training = step.record()

@@ -24,8 +24,8 @@ from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.training_session import TrainingSession
 from flexinspect_hooks.user_code import watch_trace
 
-_active_callbacks: dict[int, TrainerCallback] = {}
-"""The callbacks whose training is running, by the id of its model."""
+T = TypeVar("T")
+_active_callbacks: dict[int, TrainerCallback] = {}  # by the id of the model in training
 
 
 class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
@@ -43,8 +43,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Governor(check_level(level), band)  # to refuse wrong values here already
         self.watch: TrainingWatch | None = None
         self._out, self._level, self._band = out, level, band
-        self._model_id: int | None = None
-        """`id` of the model that is being trained."""
+        self._model_id: int | None = None  # `id` of the model that is being trained
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
@@ -78,9 +77,6 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self._model_id = None
             atexit.unregister(self._abandon)
             self.watch.__exit__(None, error, None)
-
-
-T = TypeVar("T")
 
 
 def watch_training(
@@ -162,10 +158,7 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
             self._session.set_loss(loss)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader, and time how long training waits for each.
-
-        Raises `UsageError` if `loader` is not iterable.
-        """
+        """Yield batches, and time the wait for each. Raises `UsageError` if not iterable."""
         argument_checks.check_batches(loader, "batches")
         return iter(loader) if self._session is None else self._session.batches(loader)
 
@@ -187,10 +180,8 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
         dropped = f"{text} " if (text := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
-        return (
-            f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
-            f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
-        )
+        text = f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
+        return text + f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
 
     def _conclude(self, session: TrainingSession, writer: TraceWriter, **facts: Any) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary
@@ -208,10 +199,8 @@ def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     if not isinstance(optimizer, Optimizer):
         found = argument_checks.describe_type(optimizer)
-        raise UsageError(
-            f"watch_training needs a torch optimizer, not {found}.",
-            hint="Without one, call step(loss=...) once for each step.",
-        )
+        hint = "Without one, call step(loss=...) once for each step."
+        raise UsageError(f"watch_training needs a torch optimizer, not {found}.", hint=hint)
     return optimizer
 
 
@@ -239,5 +228,4 @@ class TrainingCounts(control_protocols.BaselineCounter):
             run.level = level
 
 
-_newest_counts: list[TrainingCounts] = []
-"""The counts of the newest run, which the control server reports also after its end."""
+_newest_counts: list[TrainingCounts] = []  # of the newest run, also after its end

@@ -45,20 +45,16 @@ __all__ = [
     "profile_model_performance",
 ]
 
-_NAMES_BY_MODULE = {
-    "async_logger": ["AsyncTrainingLogger"],
-    "diffusion": ["DiffusionModelDebugger"],
-    "profiling": ["profile_model_performance"],
-    "pytorch_debugger": ["PyTorchDebugger", "debug_context", "debug_logging"],
-    "training_debugger": ["TrainingDebugger"],
-    "training_loop": ["EarlyStopping", "TrainingLoop"],
-}
-"""The names that are not of the module `switch_board`."""
+_MODULES = (
+    *("switch_board", "pytorch_debugger", "training_debugger"),
+    *("profiling", "diffusion", "async_logger", "training_loop"),
+)
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = (module for module, names in _NAMES_BY_MODULE.items() if name in names)
-    return getattr(import_module(f"{__name__}.{next(homes, 'switch_board')}"), name)
+    for module in _MODULES if name in __all__ else ():
+        found = import_module(f"{__name__}.{module}")
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -14,12 +15,7 @@ from torch import Tensor, nn
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass, TrainingPhase
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.training_debuggers.pytorch_debugger import (
-    DEFAULT_HISTORY,
-    PyTorchDebugger,
-    log,
-)
-from flexinspect_hooks.training_debuggers.result_types import LogEntry
+from flexinspect_hooks.training_debuggers.pytorch_debugger import HISTORY, PyTorchDebugger, log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
 Phase = TrainingPhase | str | None
@@ -67,6 +63,16 @@ class TrainingProgress(DictDataclass):
     remaining_s: float | None
 
 
+class LogEntry(DictDataclass):
+    """One line of a training's log; `at` in seconds since the epoch."""
+
+    at: float
+    level: str
+    text: str
+    phase: str
+    context: dict[str, Any] = field(default_factory=dict)
+
+
 class AsyncTrainingLogger:
     """Logs and checks one training; blocking work runs in a thread, so that the event loop goes on.
 
@@ -82,7 +88,7 @@ class AsyncTrainingLogger:
         model_name: str,
         enable_autograd_debug: bool = False,
         level: DebugLevel | str = DebugLevel.BASIC,
-        history: int = DEFAULT_HISTORY,
+        history: int = HISTORY,
     ) -> None:
         self.user_id, self.model_name = user_id, model_name
         self.debugger = PyTorchDebugger(level, history=history)
@@ -135,13 +141,10 @@ class AsyncTrainingLogger:
     async def check_gradient_anomalies_async(self, model: nn.Module) -> GradientAnomalies:
         """Find the parameters whose gradient has NaN or Inf, explodes or vanishes."""
         analysis = await asyncio.to_thread(self.debugger.analyze_gradients, model)
-        return GradientAnomalies(
-            total_norm=analysis.total_norm,
-            params_with_nan_grad=analysis.params_with_nan_grad,
-            params_with_inf_grad=analysis.params_with_inf_grad,
-            exploding=[name for name, info in analysis.items() if info.explodes],
-            vanishing=[name for name, info in analysis.items() if info.vanishes],
-        )
+        with_nan, with_inf = analysis.params_with_nan_grad, analysis.params_with_inf_grad
+        exploding = [name for name, info in analysis.items() if info.explodes]
+        vanishing = [name for name, info in analysis.items() if info.vanishes]
+        return GradientAnomalies(analysis.total_norm, with_nan, with_inf, exploding, vanishing)
 
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None

@@ -11,26 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
-from flexinspect.records.debug_switches import DebugLevel
+from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
-from flexinspect_hooks.training_debuggers.measurements import (
-    component_info,
-    has_nonfinite,
-    memory_of,
-    parts_of,
-    tensor_infos,
-    weight_problems,
-)
-from flexinspect_hooks.training_debuggers.pytorch_debugger import (
-    BaseDebugger,
-    BaseDebuggerOptions,
-    log,
-)
-from flexinspect_hooks.training_debuggers.result_types import DiffusionStepInfo, PipelineAnalysis
+from flexinspect_hooks.training_debuggers import measurements, pytorch_debugger
+from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
+from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log
 
-MAX_SPREAD_GROWTH = 5.0
-"""From ADVANCED on: a spread of the latents this many times the one before is an anomaly."""
+MAX_SPREAD_GROWTH = 5.0  # a larger factor between two steps is an anomaly from ADVANCED on
 
 COMPONENT_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "denoiser": ("unet", "transformer", "denoiser", "prior"),
@@ -40,7 +28,33 @@ COMPONENT_PREFIXES: Mapping[str, tuple[str, ...]] = {
 """Prefixes of component names by role, as in the pipelines of diffusers."""
 
 
-class DiffusionModelDebugger(BaseDebugger):
+class PipelineAnalysis(DictDataclass):
+    """The components of a diffusion pipeline; `roles` has names of denoiser, text encoder, VAE."""
+
+    total_parameters: int
+    trainable_parameters: int
+    memory: int
+    components: dict[str, ComponentInfo]
+    roles: dict[str, tuple[str, ...]]
+    problems: tuple[str, ...] = ()
+
+
+class DiffusionStepInfo(DictDataclass):
+    """One denoising step. `change` is the norm of the change relative to the latents before.
+
+    `change` and `memory` are measured from ADVANCED on; `made_by` is the component whose output was
+    the first with NaN or Inf since the last step, under `watching`.
+    """
+
+    step: int
+    latents: TensorInfo
+    change: float | None = None
+    anomalies: tuple[Anomaly, ...] = ()
+    memory: dict[str, int] | None = None
+    made_by: str | None = None
+
+
+class DiffusionModelDebugger(pytorch_debugger.BaseDebugger):
     """Checks a pipeline's components, and the latents of each denoising step.
 
     `jump` is the largest factor by which the spread of the latents may grow in one step (from
@@ -54,7 +68,7 @@ class DiffusionModelDebugger(BaseDebugger):
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
         jump: float = MAX_SPREAD_GROWTH,
-        **options: Unpack[BaseDebuggerOptions],
+        **options: Unpack[pytorch_debugger.BaseDebuggerOptions],
     ) -> None:
         self._max_growth = argument_checks.check_limit(jump, "jump")
         super().__init__(level, **options)
@@ -71,8 +85,8 @@ class DiffusionModelDebugger(BaseDebugger):
         Raises `UsageError` for an object without any module.
         """
         modules = components_of(pipeline)
-        infos = {n: component_info(module, n) for n, module in modules.items()}
-        problems = tuple(weight_problems(infos.values()))
+        infos = {n: measurements.component_info(module, n) for n, module in modules.items()}
+        problems = tuple(measurements.weight_problems(infos.values()))
         self._record_problems("pipeline", problems)
         return PipelineAnalysis(
             total_parameters=sum(info.parameters for info in infos.values()),
@@ -100,7 +114,7 @@ class DiffusionModelDebugger(BaseDebugger):
         if step <= before or step == 0:
             self._previous_latents = spread = None
         name = f"latents of step {step}"
-        info = tensor_infos({name: latents}, self.level)[name]
+        info = measurements.tensor_infos({name: latents}, self.level)[name]
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         made_by, self._nonfinite_source = self._nonfinite_source, None
         cause = f" First made by {made_by}." if made_by else ""
@@ -117,7 +131,7 @@ class DiffusionModelDebugger(BaseDebugger):
             latents=info,
             change=self._relative_change(latents) if is_advanced else None,
             anomalies=tuple(anomalies),
-            memory=memory_of(*modules) if is_advanced else None,
+            memory=measurements.memory_of(*modules) if is_advanced else None,
             made_by=made_by,
         )
         self._previous_step = (step, info.std)
@@ -142,8 +156,8 @@ class DiffusionModelDebugger(BaseDebugger):
     def _on_component_output(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._nonfinite_source is None and has_nonfinite(output):
-            is_from_inputs = has_nonfinite([args, kwargs])
+        if self._nonfinite_source is None and measurements.has_nonfinite(output):
+            is_from_inputs = measurements.has_nonfinite([args, kwargs])
             self._nonfinite_source = f"{name} (from non-finite inputs)" if is_from_inputs else name
 
     @torch.no_grad()
@@ -158,14 +172,13 @@ class DiffusionModelDebugger(BaseDebugger):
 def components_of(pipeline: Any) -> dict[str, nn.Module]:
     """The modules of a pipeline by name, from its `components` or else from its attributes."""
     if isinstance(pipeline, nn.Module):
-        return parts_of(pipeline)
+        return measurements.parts_of(pipeline)
     parts = getattr(pipeline, "components", None)
     named = parts if isinstance(parts, Mapping) else getattr(pipeline, "__dict__", {})
     modules = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
     if not modules:
         kind = type(pipeline).__name__
-        raise UsageError(
-            f"The {kind} has no module among its components; a pipeline with a unet or "
-            "transformer, a text encoder or a VAE is needed."
-        )
+        text = f"The {kind} has no module among its components; a pipeline with a unet or "
+        text += "transformer, a text encoder or a VAE is needed."
+        raise UsageError(text)
     return modules

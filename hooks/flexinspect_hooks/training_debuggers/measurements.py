@@ -1,4 +1,8 @@
-"""Measurements of tensors, gradients and models, as the debuggers' result types."""
+"""Measurements of tensors, gradients and models for the debuggers.
+
+The results are dataclasses that are also dicts (see `DictDataclass`). Sizes are in bytes. A value
+that a level does not measure is None.
+"""
 
 from __future__ import annotations
 
@@ -12,61 +16,81 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.debug_switches import DebugLevel
-from flexinspect_hooks.training.gradient_statistics import (
-    Gradients,
-    NamedParameters,
-    gradient_facts,
-    gradient_of,
-    real_values,
-    reduce_batched,
-    tensor_facts,
-    tensor_norms,
-)
-from flexinspect_hooks.training_debuggers.result_types import ComponentInfo, TensorInfo
+from flexinspect.records.debug_switches import DebugLevel, DictDataclass
+from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training.gradient_statistics import real_values, tensor_norms
+
+
+class TensorInfo(DictDataclass):
+    """One tensor. `std`, `min` and `max` are measured from ADVANCED on, over finite values.
+
+    `mean_value` is the mean of the finite values (NaN without any), `norm` the Euclidean norm.
+    `first_bad` is the index of the first NaN or Inf (EXTREME).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    memory: int
+    has_nan: bool
+    has_inf: bool
+    mean_value: float
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    norm: float | None = None
+    n_nan: int = 0
+    n_inf: int = 0
+    first_bad: tuple[int, ...] | None = None
+
+
+class ComponentInfo(DictDataclass):
+    """One part of a model or of a pipeline."""
+
+    name: str
+    kind: str
+    parameters: int
+    trainable: int
+    memory: int
+    dtypes: tuple[str, ...]
+    devices: tuple[str, ...]
+    has_nan: bool
+    has_inf: bool
 
 
 def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, TensorInfo]:
-    """Measure tensors at a level.
-
-    All of them are reduced before the first wait; at BASIC a finite norm rules out NaN and Inf.
-    """
+    """Measure tensors at a level; at BASIC a finite norm rules out NaN and Inf."""
     has_spread, is_extreme = level.includes(DebugLevel.ADVANCED), level is DebugLevel.EXTREME
     infos = {} if has_spread else _finite_infos(tensors)
     others = {name: tensor for name, tensor in tensors.items() if name not in infos}
-    for (name, tensor), facts in zip(others.items(), tensor_facts(others.values()), strict=True):
+    measured = gradient_statistics.tensor_facts(others.values())
+    for (name, tensor), facts in zip(others.items(), measured, strict=True):
         is_bad = facts.n_nan + facts.n_inf > 0
+        spread = {"std": facts.std, "min": facts.min, "max": facts.max} if has_spread else {}
         infos[name] = _tensor_info(
             name,
             tensor,
             has_nan=facts.n_nan > 0,
             has_inf=facts.n_inf > 0,
             mean_value=facts.mean,
-            std=facts.std if has_spread else None,
-            min=facts.min if has_spread else None,
-            max=facts.max if has_spread else None,
             n_nan=facts.n_nan,
             n_inf=facts.n_inf,
             first_bad=_first_bad(tensor) if is_bad and is_extreme else None,
+            **spread,
         )
     return {name: infos[name] for name in tensors}
 
 
 @torch.no_grad()
 def _finite_infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
-    """Norm and mean of the dense floating tensors whose norm is finite."""
-    dense = {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel()
-    }
+    dense = {name: one.detach() for name, one in tensors.items() if not one.is_sparse}
+    dense = {n: one for n, one in dense.items() if one.is_floating_point() and one.numel()}
     values = [*dense.values()]
-    measured = zip(
-        dense.items(), tensor_norms(values), reduce_batched(values, _stack_means), strict=True
-    )
+    norms, means = tensor_norms(values), gradient_statistics.reduce_batched(values, _stack_means)
     return {
         name: _tensor_info(name, tensor, has_nan=False, has_inf=False, mean_value=mean, norm=norm)
-        for (name, tensor), norm, mean in measured
+        for (name, tensor), norm, mean in zip(dense.items(), norms, means, strict=True)
         if math.isfinite(norm)
     }
 
@@ -86,14 +110,9 @@ def _first_bad(tensor: Tensor) -> tuple[int, ...] | None:
     return None if tensor.is_sparse else tuple((~tensor.isfinite()).nonzero()[0].tolist())
 
 
-def gradients_of(named: NamedParameters, level: DebugLevel) -> Gradients:
-    """The statistics of every gradient; with the largest values from ADVANCED on."""
-    return gradient_facts(named, with_max=level.includes(DebugLevel.ADVANCED))
-
-
 def gradient_infos(named: Mapping[str, nn.Parameter], level: DebugLevel) -> dict[str, TensorInfo]:
     """Measure the gradients of parameters at a level."""
-    grads = {name: gradient_of(one) for name, one in named.items()}
+    grads = {name: gradient_statistics.gradient_of(one) for name, one in named.items()}
     return tensor_infos({name: grad for name, grad in grads.items() if grad is not None}, level)
 
 
@@ -167,10 +186,7 @@ def _sizes(model: nn.Module) -> dict[str, int]:
 
 
 def tensors_in(output: object, above: frozenset[int] = frozenset()) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output: tuples, lists, dicts, model outputs.
-
-    `above` are the ids of the objects that contain it.
-    """
+    """Yield the tensors in an output at any depth; `above` are ids of what contains it."""
     parts: Iterable[object] = ()
     if isinstance(output, Tensor):
         yield output

@@ -18,11 +18,22 @@ from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
+PROFILER_SWITCH = "enable_autograd_profiler"
+TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
+PROFILED_STEPS = 10  # steps in one window
+N_LOGGED_OPERATORS = 5
+PAUSE_FACTOR = 5  # a window is followed by a pause of this many times its own cost
+_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")  # the profiler's own events, Python frames
+_COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
+_SYNC_OPERATORS = (
+    *("aten::item", "aten::_local_scalar_dense"),
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize"),
+)
+
 WAIT_BATCHES, WARMUP_BATCHES = 1, 1
 """Batches that run before the profiled ones: one unprofiled, one to warm up."""
 PROFILE_FOLDER = "./logs/profiler"
-N_OPERATORS = 15
-"""Operators in a summary, those with the most self time first."""
+N_OPERATORS = 15  # operators in a summary, those with the most self time first
 
 
 class OperatorCost(DictDataclass):
@@ -96,10 +107,9 @@ def profile_model_performance(
     batches = iter(dataloader)
     first = list(islice(batches, n_before + 1))
     if len(first) <= n_before:
-        raise UsageError(
-            f"The loader has {len(first)} batches, but profiling needs at least {n_before + 1}: "
-            "one to wait, one to warm up, one to profile."
-        )
+        text = f"The loader has {len(first)} batches, but profiling needs at least {n_before + 1}: "
+        text += "one to wait, one to warm up, one to profile."
+        raise UsageError(text)
     known = _trace_files(folder)
     batch_ms: list[float] = []
     memory: list[int] = []
@@ -147,10 +157,7 @@ def _profile_summary(
 
 
 def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
-    """The handler that exports a profile to `folder` for TensorBoard's plug-in.
-
-    Raises `UsageError` if the folder cannot be created.
-    """
+    """The handler that exports profiles to `folder`. Raises `UsageError` if it cannot be made."""
     if folder is None:
         return None
     try:
@@ -191,19 +198,7 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
     return sorted(costs, key=lambda cost: -cost.share)
 
 
-_NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")
-"""The profiler's own events, and the Python frames that `with_stack` records."""
-_COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
-_SYNC_OPERATORS = (
-    "aten::item",
-    "aten::_local_scalar_dense",
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-)
-
-
 def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
-    """Sentences on what stands out in a profile of `wall` ms."""
     top, cuda = costs[0], sum(cost.self_cuda_ms for cost in costs)
     if top.share >= 0.5:
         yield f"{top.name} takes {top.share:.0%} of the time: a change elsewhere gains little."
@@ -220,26 +215,14 @@ def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
         yield "Most operators take under 5 µs: calling them is the cost; larger batches help."
 
 
-PROFILER_SWITCH = "enable_autograd_profiler"
-TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
-PROFILED_STEPS = 10
-"""Steps in one window."""
-N_LOGGED_OPERATORS = 5
-PAUSE_FACTOR = 5
-"""A window is followed by a pause of this many times the time it took to end and read it."""
-
-
 class ProfilerWindows:
     """Profiles windows of steps for the profiler switches; each ends in a log line or an export.
 
     torch takes long to read a recording (0.1 ms for each operator call), so a pause of
-    `PAUSE_FACTOR` times that follows each window; the first begins at once. `on_step` is called
-    once per step, in the thread that trains.
+    `PAUSE_FACTOR` times that follows each window. The thread that trains calls `on_step`.
     """
 
-    def __init__(
-        self, board: SwitchBoard, *, steps: int = PROFILED_STEPS, folder: str | Path
-    ) -> None:
+    def __init__(self, board: SwitchBoard, folder: str | Path, steps: int = PROFILED_STEPS) -> None:
         self._board, self._window_steps, self._folder = board, steps, folder
         self._profiler: Any = None
         self._paused_until = 0.0
@@ -263,20 +246,15 @@ class ProfilerWindows:
         """End the open window, and log its result."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            switch, began = (
-                TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH,
-                time.perf_counter(),
-            )
+            began = time.perf_counter()
+            switch = TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH
             self._board.run_guarded(switch, lambda: self._end(profiler))
             ended = time.perf_counter()
             self._paused_until = ended + PAUSE_FACTOR * (ended - began)
 
     def _begin(self, exports: bool) -> None:
-        profiler = profile(
-            on_trace_ready=trace_exporter(self._folder) if exports else None,
-            record_shapes=exports,
-            profile_memory=exports,
-        )
+        handler = trace_exporter(self._folder if exports else None)
+        profiler = profile(on_trace_ready=handler, record_shapes=exports, profile_memory=exports)
         profiler.start()
         self._profiler, self._n_profiled, self._exports = profiler, 0, exports
 

@@ -1,7 +1,4 @@
-"""`PyTorchDebugger`, which checks tensors and models on demand, and the base of all debuggers.
-
-All share a level, a bounded history, counts of anomalies, alerts and the log.
-"""
+"""`PyTorchDebugger`, which checks tensors and models on demand, and the base of all debuggers."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import field
+from itertools import chain
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -19,30 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
-from flexinspect.records.debug_switches import DebugLevel, parse_level
+from flexinspect.records.debug_switches import DebugLevel, DictDataclass, parse_level
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
-from flexinspect_hooks.training.gradient_statistics import trainable
-from flexinspect_hooks.training_debuggers.measurements import (
-    component_info,
-    gradient_infos,
-    gradients_of,
-    memory_of,
-    nonfinite_problems,
-    parts_of,
-    tensor_infos,
-    tensors_in,
-    weight_problems,
-)
-from flexinspect_hooks.training_debuggers.result_types import (
-    Anomaly,
-    DebugSummary,
-    GradientAnalysis,
-    GradientInfo,
-    ModelReport,
-    TensorInfo,
-)
+from flexinspect_hooks.training.gradient_statistics import GradientLimits, gradient_facts, trainable
+from flexinspect_hooks.training_debuggers import measurements
+from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
+
+HISTORY = 1000  # entries that a debugger keeps by default
+MIN_ANALYSES_FOR_ALERT = 10  # analyses before the rate of anomalies can raise an alert
+MAX_LOGGED_ANOMALIES = 10  # of one analysis; the others are only counted and kept
+_OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
 NAN_LOSS = (
     "Check the inputs for NaN, Inf and labels out of range.",
@@ -55,11 +42,8 @@ EXPLOSION = (
     "Check how the inputs are scaled.",
 )
 ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
-    "loss": NAN_LOSS,
-    "nan": NAN_LOSS,
-    "inf": NAN_LOSS,
-    "explosion": EXPLOSION,
-    "jump": EXPLOSION,
+    **dict.fromkeys(("loss", "nan", "inf"), NAN_LOSS),
+    **dict.fromkeys(("explosion", "jump"), EXPLOSION),
     "vanishing": (
         "Raise the learning rate.",
         "Use other activations (ReLU or GELU in place of sigmoid or tanh).",
@@ -75,8 +59,7 @@ ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
 }
 """What usually helps, by kind of problem."""
 
-LOGGER = "flexinspect.debugging"
-"""The logger of all debuggers; figures are DEBUG, anomalies WARNING, errors ERROR."""
+LOGGER = "flexinspect.debugging"  # figures are DEBUG, anomalies WARNING, errors ERROR
 log = logging.getLogger(LOGGER)
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 LEVEL_EMOJI = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "❌", "CRITICAL": "❌"}
@@ -121,20 +104,40 @@ def debug_logging(
     return active
 
 
-DEFAULT_HISTORY = 1000
-"""Entries that a debugger keeps by default."""
-MIN_ANALYSES_FOR_ALERT = 10
-"""Analyses before the rate of anomalies can raise an alert."""
+class Anomaly(DictDataclass):
+    """One anomaly: what, where, and what usually helps.
 
-MAX_LOGGED_ANOMALIES = 10
-"""Anomalies of one analysis that are logged; the others are only counted and kept."""
-_OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
+    `kind` is one of nan, inf, explosion, vanishing, loss, shape, dtype, model, jump, error.
+    `tensor` has facts of the tensor, `stack` (at EXTREME, or of an error) is the program's stack.
+    """
+
+    kind: str
+    where: str
+    sentence: str
+    step: int | None = None
+    advice: tuple[str, ...] = ()
+    tensor: TensorInfo | None = None
+    stack: str = ""
+
 
 OnAnomaly = Callable[[Anomaly], Any]
 
 
-GradientLimits = tuple[float, float]
-"""The norms above which a gradient explodes and below which it vanishes."""
+class DebugSummary(DictDataclass):
+    """The counts of a debugger since it was created or cleared.
+
+    `total_anomalies` and `analyses` count all, `debug_history_length` only what is still kept.
+    `anomaly_rate` is the share of the analyses with an anomaly. `alerts` are sentences on
+    thresholds that were exceeded.
+    """
+
+    level: str
+    total_anomalies: int
+    debug_history_length: int
+    analyses: int
+    anomaly_rate: float
+    anomalies_by_kind: dict[str, int] = field(default_factory=dict)
+    alerts: tuple[str, ...] = ()
 
 
 class BaseDebuggerOptions(TypedDict, total=False):
@@ -162,7 +165,7 @@ class BaseDebugger:
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = DEFAULT_HISTORY,
+        history: int = HISTORY,
         explosion: float = EXPLODING_NORM,
         vanishing: float = VANISHING_NORM,
         alert_above: float = 0.1,
@@ -209,7 +212,7 @@ class BaseDebugger:
         with self._lock:
             return DebugSummary(
                 level=self._level.value,
-                total_anomalies=self._total_anomalies(),
+                total_anomalies=self.counts().total_anomalies,
                 debug_history_length=len(self._history),
                 analyses=self._n_analyses,
                 anomaly_rate=self._n_anomalous / self._n_analyses if self._n_analyses else 0.0,
@@ -228,14 +231,11 @@ class BaseDebugger:
         """The counts for the control server; may be called from any thread."""
         with self._lock:
             return control_protocols.AnomalyCounts(
-                total_anomalies=self._total_anomalies(),
+                total_anomalies=self._n_anomalies,
                 debug_history_length=len(self._history),
                 total_steps=self._n_analyses,
                 anomaly_steps=self._n_anomalous,
             )
-
-    def _total_anomalies(self) -> int:
-        return self._n_anomalies
 
     @contextmanager
     def autograd_anomaly_detection(self) -> Iterator[None]:
@@ -270,19 +270,14 @@ class BaseDebugger:
     def _nonfinite_anomalies(
         self, info: TensorInfo, where: str, cause: str = "", *, step: int | None = None
     ) -> list[Anomaly]:
-        """An anomaly for NaN and one for Inf in a tensor."""
         shape = "x".join(map(str, info.shape)) or "a single value"
-        return [
-            self._make_anomaly(
-                name.lower(),
-                where,
-                f"{name} in {info.name} ({count} values, {shape}).{cause}",
-                step=step,
-                tensor=info,
-            )
-            for name, count in (("NaN", info.n_nan), ("Inf", info.n_inf))
-            if count
-        ]
+        anomalies = []
+        for name, count in (("NaN", info.n_nan), ("Inf", info.n_inf)):
+            if count:
+                sentence = f"{name} in {info.name} ({count} values, {shape}).{cause}"
+                kind = name.lower()
+                anomalies.append(self._make_anomaly(kind, where, sentence, step=step, tensor=info))
+        return anomalies
 
     def _gradient_anomalies(
         self,
@@ -356,18 +351,57 @@ class BaseDebugger:
         return self._alerts[-1]
 
 
-def gradient_problems(
-    facts: ParameterGradient, limits: GradientLimits
-) -> Iterator[tuple[str, str]]:
+def gradient_problems(one: ParameterGradient, limits: GradientLimits) -> Iterator[tuple[str, str]]:
     """(kind, sentence) for each problem of a gradient; only those of matrices can vanish."""
-    name, norm, (explosion, vanishing) = facts.name, facts.norm, limits
-    if facts.has_nonfinite:
-        value = "nan" if facts.n_nan else "inf"
+    name, norm, (explosion, vanishing) = one.name, one.norm, limits
+    if one.has_nonfinite:
+        value = "nan" if one.n_nan else "inf"
         yield value, f"NaN/Inf gradient detected in {name}: {value}"
-    if facts.explodes(explosion):
+    if one.explodes(explosion):
         yield "explosion", f"Gradient explosion in {name}: norm {norm:.4g} above {explosion:g}."
-    if facts.is_matrix and facts.vanishes(vanishing):
+    if one.is_matrix and one.vanishes(vanishing):
         yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."
+
+
+class GradientInfo(DictDataclass):
+    """The gradient of one parameter; `largest` (absolute) from ADVANCED on, `tensor` at EXTREME."""
+
+    name: str
+    norm: float
+    has_nan: bool
+    has_inf: bool
+    explodes: bool
+    vanishes: bool
+    largest: float | None = None
+    tensor: TensorInfo | None = None
+
+
+class GradientAnalysis(dict[str, GradientInfo]):
+    """The gradients by parameter name, for all parameters that have one."""
+
+    def __init__(self, gradients: Mapping[str, GradientInfo], total_norm: float) -> None:
+        super().__init__(gradients)
+        self.total_norm = total_norm  # of all gradients; NaN or Inf if one is non-finite
+
+    @property
+    def params_with_nan_grad(self) -> list[str]:
+        """Parameters whose gradient has NaN."""
+        return [name for name, info in self.items() if info.has_nan]
+
+    @property
+    def params_with_inf_grad(self) -> list[str]:
+        """Parameters whose gradient has Inf."""
+        return [name for name, info in self.items() if info.has_inf]
+
+
+class ModelReport(DictDataclass):
+    """Whether a model has problems: see `PyTorchDebugger.validate_model`."""
+
+    is_valid: bool
+    problems: tuple[str, ...]
+    components: dict[str, ComponentInfo]
+    memory: dict[str, int]
+    output: tuple[TensorInfo, ...] = ()
 
 
 class PyTorchDebugger(BaseDebugger):
@@ -390,7 +424,7 @@ class PyTorchDebugger(BaseDebugger):
         `shape` (None is any size) and `dtype` are the expected ones.
         """
         argument_checks.check_tensor(tensor, "analyze_tensor")
-        info = tensor_infos({name: tensor}, self.level)[name]
+        info = measurements.tensor_infos({name: tensor}, self.level)[name]
         wrong: dict[str, str] = {}
         if shape is not None and not _shape_matches(info.shape, shape):
             wrong["shape"] = f"has shape {info.shape}, but {tuple(shape)} is expected"
@@ -398,31 +432,28 @@ class PyTorchDebugger(BaseDebugger):
             expected = str(dtype).removeprefix("torch.")
             wrong["dtype"] = f"is {info.dtype}, but {expected} is expected"
         anomalies = self._nonfinite_anomalies(info, name)
-        anomalies += [
-            self._make_anomaly(kind, name, f"{name} {problem}.", tensor=info)
-            for kind, problem in wrong.items()
-        ]
+        for kind, problem in wrong.items():
+            anomalies.append(self._make_anomaly(kind, name, f"{name} {problem}.", tensor=info))
         self._record_analysis([info], anomalies)
         return info
 
     def analyze_model_parameters(self, model: nn.Module) -> dict[str, TensorInfo]:
         """Measure each parameter at this level, by name."""
         argument_checks.check_module(model, "analyze_model_parameters")
-        infos = tensor_infos(dict(model.named_parameters()), self.level)
-        self._record_analyses(
-            infos,
-            [bad for info in infos.values() for bad in self._nonfinite_anomalies(info, info.name)],
-        )
+        infos = measurements.tensor_infos(dict(model.named_parameters()), self.level)
+        found = (self._nonfinite_anomalies(info, info.name) for info in infos.values())
+        self._record_analyses(infos, [*chain.from_iterable(found)])
         return infos
 
     def analyze_gradients(self, model: nn.Module) -> GradientAnalysis:
         """Measure each parameter's gradient, by name; parameters without one are left out."""
         argument_checks.check_module(model, "analyze_gradients")
         level, limits = self.level, (self._explosion, self._vanishing)
-        gradients = gradients_of(trainable(model), level)
+        trained, with_max = trainable(model), level.includes(DebugLevel.ADVANCED)
+        gradients = gradient_facts(trained, with_max=with_max)
         tensors: dict[str, TensorInfo] = {}
         if level is DebugLevel.EXTREME:
-            tensors = gradient_infos(dict(model.named_parameters()), level)
+            tensors = measurements.gradient_infos(dict(model.named_parameters()), level)
         infos = {
             one.name: GradientInfo(
                 name=one.name,
@@ -436,7 +467,7 @@ class PyTorchDebugger(BaseDebugger):
             )
             for one in gradients.rows
         }
-        anomalies = self._gradient_anomalies(gradients.outliers(*limits), limits, tensors=tensors)
+        anomalies = self._gradient_anomalies(gradients.outliers(limits), limits, tensors=tensors)
         self._record_analyses(infos, anomalies)
         return GradientAnalysis(infos, gradients.total)
 
@@ -462,7 +493,7 @@ class PyTorchDebugger(BaseDebugger):
         `cuda_allocated` and `cuda_reserved` are 0 without CUDA.
         """
         argument_checks.check_module(model, "profile_memory_usage")
-        return memory_of(model)
+        return measurements.memory_of(model)
 
     def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
         """Check a model's weights and parts; with inputs, also run it once and check its output.
@@ -470,27 +501,24 @@ class PyTorchDebugger(BaseDebugger):
         The run has no gradients, and the model stays in its mode.
         """
         argument_checks.check_module(model, "validate_model")
-        modules = parts_of(model)
-        parts = {name: component_info(one, name) for name, one in modules.items()}
+        modules = measurements.parts_of(model)
+        parts = {name: measurements.component_info(one, name) for name, one in modules.items()}
         output: tuple[TensorInfo, ...] = ()
         if inputs or named_inputs:
             with torch.no_grad():
-                tensors = tensors_in(model(*inputs, **named_inputs))
+                tensors = measurements.tensors_in(model(*inputs, **named_inputs))
                 named = {f"output {number}": one for number, one in enumerate(tensors)}
-            output = tuple(tensor_infos(named, self.level).values())
-        problems = (
-            *weight_problems(parts.values()),
-            *nonfinite_problems(output, ""),
-        )
+            output = tuple(measurements.tensor_infos(named, self.level).values())
+        problems = tuple(measurements.weight_problems(parts.values()))
+        problems += tuple(measurements.nonfinite_problems(output, ""))
         self._record_problems("model", problems)
-        memory = memory_of(model)
+        memory = measurements.memory_of(model)
         return ModelReport(not problems, problems, parts, memory, output)
 
     def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:
-        """The parameters whose norm is above ("explosion") or below ("vanishing") a threshold."""
         argument_checks.check_module(model, f"check_gradient_{kind}")
         argument_checks.check_limit(threshold, "threshold")
-        gradients = gradients_of(trainable(model), DebugLevel.BASIC).rows
+        gradients = gradient_facts(trainable(model), with_max=False).rows
         if kind == "explosion":
             side, names = "above", [one.name for one in gradients if one.explodes(threshold)]
         else:
@@ -507,9 +535,8 @@ class PyTorchDebugger(BaseDebugger):
 
 
 def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
-    return len(shape) == len(expected) and all(
-        size is None or size == actual for actual, size in zip(shape, expected, strict=True)
-    )
+    same_rank = len(shape) == len(expected)
+    return same_rank and all(size in (None, n) for n, size in zip(shape, expected, strict=True))
 
 
 @contextmanager

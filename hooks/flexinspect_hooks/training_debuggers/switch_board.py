@@ -1,7 +1,4 @@
-"""The thirteen switches of debuggers: set at any time, effective from the next step on.
-
-Each logs one line per batch, with its figures as `record.facts`.
-"""
+"""The thirteen switches of debuggers; each logs one line per batch, with `record.facts`."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -22,21 +20,18 @@ from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.training.gradient_statistics import Gradients, learning_rates
+from flexinspect_hooks.training.gradient_statistics import GradientLimits, Gradients, learning_rates
+from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
-from flexinspect_hooks.training_debuggers.pytorch_debugger import (
-    MAX_LOGGED_ANOMALIES,
-    GradientLimits,
-    gradient_problems,
-    log,
-)
+from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 
+MB = 2**20
+MAX_SHOWN_DEVICES = 8
+_INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "attention-mask"}
 T = TypeVar("T")
 
-Names = str | Iterable[str] | None
-"""Switches by short ("memory_usage") or full name; None for all."""
-StepCondition = Callable[[int], bool]
-"""Takes the number of a step; returns whether a switch acts in it."""
+Names = str | Iterable[str] | None  # switches by short ("memory_usage") or full name; None for all
+StepCondition = Callable[[int], bool]  # whether a switch acts in the step of this number
 
 
 class SwitchBoard:
@@ -90,9 +85,7 @@ class SwitchBoard:
             log.warning("The switch %s failed and is off: %s: %s", name, kind, error)
             return None
 
-    def _turn(
-        self, chosen: Iterable[str], on: bool, conditions: Mapping[str, StepCondition]
-    ) -> None:
+    def _turn(self, chosen: Iterable[str], on: bool, conditions: dict[str, StepCondition]) -> None:
         with self._lock:
             others = {name: old for name, old in self._conditions.items() if name not in chosen}
             self._conditions = {**others, **conditions}
@@ -127,8 +120,7 @@ def _full_names(names: Names) -> tuple[str, ...]:
 
 
 _anomaly_mode, _anomaly_lock = ExitStack(), threading.Lock()
-_anomaly_boards: set[int] = set()
-"""`id` of each board that requests autograd's anomaly mode, which is on for any."""
+_anomaly_boards: set[int] = set()  # the `id` of each that requests the anomaly mode
 
 
 def _request_anomaly_mode(board: int, enabled: bool) -> None:
@@ -149,10 +141,7 @@ _common_boards: list[SwitchBoard] = []
 
 
 def common_board() -> SwitchBoard:
-    """The board of all debuggers without their own, set by the settings section [debugging].
-
-    Raises `UsageError` for a settings file that cannot be used.
-    """
+    """The board of all debuggers without their own, set by the settings section [debugging]."""
     if not _common_boards:
         _common_boards.append(board_of_settings())
     return _common_boards[0]
@@ -185,11 +174,7 @@ def get_debugging_status() -> dict[str, bool]:
     return common_board().get_debugging_status()
 
 
-MB = 2**20
-MAX_SHOWN_DEVICES = 8
-
-Line = tuple[str, Mapping[str, Any]]
-"""The text of a log line, and its figures."""
+Line = tuple[str, Mapping[str, Any]]  # the text of a log line, and its figures
 
 P = ParamSpec("P")
 Describe = Callable[Concatenate["SwitchLog", int, P], Line | None]
@@ -215,8 +200,7 @@ def _logged(switch: str) -> Callable[[Describe[P]], LogStep[P]]:
 class SwitchLog:
     """Logs for the switches that are on; a switch that is off costs one attribute access.
 
-    The training loop, or `monitor_training_step`, calls it with the number of the step, 0 between
-    steps; a switch that fails is turned off.
+    It is called with the number of the step, 0 between steps; a switch that fails is turned off.
     """
 
     def __init__(self, board: SwitchBoard) -> None:
@@ -228,7 +212,7 @@ class SwitchLog:
         """Log at the start: anomaly mode, devices, memory."""
         if self.board.now.enable_autograd_anomaly:
             _log_line(("Debugging tools: autograd anomaly detection is on", {"anomaly_mode": True}))
-        self._log_devices(0, "Device placement", model)
+        self.log_placement(0, model, "Device placement")
         self.log_memory(0, "Memory usage", model)
 
     @_logged("debug_data_loading")
@@ -243,9 +227,8 @@ class SwitchLog:
     @_logged("debug_forward_pass")
     def log_forward(self, batch: int, inputs: Any, output: Any, loss: float) -> Line:
         """Log the inputs, the output and the loss of a forward pass."""
-        facts: dict[str, Any] = {
-            f"{name} shape": tuple(one.shape) for name, one in named_inputs(inputs)
-        }
+        shapes = {f"{name} shape": tuple(one.shape) for name, one in named_inputs(inputs)}
+        facts: dict[str, Any] = {**shapes}
         made = next(tensors_in(getattr(output, "logits", output)), None)
         if made is not None:
             facts |= {"output shape": tuple(made.shape), "device": str(made.device)}
@@ -256,21 +239,16 @@ class SwitchLog:
     @_logged("debug_gradient_norms")
     def log_norms(self, batch: int, gradients: Gradients, limits: GradientLimits) -> Line:
         """Log the gradient norms after the backward pass, and the problems of gradients."""
-        problems = [
-            (facts, sentence)
-            for facts in gradients.rows
-            for _, sentence in gradient_problems(facts, limits)
-        ]
-        for facts, sentence in problems[:MAX_LOGGED_ANOMALIES]:
-            log.warning("%s", sentence, extra={"facts": facts})
+        find = pytorch_debugger.gradient_problems
+        problems = ((one, text) for one in gradients.rows for _, text in find(one, limits))
+        for one, text in islice(problems, pytorch_debugger.MAX_LOGGED_ANOMALIES):
+            log.warning("%s", text, extra={"facts": one})
         norms = {facts.name: facts.norm for facts in gradients.rows}
         if not norms:
             return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
-        text = (
-            f"Gradient norms - Batch {batch}: total {gradients.total:.4g}, largest {high} "
-            f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
-        )
+        text = f"Gradient norms - Batch {batch}: total {gradients.total:.4g}, largest {high} "
+        text += f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
         return text, {"total": gradients.total, "norms": norms}
 
     @_logged("debug_backward_pass")
@@ -284,10 +262,8 @@ class SwitchLog:
         without = [name for name in trained if name not in with_gradient]
         bad = [gradients.parameters[at].name for at in sorted(gradients.counts)]
         updated = "" if is_first else f", {len(moved)} of {len(trained)} updated since the last"
-        text = (
-            f"Backward pass debugging - Batch {batch}: {len(gradients.norms)} of {len(trained)} "
-            f"parameters have gradients{updated}, {len(bad)} with NaN or Inf"
-        )
+        text = f"Backward pass debugging - Batch {batch}: {len(gradients.norms)} of {len(trained)} "
+        text += f"parameters have gradients{updated}, {len(bad)} with NaN or Inf"
         return text, {"without_gradient": without, "updated": moved, "not_finite": bad}
 
     @_logged("debug_memory_usage")
@@ -312,17 +288,24 @@ class SwitchLog:
         return text, {"scaler": name, "scale": scale, "autocast": dtype}
 
     @_logged("debug_device_placement")
-    def log_placement(self, batch: int, model: nn.Module) -> Line | None:
-        """Log the devices of the parameters, if they changed."""
-        before = self._parameter_devices
-        self._parameter_devices = tuple(str(one.device) for one in model.parameters())
-        if self._parameter_devices == before:
-            return None
-        return _describe_devices(f"Device placement - Batch {batch}", model)
-
-    @_logged("debug_device_placement")
-    def _log_devices(self, batch: int, title: str, model: nn.Module) -> Line:
-        return _describe_devices(title, model)
+    def log_placement(self, batch: int, model: nn.Module, title: str = "") -> Line | None:
+        """Log the devices of the parameters, under `title` or else if they changed."""
+        if not title:
+            before = self._parameter_devices
+            self._parameter_devices = tuple(str(one.device) for one in model.parameters())
+            if self._parameter_devices == before:
+                return None
+        counts = dict(Counter(str(one.device) for one in model.parameters()))
+        gpus: list[str] = []
+        for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)):
+            gpu = torch.cuda.get_device_properties(number)
+            used, total = torch.cuda.memory_allocated(number) / MB, gpu.total_memory / MB
+            gpus.append(f"cuda:{number} {gpu.name}, {used:.0f} of {total:.0f} MB allocated")
+        placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
+        cuda = "; ".join(gpus) or "CUDA is not available"
+        title = title or f"Device placement - Batch {batch}"
+        text = f"{title}: {placed or 'no parameters'}; {cuda}"
+        return text, {"parameters_on": counts, "cuda": gpus}
 
     @_logged("debug_data_loading")
     def log_dataset(
@@ -339,10 +322,8 @@ class SwitchLog:
     def log_validation(self, step: int, facts: Mapping[str, Any], model: nn.Module) -> Line:
         """Log the result of a validation."""
         memory = memory_of(model)
-        text = (
-            f"Validation debugging: {facts['samples']} samples in {facts['batches']} batches, "
-            f"loss {facts['loss']:.6g}, memory {_format_memory(memory)}"
-        )
+        text = f"Validation debugging: {facts['samples']} samples in {facts['batches']} batches, "
+        text += f"loss {facts['loss']:.6g}, memory {_format_memory(memory)}"
         return text, {**facts, "memory": memory}
 
     @_logged("debug_early_stopping")
@@ -373,9 +354,6 @@ def _log_line(line: Line | None) -> None:
         log.debug("%s", text, extra={"facts": {**facts, "at": time.time()}})
 
 
-_INPUT_NAMES = {"input_ids": "input", "inputs": "input", "attention_mask": "attention-mask"}
-
-
 def named_inputs(inputs: Any) -> Iterable[tuple[str, Tensor]]:
     """Yield the tensors of a batch with their names: input, attention-mask, labels."""
     if isinstance(inputs, Mapping):
@@ -400,19 +378,6 @@ def _format_memory(memory: Mapping[str, int]) -> str:
     used = memory["system_used"] / MB
     allocated, reserved = (f"{size / MB:.1f} MB" for size in sizes)
     return f"Allocated {allocated}, Reserved {reserved} ({where}), system {used:.0f} MB in use"
-
-
-def _describe_devices(title: str, model: nn.Module) -> Line:
-    counts = dict(Counter(str(one.device) for one in model.parameters()))
-    gpus: list[str] = []
-    for number in range(min(torch.cuda.device_count(), MAX_SHOWN_DEVICES)):
-        gpu = torch.cuda.get_device_properties(number)
-        used, total = torch.cuda.memory_allocated(number) / MB, gpu.total_memory / MB
-        gpus.append(f"cuda:{number} {gpu.name}, {used:.0f} of {total:.0f} MB allocated")
-    placed = ", ".join(f"{count} parameters on {device}" for device, count in counts.items())
-    cuda = "; ".join(gpus) or "CUDA is not available"
-    text = f"{title}: {placed or 'no parameters'}; {cuda}"
-    return text, {"parameters_on": counts, "cuda": gpus}
 
 
 def _format_rates(rates: Iterable[float]) -> str:

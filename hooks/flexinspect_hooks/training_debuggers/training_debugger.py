@@ -7,6 +7,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,45 +16,70 @@ from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
-from flexinspect.records.debug_switches import DebugLevel
-from flexinspect.records.training_step import (
-    LOSS_REPORTED,
-    TrainingSummaryCounter,
-    is_warming_up,
-)
+from flexinspect.records import training_step
+from flexinspect.records.debug_switches import DebugLevel, DictDataclass
+from flexinspect.records.training_step import LOSS_REPORTED, is_warming_up
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
-from flexinspect_hooks.training_debuggers.measurements import (
-    gradient_infos,
-    gradients_of,
-    memory_of,
-    tensor_infos,
-)
+from flexinspect_hooks.training.gradient_statistics import GradientLimits, learning_rates
+from flexinspect_hooks.training_debuggers import measurements, pytorch_debugger, switch_board
+from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
-from flexinspect_hooks.training_debuggers.pytorch_debugger import (
-    BaseDebugger,
-    BaseDebuggerOptions,
-    GradientLimits,
-    log,
-)
-from flexinspect_hooks.training_debuggers.result_types import StepInfo, TensorInfo, TrainingFigures
-from flexinspect_hooks.training_debuggers.switch_board import (
-    HasSwitches,
-    SwitchBoard,
-    SwitchLog,
-    common_board,
-)
+from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log
+from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
 
-ROTATION_STEPS = 16
-"""At EXTREME every weight is checked once in this many steps, or more often if there are few."""
-MIN_WEIGHTS_PER_STEP = 4
-"""The fewest weights that are checked in one step."""
+ROTATION_STEPS = 16  # at EXTREME every weight is checked once in this many steps, or more
+MIN_WEIGHTS_PER_STEP = 4  # the fewest weights that are checked in one step
 
 Metric = Callable[[nn.Module, float, int], float]
+Infos = dict[str, TensorInfo] | None
 
 
-class TrainingDebugger(HasSwitches, BaseDebugger):
+class StepInfo(DictDataclass):
+    """One training step. `memory` is measured from ADVANCED on.
+
+    `params_*`, `exploding` and `vanishing` are names of parameters. `memory` is as
+    `profile_memory_usage` returns it; `parameters` and `gradients` are measurements of the weights
+    that were checked in this step and of their gradients (EXTREME). `metrics` are the user's.
+    """
+
+    step: int
+    loss: float
+    has_nan: bool
+    has_inf: bool
+    gradient_norm: float | None
+    params_with_nan_grad: tuple[str, ...] = ()
+    params_with_inf_grad: tuple[str, ...] = ()
+    exploding: tuple[str, ...] = ()
+    vanishing: tuple[str, ...] = ()
+    anomalies: tuple[Anomaly, ...] = ()
+    memory: dict[str, int] | None = None
+    parameters: dict[str, TensorInfo] | None = None
+    gradients: dict[str, TensorInfo] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_anomaly(self) -> bool:
+        """Whether the step has an anomaly."""
+        return bool(self.anomalies)
+
+
+class TrainingFigures(DictDataclass):
+    """How many monitored steps had which anomalies; all rates are relative to `total_steps`."""
+
+    total_steps: int
+    anomaly_steps: int
+    gradient_explosions: int
+    gradient_vanishing: int
+    loss_anomalies: int
+    anomaly_rate: float
+    loss_anomaly_rate: float
+    gradient_explosion_rate: float
+    gradient_vanishing_rate: float
+
+
+class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
     """Checks each training step after its backward pass, before the optimizer uses the gradients.
 
     `switches` is its own board, by default the common one. A step is an anomaly if the norm of one
@@ -71,12 +97,12 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
         *,
         switches: SwitchBoard | None = None,
         profile_folder: str | Path = PROFILE_FOLDER,
-        **options: Unpack[BaseDebuggerOptions],
+        **options: Unpack[pytorch_debugger.BaseDebuggerOptions],
     ) -> None:
         if switches is not None and not isinstance(switches, SwitchBoard):
             raise UsageError(f"switches must be a SwitchBoard, not a {type(switches).__name__}.")
-        self.switches = switches or common_board()
-        self.switch_log = SwitchLog(self.switches)
+        self.switches = switches or switch_board.common_board()
+        self.switch_log = switch_board.SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, folder=profile_folder)
         self._metrics: dict[str, Metric] = {}
         self._parameters = gradient_statistics.ParameterList()
@@ -86,7 +112,7 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
 
     def _reset(self) -> None:
         super()._reset()
-        self._summary_count = TrainingSummaryCounter()
+        self._summary_count = training_step.TrainingSummaryCounter()
         self._norm_history: deque[tuple[int, tuple[str, ...], array[float]]]
         self._norm_history = deque(maxlen=self._history.maxlen)
 
@@ -122,10 +148,7 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
         try:
             vanishing = self._vanishing
             if optimizer is not None:
-                before, self._last_rates = (
-                    self._last_rates,
-                    gradient_statistics.learning_rates(optimizer),
-                )
+                before, self._last_rates = self._last_rates, learning_rates(optimizer)
                 vanishing = 0.0 if is_warming_up(before, self._last_rates) else vanishing
             limits = self._explosion, vanishing
             has_scaler = scaler is not None and bool(scaler.is_enabled())
@@ -143,20 +166,20 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
         self, model: nn.Module, value: float, step: int, limits: GradientLimits, *, has_scaler: bool
     ) -> StepInfo:
         self._windows.on_step(step)
-        gradients = gradients_of(self._parameters.trainable_of(model), self.level)
-        outliers = gradients.outliers(*limits)
+        is_advanced = self.level.includes(DebugLevel.ADVANCED)
+        trained = self._parameters.trainable_of(model)
+        gradients = gradient_statistics.gradient_facts(trained, with_max=is_advanced)
+        outliers = gradients.outliers(limits)
         # The scaler skips such a step; that is how it finds its scale.
         is_skipped = has_scaler and bool(gradients.counts)
-        record = gradient_statistics.step_record(gradients, outliers, limits)
+        record = gradients.step_record(outliers, limits)
         with self._lock:
-            self._summary_count.add(
-                replace(record, loss=value, loss_source=LOSS_REPORTED, is_skipped=is_skipped)
-            )
+            known = {"loss": value, "loss_source": LOSS_REPORTED, "is_skipped": is_skipped}
+            self._summary_count.add(replace(record, **known))
         anomalies = self._gradient_anomalies(() if is_skipped else outliers, limits, step=step)
         if not math.isfinite(value):
             sentence = f"The loss is {value} at step {step}."
             anomalies.insert(0, self._make_anomaly("loss", "loss", sentence, step=step))
-        is_advanced = self.level.includes(DebugLevel.ADVANCED)
         weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
         info = StepInfo(
             step=step,
@@ -169,7 +192,7 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
             exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
             vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
             anomalies=tuple(anomalies),
-            memory=memory_of(model) if is_advanced else None,
+            memory=measurements.memory_of(model) if is_advanced else None,
             parameters=weights,
             gradients=grads,
             metrics=self._run_metrics(model, value, step),
@@ -200,23 +223,17 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
     def counts(self) -> AnomalyCounts:
         """The counts for the control server; may be called from any thread."""
         with self._lock:
-            return replace(super().counts(), **asdict(self._summary_count.summary))
-
-    def _total_anomalies(self) -> int:
-        """The number of steps with an anomaly, and of reported errors."""
-        return self._summary_count.summary.anomaly_steps + self._kinds["error"]
+            summary = self._summary_count.summary
+            n_anomalies = summary.anomaly_steps + self._kinds["error"]
+            return replace(super().counts(), total_anomalies=n_anomalies, **asdict(summary))
 
     def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
-        """(step, norm) of all gradients together, or of one parameter (from ADVANCED on).
-
-        It has the steps in the history, the oldest first.
-        """
+        """(step, norm) of all gradients, or of one parameter (from ADVANCED), oldest first."""
         history = tuple(self._norm_history)  # another thread may add to it or clear it
         if name is None:
             return [(step, norms[0]) for step, _, norms in history]
-        return [
-            (step, norms[names.index(name) + 1]) for step, names, norms in history if name in names
-        ]
+        known = (one for one in history if name in one[1])
+        return [(step, norms[names.index(name) + 1]) for step, names, norms in known]
 
     def save_baseline(self, path: str | Path) -> None:
         """Write the summary to a JSON file, to compare later runs with it.
@@ -247,9 +264,7 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
             if now[name] > before[name] + tolerance
         ]
 
-    def _inspect_tensors(
-        self, model: nn.Module, *, is_full: bool
-    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
+    def _inspect_tensors(self, model: nn.Module, *, is_full: bool) -> tuple[Infos, Infos]:
         """At EXTREME, measure weights and gradients: some of them in turn, or all of them."""
         if self.level is not DebugLevel.EXTREME:
             return None, None
@@ -259,8 +274,8 @@ class TrainingDebugger(HasSwitches, BaseDebugger):
             start, end = self._next_weight, self._next_weight + count
             self._next_weight = end if end < len(named) else 0
             named = dict([*named.items()][start:end])
-        infos = tensor_infos(named, self.level)
-        return infos, gradient_infos(named, self.level)
+        infos = measurements.tensor_infos(named, self.level)
+        return infos, measurements.gradient_infos(named, self.level)
 
     def _run_metrics(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
         values = {}

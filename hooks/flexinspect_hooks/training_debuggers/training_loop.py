@@ -19,11 +19,8 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import learning_rates
-from flexinspect_hooks.training_debuggers.profiling import (
-    PROFILE_FOLDER,
-    ProfileSummary,
-    profile_model_performance,
-)
+from flexinspect_hooks.training_debuggers import profiling
+from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfileSummary
 from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
 
@@ -216,9 +213,8 @@ class TrainingLoop(HasSwitches):
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.zero_grad()
 
-        return profile_model_performance(
-            dataloader, num_batches, step=step, folder=folder, **options
-        )
+        options |= {"step": step, "folder": folder}
+        return profiling.profile_model_performance(dataloader, num_batches, **options)
 
     def _train_batch(self, batch: Any) -> float:
         moved = self._to_device(batch)
@@ -301,7 +297,6 @@ def _summarize(losses: Sequence[tuple[float, int]]) -> tuple[int, int, float]:
 
 
 def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-    """Yield each batch with the milliseconds that the loop waited for it."""
     started = time.perf_counter()
     for batch in loader:
         yield batch, (time.perf_counter() - started) * 1e3
@@ -323,16 +318,12 @@ class DatasetSplits(Struct, frozen=True):
         return {name: len(part) for name, part in parts.items()}
 
 
-def _split(
-    name: str, columns: Mapping[str, Any], ratios: Sequence[float], seed: int
-) -> DatasetSplits:
+def _split(name: str, columns: dict[str, Any], ratios: Sequence[float], seed: int) -> DatasetSplits:
     whole: Any = StackDataset(**columns)  # torch annotates tensors as no datasets
     order = random.Random(seed).sample(range(len(whole)), len(whole))
     n_train, n_validation = (round(ratio * len(order)) for ratio in ratios[:2])
-    return DatasetSplits(
-        name,
-        Subset(whole, order[:n_train]),
-        Subset(whole, order[n_train : n_train + n_validation]),
-        Subset(whole, order[n_train + n_validation :]),
-        max((one.shape[-1] for one in columns.values() if one.dim() == 2), default=0),
-    )
+    end = n_train + n_validation
+    parts = (order[:n_train], order[n_train:end], order[end:])
+    train, validation, test = (Subset(whole, part) for part in parts)
+    length = max((one.shape[-1] for one in columns.values() if one.dim() == 2), default=0)
+    return DatasetSplits(name, train, validation, test, length)

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from flexinspect.records.training_step import (
+    EXPLODING_NORM,
+    VANISHING_NORM,
     ParameterGradient,
     TrainingStepRecord,
     TrainingSummary,
@@ -92,9 +94,10 @@ def test_outliers_are_nonfinite_zero_and_beyond_a_threshold() -> None:
     found = gradient_facts(
         trainable(with_gradients(*(torch.full((1,), value) for value in values)))
     )
-    assert [one.name for one in found.outliers()] == ["p1", "p2", "p3", "p4", "p5"]
-    assert [one.name for one in found.outliers(math.inf, 0.0)] == ["p1", "p4", "p5"]
-    assert found.outliers(30.0, 1e-10) == [found.rows[at] for at in (1, 4, 5)]
+    limits = (EXPLODING_NORM, VANISHING_NORM)
+    assert [one.name for one in found.outliers(limits)] == ["p1", "p2", "p3", "p4", "p5"]
+    assert [one.name for one in found.outliers((math.inf, 0.0))] == ["p1", "p4", "p5"]
+    assert found.outliers((30.0, 1e-10)) == [found.rows[at] for at in (1, 4, 5)]
     assert found.counts
 
 

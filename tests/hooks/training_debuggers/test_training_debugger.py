@@ -264,12 +264,12 @@ def test_a_debugger_failure_is_logged_and_the_training_goes_on(
 ) -> None:
     from flexinspect_hooks.training_debuggers import training_debugger
 
-    def broken(model: nn.Module, level: DebugLevel) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no norms here")
 
     training, debugger = Training(), TrainingDebugger()
     with monkeypatch.context() as patch:
-        patch.setattr(training_debugger, "gradients_of", broken)
+        patch.setattr(training_debugger.gradient_statistics, "gradient_facts", broken)
         info = debugger.monitor_training_step(training.model, training.loss(), 3)
     assert (info.step, info.gradient_norm) == (3, None)
     assert lines.messages == ["Step 3 could not be checked: RuntimeError: no norms here"]
