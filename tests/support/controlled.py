@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.control.messages import Cost, QueuedRewind, StepRef
-from flexinspect.core.errors import ControlError, FlexInspectError, UsageError
+from flexinspect.core.errors import ControlError, FlexInspectError
+from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.step_barrier import StepBarrier
 
 PATIENCE_S = 10.0
@@ -84,18 +86,17 @@ class FakeModel:
             self._thread.join(0.01)
 
 
-class FakeLevels:
-    """Levels without a recorder."""
-
-    level, layers = "advanced", "all"
-
-    def set_level(self, level: str) -> None:
-        self.level = level
-
-    def set_layers(self, layers: str) -> None:
-        if not layers or set(layers) - set("0123,-al"):
-            raise UsageError(f"{layers!a} is not a list of layers.")
-        self.layers = layers
+def fake_targets(model: FakeModel) -> ControlTargets:
+    """Targets without a model, a trace or a recorder, except for the barrier of the fake model."""
+    return ControlTargets(
+        "generation",
+        "no model",
+        "/nowhere.flextrace",
+        SessionLevels("advanced"),
+        model.barrier,
+        BreakpointStore(),
+        FakeRewindTarget().estimate_cost,
+    )
 
 
 class FakeRewindTarget:

@@ -31,7 +31,7 @@ from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import Hook, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import background_thread
 
 LINGER_S = 0.2
 """How long a step may wait for later steps before it is written.
@@ -104,8 +104,7 @@ class Recorder:
         self._put_lock = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
-        writer = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
-        self._thread = keep_running_when_stopped(writer)
+        self._thread = background_thread("flexinspect-writer", self._run)
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None

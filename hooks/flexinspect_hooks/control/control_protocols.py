@@ -1,39 +1,83 @@
-"""The parts of a capture that the control server uses besides the step barrier, as protocols.
+"""What the control server acts on besides the step barrier: levels, and counters of anomalies.
 
-Also the registry of the debuggers whose anomaly counts the `/training-logs/debug` routes return.
+The `/training-logs/debug` routes return the counts of the debuggers that are registered here.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict
 
 from flexinspect.control import messages
-from flexinspect.core.errors import TraceError
+from flexinspect.core.errors import TraceError, UsageError
+from flexinspect.records.job import parse_layers
+from flexinspect.records.step import LEVELS
 from flexinspect.records.training_step import TrainingSummary
 from flexinspect_hooks.control.step_barrier import StepBarrier
 
 if TYPE_CHECKING:
     from flexinspect.breakpoints.store import BreakpointStore
 
+_MAX_LAYERS = 1 << 20
 
-class Levels(Protocol):
-    """How much is recorded. A change applies from the next step on.
 
-    `layers` are those whose activations level extreme stores, in the form of `--layers`. The
-    methods raise `UsageError` for an unknown level and for layers that do not exist.
+class SessionLevels:
+    """Level and stored layers of all attached sessions, which read them when a step opens.
+
+    `layers` are those whose activations level extreme stores, in the form of `--layers`.
     """
 
-    level: str
-    layers: str
+    def __init__(self, level: str, layers: str | None = None) -> None:
+        self.level, self.layers = level, layers or "all"
+        self.request: tuple[str, str | None] = (level, None)
+        """The level, and the layers that a command requested; a new tuple for each command."""
+        self.known_layers: frozenset[int] = frozenset()
+        """The layers of all attached models; if empty, any layer may be chosen."""
 
-    def set_level(self, level: str) -> None: ...
-    def set_layers(self, layers: str) -> None: ...
+    def set_level(self, level: str) -> None:
+        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
+        self.level, self.request = level, (level, self.request[1])
+
+    def set_layers(self, layers: str) -> None:
+        """Store other layers from the next step on.
+
+        Raises `UsageError` for an invalid list of layers, or layers that no attached model has.
+        """
+        parse_layers(layers, max(self.known_layers, default=_MAX_LAYERS - 1) + 1)
+        self.layers, self.request = layers, (self.level, layers)
+
+
+def chosen_layers(layers: str | None, known: Iterable[int]) -> tuple[int, ...]:
+    """Return those of a model's `known` layers that `layers` names, in the form of `--layers`."""
+    wanted = parse_layers(layers, _MAX_LAYERS)
+    return tuple(layer for layer in sorted(set(known)) if wanted is None or layer in wanted)
+
+
+class ControlTargets(Struct):
+    """The parts of a process that commands act on; commands to a part that is None are refused.
+
+    `kind`, `title` and `trace` are fields of `StatusResponse`. `estimate_cost` returns the cost of
+    a restore, fork or edit, and raises `FlexInspectError` if it is not possible. The server's
+    thread calls it while the model may run, so it must not change anything. A command has the
+    number 0 until it is accepted. The code that sets `estimate_cost` also executes the commands
+    that `StepBarrier.between_steps` and `StepBarrier.hold` return.
+    """
+
+    kind: messages.Kind
+    title: str
+    trace: str
+    levels: SessionLevels
+    barrier: StepBarrier = field(default_factory=StepBarrier)
+    breakpoints: BreakpointStore | None = None
+    estimate_cost: Callable[[messages.QueuedRewind], messages.Cost] | None = None
 
 
 class AnomalyCounts(TrainingSummary, frozen=True):
@@ -56,13 +100,6 @@ class AnomalyCounter(Protocol):
     def clear(self) -> None: ...
 
 
-@runtime_checkable
-class HasLevel(Protocol):
-    """A debugger whose level the control server can set; it applies from the next step on."""
-
-    level: str
-
-
 DebuggerKind = Literal["training", "diffusion", "general"]
 
 _counters: dict[DebuggerKind, list[weakref.ref[AnomalyCounter]]] = {}
@@ -83,21 +120,6 @@ def unregister_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
 def live_counters(debugger: DebuggerKind) -> list[AnomalyCounter]:
     """Return the counters of a kind of debugger that still exist, the newest last."""
     return [one for each in _counters.get(debugger, ()) if (one := each()) is not None]
-
-
-class ControlTargets(Struct):
-    """The parts of a process that commands act on; commands to a part that is None are refused.
-
-    `estimate_cost` returns the cost of a restore, fork or edit, and raises `FlexInspectError` if it
-    is not possible. The server's thread calls it while the model may run, so it must not change
-    anything. A command has the number 0 until it is accepted. The code that sets `estimate_cost`
-    also executes the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
-    """
-
-    barrier: StepBarrier
-    levels: Levels
-    breakpoints: BreakpointStore | None = None
-    estimate_cost: Callable[[messages.QueuedRewind], messages.Cost] | None = None
 
 
 def debug_summary() -> messages.DebugSummaryResponse:
@@ -124,17 +146,15 @@ def training_summary() -> messages.TrainingSummaryResponse:
 
 def clear() -> None:
     """Clear the history of every registered debugger."""
-    for debugger in get_args(DebuggerKind):
-        for counter in live_counters(debugger):
-            counter.clear()
+    for counter in chain(*map(live_counters, get_args(DebuggerKind))):
+        counter.clear()
 
 
 def set_level(level: str) -> None:
     """Set the level of every registered debugger that has one. Raises `UsageError` if unknown."""
-    for debugger in get_args(DebuggerKind):
-        for counter in live_counters(debugger):
-            if isinstance(counter, HasLevel):
-                counter.level = level
+    for counter in chain(*map(live_counters, get_args(DebuggerKind))):
+        if hasattr(counter, "level"):
+            counter.level = level
 
 
 def _counts(debugger: DebuggerKind) -> AnomalyCounts:

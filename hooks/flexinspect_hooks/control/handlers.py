@@ -30,14 +30,6 @@ class HttpError(ControlError):
         self.status = status
 
 
-class CaptureInfo(Struct, frozen=True):
-    """The fields of `StatusResponse` that stay the same for the whole run."""
-
-    kind: messages.Kind
-    title: str
-    trace: str
-
-
 class Route(Struct, frozen=True):
     """One route: its method and path, the name of its handler, its body and its response.
 
@@ -82,20 +74,20 @@ def _route(method: Method, path: str, summary: str) -> Callable[[Handler], Handl
 class RouteHandlers:
     """One method per route. None of them waits for the model."""
 
-    def __init__(self, targets: ControlTargets, info: CaptureInfo) -> None:
-        self._targets, self._info = targets, info
+    def __init__(self, targets: ControlTargets) -> None:
+        self._targets = targets
 
     @_route("GET", "/status", "Status of the capture.")
     def status(self) -> messages.StatusResponse:
-        targets, info = self._targets, self._info
+        targets = self._targets
         return structs.replace(
             targets.barrier.view(),
             level=targets.levels.level,
             layers=targets.levels.layers,
-            kind=info.kind,
-            title=info.title,
+            kind=targets.kind,
+            title=targets.title,
             pid=os.getpid(),
-            trace=info.trace,
+            trace=targets.trace,
             can_rewind=targets.estimate_cost is not None,
             n_breakpoints=len(self.breakpoints().breakpoints),
         )
@@ -124,7 +116,7 @@ class RouteHandlers:
     def stop(self) -> messages.CommandResponse:
         is_loading = self._targets.barrier.view().state == "loading"
         response = self._respond(self._targets.barrier.stop())
-        if is_loading and self._info.kind == "generation":
+        if is_loading and self._targets.kind == "generation":
             # The barrier is not reached until the weights are loaded; SIGINT ends the load now.
             os.kill(os.getpid(), signal.SIGINT)
         return response
@@ -209,7 +201,7 @@ class RouteHandlers:
         if self._targets.estimate_cost is not None:
             return self._targets.estimate_cost(queued)
         refusal = "This capture cannot restore, fork or edit:"
-        if self._info.kind == "generation":
+        if self._targets.kind == "generation":
             raise ControlError(f"{refusal} rewinding is disabled.")
         hint = "flexinspect run --model … runs a generation that supports it."
         raise ControlError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -32,7 +31,7 @@ from flexinspect.records.job import Job, parse_layers
 from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
-from flexinspect_hooks.python_internals.threads import available_cores, keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import available_cores, background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 
 if TYPE_CHECKING:
@@ -58,13 +57,8 @@ def main() -> int:
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = DebuggerSession(job.debugger, _send)
-        watcher = threading.Thread(
-            target=_end_with_parent,
-            name="flexinspect-parent",
-            args=(debugging.on_terminal_granted,),
-            daemon=True,
-        )
-        keep_running_when_stopped(watcher).start()
+        granted = debugging.on_terminal_granted
+        background_thread("flexinspect-parent", _end_with_parent, granted).start()
         return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
         return send_error(_send, error)

@@ -15,12 +15,13 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def keep_running_when_stopped(thread: Thread) -> Thread:
-    """Exempt a thread from debugger stops, before it is started; return the thread.
+def background_thread(name: str, target: Callable[..., object], *args: object) -> Thread:
+    """Return a daemon thread, not started, that continues to run at debugger stops.
 
     For threads that have to work while the others are stopped: they write finished steps or answer
     a viewer. pydevd, the core of debugpy, reads these two attributes.
     """
+    thread = Thread(target=target, name=name, args=args, daemon=True)
     vars(thread).update(pydev_do_not_trace=True, is_pydev_daemon_thread=True)
     return thread
 

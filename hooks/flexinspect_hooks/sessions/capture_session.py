@@ -43,9 +43,9 @@ from flexinspect_hooks.capture.hook import (
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
+from flexinspect_hooks.control.control_protocols import SessionLevels, chosen_layers
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
-from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks installed, in the order in which they were entered."""
@@ -119,7 +119,7 @@ class CaptureSession:
 
     def use_levels(self, levels: SessionLevels) -> None:
         """Record at the level and layers that `levels` has when a step opens."""
-        levels.add_layers(self.context.layer_of.values())
+        levels.known_layers |= frozenset(self.context.layer_of.values())
         self.levels = levels
 
     @property

@@ -11,17 +11,17 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.control.discovery import ServeOptions
 from flexinspect.core.errors import FlexInspectError, TraceWriteError
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
-from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
-from flexinspect_hooks.control.handlers import CaptureInfo
-from flexinspect_hooks.control.server import job_control
+from flexinspect_hooks.capture.new_trace import create_trace
+from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
+from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
-from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 if TYPE_CHECKING:
     from flexinspect.control.messages import Kind
@@ -47,14 +47,17 @@ class CapturedRun:
         facts: Mapping[str, Any],
     ) -> None:
         self._debugging, self._send = debugging, send
-        manifest = run_manifest(job.argv, job.level, git, **facts, graphs_counted=True)
-        self.writer = new_writer(job.out, manifest, overwrite=job.overwrite)
+        facts = {**facts, "graphs_counted": True}
+        self.writer = create_trace(
+            job.out, job.argv, job.level, git, overwrite=job.overwrite, **facts
+        )
         path, recording = str(self.writer.path), str(self.writer.recording_path)
         self.levels = SessionLevels(job.level, job.layers)
+        targets = ControlTargets(kind, title, recording, self.levels)
         report = partial(self.record_event, "control-server")
+        serving = ServeOptions(*job.serving) if job.serving is not None else None
         try:
-            info = CaptureInfo(kind, title, recording)
-            self.control = job_control(job, info, self.levels, report)
+            self.control = CaptureControl(targets, report, is_served=job.control, serving=serving)
             self._breaks = RunBreakpoints(
                 job, self.control, lambda text: send(protocol.STOPPED, text=text)
             )

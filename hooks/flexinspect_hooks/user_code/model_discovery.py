@@ -28,6 +28,7 @@ from flexinspect.records.step import EventRecord
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.control.control_protocols import chosen_layers
 from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
 from flexinspect_hooks.observers.input_rows import InputRows
@@ -39,7 +40,6 @@ from flexinspect_hooks.python_internals.torch_private import (
 )
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.sessions.captured_run import CapturedRun
-from flexinspect_hooks.sessions.session_levels import chosen_layers
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace

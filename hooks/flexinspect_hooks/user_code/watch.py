@@ -24,11 +24,10 @@ from flexinspect_hooks.breakpoints.actions import (
 )
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, StopAction
 from flexinspect_hooks.capture.model_layers import attention_layers
-from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
 from flexinspect_hooks.sessions.capture_session import check_level
-from flexinspect_hooks.sessions.session_levels import SessionLevels
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     SegmentArgument,
@@ -182,8 +181,8 @@ def _start_control(session: WatchSession, writer: TraceWriter) -> CaptureControl
     stored_layers = ",".join(map(str, session.context.layers))
     levels = SessionLevels(session.level, stored_layers)
     title = type(session.context.model).__name__
-    info = CaptureInfo("watch", title, str(writer.recording_path))
-    running = CaptureControl(info, levels, is_served=True, serving=None, report=print_message)
+    targets = ControlTargets("watch", title, str(writer.recording_path), levels)
+    running = CaptureControl(targets, print_message)
     session.use_levels(levels)
     session.barrier = running.barrier
     running.attach_recorder(session.recorder)

@@ -20,7 +20,7 @@ from flexinspect.core.text import print_message
 from flexinspect.records.finding import Finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
+from flexinspect_hooks.capture.new_trace import create_trace
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.sessions.capture_session import check_level
@@ -75,8 +75,7 @@ class WatchedTrace(ABC, Generic[S]):
 
         facts = {"model": model_facts(self._model), "threads": torch.get_num_threads()}
         git = git_state(Path.cwd())
-        manifest = run_manifest(sys.argv, self._level, git, **facts, **self._facts)
-        writer = new_writer(self.path, manifest)
+        writer = create_trace(self.path, sys.argv, self._level, git, **facts, **self._facts)
         try:
             self._session = self._begin(writer)
         except BaseException:

@@ -27,11 +27,11 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.breakpoints.actions import PauseAction
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
+from flexinspect_hooks.control.control_protocols import SessionLevels
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
 from flexinspect_hooks.loading.model_loader import LoadedModel, load
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 NEW = 8
 

@@ -28,7 +28,7 @@ from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
-from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 from flexinspect_hooks.user_code import program
 from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
@@ -83,9 +83,7 @@ class ProgramCapture(CapturedRun):
             on_error=self._on_import_error,
         )
         atexit.register(self._close)
-        name = "flexinspect-control"
-        listener = threading.Thread(target=self._read_messages, name=name, daemon=True)
-        keep_running_when_stopped(listener).start()
+        background_thread("flexinspect-control", self._read_messages).start()
         self._debugging.begin(self.writer.recording_path, self.record_event)
         self.record_event("phase", _RUNNING)
         self._import_hooks.install()
@@ -245,7 +243,7 @@ class ProgramCapture(CapturedRun):
 
     def _on_fork(self) -> None:
         """Remove all hooks in a forked child, because the trace belongs to its parent."""
-        self.control.close_in_child()
+        self.control.close_sockets()
         self._import_hooks.remove()
         self._tokenizers.end()
         self._children.end()
