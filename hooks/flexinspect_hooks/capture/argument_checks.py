@@ -69,11 +69,9 @@ def check_number(value: Any, name: str) -> float:
         raise UsageError(f"{name} must be a single number, and is {value!r}.") from None
 
 
-def check_function(value: object, name: str, argument: str) -> Callable[..., Any]:
+def check_function(value: Any, name: str, argument: str) -> Callable[..., Any]:
     """Check that `value` is callable; the message names its expected `argument`."""
-    if not callable(value):
-        raise UsageError(f"{name} needs a function of {argument}, not {describe_type(value)}.")
-    return value
+    return _require(callable(value), value, name, f"a function of {argument}")
 
 
 def check_batches(value: Any, caller: str) -> Any:

@@ -86,39 +86,26 @@ class StepDraft(Struct):
 
     def add_event(self, step: StepContext, kind: str, text: str, data: Mapping[str, Any]) -> None:
         """Add an event of the step."""
-        self.events.append(
-            EventRecord(kind, text, step.started_at, step.generation, step.step, data)
-        )
+        place = (step.started_at, step.generation, step.step)
+        self.events.append(EventRecord(kind, text, *place, data))
 
     def assemble(self, step: StepContext) -> StepRecord:
         """Return the record of the step. Events of the forward come before those of the hooks."""
-        step_events = [
-            EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
-            for kind, text, *facts in step.events
+        place = (step.started_at, step.generation, step.step)
+        self.events[:0] = [
+            EventRecord(kind, text, *place, *data) for kind, text, *data in step.events
         ]
-        return StepRecord(
-            generation=step.generation,
-            step=step.step,
-            phase=step.phase,
-            q_len=step.q_len,
-            kv_before=step.kv_before,
-            kv_after=step.kv_after,
-            started_at=step.started_at,
-            wall_ms=step.wall_ms,
-            capture_ms=step.capture_s * 1e3,
-            branch=step.branch,
-            logits=self.logits,
-            tokens=self.tokens,
-            inputs=self.inputs,
-            calls=tuple(self.calls),
-            builds=tuple(self.builds),
-            layer_stats=tuple(self.layer_stats),
-            memory=self.memory,
-            masks=tuple(self.masks),
-            arrays=tuple(self.arrays),
-            training=self.training,
-            events=(*step_events, *self.events),
-        )
+        drafted = {name: getattr(self, name) for name in self.__struct_fields__}
+        lists = {name: tuple(part) for name, part in drafted.items() if isinstance(part, list)}
+        known = {name: getattr(step, name) for name in _STEP_FIELDS}
+        return StepRecord(**known, **(drafted | lists), capture_ms=step.capture_s * 1e3)
+
+
+_STEP_FIELDS = (
+    *("generation", "step", "branch", "phase"),
+    *("q_len", "kv_before", "kv_after", "started_at", "wall_ms"),
+)
+"""Fields that a `StepRecord` takes from its `StepContext`."""
 
 
 # a proxy of a deleted model cannot be compared

@@ -105,6 +105,7 @@ class Recorder:
         self._n_put = self._n_done = 0
         self._stopping = False
         self._thread = background_thread("flexinspect-writer", self._run)
+        self.start = self._thread.start
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
@@ -120,10 +121,6 @@ class Recorder:
     def path(self) -> Path | None:
         """The trace file, None if the sink does not write one."""
         return getattr(self._sink, "recording_path", None)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
         """Queue a generation; `rules` run on each of its steps before it is written."""
@@ -277,20 +274,16 @@ class Recorder:
     def _write_steps(self, items: Sequence[FinishedStep]) -> None:
         if self.failure is not None:
             return
-        records = self._records(items)
+        records, error = self._records(items), None
         try:
             self._sink.write_steps(records)
-        except TraceWriteError as error:
-            self._count([records[index] for index in error.stored])
-            raise
-        self._count(records)
-
-    def _count(self, records: Sequence[StepRecord]) -> None:
-        """Count steps that were written, and evaluate breakpoints on them."""
+        except TraceWriteError as raised:
+            records, error = [records[index] for index in raised.stored], raised
         self.n_steps += len(records)
-        if self.judge is not None:
-            for record in records:
-                self.judge.evaluate(record)
+        for record in records if self.judge is not None else ():
+            self.judge.evaluate(record)
+        if error is not None:
+            raise error
 
     def _records(self, items: Sequence[FinishedStep]) -> list[StepRecord]:
         """Turn steps into records, one kind of work after the other.
@@ -309,7 +302,8 @@ class Recorder:
                     except Exception as error:
                         self._report_hook_error(hook, error, item.context)
         records = []
-        for record in (item.draft.assemble(item.context) for item in items):
+        for item in items:
+            record = item.draft.assemble(item.context)
             rules = self._rule_runners.get((record.generation, record.branch))
             records.append(record if rules is None else rules.on_step(record))
         return records

@@ -72,13 +72,9 @@ class StepClock:
         self.branch = 0
         self.next_step = 0
 
-    def begin(self, generation: int) -> None:
-        """Start counting a new generation at step 0 of its first branch."""
-        self.generation, self.branch, self.next_step = generation, 0, 0
-
-    def set_next_step(self, generation: int, step: int) -> None:
-        """Set the number of the next step, for a loop that is not counted from its beginning."""
-        self.generation, self.next_step = generation, step
+    def set_next_step(self, generation: int, step: int = 0, branch: int = 0) -> None:
+        """Set the generation, number and branch of the next step."""
+        self.generation, self.branch, self.next_step = generation, branch, step
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], level: str) -> StepContext:
         """Open the next step: prefill while the cache is empty, decode afterwards."""

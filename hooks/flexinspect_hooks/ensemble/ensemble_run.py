@@ -40,7 +40,7 @@ from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource,
 from flexinspect_hooks.gradients.after_generation import TokenGradients
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
-from flexinspect_hooks.rewind.branch_recorder import GeneratedText, TraceBranchRecorder
+from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
 from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder
 from flexinspect_hooks.rewind.command_handler import RewindHandler
 from flexinspect_hooks.sessions.capture_session import CaptureSession
@@ -175,7 +175,7 @@ class EnsembleRunner:
         self, plan: GenerationPlan, session: CaptureSession, generation: GenerationRecord
     ) -> BranchingDecoder:
         job, prompt = self._job, plan.prompt
-        text = GeneratedText(self.vocabulary, one_line=job.stop == "newline")
+        one_line = job.stop == "newline"
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
 
         def report_compilation(kind: str) -> None:
@@ -186,8 +186,10 @@ class EnsembleRunner:
         patch = FlexPatch(
             self._model, plan.source, compiled=self._compiled, on_compile=report_compilation
         )
-        recorder = TraceBranchRecorder(session, prompt, generation, text, self._gradients)
-        should_stop = text.has_line_break if text.one_line else None
+        recorder = TraceBranchRecorder(
+            session, prompt, generation, self.vocabulary, self._gradients, one_line=one_line
+        )
+        should_stop = recorder.has_line_break if one_line else None
         criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
         return BranchingDecoder(self._model, decoder, patch, recorder, criteria)
 

@@ -24,41 +24,11 @@ from flexinspect_hooks.rewind.branch_state import BranchState
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
-class GeneratedText:
-    """The text of the generated tokens, token by token, for any branch.
-
-    With `one_line` the answer is its first line.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, *, one_line: bool) -> None:
-        self.vocabulary, self.one_line = vocabulary, one_line
-        self._ids: list[int] = []
-        self._texts: list[str] = []
-        self._stream = TextStream(vocabulary)
-
-    def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text that each of these tokens adds."""
-        if self._ids != list(token_ids[: len(self._ids)]):
-            self._ids, self._texts, self._stream = [], [], TextStream(self.vocabulary)
-        new = token_ids[len(self._ids) :]
-        self._ids += new
-        self._texts += map(self._stream.add, new)
-        return self._texts[: len(token_ids)]
-
-    def has_line_break(self, token_ids: Sequence[int]) -> bool:
-        """Whether the text has a line break after its first word."""
-        return "\n" in "".join(self.texts(token_ids)).lstrip()
-
-    def answer(self, token_ids: Sequence[int]) -> str:
-        """The answer, without special tokens."""
-        return self.vocabulary.decode_generated(token_ids, one_line=self.one_line)
-
-
 class TraceBranchRecorder:
     """Records the branches of one generation through a capture session.
 
-    `generation` is the record of the generation. With `gradients`, the gradients of each branch are
-    computed when it has finished.
+    `generation` is the record of the generation. With `one_line` the answer is its first line. With
+    `gradients`, the gradients of each branch are computed when it has finished.
     """
 
     def __init__(
@@ -66,19 +36,37 @@ class TraceBranchRecorder:
         session: CaptureSession,
         prompt: Prompt,
         generation: GenerationRecord,
-        text: GeneratedText,
+        vocabulary: Vocabulary,
         gradients: TokenGradients | None,
+        *,
+        one_line: bool,
     ) -> None:
         if gradients is not None:
             gradients.begin_generation(session.recorder)
         self._session, self._prompt, self._generation = session, prompt, generation
-        self._text, self._gradients = text, gradients
+        self._vocabulary, self._gradients, self._one_line = vocabulary, gradients, one_line
+        self._ids: list[int] = []
+        self._texts: list[str] = []
+        self._stream = TextStream(vocabulary)
         self.set_next_step, self.drop_step = session.set_next_step, session.drop_step
         self.no_capture = session.no_capture
 
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each of these generated tokens adds, for any branch."""
+        if self._ids != list(token_ids[: len(self._ids)]):
+            self._ids, self._texts, self._stream = [], [], TextStream(self._vocabulary)
+        new = token_ids[len(self._ids) :]
+        self._ids += new
+        self._texts += map(self._stream.add, new)
+        return self._texts[: len(token_ids)]
+
+    def has_line_break(self, token_ids: Sequence[int]) -> bool:
+        """Whether the generated text has a line break after its first word."""
+        return "\n" in "".join(self.texts(token_ids)).lstrip()
+
     def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
         """End the open step, which belongs to `branch`."""
-        text = self._text.texts(branch.token_ids(choice.step + 1))[-1]
+        text = self.texts(branch.token_ids(choice.step + 1))[-1]
         token = self._token_record(choice.step, choice.token_id, text)
         self._session.move_step(branch.number)
         self._session.on_token_chosen(token, choice.chosen, choice.scores)
@@ -113,7 +101,7 @@ class TraceBranchRecorder:
         end = GenerationEnd(
             generation=generation,
             state=state,
-            answer=self._text.answer(token_ids),
+            answer=self._vocabulary.decode_generated(token_ids, one_line=self._one_line),
             segments=close_generated_segment(prompt.segments, len(prompt.ids) + len(token_ids)),
             stop_reason=reason,
             ended_at=time.time(),
@@ -140,7 +128,7 @@ class TraceBranchRecorder:
     def _token_record(
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False
     ) -> TokenRecord:
-        vocabulary, prompt = self._text.vocabulary, self._prompt
+        vocabulary, prompt = self._vocabulary, self._prompt
         pos, position = len(prompt.ids) + step, prompt.next_position(step)
         segment, chosen_at = len(prompt.segments) - 1, None if is_prompt else step
         return token_record(vocabulary, pos, token_id, text, position, segment, chosen_at)
@@ -156,7 +144,7 @@ class TraceBranchRecorder:
             tokens += tuple(
                 self._token_record(step, token_id, text, is_prompt=True)
                 for step, (token_id, text) in enumerate(
-                    zip(token_ids, self._text.texts(token_ids), strict=True)
+                    zip(token_ids, self.texts(token_ids), strict=True)
                 )
             )
         changes = (ancestor.change for ancestor in branch.ancestry())

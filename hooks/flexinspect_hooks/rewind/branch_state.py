@@ -150,27 +150,22 @@ _SAMPLES = 1024
 
 
 def run_conditions(model: nn.Module) -> dict[str, Any]:
-    """What bit-equal results depend on beside the input: weights, threads, modes, precision."""
+    """What bit-equal results depend on beside the input, by the sentence on a change of it."""
     return {
-        "weights": weights_fingerprint(model),
-        "threads": torch.get_num_threads(),
-        "training": model.training,
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "The weights of the model have changed.": weights_fingerprint(model),
+        "torch ran on {before} threads and now runs on {now}.": torch.get_num_threads(),
+        "The model is now in {now} mode.": "training" if model.training else "evaluation",
+        "The precision of matrix products is now {now}.": torch.get_float32_matmul_precision(),
+        "torch.use_deterministic_algorithms was switched.": (
+            torch.are_deterministic_algorithms_enabled()
+        ),
     }
 
 
 def changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A sentence for each of the `run_conditions` that differs."""
-    mode = "training" if now["training"] else "evaluation"
-    texts = {
-        "weights": "The weights of the model have changed.",
-        "threads": f"torch ran on {before['threads']} threads and now runs on {now['threads']}.",
-        "training": f"The model is now in {mode} mode.",
-        "precision": f"The precision of matrix products is now {now['precision']}.",
-        "deterministic": "torch.use_deterministic_algorithms was switched.",
-    }
-    return [text for name, text in texts.items() if before[name] != now[name]]
+    changed = [text for text in before if before[text] != now[text]]
+    return [text.format(before=before[text], now=now[text]) for text in changed]
 
 
 def weights_fingerprint(model: nn.Module) -> str:

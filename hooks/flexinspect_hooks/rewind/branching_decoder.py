@@ -159,12 +159,11 @@ class BranchingDecoder:
         return False
 
     def _difference_reasons(self) -> list[str]:
-        nondeterministic = (
+        same = (
             "Weights, threads and modes are the same: an operation of the model is not "
             f"deterministic on {self._device.type}."
         )
-        changes = changed_conditions(self._conditions, run_conditions(self._model))
-        return changes or [nondeterministic]
+        return changed_conditions(self._conditions, run_conditions(self._model)) or [same]
 
     def close(self, state: str, reason: str) -> None:
         """End the current branch in `state` unless it has ended, and the others as interrupted."""

@@ -34,10 +34,7 @@ class RewindHandler:
         out of date at once.
         """
         command, prefix = order.command, ""
-        decoder, place = (
-            self._decoder_for(command.place),
-            (command.place.branch, command.place.step),
-        )
+        decoder, *place = self._decoder_and_place(command)
         if isinstance(command, messages.Restore):
             cost = decoder.restore_cost(*place)
         elif isinstance(command, messages.Fork):
@@ -60,10 +57,7 @@ class RewindHandler:
         Raises `FlexInspectError` if it cannot be executed; the model then stays where it was.
         """
         command = order.command
-        decoder, place = (
-            self._decoder_for(command.place),
-            (command.place.branch, command.place.step),
-        )
+        decoder, *place = self._decoder_and_place(command)
         if isinstance(command, messages.Restore):
             message = decoder.restore(*place).message
         elif isinstance(command, messages.Fork):
@@ -82,7 +76,11 @@ class RewindHandler:
             raise UsageError("A fork needs a token or a text of at least one token.")
         return token_ids
 
-    def _decoder_for(self, place: messages.StepRef) -> BranchingDecoder:
+    def _decoder_and_place(
+        self, command: messages.RewindCommand
+    ) -> tuple[BranchingDecoder, int, int]:
+        """Return the decoder, and the branch and step that a command names."""
+        place = command.place
         if self.decoder is None:
             raise UsageError("No generation is running, so there is nothing to rewind.")
         if place.generation != self.generation:
@@ -91,7 +89,7 @@ class RewindHandler:
                 f"{self.generation}.",
                 hint="Only a generation that is running, or is held at its end, can be rewound.",
             )
-        return self.decoder
+        return self.decoder, place.branch, place.step
 
 
 def _mask_edits(request: messages.EditMask) -> list[Edit]:

@@ -228,7 +228,7 @@ class CaptureSession:
 
         Returns when the prompt is in the trace, so that a crash of the prefill does not lose it.
         """
-        self._clock.begin(record.generation)
+        self._clock.set_next_step(record.generation)
         self.place = StepRef(record.generation)
         self.context.segments = record.segments
         self.recorder.begin_generation(record, self._rule_runner)
@@ -252,8 +252,9 @@ class CaptureSession:
 
     def set_next_step(self, branch: int, step: int) -> None:
         """Set which branch and step of the generation the next forward is."""
-        self._clock.branch, self._clock.next_step = branch, step
-        self.place = StepRef(self._clock.generation, branch, step - 1)
+        generation = self._clock.generation
+        self._clock.set_next_step(generation, step, branch)
+        self.place = StepRef(generation, branch, step - 1)
 
     def move_step(self, branch: int) -> None:
         """Move the open step to another branch."""
@@ -355,15 +356,24 @@ class CaptureSession:
         step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
         finished, self._step = self._reduce(step), None
         finished.tokens = lambda: (token,)
-        self._start_copy(finished)
+        self._queue_step(finished, started)
+        self.total_s += time.perf_counter() - step.started
+
+    def _queue_step(self, finished: FinishedStep, started: float) -> None:
+        """Copy a step's values to the host, and queue it; what began at `started` was capture."""
+        step = finished.context
+        try:
+            finished.buffer.start_copy()
+        except Exception as error:  # then none of the values is recorded
+            text = f"The step's values were lost: {type(error).__name__}: {error}"
+            step.events.append(("step-not-recorded", text))
+            finished.kept = ()
         step.capture_s += time.perf_counter() - started
-        reduced = time.perf_counter()
-        # From here on the step belongs to the writer thread.
-        self.recorder.put(finished)
+        self.capture_s += step.capture_s
+        queued = time.perf_counter()
+        self.recorder.put(finished)  # from here on the step belongs to the writer thread
         self.place = StepRef(step.generation, step.branch, step.step)
-        ended = time.perf_counter()
-        self.capture_s += step.capture_s + (ended - reduced)
-        self.total_s += ended - step.started
+        self.capture_s += time.perf_counter() - queued
 
     def _reduce(self, step: StepContext) -> FinishedStep:
         buffer, kept = StepBuffer(self._device, self._stream), []
@@ -374,15 +384,6 @@ class CaptureSession:
                 kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
         step.drop_references()
         return FinishedStep(step, buffer, tuple(kept))
-
-    def _start_copy(self, finished: FinishedStep) -> None:
-        """Start the copy of a step's values to the host; if it fails, none of them is recorded."""
-        try:
-            finished.buffer.start_copy()
-        except Exception as error:
-            text = f"The step's values were lost: {type(error).__name__}: {error}"
-            finished.context.events.append(("step-not-recorded", text))
-            finished.kept = ()
 
     def _step_unread(self, error: Exception) -> None:
         """Record that a step is not recorded; the user's forward continues."""

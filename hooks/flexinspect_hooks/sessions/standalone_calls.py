@@ -168,11 +168,7 @@ class StandaloneCalls(CaptureSession):
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         self._attention.calls.done += calls
-        finished = self._reduce(step)
-        self._start_copy(finished)
-        step.capture_s = time.perf_counter() - returned
-        self.recorder.put(finished)
-        self.capture_s += step.capture_s
+        self._queue_step(self._reduce(step), returned)
         self.total_s += step.wall_ms / 1e3 + step.capture_s
         end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
         self.recorder.put(end)

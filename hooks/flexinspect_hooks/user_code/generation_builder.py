@@ -30,7 +30,7 @@ from flexinspect.records.prompt import (
 )
 from flexinspect.records.step import GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.loading.tokenizers import TokenizerAdapter, special_ids, token_record
-from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
 # -- what the user declared ------------------------------------------------------------------------

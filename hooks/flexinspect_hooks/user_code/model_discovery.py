@@ -31,7 +31,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.control.control_protocols import chosen_layers
 from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
-from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import (
     frame_compiler_setter,

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect_hooks.capture.step_clock import StepContext, StepEvent
-from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.observers.inputs_hook import InputRows
 
 SEVERAL_ROWS = "chunked-input"
 UNKNOWN_CACHE = "unknown-cache"

@@ -25,7 +25,6 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flexinspect.control import messages as control
 from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
@@ -36,7 +35,7 @@ from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
 from flexinspect_hooks.observers.attention.kernel_calls import set_unrecorded
-from flexinspect_hooks.observers.input_rows import ArgumentNames, InputRows
+from flexinspect_hooks.observers.inputs_hook import ArgumentNames, InputRows
 from flexinspect_hooks.observers.logits_hook import reduce_chosen
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
@@ -256,17 +255,13 @@ class WatchSession(CaptureSession):
         step.wall_ms = (ended - step.started) * 1e3
         if rows is not None and rows.ids is not None and row is not None:
             reduce_chosen(row, rows.ids[-1:], finished.buffer)
-        self._start_copy(finished)
 
         def tokens() -> tuple[TokenRecord, ...]:
             chosen = builder.append_tokens(rows, pos, step.step) if rows is not None else ()
             return (*input_tokens(), *chosen)
 
         finished.tokens = tokens
-        step.capture_s += time.perf_counter() - started
-        self.recorder.put(finished)
-        self.place = control.StepRef(step.generation, 0, step.step)
-        self.capture_s += step.capture_s
+        self._queue_step(finished, started)
         self.total_s += ended - step.started
 
     # -- a generation ----------------------------------------------------------------------------
