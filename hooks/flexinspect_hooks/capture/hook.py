@@ -128,6 +128,8 @@ class CaptureContext(Struct, eq=False):
     """The exception that the last failed forward raised, as "Type: message"; empty if unknown."""
     sees_kernels: bool = False
     """Whether the kernel functions themselves are intercepted: for code of the user."""
+    is_standalone: bool = False
+    """Whether calls outside of any model are recorded: their number of filled keys is unknown."""
     on_call: Callable[[Any], None] | None = None
     """Called with each `AttentionCall` when it returns, while a breakpoint needs it."""
     on_kernel: Callable[[Any], None] | None = None

@@ -59,10 +59,7 @@ class CaptureSession:
     `copy_logits` copies each step's row of logits, because loops may modify it in place before it
     is recorded; a loop that does not do so can save the copy. `hooks` and `rules` default to the
     registered ones. A `recorder` passed in must be started, and may be shared with other sessions.
-    With `are_standalone` its generations are standalone calls. The session never keeps its model
-    alive.
-
-    Raises `UsageError` for an unknown level.
+    The session never keeps its model alive. Raises `UsageError` for an unknown level.
     """
 
     def __init__(
@@ -77,9 +74,7 @@ class CaptureSession:
         rules: Sequence[Rule] | None = None,
         copy_logits: bool = True,
         recorder: Recorder | None = None,
-        are_standalone: bool = False,
     ) -> None:
-        self._are_standalone = are_standalone
         self._copy_logits = copy_logits
         self.level = check_level(level)
         self.recorder = Recorder(sink) if recorder is None else recorder
@@ -144,7 +139,7 @@ class CaptureSession:
                 hook for hook in hooks if is_user_code or not getattr(hook, "own_code_only", False)
             ]
         rules, failed_rules = built_in_rules() if self._rules is None else (self._rules, {})
-        self._rule_runner = RuleRunner(rules, is_standalone=self._are_standalone)
+        self._rule_runner = RuleRunner(rules, is_standalone=self.context.is_standalone)
         self.recorder.has_core = not self.cores_are_taken()
         if not self._shares_recorder:
             self.recorder.start()

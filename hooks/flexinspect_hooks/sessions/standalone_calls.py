@@ -6,7 +6,7 @@ For a program that tries masks on tensors, as in most first experiments with Fle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,47 +22,19 @@ from flexinspect.records.step import (
     GenerationRecord,
 )
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS, AttentionHook
 from flexinspect_hooks.observers.attention.kernel_calls import (
-    BUILD,
     FLEX,
     KernelCall,
     KernelCalls,
-    is_forward_running,
 )
 from flexinspect_hooks.observers.memory_hook import MemoryHook
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 MAX_STANDALONE_CALLS = 500
 """The number of calls that are recorded; a program with more calls is not a small experiment."""
-
-
-class _StandaloneKernelCalls(KernelCalls):
-    """Observes the kernel calls that belong to no session of a model."""
-
-    def accepts(self, name: str) -> bool:
-        """Accept FlexAttention and the masks built for it, outside of the forward of a model."""
-        return name in (FLEX, BUILD) and not is_forward_running()
-
-    def failed(self, call: KernelCall, error: BaseException) -> None:
-        """Report the call, and drop the masks that were built for it."""
-        super().failed(call, error)
-        self.take_builds()
-
-
-class StandaloneAttention(AttentionHook):
-    """Describes standalone calls; it installs nothing but the observer of the kernels."""
-
-    is_standalone = True
-
-    def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Observe the kernels."""
-        self.prepare(context)
-        self.calls = self._kernels = _StandaloneKernelCalls(context)
-        return [self.calls.observe()]
 
 
 class StandaloneCalls(CaptureSession):
@@ -78,32 +50,37 @@ class StandaloneCalls(CaptureSession):
     def __init__(
         self, sink: TraceWriter, recorder: Recorder, numbers: Iterator[int], *, level: str
     ) -> None:
-        self._attention = StandaloneAttention()
+        self._attention = AttentionHook()
         self._placeholder_model = nn.Module()  # kept here: sessions reference their model weakly
         super().__init__(
             self._placeholder_model,
             sink,
             level=level,
             hooks=[self._attention, MemoryHook()],
-            are_standalone=True,
             recorder=recorder,
         )
+        self.context.sees_kernels = self.context.is_standalone = True
         self.context.record_event = self._record_failed_call
         self.context.on_kernel = self._on_call
         self._numbers = numbers
         self.n_calls = 0
 
+    @property
+    def _kernels(self) -> KernelCalls:
+        assert self._attention.kernels is not None
+        return self._attention.kernels
+
     def __exit__(self, *_: object) -> None:
-        if builds := self._attention.calls.unassigned_builds():
+        if builds := self._kernels.unassigned_builds():
             self._record_safely(self._record_builds, builds)
         super().__exit__()
 
     def _on_call(self, call: KernelCall) -> None:
         """Record one call at once, or an event if that fails."""
-        self._attention.calls.take_since(0)
+        self._kernels.take_since(0)
         self.n_calls += 1
         if self.n_calls > MAX_STANDALONE_CALLS:
-            self._attention.calls.take_builds()
+            self._kernels.take_builds()
         else:
             self._record_safely(self._record_call, call, time.perf_counter())
 
@@ -167,7 +144,7 @@ class StandaloneCalls(CaptureSession):
         self._attention.begin(self.context)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
-        self._attention.calls.done += calls
+        self._kernels.done += calls
         self._queue_step(self._reduce(step), returned)
         self.total_s += step.wall_ms / 1e3 + step.capture_s
         end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())

@@ -41,9 +41,8 @@ from flexinspect_hooks.python_internals.torch_private import (
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.sessions.captured_run import CapturedRun
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
-from flexinspect_hooks.user_code.program import end_state, strip_own_frames
+from flexinspect_hooks.user_code.program import TokenizerTracker, end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
-from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from flexinspect_hooks.breakpoints.actions import (
     PauseAction,
     hit_callback,
 )
-from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, StopAction
+from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
@@ -122,9 +122,21 @@ class Watch(WatchedTrace[WatchSession]):
         )
         session.__enter__()
         session.watch_generate()
+        put, action = session.recorder.put, None
         if self._is_controlled:
-            self._running = _start_control(session, writer)
-        self._set_breakpoints(session)
+            stored_layers = ",".join(map(str, session.context.layers))
+            levels = SessionLevels(session.level, stored_layers)
+            title, trace = type(self._model).__name__, str(writer.recording_path)
+            targets = ControlTargets("watch", title, trace, levels, breakpoints=self.breakpoints)
+            self._running = running = CaptureControl(targets, print_message)
+            session.use_levels(levels)
+            session.barrier = running.barrier
+            running.attach_recorder(session.recorder)
+            running.start()
+            action = PauseAction(running.barrier, print_message, put)
+        stop = action if self._on_hit is None else CallbackAction(self._on_hit)
+        assert stop is not None  # without control there is a function to call
+        session.break_on(BreakpointEvaluator(self.breakpoints, stop, put))
         return session
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -140,54 +152,26 @@ class Watch(WatchedTrace[WatchSession]):
     ) -> list[Callable[[], object]]:
         return [lambda: session.close(state, error), session.__exit__]
 
-    def _set_breakpoints(self, session: WatchSession) -> None:
-        """Evaluate breakpoints; at a hit call `on_hit`, or pause if there is none."""
-        action: StopAction
-        if self._on_hit is not None:
-            action = CallbackAction(self._on_hit)
-        else:
-            assert self._running is not None
-            action = PauseAction(self._running.barrier, print_message, session.recorder.put)
-        session.break_on(BreakpointEvaluator(self.breakpoints, action, session.recorder.put))
-        if self._running is not None:
-            self._running.targets.breakpoints = self.breakpoints
-
     # -- summary ---------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        summary = self._summary()
-        return self._empty_text() if summary is None else summary.text()
+        return self._render(TraceSummary.text, str)
 
     def _repr_html_(self) -> str:
-        summary = self._summary()
-        return escape(self._empty_text()) if summary is None else summary.html()
+        return self._render(TraceSummary.html, escape)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the summary in IPython. `repr` does not, because debuggers call it."""
         printer.text("..." if cycle else str(self))
 
-    def _summary(self) -> TraceSummary | None:
+    def _render(
+        self, render: Callable[[TraceSummary], str], render_text: Callable[[str], str]
+    ) -> str:
         if self._writer is None:
-            return None
+            path = escape_unprintable(str(self.path))
+            return render_text(f"Nothing is recorded yet; the trace will be {path}.")
         with self.reader() as reader:
-            return summarize_trace(reader, self.path)
-
-    def _empty_text(self) -> str:
-        return f"Nothing is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
-
-
-def _start_control(session: WatchSession, writer: TraceWriter) -> CaptureControl:
-    """Accept control commands for a session from now on."""
-    stored_layers = ",".join(map(str, session.context.layers))
-    levels = SessionLevels(session.level, stored_layers)
-    title = type(session.context.model).__name__
-    targets = ControlTargets("watch", title, str(writer.recording_path), levels)
-    running = CaptureControl(targets, print_message)
-    session.use_levels(levels)
-    session.barrier = running.barrier
-    running.attach_recorder(session.recorder)
-    running.start()
-    return running
+            return render(summarize_trace(reader, self.path))
 
 
 def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:

@@ -73,9 +73,13 @@ class WatchedTrace(ABC, Generic[S]):
             raise UsageError(busy)
         import transformers  # noqa: F401 (its version is in the manifest)
 
-        facts = {"model": model_facts(self._model), "threads": torch.get_num_threads()}
+        facts: dict[str, Any] = {
+            "model": model_facts(self._model),
+            "threads": torch.get_num_threads(),
+            **self._facts,
+        }
         git = git_state(Path.cwd())
-        writer = create_trace(self.path, sys.argv, self._level, git, **facts, **self._facts)
+        writer = create_trace(self.path, sys.argv, self._level, git, **facts)
         try:
             self._session = self._begin(writer)
         except BaseException:

@@ -297,7 +297,7 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
         )
 
     clock = StepClock()
-    clock.begin(0)
+    clock.set_next_step(0)
     step = clock.open((torch.zeros(1, 9, dtype=torch.int64),), {}, "advanced")
     refs = [call(0, 4), call(1, 2), call(2, 4), call(3, 2)]
     masks = MaskStore(CPU).capture_masks(refs, step, StepBuffer(CPU))

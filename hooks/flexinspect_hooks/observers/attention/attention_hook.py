@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flexinspect.core.text import plural
 from flexinspect.records.step import ArrayRecord, BuildRecord, CallRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import (
     CaptureContext,
     Hook,
@@ -49,8 +49,8 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
 )
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
 from flexinspect_hooks.observers.attention.segment_attention import (
+    LOST_PREFIX,
     SegmentAttentionReducer,
-    lost_calls,
     merge_group_results,
 )
 from flexinspect_hooks.python_internals.patching import patch
@@ -78,17 +78,25 @@ class AttentionHook(Hook):
     """Records each attention call of the watched model, for any backend."""
 
     name = "attention"
-    is_standalone = False
-    """Whether the calls are standalone, so that the number of filled keys is not known."""
-    _wrapped_functions: dict[tuple[str, int], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Observe the kernels in code of the user, and the registry except for standalone calls."""
+        self._context = context
+        self._refs: list[AttentionCall] = []
+        self._n_layers_seen = 0
+        self._mask_store = MaskStore(context.device)
+        self._compared_masks: set[tuple[Any, ...]] = set()
+        self._segment_reducer = SegmentAttentionReducer(context.device)
+        self.kernels = KernelCalls(context) if context.sees_kernels else None
+        self._wrapped_functions: dict[tuple[str, int], Callable[..., Any]] = {}
+        removes = self.kernels.install() if self.kernels is not None else []
+        return removes if context.is_standalone else [self._wrap_registry(), *removes]
+
+    def _wrap_registry(self) -> Remove:
         """Replace the look-up of attention functions on transformers' shared registry."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
-        self.prepare(context)
-        original = REGISTRY.get_interface
-        wrapped = self._wrapped_functions
+        original, wrapped = REGISTRY.get_interface, self._wrapped_functions
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
@@ -100,22 +108,10 @@ class AttentionHook(Hook):
                 wrapped[key] = self._wrap_function(attn_implementation, function)
             return wrapped[key]
 
-        remove = patch(REGISTRY, "get_interface", get_interface)
-        return [remove, *(self._kernels.install() if self._kernels is not None else ())]
-
-    def prepare(self, context: CaptureContext) -> None:
-        """Set up the state without installing anything."""
-        self._context = context
-        self._refs: list[AttentionCall] = []
-        self._n_layers_seen = 0
-        self._mask_store = MaskStore(context.device)
-        self._compared_masks: set[tuple[Any, ...]] = set()
-        self._segment_reducer = SegmentAttentionReducer(context.device)
-        self._kernels = KernelCalls(context) if context.sees_kernels else None
-        self._wrapped_functions = {}
+        return patch(REGISTRY, "get_interface", get_interface)
 
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        context, layer_of, kernels = self._context, self._context.layer_of, self._kernels
+        context, layer_of, kernels = self._context, self._context.layer_of, self.kernels
         name = BACKEND if backend.startswith(BACKEND) else backend
         path = _BACKEND_PATHS.get(name, "other")
         own_module = getattr(function, "__module__", None) or ""
@@ -182,8 +178,8 @@ class AttentionHook(Hook):
     def open(self, step: StepContext) -> None:
         """Drop references that an aborted step may have left."""
         self._refs.clear()
-        if self._kernels is not None:
-            self._kernels.open(step)
+        if self.kernels is not None:
+            self.kernels.open(step)
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _AttentionStep | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
@@ -201,8 +197,8 @@ class AttentionHook(Hook):
         if step.level != "basic":
             self._segment_reducer.reduce(refs, step.kv_after, buffer)
             put_batch_rows(refs, self._compared_masks, buffer)
-            if self._kernels is not None:
-                filled = None if self.is_standalone else step.kv_after
+            if self.kernels is not None:
+                filled = None if self._context.is_standalone else step.kv_after
                 put_user_call_checks(refs, step, filled, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
@@ -213,9 +209,9 @@ class AttentionHook(Hook):
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
         """Return the calls of a step and the masks built for it, and drop them."""
         builds: tuple[BuildRecord, ...] = ()
-        if self._kernels is not None:
-            self._add_direct_calls(self._kernels.take_since(0), step)
-            builds = self._kernels.take_builds()
+        if self.kernels is not None:
+            self._add_direct_calls(self.kernels.take_since(0), step)
+            builds = self.kernels.take_builds()
         refs, self._refs = self._refs, []
         return refs, builds
 
@@ -264,8 +260,8 @@ class AttentionHook(Hook):
         for mask in kept.masks:
             self._mask_store.record(mask, values, draft)
         # No rule needs equal batch rows of standalone calls.
-        reports_equal = not self.is_standalone
-        record_batch_rows(values, kept.masks, step, draft, reports_equal=reports_equal)
+        is_standalone = self._context.is_standalone
+        record_batch_rows(values, kept.masks, step, draft, reports_equal=not is_standalone)
         rows = merge_group_results(values, len(kept.calls))
         errors = rows["lse_error"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, step, draft)
@@ -288,8 +284,13 @@ class AttentionHook(Hook):
 def _report_lost_rows(
     values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
 ) -> set[int]:
-    """Return the calls whose newest row is lost, and record an event for them (writer thread)."""
-    lost = lost_calls(values, len(calls))
+    """Return the calls whose keys were modified before their newest row was recomputed.
+
+    Also records an event for them (writer thread).
+    """
+    lost: set[int] = set()
+    for members in with_prefix(values, LOST_PREFIX):
+        lost |= set(map(int, members[1:].split(","))) if members else set(range(len(calls)))
     if lost:
         layers = sorted({calls[index]["layer"] for index in lost})
         text = (

@@ -340,6 +340,8 @@ class KernelCalls(Struct, eq=False):
 
         The layer of a kernel call is read from the stack, so that layers need no hooks.
         """
+        if self.context.is_standalone:
+            return [self._observe()]
         self._root = id(self.context.model)
 
         def close(module: nn.Module, args: Any, output: Any) -> None:
@@ -354,10 +356,9 @@ class KernelCalls(Struct, eq=False):
 
         # A function: a copy of the model copies its hooks, and with a method this object too.
         hook = self.context.model.register_forward_hook(close, always_call=True)
-        return [self.observe(), hook.remove]
+        return [self._observe(), hook.remove]
 
-    def observe(self) -> Remove:
-        """Observe the kernels only; returns a function that stops it."""
+    def _observe(self) -> Remove:
         stop_observing = observe_kernels(self)
         _active.append(self)
 
@@ -398,7 +399,12 @@ class KernelCalls(Struct, eq=False):
     # -- the observer ----------------------------------------------------------------------------
 
     def accepts(self, name: str) -> bool:
-        """Accept the calls of the open step, and masks that are built outside of any forward."""
+        """Accept the calls of the open step, and masks that are built outside of any forward.
+
+        Of standalone calls, accept FlexAttention and such masks.
+        """
+        if self.context.is_standalone:
+            return name in (FLEX, BUILD) and not is_forward_running()
         if self.context.is_open:
             return not getattr(_thread, "is_quiet", False)
         return name == BUILD and not is_forward_running()
@@ -439,10 +445,9 @@ class KernelCalls(Struct, eq=False):
             self.context.on_kernel(call)
 
     def failed(self, call: KernelCall, error: BaseException) -> None:
-        """Record an event at once, because the step may never be recorded.
-
-        Each message is recorded once per layer.
-        """
+        """Record an event at once, once per message and layer; the step may never be recorded."""
+        if self.context.is_standalone:  # drop the masks that were built for it
+            self.take_builds()
         if call.compiled:
             last_kernel_call.end_kernel_call()
         message = summarize_error(error)

@@ -128,16 +128,9 @@ def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
     return out
 
 
-def lost_calls(values: Values, n_calls: int) -> set[int]:
-    """Return the calls whose rows were not recomputed because their keys were modified before."""
-    lost: set[int] = set()
-    for members in with_prefix(values, _LOST_PREFIX):
-        lost |= set(map(int, members[1:].split(","))) if members else set(range(n_calls))
-    return lost
-
-
 _ATTENTION_PREFIX = "attention/"
-_LOST_PREFIX = "attention-lost"
+LOST_PREFIX = "attention-lost"
+"""Prefix of a value that only reports which rows were lost, because keys were modified before."""
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
 
@@ -267,7 +260,7 @@ def _reduce_rows(
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
         out["lse_error"] = output_error(xp, recomputed, outputs)
     if deferred is not None and deferred.were_modified():
-        return {f"{_LOST_PREFIX}{suffix}": xp.ones(())}
+        return {f"{LOST_PREFIX}{suffix}": xp.ones(())}
     return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
 
 

@@ -31,7 +31,6 @@ from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 from flexinspect_hooks.python_internals.threads import background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 from flexinspect_hooks.user_code import program
-from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
 
 if TYPE_CHECKING:
     from flexinspect_hooks.user_code.model_discovery import ModelFinder
@@ -62,7 +61,7 @@ class ProgramCapture(CapturedRun):
         self._finder: ModelFinder | None = None
         self._finder_lock = threading.Lock()
         self._pending_calls: deque[str] = deque()
-        self._tokenizers = TokenizerTracker()
+        self._tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
         """Run the program; its exceptions propagate. The trace is closed at the interpreter's exit.
