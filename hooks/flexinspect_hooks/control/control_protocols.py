@@ -169,7 +169,6 @@ class BaselineCounter:
         self._baseline = AnomalyCounts()
 
     def _read(self) -> AnomalyCounts:
-        """Return all that was ever counted."""
         raise NotImplementedError
 
     def counts(self) -> AnomalyCounts:

@@ -140,28 +140,28 @@ class RouteHandlers:
 
     @_route("POST", "/breakpoints", "Add a breakpoint.")
     def add_breakpoint(self, body: messages.BreakpointBody) -> messages.BreakpointInfo:
-        return self._breakpoint_store().add(
-            body.text, hits=body.hits, once=body.once, log_only=body.log_only
-        )
+        with self._breakpoint_store() as store:
+            return store.add(body.text, hits=body.hits, once=body.once, log_only=body.log_only)
 
     @_route("DELETE", "/breakpoints/{number}", "Remove a breakpoint.")
     def remove_breakpoint(self, number: int) -> messages.Breakpoints:
-        with _known_breakpoint(number):
-            self._breakpoint_store().remove(number)
+        with self._breakpoint_store(number) as store:
+            store.remove(number)
         return self.breakpoints()
 
     @_route("POST", "/breakpoints/{number}/enable", "Enable a breakpoint.")
     def enable_breakpoint(self, number: int) -> messages.BreakpointInfo:
-        with _known_breakpoint(number):
-            return self._breakpoint_store().enable(number, True)
+        with self._breakpoint_store(number) as store:
+            return store.enable(number, True)
 
     @_route("POST", "/breakpoints/{number}/disable", "Disable a breakpoint.")
     def disable_breakpoint(self, number: int) -> messages.BreakpointInfo:
-        with _known_breakpoint(number):
-            return self._breakpoint_store().enable(number, False)
+        with self._breakpoint_store(number) as store:
+            return store.enable(number, False)
 
-    def _breakpoint_store(self) -> BreakpointStore:
-        """Return the breakpoints of the run, to change them.
+    @contextmanager
+    def _breakpoint_store(self, number: int | None = None) -> Iterator[BreakpointStore]:
+        """Give the breakpoints of the run, to change them, or the one with this number.
 
         That counts as a received command: a client that changes breakpoints can also continue a
         paused model.
@@ -169,7 +169,10 @@ class RouteHandlers:
         self._targets.barrier.has_received_command = True
         if self._targets.breakpoints is None:
             raise ControlError("This capture does not support breakpoints.")
-        return self._targets.breakpoints
+        try:
+            yield self._targets.breakpoints
+        except KeyError:
+            raise HttpError(404, f"There is no breakpoint {number}.") from None
 
     @_route("POST", "/restore", "Rebuild the live state after a step, and pause there.")
     def restore(self, body: messages.Restore) -> messages.CommandResponse:
@@ -203,9 +206,9 @@ class RouteHandlers:
         refusal = "This capture cannot restore, fork or edit:"
         if self._targets.kind == "generation":
             raise ControlError(f"{refusal} rewinding is disabled.")
-        hint = "flexinspect run --model … runs a generation that supports it."
         raise ControlError(
-            f"{refusal} flexinspect cannot rewind the program's own loop.", hint=hint
+            f"{refusal} flexinspect cannot rewind the program's own loop.",
+            hint="flexinspect run --model … runs a generation that supports it.",
         )
 
     @_route("GET", f"{_DEBUG}/summary", "Anomalies that the debuggers found so far.")
@@ -228,11 +231,3 @@ class RouteHandlers:
     def debug_clear(self) -> messages.DebugSummaryResponse:
         control_protocols.clear()
         return control_protocols.debug_summary()
-
-
-@contextmanager
-def _known_breakpoint(number: int) -> Iterator[None]:
-    try:
-        yield
-    except KeyError:
-        raise HttpError(404, f"There is no breakpoint {number}.") from None

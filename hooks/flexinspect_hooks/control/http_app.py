@@ -118,7 +118,6 @@ class _Guard:
         self._hosts = _allowed_hosts(serving.host) if serving is not None else set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or refuse it before the application sees it."""
         if scope["type"] != "http":
             return
         try:

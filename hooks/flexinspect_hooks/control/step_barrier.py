@@ -18,10 +18,6 @@ from flexinspect.control import messages
 from flexinspect.control.messages import QueuedRewind, RewindState, State, StepRef
 from flexinspect.core.errors import ControlError, FlexInspectError
 
-RecordEvent = Callable[[str, str, StepRef, Mapping[str, Any]], None]
-"""Records an event in the trace: its kind, its text, the last finished step, further facts."""
-
-
 STOPPING: Final = "stopping after this step"
 
 _STATE_TEXTS: Mapping[State, str] = {
@@ -69,12 +65,14 @@ class PauseTarget(Struct):
 class StepBarrier:
     """Pauses and stops the model between two steps, and passes rewind commands to the engine.
 
-    `record_event` records events; `drain` waits until every finished step is in the trace. Both may
-    be set later. One barrier serves all models of a process.
+    `record_event` records events (kind, text, last finished step, facts); `drain` waits until every
+    finished step is in the trace. Both may be set later. One barrier serves all models of a process.
     """
 
     def __init__(
-        self, record_event: RecordEvent = lambda *_: None, drain: Callable[[], None] = lambda: None
+        self,
+        record_event: Callable[[str, str, StepRef, Mapping[str, Any]], None] = lambda *_: None,
+        drain: Callable[[], None] = lambda: None,
     ) -> None:
         self.record_event, self.drain = record_event, drain
         self.stop_debugger: Callable[[str, Mapping[str, Any]], bool] = lambda reason, facts: False
@@ -117,7 +115,10 @@ class StepBarrier:
     def raise_if_stopping(self) -> None:
         """Raise `KeyboardInterrupt` if the run has to stop, without passing the barrier."""
         with self._changed:
-            self._raise_if_stopping()
+            if self._is_stopping:
+                self._is_stopping = False
+                self._update_has_work()
+                raise KeyboardInterrupt
 
     def hold(self, place: StepRef) -> QueuedRewind | None:
         """Keep the model alive at the end of the last generation.
@@ -205,7 +206,7 @@ class StepBarrier:
         with self._changed:
             self._wait_for_other_thread()
             is_new = self._update_position(place)
-            self._raise_if_stopping()
+            self.raise_if_stopping()
             if not is_new:
                 return None
             if self._pending is not None or self._pause_request is None:
@@ -226,7 +227,7 @@ class StepBarrier:
                 self._update_has_work()
             text = f"stopped in the debugger {place.describe_after()}: {stop.reason}"
             self.record_event(stop.kind, text, place, stop.facts)
-            self._raise_if_stopping()
+            self.raise_if_stopping()
         return True
 
     def _update_position(self, place: StepRef) -> bool:
@@ -243,12 +244,6 @@ class StepBarrier:
         self._update_has_work()
         return is_new
 
-    def _raise_if_stopping(self) -> None:
-        if self._is_stopping:
-            self._is_stopping = False
-            self._update_has_work()
-            raise KeyboardInterrupt
-
     def _wait_for_other_thread(self) -> None:
         while self._paused_thread not in (None, threading.get_ident()):
             self._changed.wait()
@@ -256,29 +251,27 @@ class StepBarrier:
     def _pause(self, place: StepRef) -> QueuedRewind | None:
         with self._changed:
             self._wait_for_other_thread()
-            if self._pause_request is None:
+            stop = self._pause_request
+            if stop is None:
                 return None  # withdrawn while this thread waited
+            self._paused_thread = threading.get_ident()
+            self._pause_request, self._pause_reason = None, stop
+            self._passed_step = self._last_step = place  # another thread may have changed them
             try:
-                return self._pause_here(place, self._pause_request)
+                self._set_state("paused")
+                text = f"paused {place.describe_after()}: {stop.reason}"
+                self.record_event(stop.kind, text, place, stop.facts)
+                stop.on_paused()
+                self._wait_while("paused")
+                if self._pending is not None:
+                    return self._take_rewind()
+                self._pause_reason = None
+                self.raise_if_stopping()
+                self.record_event("resumed", f"continued {place.describe_after()}", place, {})
+                return None
             finally:
                 self._paused_thread = None
                 self._set_state(self._state)
-
-    def _pause_here(self, place: StepRef, stop: PauseRequest) -> QueuedRewind | None:
-        self._paused_thread = threading.get_ident()
-        self._pause_request, self._pause_reason = None, stop
-        self._passed_step = self._last_step = place  # another thread may have changed them
-        self._set_state("paused")
-        text = f"paused {place.describe_after()}: {stop.reason}"
-        self.record_event(stop.kind, text, place, stop.facts)
-        stop.on_paused()
-        self._wait_while("paused")
-        if self._pending is not None:
-            return self._take_rewind()
-        self._pause_reason = None
-        self._raise_if_stopping()
-        self.record_event("resumed", f"continued {place.describe_after()}", place, {})
-        return None
 
     def _wait_while(self, state: State) -> None:
         try:
@@ -289,7 +282,6 @@ class StepBarrier:
                 self._set_state("running")
 
     def _take_rewind(self) -> QueuedRewind | None:
-        """Return the waiting rewind command, None if there is none."""
         queued, self._pending = self._pending, None
         if queued is not None:
             self._rewind_started_at = time.monotonic()
@@ -426,10 +418,8 @@ class StepBarrier:
             return STOPPING
         if state == "paused":
             return f"paused {place.describe_after()}"
-        if state == "loading" and until:
-            return f"loading, and pausing {until}"
-        if state == "running" and until:
-            return f"pausing {until}"
+        if until and state in ("loading", "running"):
+            return f"loading, and pausing {until}" if state == "loading" else f"pausing {until}"
         if state == "running" and last is not None and last.state == "working":
             return f"carrying out the {last.kind}"
         return _STATE_TEXTS[state]

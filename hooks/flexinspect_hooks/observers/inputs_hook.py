@@ -117,7 +117,6 @@ class InputsHook(Hook):
 
 
 def _position_embedding_name(model: nn.Module) -> str:
-    """Return the name of the embedding of learned positions, empty if the model has none."""
     for name, module in model.named_modules():
         last = str(name).rpartition(".")[2]
         if isinstance(module, nn.Embedding) and ("position" in last or last == "wpe"):

@@ -266,7 +266,6 @@ class BranchingDecoder:
             self._cache_store.put(branch.number, decoder.cache)
 
     def _replay(self, branch: BranchState, step: int, nearest: NearestCache) -> tuple[str, ...]:
-        """Repeat the forward passes that lead from a cache to a step."""
         decoder, first = self._decoder, nearest.step + 1
         decoder.set_state(branch.token_ids(first), nearest.cache or new_cache(self._model))
         differing: list[int] = []

@@ -76,7 +76,6 @@ def cache_bytes(caches: Iterable[Any]) -> int:
 
 
 def _keys_and_values(layer: Any) -> list[Tensor]:
-    """The keys and values of a layer; a recurrent layer has none."""
     values = (getattr(layer, name, None) for name in ("keys", "values"))
     return [tensor for tensor in values if isinstance(tensor, Tensor)]
 

@@ -421,7 +421,6 @@ class CaptureSession:
             return None
 
     def _hook_failed(self, hook: Hook, error: BaseException, step: StepContext | None) -> None:
-        """Record the failure and switch the hook off; the forward continues."""
         if hook not in self._hooks:
             return
         self._hooks.remove(hook)

@@ -116,7 +116,6 @@ class StandaloneCalls(CaptureSession):
         self.recorder.put(end)
 
     def _begin(self, number: int, sample: str, n_keys: int) -> tuple[Segment, ...]:
-        """Begin a generation; returns its segments."""
         segments = (Segment(0, n_keys, "keys", SegmentKind.SHARED, 0),)
         record = GenerationRecord(
             generation=number,

@@ -202,7 +202,6 @@ class ModelFinder:
         return session
 
     def _unique_name(self, model: nn.Module) -> str:
-        """Return a name that no other model of this program has."""
         name = str(model_facts(model)["name"])
         taken = {facts["name"] for facts in self._facts}
         candidates = (f"{name} ({n})" if n > 1 else name for n in count(1))

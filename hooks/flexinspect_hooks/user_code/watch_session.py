@@ -202,7 +202,6 @@ class WatchSession(CaptureSession):
     def _add_begin_events(
         self, step: StepContext, place: StepPlace, problems: Sequence[str]
     ) -> None:
-        """Add the events of a generation that begins with this step."""
         if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:
             cached = self._prompt[0, : place.pos].tolist()
             text = f"By its length the cache holds the first {place.pos} tokens of the prompt."

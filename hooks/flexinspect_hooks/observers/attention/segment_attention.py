@@ -207,7 +207,6 @@ def _queries(refs: Sequence[AttentionCall]) -> Tensor:
 
 
 def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
-    """Return the newest rows' outputs, float32 (layers, q heads, D)."""
     if refs[0].output.shape[0] == refs[0].output.shape[1] == 1:
         return torch.cat([ref.output[0] for ref in refs]).float()
     return torch.stack([ref.output[0, -1] for ref in refs]).float()

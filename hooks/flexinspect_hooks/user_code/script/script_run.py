@@ -190,7 +190,6 @@ class ProgramCapture(CapturedRun):
             self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
 
     def _close(self) -> None:
-        """Close the trace, at the end of the process."""
         if os.getpid() != self._pid:
             return
         self._is_closing = True
