@@ -25,20 +25,8 @@ from torch import Tensor, nn
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError
+from flexinspect.records import step as step_records
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import (
-    ArrayRecord,
-    BuildRecord,
-    CallRecord,
-    EventRecord,
-    InputsRecord,
-    LayerStatRecord,
-    LogitsRecord,
-    MaskRecord,
-    MemoryRecord,
-    StepRecord,
-    TokenRecord,
-)
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.rules.engine import Rule
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
@@ -62,7 +50,7 @@ def record_activations(values: Values, streams: Sequence[str], draft: StepDraft)
         dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
         stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
         if stream in streams:
-            records.append(ArrayRecord(stream, array, int(layer), dtype))
+            records.append(step_records.ArrayRecord(stream, array, int(layer), dtype))
     draft.arrays += sorted(records, key=lambda record: streams.index(record.stream))
 
 
@@ -72,33 +60,35 @@ Remove = Callable[[], None]
 class StepDraft(Struct):
     """The records of a step while the hooks fill them in."""
 
-    logits: LogitsRecord | None = None
-    memory: MemoryRecord | None = None
+    logits: step_records.LogitsRecord | None = None
+    memory: step_records.MemoryRecord | None = None
     training: TrainingStepRecord | None = None
-    inputs: InputsRecord | None = None
-    tokens: tuple[TokenRecord, ...] = ()
-    calls: list[CallRecord] = field(default_factory=list)
-    builds: list[BuildRecord] = field(default_factory=list)
-    layer_stats: list[LayerStatRecord] = field(default_factory=list)
-    masks: list[MaskRecord] = field(default_factory=list)
-    arrays: list[ArrayRecord] = field(default_factory=list)
-    events: list[EventRecord] = field(default_factory=list)
+    inputs: step_records.InputsRecord | None = None
+    tokens: tuple[step_records.TokenRecord, ...] = ()
+    calls: list[step_records.CallRecord] = field(default_factory=list)
+    builds: list[step_records.BuildRecord] = field(default_factory=list)
+    layer_stats: list[step_records.LayerStatRecord] = field(default_factory=list)
+    masks: list[step_records.MaskRecord] = field(default_factory=list)
+    arrays: list[step_records.ArrayRecord] = field(default_factory=list)
+    events: list[step_records.EventRecord] = field(default_factory=list)
 
     def add_event(self, step: StepContext, kind: str, text: str, data: Mapping[str, Any]) -> None:
         """Add an event of the step."""
         place = (step.started_at, step.generation, step.step)
-        self.events.append(EventRecord(kind, text, *place, data))
+        self.events.append(step_records.EventRecord(kind, text, *place, data))
 
-    def assemble(self, step: StepContext) -> StepRecord:
+    def assemble(self, step: StepContext) -> step_records.StepRecord:
         """Return the record of the step. Events of the forward come before those of the hooks."""
         place = (step.started_at, step.generation, step.step)
         self.events[:0] = [
-            EventRecord(kind, text, *place, *data) for kind, text, *data in step.events
+            step_records.EventRecord(kind, text, *place, *data) for kind, text, *data in step.events
         ]
         drafted = {name: getattr(self, name) for name in self.__struct_fields__}
         lists = {name: tuple(part) for name, part in drafted.items() if isinstance(part, list)}
         known = {name: getattr(step, name) for name in _STEP_FIELDS}
-        return StepRecord(**known, **(drafted | lists), capture_ms=step.capture_s * 1e3)
+        return step_records.StepRecord(
+            **known, **(drafted | lists), capture_ms=step.capture_s * 1e3
+        )
 
 
 _STEP_FIELDS = (

@@ -15,15 +15,8 @@ from typing import Any, Protocol
 from msgspec import Struct, field
 
 from flexinspect.core.errors import TraceWriteError
+from flexinspect.records import step as step_records
 from flexinspect.records.finding import Finding
-from flexinspect.records.step import (
-    BranchRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    StepRecord,
-    TokenRecord,
-)
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
@@ -69,19 +62,19 @@ class FinishedStep(Struct):
     context: StepContext
     buffer: StepBuffer
     kept: tuple[tuple[Hook, Any], ...]
-    tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
+    tokens: Callable[[], tuple[step_records.TokenRecord, ...]] = tuple
     draft: StepDraft = field(default_factory=StepDraft)
     values: Values = field(default_factory=dict)
 
 
-Item = FinishedStep | GenerationEnd | EventRecord | GradientRecord
+Item = FinishedStep | step_records.GenerationEnd | step_records.EventRecord | GradientRecord
 """What is written, in order. Other work of the writer thread is queued as a function."""
 
 
 class Judge(Protocol):
     """Evaluates breakpoints on records that were written, in the writer thread."""
 
-    def evaluate(self, record: StepRecord) -> None: ...
+    def evaluate(self, record: step_records.StepRecord) -> None: ...
     def evaluate_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
 
 
@@ -122,7 +115,7 @@ class Recorder:
         """The trace file, None if the sink does not write one."""
         return getattr(self._sink, "recording_path", None)
 
-    def begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
+    def begin_generation(self, record: step_records.GenerationRecord, rules: RuleRunner) -> None:
         """Queue a generation; `rules` run on each of its steps before it is written."""
 
         def begin() -> None:
@@ -139,7 +132,10 @@ class Recorder:
         self.put(begin)
 
     def begin_branch(
-        self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
+        self,
+        record: step_records.BranchRecord,
+        generation: step_records.GenerationRecord,
+        rules: RuleRunner,
     ) -> None:
         """Queue a branch of a generation, which is given as of the fork.
 
@@ -158,7 +154,7 @@ class Recorder:
 
         self.put(begin)
 
-    def put_event(self, event: EventRecord, rules: RuleRunner) -> None:
+    def put_event(self, event: step_records.EventRecord, rules: RuleRunner) -> None:
         """Queue an event. The rules of its generation run on it, or `rules` if none is open."""
         self.put(partial(self._write_event, event, rules))
 
@@ -237,7 +233,7 @@ class Recorder:
             return
         if callable(item) and (item := item()) is None:
             return
-        if isinstance(item, GenerationEnd):
+        if isinstance(item, step_records.GenerationEnd):
             key = (item.generation, item.branch)
             if (rules := self._rule_runners.pop(key, None)) is not None:
                 self._write_results(rules.on_generation_end())
@@ -253,7 +249,7 @@ class Recorder:
         else:
             self._write_event(item, None)
 
-    def _write_event(self, event: EventRecord, rules: RuleRunner | None) -> None:
+    def _write_event(self, event: step_records.EventRecord, rules: RuleRunner | None) -> None:
         self._sink.write_event(event)
         if event.generation is not None:
             branches = (key for key in reversed(self._rule_runners) if key[0] == event.generation)
@@ -285,7 +281,7 @@ class Recorder:
         if error is not None:
             raise error
 
-    def _records(self, items: Sequence[FinishedStep]) -> list[StepRecord]:
+    def _records(self, items: Sequence[FinishedStep]) -> list[step_records.StepRecord]:
         """Turn steps into records, one kind of work after the other.
 
         Work on a single step finds its code and tables evicted from the CPU caches: the rules cost

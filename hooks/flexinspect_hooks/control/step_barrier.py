@@ -65,8 +65,8 @@ class PauseTarget(Struct):
 class StepBarrier:
     """Pauses and stops the model between two steps, and passes rewind commands to the engine.
 
-    `record_event` records events (kind, text, last finished step, facts); `drain` waits until every
-    finished step is in the trace. Both may be set later. One barrier serves all models of a process.
+    `record_event` records an event (kind, text, last finished step, facts), `drain` waits until all
+    finished steps are in the trace. Both may be set later. One barrier serves all models.
     """
 
     def __init__(

@@ -8,14 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from flexinspect.records import step as step_records
 from flexinspect.records.prompt import Prompt, close_generated_segment
-from flexinspect.records.step import (
-    BranchRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    TokenRecord,
-)
 from flexinspect.trace.queries.branch_queries import with_declared_mask
 from flexinspect_hooks.generation.decoding import Choice
 from flexinspect_hooks.gradients.after_generation import FinishedBranch, TokenGradients
@@ -35,7 +29,7 @@ class TraceBranchRecorder:
         self,
         session: CaptureSession,
         prompt: Prompt,
-        generation: GenerationRecord,
+        generation: step_records.GenerationRecord,
         vocabulary: Vocabulary,
         gradients: TokenGradients | None,
         *,
@@ -78,7 +72,7 @@ class TraceBranchRecorder:
         """Record that a branch begins, before its first step is written."""
         assert branch.parent is not None
         change, parent = branch.change, branch.parent.number
-        record = BranchRecord(
+        record = step_records.BranchRecord(
             generation=self._generation.generation,
             branch=branch.number,
             parent=parent,
@@ -98,7 +92,7 @@ class TraceBranchRecorder:
         """Record that a branch (0 is the base) ended, after computing its gradients."""
         generation, prompt = self._generation.generation, self._prompt
         token_ids = branch.token_ids(branch.n_steps)
-        end = GenerationEnd(
+        end = step_records.GenerationEnd(
             generation=generation,
             state=state,
             answer=self._vocabulary.decode_generated(token_ids, one_line=self._one_line),
@@ -122,18 +116,20 @@ class TraceBranchRecorder:
     ) -> None:
         """Record an event after a step of a branch."""
         data = {"branch": branch.number, **facts}
-        event = EventRecord(kind, text, time.time(), self._generation.generation, step, data)
+        event = step_records.EventRecord(
+            kind, text, time.time(), self._generation.generation, step, data
+        )
         self._session.recorder.put(event)
 
     def _token_record(
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False
-    ) -> TokenRecord:
+    ) -> step_records.TokenRecord:
         vocabulary, prompt = self._vocabulary, self._prompt
         pos, position = len(prompt.ids) + step, prompt.next_position(step)
         segment, chosen_at = len(prompt.segments) - 1, None if is_prompt else step
         return token_record(vocabulary, pos, token_id, text, position, segment, chosen_at)
 
-    def _branch_generation(self, branch: BranchState) -> GenerationRecord:
+    def _branch_generation(self, branch: BranchState) -> step_records.GenerationRecord:
         """The record of the generation with the mask and the prompt of the branch.
 
         Where the whole sequence is recomputed, the tokens before the fork are part of the prompt.

@@ -22,16 +22,9 @@ from flexinspect.core.text import plural
 from flexinspect.masks import edits as maskedits
 from flexinspect.masks.algebra import MaskSpec, spec_entries
 from flexinspect.masks.edits import Edit, MaskPatch, PatchedMask
+from flexinspect_hooks.generation import mask_source
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria, check_tokens, new_cache
 from flexinspect_hooks.generation.flex_patch import FlexPatch
-from flexinspect_hooks.generation.mask_source import (
-    ForwardWindow,
-    MaskMod,
-    MaskSource,
-    SpecMaskSource,
-    UserMaskSource,
-    set_identity,
-)
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 from flexinspect_hooks.rewind import cache_store
 from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
@@ -359,7 +352,7 @@ class BranchingDecoder:
         return self._branch_cost(state, step, recomputed=recomputed), n_changed
 
     def _apply_edits(
-        self, source: MaskSource, edits: Sequence[Edit], step: int
+        self, source: mask_source.MaskSource, edits: Sequence[Edit], step: int
     ) -> tuple[list[str], PatchedMask, int]:
         """The edits by segment label, the edited mask, and how many computed rows it changes.
 
@@ -400,7 +393,7 @@ class BranchingDecoder:
         *,
         recomputed: bool,
         forced: tuple[int, ...] = (),
-        source: MaskSource | None = None,
+        source: mask_source.MaskSource | None = None,
     ) -> BranchState:
         """Record that a new branch begins, by default under its parent's mask, and switch to it."""
         change = {**change, "recomputed": True} if recomputed else change
@@ -415,49 +408,54 @@ class BranchingDecoder:
 # -- edited masks ----------------------------------------------------------------------------------
 
 
-def editable_mask(source: MaskSource) -> PatchedMask:
+def editable_mask(source: mask_source.MaskSource) -> PatchedMask:
     """The mask of a source, in the form that edits apply to; head 0 represents all heads."""
     if isinstance(source, EditedMask):
         return source.edited
-    assert isinstance(source, SpecMaskSource | UserMaskSource)
-    return PatchedMask(source.spec if isinstance(source, SpecMaskSource) else source)
+    assert isinstance(source, mask_source.SpecMaskSource | mask_source.UserMaskSource)
+    return PatchedMask(source.spec if isinstance(source, mask_source.SpecMaskSource) else source)
 
 
 def make_mask_source(
     edited: PatchedMask, *, name: str, length: int, device: torch.device, compiled: bool
-) -> MaskSource:
+) -> mask_source.MaskSource:
     """The source that runs an edited mask over sequences of at most `length` tokens."""
     base = edited.base
     if isinstance(base, MaskSpec):
-        source = SpecMaskSource(base, length=length, device=device, compiled=compiled)
+        source = mask_source.SpecMaskSource(base, length=length, device=device, compiled=compiled)
         if not edited.patches:
             return source
-        base_mask_mod, identity = source.mask_mod(ForwardWindow(length, length, 0)), str(base)
+        base_mask_mod, identity = (
+            source.mask_mod(mask_source.ForwardWindow(length, length, 0)),
+            str(base),
+        )
     else:
-        assert isinstance(base, UserMaskSource)
+        assert isinstance(base, mask_source.UserMaskSource)
         base_mask_mod = base.mask_mod
         identity = f"{base.name}{mask_mod_identity(base_mask_mod)}"
     mask_mod = _patched_mask_mod(base_mask_mod, edited.patches)
-    set_identity(mask_mod, f"{identity}{edited.patches}")
+    mask_source.set_identity(mask_mod, f"{identity}{edited.patches}")
     result = EditedMask(mask_mod, name=name, device=device)
     result.edited = edited
     return result
 
 
-def declared_mask(source: MaskSource) -> dict[str, Any]:
+def declared_mask(source: mask_source.MaskSource) -> dict[str, Any]:
     """The entries of `GenerationRecord.declared` for the mask of a source."""
-    if isinstance(source, SpecMaskSource):
+    if isinstance(source, mask_source.SpecMaskSource):
         return spec_entries(source.spec)
     return {"mask_mod": source.name}
 
 
-class EditedMask(UserMaskSource):
+class EditedMask(mask_source.UserMaskSource):
     """Runs a mask_mod with patches on top, in the same way as the user's own mask_mod."""
 
     edited: PatchedMask
 
 
-def _patched_mask_mod(base: MaskMod, patches: Sequence[MaskPatch]) -> MaskMod:
+def _patched_mask_mod(
+    base: mask_source.MaskMod, patches: Sequence[MaskPatch]
+) -> mask_source.MaskMod:
     """A mask_mod with patches on top, in positions: comparisons only, no look-ups."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -19,14 +19,7 @@ from torch import Tensor, nn
 
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
-from flexinspect.records.step import (
-    LEVELS,
-    BranchRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    TokenRecord,
-)
+from flexinspect.records import step as step_records
 from flexinspect.rules.engine import Rule, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.forward_hooks import ModelBreakpoints
@@ -218,7 +211,7 @@ class CaptureSession:
 
     # -- a generation ----------------------------------------------------------------------------
 
-    def begin_generation(self, record: GenerationRecord) -> None:
+    def begin_generation(self, record: step_records.GenerationRecord) -> None:
         """Start a generation.
 
         Returns when the prompt is in the trace, so that a crash of the prefill does not lose it.
@@ -231,14 +224,16 @@ class CaptureSession:
             self._guard(hook, hook.begin, self.context)
         self.recorder.drain()
 
-    def end_generation(self, record: GenerationEnd) -> None:
+    def end_generation(self, record: step_records.GenerationEnd) -> None:
         """End a generation or a branch; a step without a chosen token is dropped."""
         self._abandon()
         self.recorder.put(record)
 
     # -- branches, for a decoder that rewinds -----------------------------------------------------
 
-    def begin_branch(self, record: BranchRecord, generation: GenerationRecord) -> None:
+    def begin_branch(
+        self, record: step_records.BranchRecord, generation: step_records.GenerationRecord
+    ) -> None:
         """Start a branch; `generation` is its generation as of the fork: mask and tokens.
 
         `set_next_step` sets which branch and step a forward belongs to.
@@ -337,7 +332,7 @@ class CaptureSession:
             self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
     def on_token_chosen(
-        self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None
+        self, token: step_records.TokenRecord, chosen: Tensor, scores: Tensor | None = None
     ) -> None:
         """Close the step: `chosen` (0-dim) is the token's id, drawn from `scores` (V,).
 
@@ -395,7 +390,7 @@ class CaptureSession:
             at, place = time.time(), (step.generation, step.step)
             for kind, text, *facts in step.events:
                 if kind == LEVEL_EVENT:  # it holds for later steps, too
-                    self.recorder.put(EventRecord(kind, text, at, *place, *facts))
+                    self.recorder.put(step_records.EventRecord(kind, text, at, *place, *facts))
 
     def cost(self) -> dict[str, float | int]:
         """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
@@ -448,14 +443,16 @@ class CaptureSession:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         generation, number = (step.generation, step.step) if step is not None else (None, None)
-        event = EventRecord(kind, text, time.time(), generation, number, facts or {})
+        event = step_records.EventRecord(kind, text, time.time(), generation, number, facts or {})
         self.recorder.put_event(event, self._rule_runner)
 
 
 def check_level(level: str) -> str:
     """Return the level. Raises `UsageError` for an unknown one."""
-    if level not in LEVELS:
-        raise UsageError(f"The level {level} is unknown; the levels are {', '.join(LEVELS)}.")
+    if level not in step_records.LEVELS:
+        raise UsageError(
+            f"The level {level} is unknown; the levels are {', '.join(step_records.LEVELS)}."
+        )
     return level
 
 

@@ -32,12 +32,8 @@ from flexinspect_hooks.control.control_protocols import chosen_layers
 from flexinspect_hooks.loading.model_facts import model_facts
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
 from flexinspect_hooks.observers.inputs_hook import InputRows
+from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.python_internals.torch_private import (
-    frame_compiler_setter,
-    hide_hooks,
-    skip_frame,
-)
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.sessions.captured_run import CapturedRun
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
@@ -87,7 +83,7 @@ class ModelFinder:
         """Wrap the call of every `PreTrainedModel`; transformers.modeling_utils must be loaded."""
         from transformers.modeling_utils import PreTrainedModel
 
-        local, find, set_compiler = self.local, self._find, frame_compiler_setter()
+        local, find, set_compiler = self.local, self._find, torch_private.frame_compiler_setter()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -113,9 +109,9 @@ class ModelFinder:
             finally:
                 local.root = None
 
-        skip_frame(call)
+        torch_private.skip_frame(call)
         self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
-        self._wrappers.callback(hide_hooks())
+        self._wrappers.callback(torch_private.hide_hooks())
 
     def watch_generate(self) -> None:
         """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""

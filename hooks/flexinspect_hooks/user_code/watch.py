@@ -15,25 +15,14 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect_hooks.breakpoints.actions import (
-    CallbackAction,
-    HitCallback,
-    OnBreakOption,
-    PauseAction,
-    hit_callback,
-)
+from flexinspect_hooks.breakpoints import actions
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
 from flexinspect_hooks.sessions.capture_session import check_level
-from flexinspect_hooks.user_code.generation_builder import (
-    DeclaredPrompt,
-    SegmentArgument,
-    check_declared_mask,
-    parse_segments,
-)
+from flexinspect_hooks.user_code import generation_builder
 from flexinspect_hooks.user_code.watch_session import WatchSession
 from flexinspect_hooks.user_code.watch_trace import WatchedTrace, free_path
 
@@ -44,11 +33,11 @@ def watch(
     *,
     out: str | Path | None = None,
     level: str = "advanced",
-    segments: Iterable[SegmentArgument] | None = None,
+    segments: Iterable[generation_builder.SegmentArgument] | None = None,
     mask: str | MaskSpec | None = None,
     layers: Sequence[int] | None = None,
     breakpoints: Iterable[str] = (),
-    on_break: OnBreakOption = None,
+    on_break: actions.OnBreakOption = None,
     control: bool = False,
 ) -> Watch:
     """Record every forward of `model` while the `with` block runs, whatever code calls it.
@@ -73,15 +62,17 @@ def watch(
     if not isinstance(model, nn.Module):
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
     check_level(level)
-    check_declared_mask(mask)
+    generation_builder.check_declared_mask(mask)
     watched = Watch(
         model,
         free_path(out, "watch"),
-        DeclaredPrompt(_tokenizer_adapter(tokenizer), parse_segments(segments), mask),
+        generation_builder.DeclaredPrompt(
+            _tokenizer_adapter(tokenizer), generation_builder.parse_segments(segments), mask
+        ),
         level=level,
         layers=_check_layers(layers, model),
         control=control,
-        on_hit=None if control and on_break is None else hit_callback(on_break),
+        on_hit=None if control and on_break is None else actions.hit_callback(on_break),
     )
     for text in breakpoints:
         watched.breakpoints.add(text)
@@ -100,12 +91,12 @@ class Watch(WatchedTrace[WatchSession]):
         self,
         model: nn.Module,
         path: Path,
-        declared_prompt: DeclaredPrompt,
+        declared_prompt: generation_builder.DeclaredPrompt,
         *,
         level: str,
         layers: Sequence[int] | None,
         control: bool,
-        on_hit: HitCallback | None,
+        on_hit: actions.HitCallback | None,
     ) -> None:
         super().__init__(model, path, level)
         self._is_controlled = control
@@ -133,8 +124,8 @@ class Watch(WatchedTrace[WatchSession]):
             session.barrier = running.barrier
             running.attach_recorder(session.recorder)
             running.start()
-            action = PauseAction(running.barrier, print_message, put)
-        stop = action if self._on_hit is None else CallbackAction(self._on_hit)
+            action = actions.PauseAction(running.barrier, print_message, put)
+        stop = action if self._on_hit is None else actions.CallbackAction(self._on_hit)
         assert stop is not None  # without control there is a function to call
         session.break_on(BreakpointEvaluator(self.breakpoints, stop, put))
         return session

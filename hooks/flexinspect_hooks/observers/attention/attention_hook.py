@@ -29,13 +29,7 @@ from flexinspect_hooks.capture.hook import (
 )
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
-from flexinspect_hooks.observers.attention.call_checks import (
-    CallFields,
-    put_batch_rows,
-    put_user_call_checks,
-    record_batch_rows,
-    record_user_call_checks,
-)
+from flexinspect_hooks.observers.attention import call_checks, segment_attention
 from flexinspect_hooks.observers.attention.call_references import (
     AttentionCall,
     CapturedMask,
@@ -48,11 +42,6 @@ from flexinspect_hooks.observers.attention.kernel_calls import (
     call_unobserved,
 )
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
-from flexinspect_hooks.observers.attention.segment_attention import (
-    LOST_PREFIX,
-    SegmentAttentionReducer,
-    merge_group_results,
-)
 from flexinspect_hooks.python_internals.patching import patch
 
 UNSEEN_LAYERS = "not-recorded"
@@ -69,7 +58,7 @@ _KNOWN_BACKENDS = (*_BACKEND_PATHS, BACKEND)
 class _AttentionStep(NamedTuple):
     """What the writer thread gets about a step's calls: no tensors."""
 
-    calls: tuple[CallFields, ...] = ()
+    calls: tuple[call_checks.CallFields, ...] = ()
     masks: tuple[CapturedMask, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
 
@@ -86,7 +75,7 @@ class AttentionHook(Hook):
         self._n_layers_seen = 0
         self._mask_store = MaskStore(context.device)
         self._compared_masks: set[tuple[Any, ...]] = set()
-        self._segment_reducer = SegmentAttentionReducer(context.device)
+        self._segment_reducer = segment_attention.SegmentAttentionReducer(context.device)
         self.kernels = KernelCalls(context) if context.sees_kernels else None
         self._wrapped_functions: dict[tuple[str, int], Callable[..., Any]] = {}
         removes = self.kernels.install() if self.kernels is not None else []
@@ -196,10 +185,10 @@ class AttentionHook(Hook):
         masks = self._mask_store.capture_masks(refs, step, buffer)
         if step.level != "basic":
             self._segment_reducer.reduce(refs, step.kv_after, buffer)
-            put_batch_rows(refs, self._compared_masks, buffer)
+            call_checks.put_batch_rows(refs, self._compared_masks, buffer)
             if self.kernels is not None:
                 filled = None if self._context.is_standalone else step.kv_after
-                put_user_call_checks(refs, step, filled, buffer)
+                call_checks.put_user_call_checks(refs, step, filled, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
         for mask in masks:
@@ -261,8 +250,10 @@ class AttentionHook(Hook):
             self._mask_store.record(mask, values, draft)
         # No rule needs equal batch rows of standalone calls.
         is_standalone = self._context.is_standalone
-        record_batch_rows(values, kept.masks, step, draft, reports_equal=not is_standalone)
-        rows = merge_group_results(values, len(kept.calls))
+        call_checks.record_batch_rows(
+            values, kept.masks, step, draft, reports_equal=not is_standalone
+        )
+        rows = segment_attention.merge_group_results(values, len(kept.calls))
         errors = rows["lse_error"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, step, draft)
         for index, call in enumerate(kept.calls):
@@ -276,20 +267,20 @@ class AttentionHook(Hook):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
-        record_user_call_checks(values, kept.calls, step, draft)
+        call_checks.record_user_call_checks(values, kept.calls, step, draft)
         if step.level == "extreme":
             record_activations(values, ("q", "k", "v"), draft)
 
 
 def _report_lost_rows(
-    values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
+    values: Values, calls: Sequence[call_checks.CallFields], step: StepContext, draft: StepDraft
 ) -> set[int]:
     """Return the calls whose keys were modified before their newest row was recomputed.
 
     Also records an event for them (writer thread).
     """
     lost: set[int] = set()
-    for members in with_prefix(values, LOST_PREFIX):
+    for members in with_prefix(values, segment_attention.LOST_PREFIX):
         lost |= set(map(int, members[1:].split(","))) if members else set(range(len(calls)))
     if lost:
         layers = sorted({calls[index]["layer"] for index in lost})

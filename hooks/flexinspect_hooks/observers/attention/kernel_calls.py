@@ -38,13 +38,9 @@ from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.python_mods import on_compiled_call, with_python_mods
 from flexinspect_hooks.observers.memory_hook import peak_bytes
+from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.python_internals.torch_private import (
-    eval_frame_callback_getter,
-    module_call_code,
-    skip_code,
-)
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
 
@@ -136,7 +132,7 @@ def _track_uncompiled(function: Callable[..., Any]) -> Remove:
         _thread.ran_plain = True
         return function(*args, **kwargs)
 
-    skip_code(cast(FunctionType, noted).__code__)
+    torch_private.skip_code(cast(FunctionType, noted).__code__)
     return patch(flex_module, _UNCOMPILED_ONLY, noted)
 
 
@@ -198,9 +194,9 @@ def _apply(function: Callable[..., Any], *args: Any) -> Any:
 _apply_uncompiled: Callable[..., Any] = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
 """Calls a function that dynamo would compile otherwise."""
 
-_eval_frame_callback = eval_frame_callback_getter()
+_eval_frame_callback = torch_private.eval_frame_callback_getter()
 
-skip_code(_observed_call.__code__)
+torch_private.skip_code(_observed_call.__code__)
 
 
 # -- Python functions --------------------------------------------------------------------------
@@ -222,7 +218,7 @@ def _detour(function: FunctionType) -> Remove:
             return own(*args, **kwargs)
         return _observed_call(name, own, names, args, kwargs)
 
-    skip_code(observe.__code__)
+    torch_private.skip_code(observe.__code__)
     function.__globals__[hidden] = observe
     function.__code__ = _detour_code(function, hidden)
 
@@ -251,7 +247,7 @@ def _detour_code(function: FunctionType, hidden: str) -> CodeType:
     code: CodeType = namespace[function.__name__].__code__.replace(
         co_filename=own.co_filename, co_firstlineno=own.co_firstlineno
     )
-    skip_code(code)
+    torch_private.skip_code(code)
     return code
 
 
@@ -268,7 +264,7 @@ def _rebind(function: Callable[..., Any]) -> Remove:
             return function(*args, **kwargs)
         return _observed_call(SDPA, function, _SDPA_NAMES, args, kwargs)
 
-    skip_code(scaled_dot_product_attention.__code__)
+    torch_private.skip_code(scaled_dot_product_attention.__code__)
     functools.update_wrapper(scaled_dot_product_attention, function)
     for module, name in list(_references(function)):
         setattr(module, name, scaled_dot_product_attention)
@@ -485,7 +481,7 @@ class KernelCalls(Struct, eq=False):
         )
 
 
-_MODULE_CALL = module_call_code()
+_MODULE_CALL = torch_private.module_call_code()
 
 
 def _current_layer(
