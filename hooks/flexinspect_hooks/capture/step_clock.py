@@ -27,8 +27,8 @@ class StepContext(Struct):
     q_len: int
     kv_before: int
     level: str
-    started_at: float
-    started: float
+    started_at: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.perf_counter)
     branch: int = 0
     token_id: int | None = None
     logits: Tensor | None = None
@@ -81,17 +81,8 @@ class StepClock:
         q_len = query_length(args, kwargs)
         kv_before = cached_length(kwargs.get("past_key_values"))
         step, self.next_step = self.next_step, self.next_step + 1
-        return StepContext(
-            generation=self.generation,
-            step=step,
-            phase="decode" if kv_before else "prefill",
-            q_len=q_len,
-            kv_before=kv_before,
-            level=level,
-            started_at=time.time(),
-            started=time.perf_counter(),
-            branch=self.branch,
-        )
+        facts = ("decode" if kv_before else "prefill", q_len, kv_before, level)
+        return StepContext(self.generation, step, *facts, branch=self.branch)
 
 
 def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -107,11 +107,6 @@ class BranchState(Struct):
             return branch.checkpoint(step + 1).rng_state
         return branch.rng_state
 
-    def forced_at(self, step: int) -> int | None:
-        """The token that a step has to take, None if it may choose."""
-        owner = self.owner(step)
-        return next(iter(owner.forced[step - owner.fork_step :]), None)
-
     def last_shared_step(self, other: BranchState, up_to: int) -> int:
         """The last step up to `up_to` that both branches share, -1 if they share none.
 

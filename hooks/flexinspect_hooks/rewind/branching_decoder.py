@@ -117,7 +117,8 @@ class BranchingDecoder:
             self._decoder.set_state(self._decoder.token_ids, new_cache(self._model))
         logits = self._decoder.next_logits()
         rng_state = self._decoder.sampler.state()
-        choice = self._decoder.choose(logits, branch.forced_at(step))
+        forced = next(iter(owner.forced[step - owner.fork_step :]), None)
+        choice = self._decoder.choose(logits, forced)
         wall_ms = (time.perf_counter() - started) * 1e3
         checkpoint = StepCheckpoint(choice.token_id, rng_state, checksum(logits), wall_ms)
         if step < branch.n_steps:

@@ -147,14 +147,5 @@ class StandaloneCalls(CaptureSession):
 
     def _make_step(self, q_len: int, kv_len: int, started: float, wall_ms: float) -> StepContext:
         before, level = max(kv_len - q_len, 0), self.levels.level if self.levels else self.level
-        return StepContext(
-            generation=next(self._numbers),
-            step=0,
-            phase="decode" if before else "prefill",
-            q_len=q_len,
-            kv_before=before,
-            level=level,
-            started_at=time.time(),
-            started=started,
-            wall_ms=wall_ms,
-        )
+        facts = ("decode" if before else "prefill", q_len, before, level)
+        return StepContext(next(self._numbers), 0, *facts, started=started, wall_ms=wall_ms)

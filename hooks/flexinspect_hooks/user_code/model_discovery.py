@@ -14,7 +14,7 @@ import traceback
 from bisect import bisect_right
 from collections import deque
 from contextlib import ExitStack, suppress
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -153,7 +153,11 @@ class ModelFinder:
         with self._lock:
             for collected in [one for one in self._open if one.is_model_deleted]:
                 self._end_session(collected)
-            session = self._found[model] = self._begin_session(model, self._unique_name(model))
+            name = str(model_facts(model)["name"])
+            names = chain([name], (f"{name} ({n})" for n in count(2)))
+            taken = {facts["name"] for facts in self._facts}
+            unique = next(candidate for candidate in names if candidate not in taken)
+            session = self._found[model] = self._begin_session(model, unique)
             if session is not None:
                 self._facts.append({**model_facts(model), "name": session.model_name})
                 with suppress(TraceWriteError):
@@ -196,12 +200,6 @@ class ModelFinder:
         self._sessions.append(session)
         self._open.append(session)
         return session
-
-    def _unique_name(self, model: nn.Module) -> str:
-        name = str(model_facts(model)["name"])
-        taken = {facts["name"] for facts in self._facts}
-        candidates = (f"{name} ({n})" if n > 1 else name for n in count(1))
-        return next(candidate for candidate in candidates if candidate not in taken)
 
     def _end_session(self, session: FoundSession) -> None:
         self._open.remove(session)
@@ -307,8 +305,7 @@ class FoundSession(WatchSession):
         tokenizer = SafeAdapter(self._finder.tokenizers.match(self._model))
         self.context.text_of = tokenizer.text_of
         self._declared_prompt = replace(self._declared_prompt, tokenizer=tokenizer)
-        has_texts = any(spec.text for spec in self._declared_prompt.segments)
-        if has_texts and not tokenizer.has_text:
+        if not tokenizer.has_text and any(one.text for one in self._declared_prompt.segments):
             text = (
                 "No tokenizer was found in the program, so declared texts cannot be searched in "
                 "the prompt. Declare spans of positions instead."

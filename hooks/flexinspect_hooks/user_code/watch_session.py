@@ -59,6 +59,12 @@ THREAD_OVERLAP = (
 )
 
 
+NOT_FOLLOWED = (
+    "Beam search and assisted generation are not followed: their steps are recorded without the "
+    "tokens that they chose."
+)
+
+
 class WatchSession(CaptureSession):
     """While entered, records every root forward of `model`, from any loop.
 
@@ -207,11 +213,7 @@ class WatchSession(CaptureSession):
             text = f"By its length the cache holds the first {place.pos} tokens of the prompt."
             self._event(CACHED_PROMPT_EVENT, text, step, {"prompt": cached})
         if self.generate_depth and not self._is_followed:
-            text = (
-                "Beam search and assisted generation are not followed: their steps are recorded "
-                "without the tokens that they chose."
-            )
-            step.events.append(("generate-not-followed", text))
+            step.events.append(("generate-not-followed", NOT_FOLLOWED))
         for problem in problems:
             step.events.append(("segments-not-found", problem))
             self._print_once(problem)
@@ -231,6 +233,7 @@ class WatchSession(CaptureSession):
             step.output = output
             self._owners.set_owner(getattr(output, "past_key_values", None), step.generation)
             finished = self._reduce(step)
+            finished.tokens = self._input_tokens
         except Exception as error:
             self._step_unread(error)
             return
@@ -238,7 +241,7 @@ class WatchSession(CaptureSession):
         on_device = row if row is not None and row.device.type != "cpu" else None
         ended = time.perf_counter()
         step.capture_s += ended - started
-        self._pending = PendingStep(finished, on_device, self._input_tokens, ended)
+        self._pending = PendingStep(finished, on_device, ended)
 
     def _finish_step(self, rows: InputRows | None, pos: int, now: float | None = None) -> None:
         """Queue the pending step for the writer thread; `rows` end with the token that it chose.
@@ -249,8 +252,8 @@ class WatchSession(CaptureSession):
         if pending is None or builder is None:
             return
         started = time.perf_counter()
-        finished, row, input_tokens, ended = pending
-        ended, step = ended if now is None else now, finished.context
+        finished, row, ended = pending
+        ended, step, input_tokens = now or ended, finished.context, finished.tokens
         step.wall_ms = (ended - step.started) * 1e3
         if rows is not None and rows.ids is not None and row is not None:
             reduce_chosen(row, rows.ids[-1:], finished.buffer)
@@ -308,19 +311,14 @@ class WatchSession(CaptureSession):
     def close(self, state: str, error: BaseException | None) -> None:
         """Finish, and report if no forward was recorded, or if the program removed hooks."""
         self.finish(state, error)
+        unseen = []
         if self.prints and not self.has_hooks_installed:
-            self._report_unseen(
-                f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."
-            )
+            unseen = [f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."]
         if not self._n_forwards:
-            self._report_unseen(
-                "No forward of this model was seen: it was not called, or only through a part of "
-                "it, or inside a compiled graph."
-            )
-
-    def _report_unseen(self, text: str) -> None:
-        self._event(UNSEEN_LAYERS, text)
-        self._print_once(text)
+            unseen.append(NO_FORWARDS)
+        for text in unseen:
+            self._event(UNSEEN_LAYERS, text)
+            self._print_once(text)
 
     @property
     def has_hooks_installed(self) -> bool:
@@ -444,7 +442,6 @@ class PendingStep(NamedTuple):
 
     finished: FinishedStep
     row: Tensor | None
-    input_tokens: Callable[[], tuple[TokenRecord, ...]]
     ended: float
 
 
@@ -469,4 +466,8 @@ def _follows_row_0(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     return is_single and not any(option(name) for name in _UNFOLLOWED_ARGUMENTS)
 
 
+NO_FORWARDS = (
+    "No forward of this model was seen: it was not called, or only through a part of it, or inside "
+    "a compiled graph."
+)
 HOOKS_REMOVED = "The program removed hooks of flexinspect from the model"

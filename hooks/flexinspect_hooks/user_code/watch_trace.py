@@ -98,11 +98,15 @@ class WatchedTrace(ABC, Generic[S]):
         assert writer is not None
         self._watched.discard(id(self._model))
         self._session = None
-        run_all_safely(
-            *self._end_calls(session, state, error),
-            lambda: self._conclude(session, writer),
-            lambda: writer.close(state),
-        )
+        calls = self._end_calls(session, state, error)
+        calls += [lambda: self._conclude(session, writer), lambda: writer.close(state)]
+        for call in calls:
+            try:
+                call()
+            except Exception as failure:  # must not replace an exception of the user
+                is_own = isinstance(failure, FlexInspectError)
+                message = failure.sentence() if is_own else f"{failure!r}"
+                print_message(f"the trace could not be ended properly: {message}")
 
     def _conclude(self, session: S, writer: TraceWriter, **facts: Any) -> None:
         """Report a failure to record, and write the cost and `facts` into the manifest."""
@@ -158,13 +162,3 @@ def numbered_path(path: Path) -> Path:
     while free.exists():
         free = path.with_name(f"{path.stem}-{next(numbers)}{path.suffix}")
     return free
-
-
-def run_all_safely(*calls: Callable[[], object]) -> None:
-    """Run all calls, and print their errors: these must not replace an exception of the user."""
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            message = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
-            print_message(f"the trace could not be ended properly: {message}")

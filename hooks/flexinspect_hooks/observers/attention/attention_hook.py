@@ -192,7 +192,7 @@ class AttentionHook(Hook):
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
         for mask in masks:
-            mask.drop_tensors()
+            mask.cells = mask.averaged = mask.bias = mask.mask_mod_blocks = None
         return _AttentionStep(tuple(ref.record_fields() for ref in refs), masks, builds)
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:

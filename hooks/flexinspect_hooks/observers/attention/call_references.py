@@ -26,7 +26,8 @@ class CapturedMask(Struct):
     heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
     heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
     `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`.
-    These four tensors are dropped before the writer thread gets the mask and sets `fingerprint`.
+    These four tensors are dropped before the writer thread gets the mask (its values go through the
+    buffer) and sets `fingerprint`.
     """
 
     number: int
@@ -46,10 +47,6 @@ class CapturedMask(Struct):
     bias: Tensor | None = None
     mask_mod_blocks: Tensor | None = None
     fingerprint: str = ""
-
-    def drop_tensors(self) -> None:
-        """Drop the tensors; the writer thread gets them through the buffer."""
-        self.cells = self.averaged = self.bias = self.mask_mod_blocks = None
 
 
 class AttentionCall(Struct, eq=False):
