@@ -71,7 +71,8 @@ def check_number(value: Any, name: str) -> float:
 
 def check_function(value: Any, name: str, argument: str) -> Callable[..., Any]:
     """Check that `value` is callable; the message names its expected `argument`."""
-    return _require(callable(value), value, name, f"a function of {argument}")
+    function: Callable[..., Any] = value
+    return _require(callable(value), function, name, f"a function of {argument}")
 
 
 def check_batches(value: Any, caller: str) -> Any:

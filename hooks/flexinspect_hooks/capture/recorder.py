@@ -276,8 +276,9 @@ class Recorder:
         except TraceWriteError as raised:
             records, error = [records[index] for index in raised.stored], raised
         self.n_steps += len(records)
-        for record in records if self.judge is not None else ():
-            self.judge.evaluate(record)
+        if self.judge is not None:
+            for record in records:
+                self.judge.evaluate(record)
         if error is not None:
             raise error
 

@@ -96,10 +96,7 @@ def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def cached_length(cache: Any) -> int:
-    """Return the number of keys in a cache, 0 without one.
-
-    The first layer's number counts, unless it is 0: then that of the first layer with keys.
-    """
+    """Return the keys in a cache, 0 without one: those of the first layer that has any."""
     if cache is None:
         return 0
     length = int(cache.get_seq_length())

@@ -28,10 +28,7 @@ _MAX_LAYERS = 1 << 20
 
 
 class SessionLevels:
-    """Level and stored layers of all attached sessions, which read them when a step opens.
-
-    `layers` are those whose activations level extreme stores, in the form of `--layers`.
-    """
+    """Level and stored layers (as in `--layers`) of all sessions, which read them at each step."""
 
     def __init__(self, level: str, layers: str | None = None) -> None:
         self.level, self.layers = level, layers or "all"
@@ -81,20 +78,14 @@ class ControlTargets(Struct):
 
 
 class AnomalyCounts(TrainingSummary, frozen=True):
-    """Anomalies that a debugger found since it was last cleared, and its steps by kind of anomaly.
-
-    `debug_history_length` is the number of entries in its history.
-    """
+    """Anomalies and steps since a debugger was last cleared, and the length of its history."""
 
     total_anomalies: int = 0
     debug_history_length: int = 0
 
 
 class AnomalyCounter(Protocol):
-    """A debugger that counts anomalies: training, diffusion, or the general one.
-
-    `counts` is called from the server's thread. `clear` clears the history and counts from 0.
-    """
+    """A debugger that counts anomalies. The server's thread calls `counts`; `clear` begins at 0."""
 
     def counts(self) -> AnomalyCounts: ...
     def clear(self) -> None: ...

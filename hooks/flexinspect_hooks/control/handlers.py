@@ -31,10 +31,7 @@ class HttpError(ControlError):
 
 
 class Route(Struct, frozen=True):
-    """One route: its method and path, the name of its handler, its body and its response.
-
-    `parameter` is the name of the path parameter in braces.
-    """
+    """One route; `handler` is the name of its method, `parameter` that of its path parameter."""
 
     method: Method
     path: str

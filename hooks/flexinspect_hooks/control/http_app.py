@@ -267,10 +267,7 @@ SHUTDOWN_TIMEOUT_S = 0.5
 
 
 class _EmbeddedProtocol(H11Protocol):
-    """HTTP protocol that closes idle connections and writes nothing to the program's log.
-
-    Uvicorn itself waits for a request without a limit, and logs invalid requests.
-    """
+    """HTTP protocol that closes idle connections, and writes nothing to the program's log."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

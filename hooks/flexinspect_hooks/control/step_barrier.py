@@ -121,10 +121,7 @@ class StepBarrier:
                 raise KeyboardInterrupt
 
     def hold(self, place: StepRef) -> QueuedRewind | None:
-        """Keep the model alive at the end of the last generation.
-
-        Returns a rewind command to carry out, or None when the run has to end.
-        """
+        """Keep the model alive at the end; returns a rewind command, or None to end the run."""
         self.drain()
         with self._changed:
             # Passed: once released, the model does not pause there again.
@@ -192,10 +189,7 @@ class StepBarrier:
                 self._update_has_work()
 
     def wait_for_evaluation(self, on: bool) -> None:
-        """While on, each boundary first waits until all finished steps are written.
-
-        Conditions that are evaluated as steps are written can then pause before the next step.
-        """
+        """While on, wait at each boundary until all finished steps are written and evaluated."""
         with self._changed:
             self._waits_for_evaluation = on
             self._update_has_work()

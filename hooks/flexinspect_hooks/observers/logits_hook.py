@@ -127,10 +127,7 @@ class _ReducedLogits(Struct):
 
 
 def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
-    """Put the logit and the rank of the chosen token in its row (V,); `chosen` is its id, (1,).
-
-    For rows on an accelerator that were reduced before; nothing waits for the device.
-    """
+    """Put the logit and rank of the chosen id (1,) in its row (V,), without a sync."""
     logit = row.float().index_select(0, chosen.to(row.device))
     rank = torch.count_nonzero(row.float() > logit).float()
     buffer.put("logits.chosen", torch.stack((logit[0], rank)))

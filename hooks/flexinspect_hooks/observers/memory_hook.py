@@ -87,14 +87,11 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _rss_reader() -> tuple[Callable[[], int], Remove]:
-    """Return a function that reads the resident set size in bytes, and one that closes its file.
-
-    On Linux the file stays open: opening it costs five times as much as reading it.
-    """
+    """Return a function that reads the resident set size in bytes, and one that closes its file."""
     if not _STATM.exists():
         process = psutil.Process()
         return lambda: int(process.memory_info().rss), lambda: None
-    handle = os.open(_STATM, os.O_RDONLY)
+    handle = os.open(_STATM, os.O_RDONLY)  # opening it costs five times as much as reading it
 
     def read() -> int:
         return int(os.pread(handle, 128, 0).split()[1]) * mmap.PAGESIZE

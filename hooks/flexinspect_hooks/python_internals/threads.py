@@ -27,10 +27,7 @@ def background_thread(name: str, target: Callable[..., object], *args: object) -
 
 
 class SharedSwitch:
-    """Something that is on while at least one thread is in a block of `on`.
-
-    The first thread calls `turn_on`, and the last one calls what that has returned, to undo it.
-    """
+    """On while a thread is in a block of `on`: the last one calls what `turn_on` has returned."""
 
     def __init__(self, turn_on: Callable[[], Callable[[], object]]) -> None:
         self._turn_on, self._lock, self._n_users = turn_on, Lock(), 0

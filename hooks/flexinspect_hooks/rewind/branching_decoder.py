@@ -342,10 +342,7 @@ class BranchingDecoder:
         return self._begin_branch(parent, step, change, recomputed=recomputed, source=source)
 
     def edit_cost(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[RestoreCost, int]:
-        """The cost of an edit up to the end of its first own step, and how many rows it changes.
-
-        These are rows that are computed already. Raises as `edit_mask` does.
-        """
+        """The cost of an edit, with its first own step, and how many computed rows it changes."""
         state = self._find_branch(branch, step)
         owner = state.owner(step)
         n_changed = self._apply_edits(owner.source, edits, step)[2]

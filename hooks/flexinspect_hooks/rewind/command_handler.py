@@ -17,10 +17,7 @@ CONFIRM_ABOVE_S = 1.0
 
 
 class RewindHandler:
-    """Estimates and executes rewind commands for the running generation.
-
-    `generation` is its number, and `decoder` None while none is running.
-    """
+    """Estimates and executes rewind commands; `decoder` is None while no generation is running."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -34,7 +31,7 @@ class RewindHandler:
         out of date at once.
         """
         command, prefix = order.command, ""
-        decoder, *place = self._decoder_and_place(command)
+        decoder, place = self._decoder_and_place(command)
         if isinstance(command, messages.Restore):
             cost = decoder.restore_cost(*place)
         elif isinstance(command, messages.Fork):
@@ -57,7 +54,7 @@ class RewindHandler:
         Raises `FlexInspectError` if it cannot be executed; the model then stays where it was.
         """
         command = order.command
-        decoder, *place = self._decoder_and_place(command)
+        decoder, place = self._decoder_and_place(command)
         if isinstance(command, messages.Restore):
             message = decoder.restore(*place).message
         elif isinstance(command, messages.Fork):
@@ -78,7 +75,7 @@ class RewindHandler:
 
     def _decoder_and_place(
         self, command: messages.RewindCommand
-    ) -> tuple[BranchingDecoder, int, int]:
+    ) -> tuple[BranchingDecoder, tuple[int, int]]:
         """Return the decoder, and the branch and step that a command names."""
         place = command.place
         if self.decoder is None:
@@ -89,7 +86,7 @@ class RewindHandler:
                 f"{self.generation}.",
                 hint="Only a generation that is running, or is held at its end, can be rewound.",
             )
-        return self.decoder, place.branch, place.step
+        return self.decoder, (place.branch, place.step)
 
 
 def _mask_edits(request: messages.EditMask) -> list[Edit]:

@@ -199,10 +199,7 @@ class CaptureSession:
             self._pass_barrier()
 
     def _pass_barrier(self) -> float:
-        """Wait until the next forward may start; returns the seconds waited.
-
-        Raises `KeyboardInterrupt` if the run is to stop.
-        """
+        """Wait until the next forward may start; returns seconds. May raise `KeyboardInterrupt`."""
         started, barrier = time.perf_counter(), self.barrier
         while (command := barrier.between_steps(self.place)) is not None:
             error = ControlError("This loop cannot be rewound to another step.")
@@ -212,10 +209,7 @@ class CaptureSession:
     # -- a generation ----------------------------------------------------------------------------
 
     def begin_generation(self, record: step_records.GenerationRecord) -> None:
-        """Start a generation.
-
-        Returns when the prompt is in the trace, so that a crash of the prefill does not lose it.
-        """
+        """Start a generation; its prompt is in the trace then, so that a crash does not lose it."""
         self._clock.set_next_step(record.generation)
         self.place = StepRef(record.generation)
         self.context.segments = record.segments

@@ -94,10 +94,7 @@ class StandaloneCalls(CaptureSession):
         self._record(step, f"{step_records.STANDALONE_CALLS}, {self.n_calls}", [call], returned)
 
     def _record_failed_call(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
-        """Record a call that raised as a generation of its own, without a step.
-
-        So rules run on it, and their findings belong to a generation.
-        """
+        """Record a call that raised as a generation without a step, so that rules run on it."""
         if facts["kernel"] != FLEX or self.n_calls >= MAX_STANDALONE_CALLS:
             self._event(kind, text, None, facts)
             return

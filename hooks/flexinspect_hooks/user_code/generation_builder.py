@@ -205,10 +205,7 @@ def _segment_kind(label: str) -> SegmentKind:
 
 
 def _separator_after(spans: list[tuple[int, int, str]], prompt: PromptInput) -> int:
-    """Return the length of the separator after the last span, 0 without one.
-
-    It is the separator if the same tokens stand between all spans.
-    """
+    """Return the length of the separator after the last span, if it stands between all spans."""
     if _segment_kind(spans[-1][2]) is not SegmentKind.PARAPHRASE:
         return 0
     between = {

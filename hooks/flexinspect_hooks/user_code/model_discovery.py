@@ -271,12 +271,9 @@ class ModelFinder:
 
 
 class FoundSession(WatchSession):
-    """The session of a model that was found. It prints nothing on the program's stderr.
+    """The session of a model that was found; it prints nothing, and reports no removed hooks."""
 
-    It does not report removed hooks at its end either: they are checked before each forward.
-    """
-
-    prints = False
+    prints = False  # nor are removed hooks reported: they are checked before each forward
 
     def __init__(self, model: nn.Module, finder: ModelFinder, name: str, n_restores: int) -> None:
         self._finder, declared = finder, finder.job.declaration

@@ -27,10 +27,7 @@ _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 
 
 def run_program(program: str, args: tuple[str, ...], *, is_module: bool) -> None:
-    """Run a file as `python FILE ARGS` does, or a module as `python -m MODULE ARGS`.
-
-    Returns when its last line has run, and raises what it raises.
-    """
+    """Run `python FILE ARGS` or `python -m MODULE ARGS` to the last line; raises what it raises."""
     sys.orig_argv[1:] = ["-m", program, *args] if is_module else [program, *args]
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
@@ -100,10 +97,7 @@ def end_state(error: BaseException | None) -> str:
 
 
 class ChildProcessCounter:
-    """Counts child processes in `n`; `on_fork` is called first in each forked child.
-
-    Commands run with `subprocess` are not counted; few of them run models.
-    """
+    """Counts child processes except commands (few run models) in `n`; calls `on_fork` in forks."""
 
     def __init__(self, on_fork: Callable[[], None]) -> None:
         self.n = 0
@@ -149,10 +143,7 @@ class ChildProcessCounter:
 
 
 class TokenizerTracker:
-    """Tracks every transformers tokenizer that is created; keeps none alive.
-
-    `end` stops tracking and restores the tokenizers' base class.
-    """
+    """Tracks every transformers tokenizer that is created, until `end`; keeps none alive."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[Any]] = []

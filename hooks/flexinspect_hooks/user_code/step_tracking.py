@@ -45,10 +45,7 @@ class StepPlace(Struct, frozen=True):
 
 
 class _TrackerState(Struct, frozen=True):
-    """The open generation. `length` keys will be in the cache after the last forward.
-
-    `whole` is the sequence, while every forward gets all of it.
-    """
+    """The open generation: keys cached after the last forward, and the sequence if passed whole."""
 
     generation: int = -1
     step: int = -1
@@ -58,10 +55,7 @@ class _TrackerState(Struct, frozen=True):
 
 
 class StepTracker:
-    """Follows one model's forwards, in order.
-
-    `numbers` gives each generation its number; models that are recorded together share it.
-    """
+    """Follows one model's forwards, in order; models that are recorded together share numbers."""
 
     def __init__(self, generation_numbers: Iterator[int] | None = None) -> None:
         self._numbers = count() if generation_numbers is None else generation_numbers

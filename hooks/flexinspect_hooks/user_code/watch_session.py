@@ -130,10 +130,7 @@ class WatchSession(CaptureSession):
                 self._open_step(args, kwargs)
 
     def _is_other_thread_active(self) -> bool:
-        """Whether the session records another thread, which is still alive.
-
-        Hold `_thread_lock` from this check until the forward is open.
-        """
+        """Whether another live thread is recorded; hold `_thread_lock` until the step is open."""
         others = {self._generate_thread, self.context.thread} - {0, get_ident()}
         return bool(others) and any(thread in sys._current_frames() for thread in others)
 
@@ -244,10 +241,7 @@ class WatchSession(CaptureSession):
         self._pending = PendingStep(finished, on_device, ended)
 
     def _finish_step(self, rows: InputRows | None, pos: int, now: float | None = None) -> None:
-        """Queue the pending step for the writer thread; `rows` end with the token that it chose.
-
-        `rows` is None if the token is not known. `pos` is the token's position.
-        """
+        """Queue the pending step; `rows` end with its token, at `pos`, if that is known."""
         pending, self._pending, builder = self._pending, None, self._builder
         if pending is None or builder is None:
             return
@@ -346,10 +340,7 @@ class WatchSession(CaptureSession):
     # -- a call of generate ----------------------------------------------------------------------
 
     def watch_generate(self) -> None:
-        """Wrap the model's `generate`, if any, to know its prompt and its result.
-
-        The wrapper is removed with the hooks.
-        """
+        """Wrap the model's `generate`, if any, to know its prompt and its result."""
         model, call = self._model, self.call_generate
         original = getattr(model, "generate", None)
         if not callable(original):

@@ -104,8 +104,9 @@ class WatchedTrace(ABC, Generic[S]):
             try:
                 call()
             except Exception as failure:  # must not replace an exception of the user
-                is_own = isinstance(failure, FlexInspectError)
-                message = failure.sentence() if is_own else f"{failure!r}"
+                message = repr(failure)
+                if isinstance(failure, FlexInspectError):
+                    message = failure.sentence()
                 print_message(f"the trace could not be ended properly: {message}")
 
     def _conclude(self, session: S, writer: TraceWriter, **facts: Any) -> None:
@@ -143,10 +144,7 @@ class WatchedTrace(ABC, Generic[S]):
 
 
 def free_path(out: str | Path | None, prefix: str) -> Path:
-    """Return the path of a new trace: `out`, or PREFIX-DATE-TIME.flextrace, numbered if it exists.
-
-    Raises `UsageError` for an `out` that exists.
-    """
+    """Return `out` (`UsageError` if it exists), or a new PREFIX-DATE-TIME.flextrace."""
     if out is not None:
         if Path(out).exists():
             raise UsageError(

@@ -275,10 +275,7 @@ class AttentionHook(Hook):
 def _report_lost_rows(
     values: Values, calls: Sequence[call_checks.CallFields], step: StepContext, draft: StepDraft
 ) -> set[int]:
-    """Return the calls whose keys were modified before their newest row was recomputed.
-
-    Also records an event for them (writer thread).
-    """
+    """Return the calls whose keys were modified before their newest row was recomputed."""
     lost: set[int] = set()
     for members in with_prefix(values, segment_attention.LOST_PREFIX):
         lost |= set(map(int, members[1:].split(","))) if members else set(range(len(calls)))

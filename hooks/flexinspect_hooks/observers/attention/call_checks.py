@@ -56,12 +56,8 @@ def record_user_call_checks(
     values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
 ) -> None:
     """Record what `put_user_call_checks` found (writer thread)."""
-    tiled = [
-        calls[int(number)]
-        for number, orders in with_prefix(values, _REPEATS_PREFIX).items()
-        if orders[1] and not orders[0]
-    ]
-    if tiled:
+    repeats = with_prefix(values, _REPEATS_PREFIX).items()
+    if tiled := [calls[int(number)] for number, orders in repeats if orders[1] and not orders[0]]:
         layers = sorted({call["layer"] for call in tiled})
         text = f"The keys of layers {layers} were repeated as a whole, not head by head."
         draft.add_event(step, KEYS_TILED, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
@@ -166,12 +162,8 @@ def _score_mod_slopes(score_mod: Callable[..., Any], ref: AttentionCall) -> Tens
     It is called at (batch, head, q_idx, kv_idx) of three cells that a causal mask leaves open.
     """
     device, (batch, heads, q_len, _) = ref.query.device, ref.query.shape
-    last_q, last_kv = q_len - 1, ref.key.shape[2] - 1
-    sample = (
-        (0, 0, last_q, last_kv),
-        (batch - 1, heads - 1, last_q, 0),
-        (0, heads - 1, last_q // 2, 0),
-    )
+    q, h = q_len - 1, heads - 1
+    sample = ((0, 0, q, ref.key.shape[2] - 1), (batch - 1, h, q, 0), (0, h, q // 2, 0))
     scores, cells = torch.tensor(_SCORES, device=device), torch.tensor(sample, device=device)
     try:
         with torch.no_grad():
@@ -215,18 +207,14 @@ def _record_scales(
     values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
 ) -> None:
     """Record an event for the layers whose scores have another scale."""
-    rescaled: dict[int, tuple[float, float]] = {}
-    for rows in with_prefix(values, _SCALES_PREFIX).values():
-        for number, factor, mod, error in rows.tolist():
-            if error < _SCALE_TOLERANCE and abs(factor - 1) > _SCALE_TOLERANCE:
-                rescaled[int(number)] = factor, mod
+    known = [row for rows in with_prefix(values, _SCALES_PREFIX).values() for row in rows.tolist()]
+    rescaled = [row for row in known if row[3] < _SCALE_TOLERANCE < abs(row[1] - 1)]
     if not rescaled:
         return
-    first = min(rescaled)
-    factor, mod = rescaled[first]
-    layers = sorted({calls[number]["layer"] for number in rescaled})
+    first, factor, mod, _ = min(rescaled)
+    layers = sorted({calls[int(number)]["layer"] for number, *_ in rescaled})
     text = f"The scores of layers {layers} are scaled by {factor:.4g} times what they asked for."
-    data = {"layers": layers, "factor": factor, "scale": calls[first]["scale"]}
+    data = {"layers": layers, "factor": factor, "scale": calls[int(first)]["scale"]}
     if abs(mod - 1) > _SCALE_TOLERANCE:
         data["score_mod"] = mod
     draft.add_event(step, RESCALED, text, data)
@@ -247,9 +235,7 @@ def _put_slots(refs: Sequence[AttentionCall], filled: int | None, buffer: StepBu
     """
     distinct = {ref.captured.number: ref.captured for ref in refs}
     suspects = {number for number, mask in distinct.items() if _is_open(mask, filled)}
-    if not suspects:
-        return
-    for index, ref in enumerate(refs):
+    for index, ref in enumerate(refs) if suspects else ():
         if ref.captured.number not in suspects or ref.unknown_scores:
             continue
         if filled is None and ref.query.shape[2] >= ref.key.shape[2]:
@@ -300,10 +286,7 @@ MAX_SAMPLE_CELLS = 1 << 22
 def put_batch_rows(
     refs: Sequence[AttentionCall], compared: set[tuple[Any, ...]], buffer: StepBuffer
 ) -> None:
-    """Put a summary of the batch rows of each new mask; calls with one batch row have none.
-
-    `compared` are the masks that were compared before in this generation.
-    """
+    """Put a summary of the batch rows of each mask that is not in `compared` yet."""
     if refs[0].query.shape[0] < 2:
         return
     first_of_mask: dict[int, AttentionCall] = {}
@@ -377,10 +360,7 @@ def record_batch_rows(
     *,
     reports_equal: bool,
 ) -> None:
-    """Record an event for each mask whose batch rows differ (writer thread).
-
-    With `reports_equal` also for each mask that was compared and does not differ.
-    """
+    """Record an event for each mask whose batch rows differ, or are equal if `reports_equal`."""
     for mask in masks:
         rows = values.get(f"{_BATCH_PREFIX}{mask.number}")
         if rows is None or not (reports_equal or rows[:, 0].any()):

@@ -332,10 +332,7 @@ class KernelCalls(Struct, eq=False):
     _root: int = 0
 
     def install(self) -> Iterable[Remove]:
-        """Observe the kernels, and whether the model's forward returns.
-
-        The layer of a kernel call is read from the stack, so that layers need no hooks.
-        """
+        """Observe the kernels, whose layer is read from the stack, and failed forwards."""
         if self.context.is_standalone:
             return [self._observe()]
         self._root = id(self.context.model)

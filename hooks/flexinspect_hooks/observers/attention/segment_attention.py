@@ -147,10 +147,7 @@ they would slow the model down (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD i
 
 
 class _DeferredTensors:
-    """Keys and values that wait to be read; they count while this object is alive.
-
-    The lock is needed because models may decode in several threads.
-    """
+    """Keys and values that wait to be read, while this lives; models may run in threads."""
 
     _all: ClassVar[WeakSet[_DeferredTensors]] = WeakSet()
     _lock: ClassVar[Lock] = Lock()

@@ -64,10 +64,7 @@ class ProgramCapture(CapturedRun):
         self._tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
-        """Run the program; its exceptions propagate. The trace is closed at the interpreter's exit.
-
-        Not earlier, because threads and exit functions of the program may still use models.
-        """
+        """Run the program. The trace is closed at exit, as its threads may still use models."""
         self._children = program.ChildProcessCounter(self._on_fork)
         self._import_hooks = PostImportHooks(
             {
@@ -250,10 +247,7 @@ class ProgramCapture(CapturedRun):
 
 
 def main(number: int) -> int:
-    """Run the job that comes through the socket with this file descriptor; return the exit code.
-
-    If the program runs, its own end is the end of the process.
-    """
+    """Run the job of the socket with this descriptor. A program's end is that of the process."""
     control = LauncherConnection(number)
     try:
         job = ScriptJob.from_json(control.first_line())
