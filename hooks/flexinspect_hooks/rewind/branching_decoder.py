@@ -26,16 +26,9 @@ from flexinspect_hooks.generation import mask_source
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria, check_tokens, new_cache
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
-from flexinspect_hooks.rewind import cache_store
+from flexinspect_hooks.rewind import branch_state
 from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
-from flexinspect_hooks.rewind.branch_state import (
-    BranchState,
-    StepCheckpoint,
-    changed_conditions,
-    checksum,
-    run_conditions,
-)
-from flexinspect_hooks.rewind.cache_store import CacheStore, n_rows_of
+from flexinspect_hooks.rewind.branch_state import BranchState, StepCheckpoint, checksum, n_rows_of
 
 
 class RestoreCost(NamedTuple):
@@ -83,8 +76,8 @@ class BranchingDecoder:
         self._model, self._decoder, self.patch = model, decoder, patch
         self._recorder, self._criteria = recorder, criteria
         self._segments, self._n_prompt = decoder.prompt.segments, len(decoder.prompt.ids)
-        self._cache_store = CacheStore()
-        self._conditions = run_conditions(model)
+        self._cache_store = branch_state.CacheStore()
+        self._conditions = branch_state.run_conditions(model)
         self._device = next(model.parameters()).device
         self.current_branch = BranchState(0, patch.source)
         self.branches = [self.current_branch]
@@ -102,7 +95,7 @@ class BranchingDecoder:
 
     def cache_bytes(self) -> int:
         """The bytes of all live caches."""
-        return cache_store.cache_bytes([self._decoder.cache, *self._cache_store.values()])
+        return branch_state.cache_bytes([self._decoder.cache, *self._cache_store.values()])
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -157,7 +150,9 @@ class BranchingDecoder:
             "Weights, threads and modes are the same: an operation of the model is not "
             f"deterministic on {self._device.type}."
         )
-        return changed_conditions(self._conditions, run_conditions(self._model)) or [same]
+        return branch_state.changed_conditions(
+            self._conditions, branch_state.run_conditions(self._model)
+        ) or [same]
 
     def close(self, state: str, reason: str) -> None:
         """End the current branch in `state` unless it has ended, and the others as interrupted."""
@@ -199,7 +194,7 @@ class BranchingDecoder:
 
     def _bytes_with(self, step: int) -> int:
         """Bytes of all caches with one more that holds the rows up to a step."""
-        row_bytes = cache_store.row_bytes(self._decoder.cache)
+        row_bytes = branch_state.row_bytes(self._decoder.cache)
         return self.cache_bytes() + row_bytes * (self._n_prompt + step)
 
     def _nearest_cache(self, branch: BranchState, step: int) -> NearestCache:
@@ -213,8 +208,8 @@ class BranchingDecoder:
                 continue
             shared = branch.last_shared_step(other, min(step, last))
             n_rows = self._n_prompt + shared
-            if shared > best.step and cache_store.can_crop(cache, n_rows):
-                best = NearestCache(cache_store.crop_cache(cache, n_rows), shared, number)
+            if shared > best.step and branch_state.can_crop(cache, n_rows):
+                best = NearestCache(branch_state.crop_cache(cache, n_rows), shared, number)
         return best
 
     def _find_branch(self, branch: int, step: int) -> BranchState:

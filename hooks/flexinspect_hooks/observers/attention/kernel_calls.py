@@ -110,6 +110,8 @@ def observe_kernels(observer: KernelCalls) -> Remove:
     def remove() -> None:
         if observer in _observers:
             _observers.remove(observer)
+            if not _observers:
+                _unassigned_builds.clear()
             while _restores and not _observers:
                 _restores.pop()()
 
@@ -288,10 +290,6 @@ def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
 # -- the calls of one model -----------------------------------------------------------------------
 
 
-_active: list[KernelCalls] = []
-"""All instances that observe the kernels now."""
-
-
 def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
     """Make a call whose kernel calls are not recorded, because the call itself is."""
     _thread.is_quiet = True
@@ -304,7 +302,7 @@ def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
 def is_forward_running() -> bool:
     """Whether this thread runs a forward of a watched model, recorded or not."""
     is_unrecorded = getattr(_thread, "is_unrecorded", False)
-    return is_unrecorded or any(calls.context.is_open for calls in _active)
+    return is_unrecorded or any(calls.context.is_open for calls in _observers)
 
 
 def set_unrecorded(*, is_unrecorded: bool) -> None:
@@ -334,7 +332,7 @@ class KernelCalls(Struct, eq=False):
     def install(self) -> Iterable[Remove]:
         """Observe the kernels, whose layer is read from the stack, and failed forwards."""
         if self.context.is_standalone:
-            return [self._observe()]
+            return [observe_kernels(self)]
         self._root = id(self.context.model)
 
         def close(module: nn.Module, args: Any, output: Any) -> None:
@@ -349,20 +347,7 @@ class KernelCalls(Struct, eq=False):
 
         # A function: a copy of the model copies its hooks, and with a method this object too.
         hook = self.context.model.register_forward_hook(close, always_call=True)
-        return [self._observe(), hook.remove]
-
-    def _observe(self) -> Remove:
-        stop_observing = observe_kernels(self)
-        _active.append(self)
-
-        def remove() -> None:
-            stop_observing()
-            if self in _active:
-                _active.remove(self)
-            if not _active:
-                _unassigned_builds.clear()
-
-        return remove
+        return [observe_kernels(self), hook.remove]
 
     def open(self, step: StepContext) -> None:
         """Drop the state of the step before."""
