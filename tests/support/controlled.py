@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from flexinspect.breakpoints.store import BreakpointStore
-from flexinspect.control.messages import Cost, QueuedRewind, StepRef
+from flexinspect.control.messages import Cost, QueuedRewind, RewindCommand, StepRef
 from flexinspect.core.errors import ControlError, FlexInspectError
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.step_barrier import StepBarrier
@@ -102,7 +102,7 @@ def fake_targets(model: FakeModel) -> ControlTargets:
 class FakeRewindTarget:
     """Accepts every step up to 1000, at a fixed cost."""
 
-    def estimate_cost(self, order: QueuedRewind) -> Cost:
-        if order.command.place.step > 1000:
+    def estimate_cost(self, command: RewindCommand) -> Cost:
+        if command.place.step > 1000:
             raise ControlError("That step is not recorded.")
         return Cost("one forward", 0.01, 4096, False)

@@ -81,8 +81,8 @@ class StepClock:
         q_len = query_length(args, kwargs)
         kv_before = cached_length(kwargs.get("past_key_values"))
         step, self.next_step = self.next_step, self.next_step + 1
-        facts = ("decode" if kv_before else "prefill", q_len, kv_before, level)
-        return StepContext(self.generation, step, *facts, branch=self.branch)
+        phase, number = "decode" if kv_before else "prefill", self.generation
+        return StepContext(number, step, phase, q_len, kv_before, level, branch=self.branch)
 
 
 def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -63,9 +63,8 @@ class ControlTargets(Struct):
 
     `kind`, `title` and `trace` are fields of `StatusResponse`. `estimate_cost` returns the cost of
     a restore, fork or edit, and raises `FlexInspectError` if it is not possible. The server's
-    thread calls it while the model may run, so it must not change anything. A command has the
-    number 0 until it is accepted. The code that sets `estimate_cost` also executes the commands
-    that `StepBarrier.between_steps` and `StepBarrier.hold` return.
+    thread calls it while the model may run, so it must not change anything. The code that sets it
+    also executes the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
     """
 
     kind: messages.Kind
@@ -74,7 +73,7 @@ class ControlTargets(Struct):
     levels: SessionLevels
     barrier: StepBarrier = field(default_factory=StepBarrier)
     breakpoints: BreakpointStore | None = None
-    estimate_cost: Callable[[messages.QueuedRewind], messages.Cost] | None = None
+    estimate_cost: Callable[[messages.RewindCommand], messages.Cost] | None = None
 
 
 class AnomalyCounts(TrainingSummary, frozen=True):

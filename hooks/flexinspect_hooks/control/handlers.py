@@ -190,16 +190,16 @@ class RouteHandlers:
         return self._queue_rewind(body)
 
     def _queue_rewind(self, command: messages.RewindCommand) -> messages.CommandResponse:
-        cost = self._estimate_cost(messages.QueuedRewind(0, command))
+        cost = self._estimate_cost(command)
         if command.dry_run:
             return messages.CommandResponse(cost.sentence, self.status(), cost=cost)
         queued = self._targets.barrier.queue_rewind(command)
         response = self._respond(f"the {queued.command.kind} runs next")
         return messages.CommandResponse(response.message, response.status, queued.number, cost)
 
-    def _estimate_cost(self, queued: messages.QueuedRewind) -> messages.Cost:
+    def _estimate_cost(self, command: messages.RewindCommand) -> messages.Cost:
         if self._targets.estimate_cost is not None:
-            return self._targets.estimate_cost(queued)
+            return self._targets.estimate_cost(command)
         refusal = "This capture cannot restore, fork or edit:"
         if self._targets.kind == "generation":
             raise ControlError(f"{refusal} rewinding is disabled.")

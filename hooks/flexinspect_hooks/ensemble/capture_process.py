@@ -198,9 +198,8 @@ class CaptureRun(CapturedRun):
             text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
             copy_logits=False,
         )
-        session.barrier = self.control.barrier
-        session.use_levels(self.levels)
-        session.break_on(self.attach_recorder(session.recorder))
+        self.attach_recorder(session.recorder)
+        self.attach_session(session)
         return session
 
     def _generations(self, ensemble: EnsembleRunner, session: CaptureSession) -> None:

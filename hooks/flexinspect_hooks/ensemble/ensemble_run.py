@@ -162,7 +162,7 @@ class EnsembleRunner:
 
     def _execute(self, rewind: QueuedRewind, barrier: StepBarrier) -> None:
         try:
-            step_ref, message = self.rewind_handler.execute(rewind)
+            step_ref, message = self.rewind_handler.execute(rewind.command)
         except FlexInspectError as error:
             barrier.report_result(rewind, error)
         except (RuntimeError, MemoryError) as error:  # mostly out of memory

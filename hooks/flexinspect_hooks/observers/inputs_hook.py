@@ -29,9 +29,6 @@ LEARNED_POSITIONS = "learned-positions"
 _Lengths = list[int | None]
 """Keys per layer; None for a layer whose length is a tensor, which goes through the buffer."""
 
-_Kept = tuple[int, _Lengths, _Lengths]
-"""The batch size, and the lengths before and after the forward."""
-
 
 class _PendingInputs(Struct):
     """The inputs of a step until it is reduced. The cache is referenced weakly."""
@@ -85,7 +82,7 @@ class InputsHook(Hook):
                 text = f"Position ids are looked up in {self._position_embedding}."
                 step.events.append((LEARNED_POSITIONS, text))
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> tuple[int, _Lengths, _Lengths]:
         """Put tables, and lengths that are tensors; nothing waits for the device."""
         pending, self._pending = self._pending, _PendingInputs()
         if pending.cache is None:
@@ -99,7 +96,7 @@ class InputsHook(Hook):
                 buffer.put(name, table)
         return pending.batch, pending.before[0], after[0]
 
-    def record(self, step: StepContext, kept: _Kept, values: Values, draft: StepDraft) -> None:
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
         batch, before, after = kept
         positions = values.get("inputs.positions")

@@ -24,14 +24,13 @@ class RewindHandler:
         self.generation = 0
         self.decoder: BranchingDecoder | None = None
 
-    def estimate_cost(self, order: messages.QueuedRewind) -> messages.Cost:
+    def estimate_cost(self, command: messages.RewindCommand) -> messages.Cost:
         """Estimate the cost of a command. Raises `FlexInspectError` if it cannot be executed.
 
         It changes nothing, so any thread may call it while the model runs; the figures may then be
         out of date at once.
         """
-        command, prefix = order.command, ""
-        decoder, place = self._decoder_and_place(command)
+        (decoder, place), prefix = self._decoder_and_place(command), ""
         if isinstance(command, messages.Restore):
             cost = decoder.restore_cost(*place)
         elif isinstance(command, messages.Fork):
@@ -48,12 +47,11 @@ class RewindHandler:
         sentence = f"{prefix}{how}; the caches will hold {size}."
         return messages.Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
 
-    def execute(self, order: messages.QueuedRewind) -> tuple[messages.StepRef, str]:
+    def execute(self, command: messages.RewindCommand) -> tuple[messages.StepRef, str]:
         """Execute a command; returns the step the model is at, and a sentence about the result.
 
         Raises `FlexInspectError` if it cannot be executed; the model then stays where it was.
         """
-        command = order.command
         decoder, place = self._decoder_and_place(command)
         if isinstance(command, messages.Restore):
             message = decoder.restore(*place).message

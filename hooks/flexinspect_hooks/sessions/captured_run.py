@@ -25,8 +25,8 @@ from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMes
 
 if TYPE_CHECKING:
     from flexinspect.control.messages import Kind
-    from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
     from flexinspect_hooks.capture.recorder import Recorder
+    from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
 class CapturedRun:
@@ -68,11 +68,17 @@ class CapturedRun:
         last_kernel_call.start_recording_calls(self.writer.recording_path)
         send(protocol.TRACE, path=path, recording=recording, note=self.writer.note)
 
-    def attach_recorder(self, recorder: Recorder) -> BreakpointEvaluator:
-        """Connect the recorder with control and debugger; return the evaluator of breakpoints."""
+    def attach_recorder(self, recorder: Recorder) -> None:
+        """Connect the recorder with control, debugger and breakpoints."""
         self.control.barrier.stop_debugger = self._debugging.stop_between_steps
         self.control.attach_recorder(recorder)
-        return self._breaks.begin(recorder)
+        recorder.judge = self._evaluator = self._breaks.begin(recorder)
+
+    def attach_session(self, session: CaptureSession) -> None:
+        """Let commands and breakpoints act on a session whose recorder is attached."""
+        session.barrier = self.control.barrier
+        session.use_levels(self.levels)
+        session.break_on(self._evaluator)
 
     def record_event(self, kind: str, text: str, /, **data: Any) -> None:
         """Record an event outside of a step."""

@@ -71,10 +71,10 @@ class StandaloneCalls(CaptureSession):
         """Record one call at once, or an event if that fails."""
         self._kernels.take_since(0)
         self.n_calls += 1
-        if self.n_calls > MAX_STANDALONE_CALLS:
-            self._kernels.take_builds()
-        else:
+        if self.n_calls <= MAX_STANDALONE_CALLS:
             self._record_safely(self._record_call, call, time.perf_counter())
+        else:
+            self._kernels.take_builds()
 
     def _record_safely(self, record: Callable[..., None], *args: Any) -> None:
         try:
@@ -87,9 +87,7 @@ class StandaloneCalls(CaptureSession):
         q_len, kv_len = (int(call.arguments[name].shape[-2]) for name in ("query", "key"))
         step = self._make_step(q_len, kv_len, call.started, (returned - call.started) * 1e3)
         if self.n_calls == MAX_STANDALONE_CALLS:
-            text = (
-                f"{MAX_STANDALONE_CALLS} calls outside of a model are recorded; later ones are not."
-            )
+            text = f"{self.n_calls} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN_LAYERS, text))
         self._record(step, f"{step_records.STANDALONE_CALLS}, {self.n_calls}", [call], returned)
 
@@ -144,5 +142,5 @@ class StandaloneCalls(CaptureSession):
 
     def _make_step(self, q_len: int, kv_len: int, started: float, wall_ms: float) -> StepContext:
         before, level = max(kv_len - q_len, 0), self.levels.level if self.levels else self.level
-        facts = ("decode" if before else "prefill", q_len, before, level)
-        return StepContext(next(self._numbers), 0, *facts, started=started, wall_ms=wall_ms)
+        phase, step = "decode" if before else "prefill", (next(self._numbers), 0)
+        return StepContext(*step, phase, q_len, before, level, started=started, wall_ms=wall_ms)

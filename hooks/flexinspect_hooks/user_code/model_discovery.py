@@ -73,8 +73,8 @@ class ModelFinder:
         self._wrappers = ExitStack()
         self._is_over = False
         self._standalone: StandaloneCalls | None = None
-        self._barrier, self._levels = run.control.barrier, run.levels
-        self._breakpoints = self.recorder.judge = run.attach_recorder(self.recorder)
+        self._run = run
+        run.attach_recorder(self.recorder)
         self.recorder.start()
 
     # -- wrappers that find models ---------------------------------------------------------------
@@ -140,7 +140,7 @@ class ModelFinder:
         session = StandaloneCalls(self.writer, self.recorder, self.numbers, level=self.job.level)
         session.__enter__()
         self._standalone = session
-        session.use_levels(self._levels)
+        session.use_levels(self._run.levels)
 
     # -- a model ---------------------------------------------------------------------------------
 
@@ -194,9 +194,7 @@ class ModelFinder:
             message = f"{type(error).__name__}: {error}"
             self.event("not-recorded", f"A {type(model).__name__} cannot be watched: {message}")
             return None
-        session.barrier = self._barrier
-        session.use_levels(self._levels)
-        session.break_on(self._breakpoints)
+        self._run.attach_session(session)
         self._sessions.append(session)
         self._open.append(session)
         return session

@@ -30,7 +30,7 @@ from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
 from flexinspect_hooks.observers.inputs_hook import InputsHook
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.user_code.watch import Watch
+from flexinspect_hooks.user_code.watch_trace import Watch
 
 Out = Callable[..., Watch]
 
