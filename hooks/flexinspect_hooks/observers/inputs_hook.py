@@ -55,9 +55,7 @@ class InputsHook(Hook):
 
         # A function, because a copy of the model would copy a bound method, and this hook with it.
         # It compares ids: a reference to the module would keep it alive.
-        def keep_positions(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
+        def keep_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if id(module) == first_id and not torch.compiler.is_compiling() and context.is_open:
                 self._pending.positions = kwargs.get("position_ids", self._pending.positions)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -62,9 +63,7 @@ class MemoryHook(Hook):
         """Read the memory, here because the writer thread may write this step with later ones."""
         return self._memory.read()
 
-    def record(
-        self, step: StepContext, kept: MemoryRecord, values: Values, draft: StepDraft
-    ) -> None:
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Write the step's `MemoryRecord`; the cache's size is computed from the calls' shapes."""
         kv_cache = 0
         for call in draft.calls:

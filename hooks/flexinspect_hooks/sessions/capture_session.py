@@ -269,9 +269,7 @@ class CaptureSession:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _on_forward_start(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_paused or torch.compiler.is_compiling():  # a compiled model is not recorded
             return
         self._pass_barrier()

@@ -184,11 +184,9 @@ class ModelFinder:
             again = self._found[model] = self._begin_session(model, session.model_name, n)
         return again
 
-    def _begin_session(
-        self, model: nn.Module, name: str, n_restores: int = 0
-    ) -> FoundSession | None:
+    def _begin_session(self, model: nn.Module, name: str, n: int = 0) -> FoundSession | None:
         try:
-            session = FoundSession(model, self, name, n_restores)
+            session = FoundSession(model, self, name, n)
             session.__enter__()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
@@ -289,9 +287,7 @@ class FoundSession(WatchSession):
             name=name,
         )
 
-    def _on_forward_start(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Otherwise the model is a part of another model.
         if getattr(self._finder.local, "root", None) == id(module):
             super()._on_forward_start(module, args, kwargs)

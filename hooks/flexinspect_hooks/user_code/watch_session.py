@@ -116,9 +116,7 @@ class WatchSession(CaptureSession):
 
     # -- a forward -------------------------------------------------------------------------------
 
-    def _on_forward_start(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._model:
             return  # a compiled model is not recorded; a copy of the model is another model
         with self._thread_lock:
@@ -166,9 +164,7 @@ class WatchSession(CaptureSession):
         # The time before the step's start, in which its place was found, counts as well.
         self.total_s += step.started - started - self._paused_s
 
-    def _locate_step(
-        self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
-    ) -> StepContext:
+    def _locate_step(self, args: Any, arguments: dict[str, Any], started: float) -> StepContext:
         """Find the generation and step of a forward, finish the step before, and open this one."""
         self._n_forwards += 1
         n_rows = query_length(args, arguments)
@@ -202,9 +198,7 @@ class WatchSession(CaptureSession):
         self._input_tokens = partial(builder.append_tokens, rows, place.pos) if is_input else tuple
         return step
 
-    def _add_begin_events(
-        self, step: StepContext, place: StepPlace, problems: Sequence[str]
-    ) -> None:
+    def _add_begin_events(self, step: StepContext, place: StepPlace, problems: list[str]) -> None:
         if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:
             cached = self._prompt[0, : place.pos].tolist()
             text = f"By its length the cache holds the first {place.pos} tokens of the prompt."
@@ -355,9 +349,7 @@ class WatchSession(CaptureSession):
         # A bound method, so that a copy of the model calls its own `generate`, not this model's.
         self._removes.append((None, patch(model, "generate", MethodType(generate, model))))
 
-    def call_generate(
-        self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_generate(self, generate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model's `generate` (bound), and record it as one generation."""
         if kwargs.get("custom_generate") is not None:  # another decoding loop
             return generate(*args, **kwargs)

@@ -51,6 +51,7 @@ class _Session(Protocol):
 
 
 S = TypeVar("S", bound=_Session)
+Calls = list[Callable[[], object]]
 
 
 class WatchedTrace(ABC, Generic[S]):
@@ -76,9 +77,7 @@ class WatchedTrace(ABC, Generic[S]):
         """Start a session that records into `writer`."""
 
     @abstractmethod
-    def _end_calls(
-        self, session: S, state: str, error: BaseException | None
-    ) -> list[Callable[[], object]]:
+    def _end_calls(self, session: S, state: str, error: BaseException | None) -> Calls:
         """Calls that end the session, of which each is done though others fail."""
 
     def __enter__(self) -> Self:
@@ -287,9 +286,7 @@ class Watch(WatchedTrace[WatchSession]):
         if error is None and session is not None:
             session.pass_breakpoints()
 
-    def _end_calls(
-        self, session: WatchSession, state: str, error: BaseException | None
-    ) -> list[Callable[[], object]]:
+    def _end_calls(self, session: WatchSession, state: str, error: BaseException | None) -> Calls:
         return [lambda: session.close(state, error), session.__exit__]
 
     # -- summary ---------------------------------------------------------------------------------
@@ -304,12 +301,10 @@ class Watch(WatchedTrace[WatchSession]):
         """Show the summary in IPython. `repr` does not, because debuggers call it."""
         printer.text("..." if cycle else str(self))
 
-    def _render(
-        self, render: Callable[[TraceSummary], str], render_text: Callable[[str], str]
-    ) -> str:
+    def _render(self, render: Callable[[TraceSummary], str], quote: Callable[[str], str]) -> str:
         if self._writer is None:
             path = escape_unprintable(str(self.path))
-            return render_text(f"Nothing is recorded yet; the trace will be {path}.")
+            return quote(f"Nothing is recorded yet; the trace will be {path}.")
         with self.reader() as reader:
             return render(summarize_trace(reader, self.path))
 

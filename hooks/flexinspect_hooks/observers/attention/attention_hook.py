@@ -8,7 +8,7 @@ are intercepted as well (`kernel_calls`), because such code may call them direct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ _KNOWN_BACKENDS = (*_BACKEND_PATHS, BACKEND)
 class _AttentionStep(NamedTuple):
     """What the writer thread gets about a step's calls: no tensors."""
 
-    calls: tuple[call_checks.CallFields, ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
     masks: tuple[CapturedMask, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
 
@@ -273,7 +273,7 @@ class AttentionHook(Hook):
 
 
 def _report_lost_rows(
-    values: Values, calls: Sequence[call_checks.CallFields], step: StepContext, draft: StepDraft
+    values: Values, calls: call_checks.CallFields, step: StepContext, draft: StepDraft
 ) -> set[int]:
     """Return the calls whose keys were modified before their newest row was recomputed."""
     lost: set[int] = set()

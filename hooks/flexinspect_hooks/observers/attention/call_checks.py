@@ -31,15 +31,17 @@ RESCALED = "scores-rescaled"
 BATCH_ROWS = "batch-rows"
 SLOTS_STREAM = "attention.slots"
 
-CallFields = dict[str, Any]
-"""The fields of a `CallRecord`; see `AttentionCall.record_fields`."""
+Calls = Sequence[AttentionCall]
+
+CallFields = Sequence[dict[str, Any]]
+"""The fields of the `CallRecord` of each call; see `AttentionCall.record_fields`."""
 
 _REPEATS_PREFIX, _SCALES_PREFIX = "repeats/", "scales/"
 _BATCH_PREFIX, _SLOTS_PREFIX = "batchrows/", "slots/"
 
 
 def put_user_call_checks(
-    refs: Sequence[AttentionCall], step: StepContext, filled: int | None, buffer: StepBuffer
+    refs: Calls, step: StepContext, filled: int | None, buffer: StepBuffer
 ) -> None:
     """Put what is checked of calls in code of the user; `filled` is as in `_put_slots`."""
     if step.phase == "prefill":
@@ -53,7 +55,7 @@ def put_user_call_checks(
 
 
 def record_user_call_checks(
-    values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
+    values: Values, calls: CallFields, step: StepContext, draft: StepDraft
 ) -> None:
     """Record what `put_user_call_checks` found (writer thread)."""
     repeats = with_prefix(values, _REPEATS_PREFIX).items()
@@ -119,7 +121,7 @@ class _ScaledCall(NamedTuple):
     slopes: Tensor
 
 
-def _put_scales(refs: Sequence[AttentionCall], buffer: StepBuffer) -> None:
+def _put_scales(refs: Calls, buffer: StepBuffer) -> None:
     """Put the scales of each call that can be compared; see `_factors`."""
     known: dict[int, Tensor | None] = {}
     groups: dict[tuple[int, torch.dtype], list[_ScaledCall]] = {}
@@ -203,9 +205,7 @@ def _multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return factor, error
 
 
-def _record_scales(
-    values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
-) -> None:
+def _record_scales(values: Values, calls: CallFields, step: StepContext, draft: StepDraft) -> None:
     """Record an event for the layers whose scores have another scale."""
     known = [row for rows in with_prefix(values, _SCALES_PREFIX).values() for row in rows.tolist()]
     rescaled = [row for row in known if row[3] < _SCALE_TOLERANCE < abs(row[1] - 1)]
@@ -226,7 +226,7 @@ def _record_scales(
 # standalone calls. An ordinary step costs one comparison per distinct mask.
 
 
-def _put_slots(refs: Sequence[AttentionCall], filled: int | None, buffer: StepBuffer) -> None:
+def _put_slots(refs: Calls, filled: int | None, buffer: StepBuffer) -> None:
     """Put five numbers for each call whose newest row attends to slots from `filled` on.
 
     With `filled` None any slot may be empty. The numbers: open keys of the newest row; all-zero
@@ -283,9 +283,7 @@ MAX_SAMPLE_CELLS = 1 << 22
 """Most cells, over all batch rows, that are evaluated; larger samples are skipped."""
 
 
-def put_batch_rows(
-    refs: Sequence[AttentionCall], compared: set[tuple[Any, ...]], buffer: StepBuffer
-) -> None:
+def put_batch_rows(refs: Calls, compared: set[tuple[Any, ...]], buffer: StepBuffer) -> None:
     """Put a summary of the batch rows of each mask that is not in `compared` yet."""
     if refs[0].query.shape[0] < 2:
         return

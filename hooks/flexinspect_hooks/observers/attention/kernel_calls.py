@@ -141,9 +141,7 @@ def _track_uncompiled(function: Callable[..., Any]) -> Remove:
 # -- a call ------------------------------------------------------------------------------------
 
 
-def _observed_call(
-    name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any
-) -> Any:
+def _observed_call(name: str, own: Any, names: tuple[str, ...], args: Any, kw: Any) -> Any:
     """Make the call and pass it to an observer; dynamo compiles nothing but the kernel's own code.
 
     `own` is the kernel and `names` are those of its parameters.
@@ -466,9 +464,7 @@ class KernelCalls(Struct, eq=False):
 _MODULE_CALL = torch_private.module_call_code()
 
 
-def _current_layer(
-    layer_of: Mapping[int, int], root: int
-) -> tuple[int | None, nn.Module | None, Any]:
+def _current_layer(layer_of: Mapping[int, int], root: int) -> tuple[int | None, Any, Any]:
     """Return the innermost attention layer whose forward is running, read from the stack.
 
     Its number, its module and the mask that it received. The search ends at the model itself, whose
