@@ -321,4 +321,4 @@ class FoundSession(WatchSession):
             was_left = self.exit_exception_id in errors
             return was_left, self._step.started if was_left else 0.0
         pending = self._pending
-        return False, 0.0 if pending is None else pending.finished.context.started
+        return False, 0.0 if pending is None else pending.context.started

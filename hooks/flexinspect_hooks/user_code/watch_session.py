@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import RLock, get_ident
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -101,7 +101,9 @@ class WatchSession(CaptureSession):
         """The generation whose overlap was reported last; -1 stands for no generation."""
         self._builder: GenerationBuilder | None = None
         self._input_tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
-        self._pending: PendingStep | None = None
+        self._pending: FinishedStep | None = None
+        """The step whose forward has returned and whose token is not known yet."""
+        self._pending_row: Tensor | None = None  # its newest row of logits, if on an accelerator
         self._printed: set[str] = set()
         self.recorded_error: BaseException | None = None
         """The last exception that is in the trace."""
@@ -229,20 +231,22 @@ class WatchSession(CaptureSession):
             self._step_unread(error)
             return
         self._step, self._is_broken = None, False
-        on_device = row if row is not None and row.device.type != "cpu" else None
         ended = time.perf_counter()
         step.capture_s += ended - started
-        self._pending = PendingStep(finished, on_device, ended)
+        step.wall_ms = (ended - step.started) * 1e3
+        self._pending = finished
+        self._pending_row = row if row is not None and row.device.type != "cpu" else None
 
     def _finish_step(self, rows: InputRows | None, pos: int, now: float | None = None) -> None:
         """Queue the pending step; `rows` end with its token, at `pos`, if that is known."""
-        pending, self._pending, builder = self._pending, None, self._builder
-        if pending is None or builder is None:
+        finished, self._pending, builder = self._pending, None, self._builder
+        row, self._pending_row = self._pending_row, None
+        if finished is None or builder is None:
             return
         started = time.perf_counter()
-        finished, row, ended = pending
-        ended, step, input_tokens = now or ended, finished.context, finished.tokens
-        step.wall_ms = (ended - step.started) * 1e3
+        step, input_tokens = finished.context, finished.tokens
+        if now is not None:
+            step.wall_ms = (now - step.started) * 1e3
         if rows is not None and rows.ids is not None and row is not None:
             reduce_chosen(row, rows.ids[-1:], finished.buffer)
 
@@ -252,7 +256,7 @@ class WatchSession(CaptureSession):
 
         finished.tokens = tokens
         self._queue_step(finished, started)
-        self.total_s += ended - step.started
+        self.total_s += step.wall_ms / 1e3
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -319,7 +323,7 @@ class WatchSession(CaptureSession):
             return
         self.recorded_error, builder, pending = error, self._builder, self._pending
         strip_own_frames(error)
-        last = self._step or (pending.finished.context if pending is not None else None)
+        last = self._step or (pending.context if pending is not None else None)
         generation = builder.record.generation if builder is not None else None
         step = last.step if last is not None else None
         data = {"traceback": "".join(traceback.format_exception(error))}
@@ -418,14 +422,6 @@ class WatchSession(CaptureSession):
             last = {"input_ids": sequences[:1, pos:]}
             buffer = StepBuffer(self._device, self._stream)
             self._finish_step(InputRows(last, 1, with_mask=False, buffer=buffer), pos)
-
-
-class PendingStep(NamedTuple):
-    """A step whose forward has returned and whose token is not known yet."""
-
-    finished: FinishedStep
-    row: Tensor | None
-    ended: float
 
 
 # -- helpers for a model that code of the user runs ------------------------------------------------
