@@ -26,9 +26,8 @@ class FakeModel:
     """A loop that passes the step barrier before each forward and waits for `forward`."""
 
     def __init__(self) -> None:
-        self.barrier = StepBarrier(
-            record_event=lambda kind, text, place, facts: self.events.append(kind)
-        )
+        self.barrier = StepBarrier()
+        self.barrier.record_event = lambda kind, text, place, facts: self.events.append(kind)
         self.events: list[str] = []
         self.step, self.n_stops = -1, 0
         self._allowed = threading.Semaphore(0)

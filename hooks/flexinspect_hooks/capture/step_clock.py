@@ -35,7 +35,6 @@ class StepContext(Struct):
     scores: Tensor | None = None
     is_scored: bool = True
     """Whether the token was chosen from `scores` (from the logits if `scores` is None)."""
-    chosen: Tensor | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The forward's arguments by name; only set while hooks open."""
     output: Any = None
@@ -53,7 +52,7 @@ class StepContext(Struct):
 
     def drop_references(self) -> None:
         """Drop every tensor, so that capture does not keep a step's memory alive."""
-        self.logits = self.scores = self.chosen = self.output = None
+        self.logits = self.scores = self.output = None
 
 
 def off_cpu_s() -> float:

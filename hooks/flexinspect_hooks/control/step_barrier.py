@@ -69,12 +69,9 @@ class StepBarrier:
     finished steps are in the trace. Both may be set later. One barrier serves all models.
     """
 
-    def __init__(
-        self,
-        record_event: Callable[[str, str, StepRef, Mapping[str, Any]], None] = lambda *_: None,
-        drain: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.record_event, self.drain = record_event, drain
+    def __init__(self) -> None:
+        self.record_event: Callable[[str, str, StepRef, Mapping[str, Any]], None] = lambda *_: None
+        self.drain: Callable[[], None] = lambda: None
         self.stop_debugger: Callable[[str, Mapping[str, Any]], bool] = lambda reason, facts: False
         """Stops in an attached debugger, in this thread; returns False if there is none."""
         self._changed = threading.Condition(threading.RLock())

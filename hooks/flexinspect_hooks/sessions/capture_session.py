@@ -324,9 +324,9 @@ class CaptureSession:
             self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
     def on_token_chosen(
-        self, token: step_records.TokenRecord, chosen: Tensor, scores: Tensor | None = None
+        self, token: step_records.TokenRecord, scores: Tensor | None = None
     ) -> None:
-        """Close the step: `chosen` (0-dim) is the token's id, drawn from `scores` (V,).
+        """Close the step, whose `token` was drawn from `scores` (V,).
 
         Call it when the token is known on the host, so that the step's wall time is complete.
         """
@@ -335,7 +335,7 @@ class CaptureSession:
             return
         started = time.perf_counter()
         step.wall_ms = (started - step.started) * 1e3
-        step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
+        step.token_id, step.scores = token.token_id, scores
         finished, self._step = self._reduce(step), None
         finished.tokens = lambda: (token,)
         self._queue_step(finished, started)

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 from torch import nn
 
 from flexinspect.core.errors import TraceWriteError, exception_chain
-from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.recorder import Recorder
@@ -35,14 +34,14 @@ from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
-from flexinspect_hooks.sessions.captured_run import CapturedRun
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
-from flexinspect_hooks.user_code.program import TokenizerTracker, end_state, strip_own_frames
+from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
 
 if TYPE_CHECKING:
     from flexinspect_hooks.sessions.standalone_calls import StandaloneCalls
+    from flexinspect_hooks.user_code.script.script_run import ProgramCapture
 
 MAX_STEP_STARTS = 4096
 """Steps whose start times are kept, to assign printed output to steps."""
@@ -54,9 +53,9 @@ MAX_HOOK_RESTORES = 16
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(self, job: ScriptJob, run: CapturedRun, tokenizers: TokenizerTracker) -> None:
-        self.job, self.writer, self.tokenizers = job, run.writer, tokenizers
-        self.segments = parse_segments(job.declaration.segments)
+    def __init__(self, run: ProgramCapture) -> None:
+        self._run, self.job, self.writer, self.tokenizers = run, run.job, run.writer, run.tokenizers
+        self.segments = parse_segments(run.job.declaration.segments)
         self.recorder = Recorder(run.writer)
         self.numbers = count()
         self._found: WeakKeyDictionary[nn.Module, FoundSession | None] = WeakKeyDictionary()
@@ -73,7 +72,6 @@ class ModelFinder:
         self._wrappers = ExitStack()
         self._is_over = False
         self._standalone: StandaloneCalls | None = None
-        self._run = run
         run.attach_recorder(self.recorder)
         self.recorder.start()
 

@@ -61,7 +61,7 @@ class ProgramCapture(CapturedRun):
         self._finder: ModelFinder | None = None
         self._finder_lock = threading.Lock()
         self._pending_calls: deque[str] = deque()
-        self._tokenizers = program.TokenizerTracker()
+        self.tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
         """Run the program. The trace is closed at exit, as its threads may still use models."""
@@ -72,7 +72,7 @@ class ProgramCapture(CapturedRun):
                 "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._call_finder("watch_generate"),
-                "transformers.tokenization_utils_base": self._tokenizers.watch,
+                "transformers.tokenization_utils_base": self.tokenizers.watch,
                 "multiprocessing.process": self._children.watch_multiprocessing,
             },
             on_import_begin=self._on_import_begin,
@@ -117,7 +117,7 @@ class ProgramCapture(CapturedRun):
                 if self._finder is None:
                     from flexinspect_hooks.user_code.model_discovery import ModelFinder
 
-                    self._finder = ModelFinder(self.job, self, self._tokenizers)
+                    self._finder = ModelFinder(self)
                 if self._pending_calls:
                     getattr(self._finder, self._pending_calls.popleft())()
             finally:
@@ -195,7 +195,7 @@ class ProgramCapture(CapturedRun):
         self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
         self._import_hooks.remove()
-        self._tokenizers.end()
+        self.tokenizers.end()
         self._children.end()
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
@@ -240,7 +240,7 @@ class ProgramCapture(CapturedRun):
         """Remove all hooks in a forked child, because the trace belongs to its parent."""
         self.control.close_sockets()
         self._import_hooks.remove()
-        self._tokenizers.end()
+        self.tokenizers.end()
         self._children.end()
         if self._finder is not None:
             self._finder.discard()
