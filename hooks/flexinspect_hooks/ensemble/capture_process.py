@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
@@ -28,7 +27,6 @@ from flexinspect.inputs.datasets import Sample
 from flexinspect.inputs.model_names import ModelSource
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
-from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.threads import available_cores, background_thread
@@ -147,8 +145,7 @@ class CaptureRun(CapturedRun):
                 self.record_event("error", error.message, **facts)
             else:
                 self._unexpected = True
-                text = "".join(format_exception(error))
-                self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+                self.record_error(error)
             raise
         finally:
             self._close(state)
@@ -226,8 +223,7 @@ class CaptureRun(CapturedRun):
 
     def _close(self, state: str) -> None:
         signals.ignore_end_signals()
-        last_kernel_call.stop_recording_calls()
-        self._debugging.end()
+        self.end_observation()
         self.update_manifest(ended_at=time.time())
         self._write_safely(
             lambda: self.writer.close("failed" if self._lost_records is not None else state)

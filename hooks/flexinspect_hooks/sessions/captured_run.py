@@ -85,6 +85,18 @@ class CapturedRun:
         event = EventRecord(kind, text, time.time(), data=data)
         self._write_safely(lambda: self.writer.write_event(event))
 
+    def record_error(self, error: BaseException) -> None:
+        """Record an exception of the program with its traceback."""
+        import traceback  # not before the program, which may have a file of this name
+
+        text = "".join(traceback.format_exception(error))
+        self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+
+    def end_observation(self) -> None:
+        """End the notes of kernel calls and the debugger, before the trace is closed."""
+        last_kernel_call.stop_recording_calls()
+        self._debugging.end()
+
     def update_manifest(self, **facts: Any) -> None:
         """Set facts of the manifest."""
         self._write_safely(lambda: self.writer.update_run(**facts))

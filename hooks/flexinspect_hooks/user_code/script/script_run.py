@@ -24,7 +24,6 @@ from flexinspect.records import protocol
 from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import OutputRecord
 from flexinspect_hooks.breakpoints.actions import StoppedAtBreakpointError
-from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
@@ -181,18 +180,14 @@ class ProgramCapture(CapturedRun):
         if self._finder is not None:
             self._finder.on_program_failed(error)
         elif not isinstance(error, SystemExit):
-            import traceback
-
-            text = "".join(traceback.format_exception(error))
-            self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+            self.record_error(error)
 
     def _close(self) -> None:
         if os.getpid() != self._pid:
             return
         self._is_closing = True
         self.control.close()
-        last_kernel_call.stop_recording_calls()
-        self._debugging.end()
+        self.end_observation()
         cost = self._finder.close() if self._finder is not None else None
         self._import_hooks.remove()
         self.tokenizers.end()
