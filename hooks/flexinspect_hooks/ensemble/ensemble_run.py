@@ -41,8 +41,7 @@ from flexinspect_hooks.gradients.after_generation import TokenGradients
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
 from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
-from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder
-from flexinspect_hooks.rewind.command_handler import RewindHandler
+from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, RewindHandler
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 from flexinspect_hooks.user_code.generation_builder import keep_written_special
 

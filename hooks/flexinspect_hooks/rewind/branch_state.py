@@ -144,8 +144,7 @@ class BranchState(Struct):
         return f"{where} under an edited mask ({'; '.join(change.get('edits', ()))}): {how}."
 
 
-_SAMPLES = 1024
-"""Values read from each weight tensor, evenly spaced."""
+_SAMPLES = 1024  # values read from each weight tensor, evenly spaced
 
 
 def run_conditions(model: nn.Module) -> dict[str, Any]:

@@ -61,8 +61,7 @@ class ModelFinder:
         self._found: WeakKeyDictionary[nn.Module, FoundSession | None] = WeakKeyDictionary()
         """Each model's session, None for one that cannot be watched."""
         self._sessions: list[FoundSession] = []
-        self._open: list[FoundSession] = []
-        """Those of the sessions that have not ended."""
+        self._open: list[FoundSession] = []  # those of the sessions that have not ended
         self._facts: list[dict[str, Any]] = []
         self.step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
         """When the last steps began, with their generations and numbers."""

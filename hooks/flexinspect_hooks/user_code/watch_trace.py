@@ -57,10 +57,8 @@ Calls = list[Callable[[], object]]
 class WatchedTrace(ABC, Generic[S]):
     """The handle of a trace at `path` that is recorded while a `with` block runs."""
 
-    _watched: ClassVar[set[int]]
-    """`id` of each model that is being watched."""
-    _function: ClassVar[str]
-    """The public function that makes the handle."""
+    _watched: ClassVar[set[int]]  # `id` of each model that is being watched
+    _function: ClassVar[str]  # the public function that makes the handle
     _messages: ClassVar[tuple[str, str]]
     """What is said of a second block, and of a model that is being watched already."""
     _facts: ClassVar[Mapping[str, Any]]

@@ -108,8 +108,7 @@ def _compare_orders(newest: Tensor, groups: int) -> Tensor:
 _SCALE_TOLERANCE = 0.02
 """Largest relative deviation of a vector from a multiple of another, or of a scale from another."""
 
-_SCORES = (-40.0, 2.0, 300.0)
-"""Large enough for a soft cap to show."""
+_SCORES = (-40.0, 2.0, 300.0)  # large enough for a soft cap to show
 
 
 class _ScaledCall(NamedTuple):
