@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct, field
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
-from flexinspect.records.finding import Finding
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
@@ -71,13 +70,6 @@ Item = FinishedStep | step_records.GenerationEnd | step_records.EventRecord | Gr
 """What is written, in order. Other work of the writer thread is queued as a function."""
 
 
-class Judge(Protocol):
-    """Evaluates breakpoints on records that were written, in the writer thread."""
-
-    def evaluate(self, record: step_records.StepRecord) -> None: ...
-    def evaluate_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
-
-
 class Recorder:
     """Owns the writer thread. A full disk stops the recording; it never stops the model.
 
@@ -107,8 +99,8 @@ class Recorder:
         self.writer_s = 0.0
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
-        self.judge: Judge | None = None
-        """Evaluates breakpoints on what was written; None without breakpoints."""
+        self.judge: Any = None
+        """The `BreakpointEvaluator` of what was written, in this thread; None without one."""
 
     @property
     def path(self) -> Path | None:

@@ -61,7 +61,8 @@ class LogitsHook(Hook):
         """Write the step's `LogitsRecord`."""
         if not kept:
             return
-        row = self._reduced("logits", values, step.token_id)
+        raw = values.get("logits.all")
+        row = _from_device(values) if raw is None else self._reduce_row(raw, step.token_id)
         token_id, rank, logit = step.token_id, row.rank, row.chosen
         if token_id is None:
             token_id, rank, logit = UNKNOWN, -1, math.nan
@@ -84,10 +85,6 @@ class LogitsHook(Hook):
         if LOGITS_ARRAY in values:
             draft.arrays.append(ArrayRecord(LOGITS_ARRAY, values[LOGITS_ARRAY]))
 
-    def _reduced(self, name: str, values: Values, chosen: int | None) -> _ReducedLogits:
-        row = values.get(f"{name}.all")
-        return _from_device(values) if row is None else self._reduce_row(row, chosen)
-
     def _candidates(
         self, row: _ReducedLogits, values: Values, step: StepContext
     ) -> tuple[Candidate, ...]:
@@ -96,7 +93,7 @@ class LogitsHook(Hook):
             scores = [math.nan] * len(row.top)
         elif "scores.all" in values:
             scores = values["scores.all"][row.ids].tolist()
-            score_lse = self._reduced("scores", values, None).lse
+            score_lse = self._reduce_row(values["scores.all"], None).lse
         elif "scores.top" in values:
             scores, score_lse = values["scores.top"].tolist(), float(values["scores.lse"])
         return tuple(
