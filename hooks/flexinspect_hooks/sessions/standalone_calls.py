@@ -16,12 +16,8 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.observers.attention import kernel_calls
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS, AttentionHook
-from flexinspect_hooks.observers.attention.kernel_calls import (
-    FLEX,
-    KernelCall,
-    KernelCalls,
-)
 from flexinspect_hooks.observers.memory_hook import MemoryHook
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -58,16 +54,16 @@ class StandaloneCalls(CaptureSession):
         self.n_calls = 0
 
     @property
-    def _kernels(self) -> KernelCalls:
+    def _kernels(self) -> kernel_calls.KernelCalls:
         assert self._attention.kernels is not None
         return self._attention.kernels
 
     def __exit__(self, *_: object) -> None:
-        if builds := self._kernels.unassigned_builds():
-            self._record_safely(self._record_builds, builds)
+        if kernel_calls.unassigned_builds:
+            self._record_safely(self._record_builds, tuple(kernel_calls.unassigned_builds))
         super().__exit__()
 
-    def _on_call(self, call: KernelCall) -> None:
+    def _on_call(self, call: kernel_calls.KernelCall) -> None:
         """Record one call at once, or an event if that fails."""
         self._kernels.take_since(0)
         self.n_calls += 1
@@ -83,7 +79,7 @@ class StandaloneCalls(CaptureSession):
             text = f"A call outside of a model was not recorded: {type(error).__name__}: {error}"
             self._event("step-not-recorded", text)
 
-    def _record_call(self, call: KernelCall, returned: float) -> None:
+    def _record_call(self, call: kernel_calls.KernelCall, returned: float) -> None:
         q_len, kv_len = (int(call.arguments[name].shape[-2]) for name in ("query", "key"))
         step = self._make_step(q_len, kv_len, call.started, (returned - call.started) * 1e3)
         if self.n_calls == MAX_STANDALONE_CALLS:
@@ -93,7 +89,7 @@ class StandaloneCalls(CaptureSession):
 
     def _record_failed_call(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
         """Record a call that raised as a generation without a step, so that rules run on it."""
-        if facts["kernel"] != FLEX or self.n_calls >= MAX_STANDALONE_CALLS:
+        if facts["kernel"] != kernel_calls.FLEX or self.n_calls >= MAX_STANDALONE_CALLS:
             self._event(kind, text, None, facts)
             return
         number, now = next(self._numbers), time.time()
@@ -125,7 +121,7 @@ class StandaloneCalls(CaptureSession):
         self._record(step, step_records.STANDALONE_MASKS, [], now)
 
     def _record(
-        self, step: StepContext, sample: str, calls: list[KernelCall], returned: float
+        self, step: StepContext, sample: str, calls: list[kernel_calls.KernelCall], returned: float
     ) -> None:
         """Record a step as a generation of its own."""
         segments = self.context.segments = self._begin(step.generation, sample, step.kv_after)

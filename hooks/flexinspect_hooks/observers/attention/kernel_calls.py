@@ -111,7 +111,7 @@ def observe_kernels(observer: KernelCalls) -> Remove:
         if observer in _observers:
             _observers.remove(observer)
             if not _observers:
-                _unassigned_builds.clear()
+                unassigned_builds.clear()
             while _restores and not _observers:
                 _restores.pop()()
 
@@ -308,7 +308,7 @@ def set_unrecorded(*, is_unrecorded: bool) -> None:
     _thread.is_unrecorded = is_unrecorded
 
 
-_unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
+unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
 """Masks that were built outside of a step; the next recorded step of any model takes them."""
 
 
@@ -361,14 +361,10 @@ class KernelCalls(Struct, eq=False):
         del self.done[mark:]
         return calls
 
-    def unassigned_builds(self) -> tuple[BuildRecord, ...]:
-        """Return the masks that were built outside of a step, since the last recorded step."""
-        return tuple(_unassigned_builds)
-
     def take_builds(self) -> tuple[BuildRecord, ...]:
         """Return the masks that were built for the step, before it and in it, and drop them."""
-        builds = (*self.unassigned_builds(), *self._builds)
-        _unassigned_builds.clear()
+        builds = (*unassigned_builds, *self._builds)
+        unassigned_builds.clear()
         self._builds.clear()
         return builds
 
@@ -410,7 +406,7 @@ class KernelCalls(Struct, eq=False):
         if call.compiled:
             last_kernel_call.end_kernel_call()
         if call.name == BUILD:
-            builds = self._builds if self.context.is_open else _unassigned_builds
+            builds = self._builds if self.context.is_open else unassigned_builds
             builds.append(self._build_record(call))
             return
         if call.compiled and call.name == FLEX and getattr(_thread, "ran_plain", False):

@@ -163,10 +163,6 @@ class _DeferredTensors:
         with cls._lock:
             return n_bytes + sum(entry.n_bytes for entry in cls._all) <= MAX_DEFERRED_BYTES
 
-    def were_modified(self) -> bool:
-        """Whether one of the tensors was modified in place."""
-        return any(tensor_version(tensor) for tensor in self.tensors)
-
 
 def _defer_tensors(refs: Sequence[AttentionCall]) -> _DeferredTensors | None:
     """Return keys and values if they may be read later: small tensors that are not modified.
@@ -255,7 +251,7 @@ def _reduce_rows(
             recomputed = layer_products(xp, grouped(weights, values), values)
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
         out["lse_error"] = output_error(xp, recomputed, outputs)
-    if deferred is not None and deferred.were_modified():
+    if deferred is not None and any(map(tensor_version, deferred.tensors)):
         return {f"{LOST_PREFIX}{suffix}": xp.ones(())}
     return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
 
