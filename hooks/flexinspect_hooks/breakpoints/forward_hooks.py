@@ -32,7 +32,7 @@ from flexinspect.breakpoints.store import Breakpoint
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.observers.attention.call_references import AttentionCall, call_of_kernel
+from flexinspect_hooks.observers.attention.call_references import AttentionCall
 from flexinspect_hooks.observers.attention.kernel_calls import KernelCall
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -169,7 +169,7 @@ class ModelBreakpoints:
         """Handle the return of a kernel that the user's code called directly."""
         if self._observed_step is None:
             return
-        call = call_of_kernel(done, "direct")
+        call = AttentionCall.of_kernel(done, "direct")
         if call is not None:
             self._on_call(call)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct, field
-from torch import Tensor, nn
+from torch import nn
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError
@@ -29,30 +29,14 @@ from flexinspect.records import step as step_records
 from flexinspect.records.prompt import Segment
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.rules.engine import Rule
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
+from flexinspect_hooks.capture.buffer import (
+    ACTIVATION_PREFIX,
+    BFLOAT16,
+    StepBuffer,
+    Values,
+    with_prefix,
+)
 from flexinspect_hooks.capture.step_clock import StepContext
-
-_ACTIVATION_PREFIX = "store/"
-_BFLOAT16 = "bfloat16/"
-
-
-def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
-    """Put a tensor into the buffer in its own precision; `name` is "stream.layer"."""
-    dtype_prefix = _BFLOAT16 if tensor.dtype is torch.bfloat16 else ""
-    # A copy, because the model may write to the tensor (or its cache) before it is on disk.
-    buffer.put(f"{_ACTIVATION_PREFIX}{dtype_prefix}{name}", tensor.detach().clone())
-
-
-def record_activations(values: Values, streams: Sequence[str], draft: StepDraft) -> None:
-    """Move the stored tensors of these streams into the draft, stream by stream."""
-    records = []
-    for name, array in with_prefix(values, _ACTIVATION_PREFIX).items():
-        dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
-        stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
-        if stream in streams:
-            records.append(step_records.ArrayRecord(stream, array, int(layer), dtype))
-    draft.arrays += sorted(records, key=lambda record: streams.index(record.stream))
-
 
 Remove = Callable[[], None]
 
@@ -76,6 +60,16 @@ class StepDraft(Struct):
         """Add an event of the step."""
         place = (step.started_at, step.generation, step.step)
         self.events.append(step_records.EventRecord(kind, text, *place, data))
+
+    def add_activations(self, values: Values, streams: Sequence[str]) -> None:
+        """Add the stored tensors of these streams, stream by stream."""
+        records = []
+        for name, array in with_prefix(values, ACTIVATION_PREFIX).items():
+            dtype = "bfloat16" if name.startswith(BFLOAT16) else None
+            stream, _, layer = name.removeprefix(BFLOAT16).rpartition(".")
+            if stream in streams:
+                records.append(step_records.ArrayRecord(stream, array, int(layer), dtype))
+        self.arrays += sorted(records, key=lambda record: streams.index(record.stream))
 
     def assemble(self, step: StepContext) -> step_records.StepRecord:
         """Return the record of the step. Events of the forward come before those of the hooks."""

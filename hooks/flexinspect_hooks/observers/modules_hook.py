@@ -16,14 +16,7 @@ from torch import Tensor
 
 from flexinspect.records.step import CallRecord, LayerStatRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import (
-    CaptureContext,
-    Hook,
-    Remove,
-    StepDraft,
-    put_activation,
-    record_activations,
-)
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 
 NO_WEIGHTS = "not-attention-weights"
@@ -76,7 +69,7 @@ class ModuleHook(Hook):
         if step.level == "extreme":
             for layer, output in kept:
                 if layer in self._context.layers:
-                    put_activation(buffer, f"hidden.{layer}", output[0])
+                    buffer.put_activation(f"hidden.{layer}", output[0])
         return [layer for layer, _ in kept]
 
     def record(self, step: StepContext, kept: list[int], values: Values, draft: StepDraft) -> None:
@@ -102,7 +95,7 @@ class ModuleHook(Hook):
                 )
             )
         if step.level == "extreme":
-            record_activations(values, ("hidden",), draft)
+            draft.add_activations(values, ("hidden",))
 
 
 def _is_best_logit_finite(step: StepContext) -> bool:

@@ -17,17 +17,8 @@ from msgspec.structs import replace
 from flexinspect.core.errors import UsageError
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import MaskSpec
-from flexinspect.records.prompt import (
-    DeclaredSegment,
-    Segment,
-    SegmentKind,
-    TokenizerFacts,
-    close_generated_segment,
-    declaration_entries,
-    find_id_spans,
-    find_text_spans,
-    segment_index,
-)
+from flexinspect.records import prompt as prompt_records
+from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, TokenizerFacts
 from flexinspect.records.step import GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.loading.tokenizers import TokenizerAdapter, special_ids, token_record
 from flexinspect_hooks.observers.inputs_hook import InputRows
@@ -105,6 +96,12 @@ class DeclaredPrompt(Struct, frozen=True):
         """The known special tokens."""
         return self.tokenizer.facts if self.tokenizer.has_text else self.config
 
+    def with_config(self, model: Any) -> DeclaredPrompt:
+        """Return this with the special tokens of a model's configuration."""
+        config = getattr(model, "config", None)
+        config = getattr(config, "text_config", None) or config
+        return replace(self, config=TokenizerFacts(*special_ids(config)))
+
     def mask_entries(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the declared mask for these segments, empty if none was declared."""
         if self.mask is None:
@@ -113,13 +110,6 @@ class DeclaredPrompt(Struct, frozen=True):
             return algebra.spec_entries(self.mask)
         spec = algebra.preset(self.mask, segments, separators=self.separators)
         return {**algebra.spec_entries(spec), "separators": self.separators}
-
-
-def config_facts(model: Any) -> TokenizerFacts:
-    """Return the special tokens of a model's configuration."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config
-    return TokenizerFacts(*special_ids(config))
 
 
 def keep_written_special(
@@ -255,8 +245,8 @@ def _find_text(spec: DeclaredSegment, prompt: PromptInput, after: int) -> tuple[
     second search takes every token that contains a part of the text.
     """
     for begin in dict.fromkeys((after, prompt.n_pads)):
-        by_ids = find_id_spans(spec.ids, prompt.ids, begin)
-        by_text = find_text_spans(spec.text or "", prompt.texts, begin)
+        by_ids = prompt_records.find_id_spans(spec.ids, prompt.ids, begin)
+        by_text = prompt_records.find_text_spans(spec.text or "", prompt.texts, begin)
         for start, stop in chain(by_ids, by_text):
             return prompt.start + start, prompt.start + stop
     return 0, 0
@@ -304,12 +294,12 @@ class GenerationBuilder:
             positions="contiguous" if is_contiguous else "as passed",
             segments=segments,
             tokens=tuple(
-                token_record(tokenizer, pos, *token, segment_index(segments, pos))
+                token_record(tokenizer, pos, *token, prompt_records.segment_index(segments, pos))
                 for pos, token in tokens
             ),
             declared={
                 **declared_prompt.mask_entries(segments),
-                **declaration_entries(specs, special),
+                **prompt_records.declaration_entries(specs, special),
             },
             started_at=time.time(),
             model=model,
@@ -330,13 +320,16 @@ class GenerationBuilder:
         for n, id_ in enumerate(ids):
             position = positions[n] if positions else self._next_position
             self._next_position, self._n_tokens = position + 1, pos + n + 1
-            text, segment = self._added_text(id_), segment_index(self.record.segments, pos + n)
+            text, segment = (
+                self._added_text(id_),
+                prompt_records.segment_index(self.record.segments, pos + n),
+            )
             place = (position, segment, step)
             records.append(token_record(self._tokenizer, pos + n, id_, text, *place))
         return tuple(records)
 
     def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
         """Return the end of the generation, with the final segments."""
-        segments = close_generated_segment(self.record.segments, self._n_tokens)
+        segments = prompt_records.close_generated_segment(self.record.segments, self._n_tokens)
         answer = self._tokenizer.decode_generated(self._generated)
         return GenerationEnd(self.record.generation, state, answer, segments, reason, ended_at)

@@ -25,6 +25,17 @@ UNKNOWN_CACHE = "unknown-cache"
 OTHER_CACHE = "cache-switched"
 
 
+_EVENT_TEXTS = {
+    SEVERAL_ROWS: "The forward received {n} rows after {cached} cached keys: a prompt in chunks, a "
+    "further turn, or proposals of an assistant. They are recorded as input; whether the model "
+    "chose some of them is not known.",
+    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not the length of the generation "
+    "before: a new generation begins, and its first {cached} tokens are not known.",
+    OTHER_CACHE: "The cache belongs to generation {owner}, and another generation ran meanwhile: "
+    "the continuation is recorded as a new generation, which begins after {cached} keys.",
+}
+
+
 class StepPlace(Struct, frozen=True):
     """The generation and step of a forward.
 
@@ -42,6 +53,22 @@ class StepPlace(Struct, frozen=True):
     is_chosen: bool = False
     note: str = ""
     owner: int | None = None
+
+    def input_events(self, step: StepContext, rows: InputRows) -> list[StepEvent]:
+        """Return the events about the place and the input of a forward."""
+        events: list[StepEvent] = []
+        if self.note:
+            facts = {"n": step.q_len, "cached": step.kv_before, "owner": self.owner}
+            events.append((self.note, _EVENT_TEXTS[self.note].format(**facts)))
+        if not self.begins_generation:
+            return events
+        if rows.batch > 1:
+            text = f"The batch has {rows.batch} sequences; only row 0 of the batch is recorded."
+            events.append(("batched-input", text))
+        if rows.ids is None:
+            text = "The forward received no token ids, so there are no tokens to show."
+            events.append(("no-input-ids", text))
+        return events
 
 
 class _TrackerState(Struct, frozen=True):
@@ -156,31 +183,3 @@ class CacheOwners:
         # Tuples, None, and a class with slots do not support weak references, and are ignored.
         with suppress(TypeError):
             self._known[cache] = generation
-
-
-_EVENT_TEXTS = {
-    SEVERAL_ROWS: "The forward received {n} rows after {cached} cached keys: a prompt in chunks, a "
-    "further turn, or proposals of an assistant. They are recorded as input; whether the model "
-    "chose some of them is not known.",
-    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not the length of the generation "
-    "before: a new generation begins, and its first {cached} tokens are not known.",
-    OTHER_CACHE: "The cache belongs to generation {owner}, and another generation ran meanwhile: "
-    "the continuation is recorded as a new generation, which begins after {cached} keys.",
-}
-
-
-def input_events(step: StepContext, place: StepPlace, rows: InputRows) -> list[StepEvent]:
-    """Return the events about the place and the input of a forward."""
-    events: list[StepEvent] = []
-    if place.note:
-        facts = {"n": step.q_len, "cached": step.kv_before, "owner": place.owner}
-        events.append((place.note, _EVENT_TEXTS[place.note].format(**facts)))
-    if not place.begins_generation:
-        return events
-    if rows.batch > 1:
-        text = f"The batch has {rows.batch} sequences; only row 0 of the batch is recorded."
-        events.append(("batched-input", text))
-    if rows.ids is None:
-        text = "The forward received no token ids, so there are no tokens to show."
-        events.append(("no-input-ids", text))
-    return events

@@ -21,7 +21,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -40,18 +39,9 @@ from flexinspect_hooks.observers.logits_hook import reduce_chosen
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
-from flexinspect_hooks.user_code.generation_builder import (
-    DeclaredPrompt,
-    GenerationBuilder,
-    config_facts,
-)
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
 from flexinspect_hooks.user_code.program import strip_own_frames
-from flexinspect_hooks.user_code.step_tracking import (
-    CacheOwners,
-    StepPlace,
-    StepTracker,
-    input_events,
-)
+from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
 
 THREAD_OVERLAP = (
     "A forward of another thread began while one of this generation was running. One thread is "
@@ -91,7 +81,7 @@ class WatchSession(CaptureSession):
             model, sink, level=level, layers=layers, text_of=text_of, recorder=recorder
         )
         self.context.sees_kernels = True
-        self._declared_prompt = replace(declared_prompt, config=config_facts(model))
+        self._declared_prompt = declared_prompt.with_config(model)
         self._names = ArgumentNames(model)
         self._tracker = StepTracker(generation_numbers)
         self.model_name = name
@@ -193,7 +183,7 @@ class WatchSession(CaptureSession):
         step = self._clock.open(args, arguments, self.level)
         step.arguments = arguments
         step.is_scored = False  # how a loop processes the logits before it chooses is not known
-        step.events += input_events(step, place, rows)
+        step.events += place.input_events(step, rows)
         if place.begins_generation:
             self._add_begin_events(step, place, builder.problems)
         is_input = not (place.begins_generation or place.is_chosen) and place.n_new > 0

@@ -19,28 +19,12 @@ from torch import Tensor, nn
 from flexinspect.core.text import plural
 from flexinspect.records.step import ArrayRecord, BuildRecord, CallRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
-from flexinspect_hooks.capture.hook import (
-    CaptureContext,
-    Hook,
-    Remove,
-    StepDraft,
-    put_activation,
-    record_activations,
-)
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
 from flexinspect_hooks.observers.attention import call_checks, segment_attention
-from flexinspect_hooks.observers.attention.call_references import (
-    AttentionCall,
-    CapturedMask,
-    call_of_kernel,
-)
-from flexinspect_hooks.observers.attention.kernel_calls import (
-    SDPA,
-    KernelCall,
-    KernelCalls,
-    call_unobserved,
-)
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall, KernelCalls
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
 from flexinspect_hooks.python_internals.patching import patch
 
@@ -133,7 +117,7 @@ class AttentionHook(Hook):
         try:
             if is_whole:
                 call.suppressed_exception = kernels.suppressed_exception(call.layer)
-                out = call_unobserved(call.run, call.value)
+                out = kernels.call_unobserved(call.run, call.value)
             else:
                 out = call.run(call.value)
         except Exception as error:
@@ -237,7 +221,7 @@ class AttentionHook(Hook):
                 continue
             rows = ref.query.shape[2]
             for name, tensor in (("q", ref.query), ("k", ref.key), ("v", ref.value)):
-                put_activation(buffer, f"{name}.{ref.layer}", tensor[0, :, -rows:])
+                buffer.put_activation(f"{name}.{ref.layer}", tensor[0, :, -rows:])
 
     def record(
         self, step: StepContext, kept: _AttentionStep | None, values: Values, draft: StepDraft
@@ -269,7 +253,7 @@ class AttentionHook(Hook):
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
         call_checks.record_user_call_checks(values, kept.calls, step, draft)
         if step.level == "extreme":
-            record_activations(values, ("q", "k", "v"), draft)
+            draft.add_activations(values, ("q", "k", "v"))
 
 
 def _report_lost_rows(
@@ -319,5 +303,5 @@ def _with_output(call: AttentionCall, output: Tensor) -> AttentionCall:
 
 
 def _calls_of_kernels(calls: Iterable[KernelCall], backend: str) -> list[AttentionCall]:
-    refs = (call_of_kernel(call, backend) for call in calls)
+    refs = (AttentionCall.of_kernel(call, backend) for call in calls)
     return [ref for ref in refs if ref is not None]

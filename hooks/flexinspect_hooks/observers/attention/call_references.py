@@ -83,6 +83,31 @@ class AttentionCall(Struct, eq=False):
     captured: CapturedMask = None  # type: ignore[assignment]  # set when the step is reduced
     check_kind: str | None = None
 
+    @classmethod
+    def of_kernel(cls, call: KernelCall, backend: str) -> AttentionCall | None:
+        """Return a kernel call in a layer as that layer's, None if not of tensors (B, H, L, D)."""
+        arguments, is_flex = call.arguments, call.name == FLEX
+        tensors: list[Any] = [arguments.get(name) for name in ("query", "key", "value")]
+        out, lse = _split_output(call.output)
+        if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (*tensors, out)):
+            return None
+        if call.layer is None or call.module is None:
+            return None
+        query, key, value = tensors
+        mask = arguments.get("block_mask" if is_flex else "attn_mask")
+        return cls(
+            *(call.layer, backend, call.path, call.module, query, key, value),
+            args=(mask,),
+            kwargs={"scaling": arguments.get("scale")},
+            output=out.transpose(1, 2),
+            lse=lse,
+            causal=False if is_flex else bool(arguments.get("is_causal")),
+            unknown_scores=bool(arguments.get("score_mod" if is_flex else "dropout_p")),
+            mask_passed_to_layer=call.mask_passed_to_layer,
+            suppressed_exception=call.suppressed_exception,
+            kernel=call,
+        )
+
     def run(self, value: Tensor) -> Any:
         """Call the attention function with `value`, (B, kv heads, keys, D); returns its result."""
         assert self.function is not None
@@ -190,31 +215,6 @@ def describe_mask(mask: Any) -> str:
     if isinstance(mask, Tensor):
         return f"{_dtype_name(mask.dtype)} {tuple(mask.shape)}"
     return type(mask).__name__
-
-
-def call_of_kernel(call: KernelCall, backend: str) -> AttentionCall | None:
-    """Return a kernel call in a layer as that layer's, None if not of tensors (B, H, L, D)."""
-    arguments, is_flex = call.arguments, call.name == FLEX
-    tensors: list[Any] = [arguments.get(name) for name in ("query", "key", "value")]
-    out, lse = _split_output(call.output)
-    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (*tensors, out)):
-        return None
-    if call.layer is None or call.module is None:
-        return None
-    query, key, value = tensors
-    mask = arguments.get("block_mask" if is_flex else "attn_mask")
-    return AttentionCall(
-        *(call.layer, backend, call.path, call.module, query, key, value),
-        args=(mask,),
-        kwargs={"scaling": arguments.get("scale")},
-        output=out.transpose(1, 2),
-        lse=lse,
-        causal=False if is_flex else bool(arguments.get("is_causal")),
-        unknown_scores=bool(arguments.get("score_mod" if is_flex else "dropout_p")),
-        mask_passed_to_layer=call.mask_passed_to_layer,
-        suppressed_exception=call.suppressed_exception,
-        kernel=call,
-    )
 
 
 def _split_output(output: Any) -> tuple[Any, Tensor | None]:

@@ -288,15 +288,6 @@ def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
 # -- the calls of one model -----------------------------------------------------------------------
 
 
-def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
-    """Make a call whose kernel calls are not recorded, because the call itself is."""
-    _thread.is_quiet = True
-    try:
-        return function(*args)
-    finally:
-        _thread.is_quiet = False
-
-
 def is_forward_running() -> bool:
     """Whether this thread runs a forward of a watched model, recorded or not."""
     is_unrecorded = getattr(_thread, "is_unrecorded", False)
@@ -354,6 +345,15 @@ class KernelCalls(Struct, eq=False):
         self._builds.clear()
         self._errors.clear()
         self._outer_exception = sys.exception()
+
+    @staticmethod
+    def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
+        """Make a call whose kernel calls are not recorded, because the call itself is."""
+        _thread.is_quiet = True
+        try:
+            return function(*args)
+        finally:
+            _thread.is_quiet = False
 
     def take_since(self, mark: int) -> list[KernelCall]:
         """Return the calls after the first `mark`, and drop them."""
