@@ -44,6 +44,7 @@ Remove = Callable[[], None]
 class StepDraft(Struct):
     """The records of a step while the hooks fill them in."""
 
+    context: StepContext
     logits: step_records.LogitsRecord | None = None
     memory: step_records.MemoryRecord | None = None
     training: TrainingStepRecord | None = None
@@ -56,9 +57,9 @@ class StepDraft(Struct):
     arrays: list[step_records.ArrayRecord] = field(default_factory=list)
     events: list[step_records.EventRecord] = field(default_factory=list)
 
-    def add_event(self, step: StepContext, kind: str, text: str, data: Mapping[str, Any]) -> None:
+    def add_event(self, kind: str, text: str, data: Mapping[str, Any]) -> None:
         """Add an event of the step."""
-        place = (step.started_at, step.generation, step.step)
+        place = (self.context.started_at, self.context.generation, self.context.step)
         self.events.append(step_records.EventRecord(kind, text, *place, data))
 
     def add_activations(self, values: Values, streams: Sequence[str]) -> None:
@@ -71,13 +72,14 @@ class StepDraft(Struct):
                 records.append(step_records.ArrayRecord(stream, array, int(layer), dtype))
         self.arrays += sorted(records, key=lambda record: streams.index(record.stream))
 
-    def assemble(self, step: StepContext) -> step_records.StepRecord:
+    def assemble(self) -> step_records.StepRecord:
         """Return the record of the step. Events of the forward come before those of the hooks."""
+        step = self.context
         place = (step.started_at, step.generation, step.step)
         self.events[:0] = [
             step_records.EventRecord(kind, text, *place, *data) for kind, text, *data in step.events
         ]
-        drafted = {name: getattr(self, name) for name in self.__struct_fields__}
+        drafted = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
         lists = {name: tuple(part) for name, part in drafted.items() if isinstance(part, list)}
         known = {name: getattr(step, name) for name in _STEP_FIELDS}
         return step_records.StepRecord(

@@ -55,14 +55,14 @@ class FinishedStep(Struct):
     """A step in the queue of the writer thread. `kept` is what each hook's `reduce` returned.
 
     `tokens` gives the tokens of its record, and is called in the writer thread, because their ids
-    may still be on their way from the device. The writer thread sets `values` and fills `draft`.
+    may still be on their way from the device. The writer thread sets `values` and `draft`.
     """
 
     context: StepContext
     buffer: StepBuffer
     kept: tuple[tuple[Hook, Any], ...]
     tokens: Callable[[], tuple[step_records.TokenRecord, ...]] = tuple
-    draft: StepDraft = field(default_factory=StepDraft)
+    draft: StepDraft = None  # type: ignore[assignment]  # set by the writer thread
     values: Values = field(default_factory=dict)
 
 
@@ -292,7 +292,7 @@ class Recorder:
                         self._report_hook_error(hook, error, item.context)
         records = []
         for item in items:
-            record = item.draft.assemble(item.context)
+            record = item.draft.assemble()
             rules = self._rule_runners.get((record.generation, record.branch))
             records.append(record if rules is None else rules.on_step(record))
         return records
@@ -300,7 +300,7 @@ class Recorder:
     def _take_values(self, item: FinishedStep) -> None:
         """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
         step, tokens = item.context, item.tokens()
-        item.draft.tokens = tokens
+        item.draft = StepDraft(step, tokens=tokens)
         if step.token_id is None:
             chosen = (token.token_id for token in tokens if token.step == step.step)
             step.token_id = next(chosen, None)

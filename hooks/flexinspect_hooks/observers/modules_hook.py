@@ -173,7 +173,7 @@ class WeightsHook(Hook):
             error = next(errors) if len(shape) > 1 else 0.0
             if problem := _weights_problem(shape, error, call_of.get(layer)):
                 facts = {"layer": layer, "shape": list(shape)}
-                draft.add_event(step, NO_WEIGHTS, f"Layer {layer} returned {problem}", facts)
+                draft.add_event(NO_WEIGHTS, f"Layer {layer} returned {problem}", facts)
 
 
 def _sum_error(weights: Tensor) -> Tensor:

@@ -234,12 +234,10 @@ class AttentionHook(Hook):
             self._mask_store.record(mask, values, draft)
         # No rule needs equal batch rows of standalone calls.
         is_standalone = self._context.is_standalone
-        call_checks.record_batch_rows(
-            values, kept.masks, step, draft, reports_equal=not is_standalone
-        )
+        call_checks.record_batch_rows(values, kept.masks, draft, reports_equal=not is_standalone)
         rows = segment_attention.merge_group_results(values, len(kept.calls))
         errors = rows["lse_error"].tolist() if rows else []
-        lost = _report_lost_rows(values, kept.calls, step, draft)
+        lost = _report_lost_rows(values, kept.calls, draft)
         for index, call in enumerate(kept.calls):
             call["mask"] = kept.masks[call["mask"]].fingerprint
             if errors and index not in lost and call["check_kind"]:
@@ -251,14 +249,12 @@ class AttentionHook(Hook):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
-        call_checks.record_user_call_checks(values, kept.calls, step, draft)
+        call_checks.record_user_call_checks(values, kept.calls, draft)
         if step.level == "extreme":
             draft.add_activations(values, ("q", "k", "v"))
 
 
-def _report_lost_rows(
-    values: Values, calls: call_checks.CallFields, step: StepContext, draft: StepDraft
-) -> set[int]:
+def _report_lost_rows(values: Values, calls: call_checks.CallFields, draft: StepDraft) -> set[int]:
     """Return the calls whose keys were modified before their newest row was recomputed."""
     lost: set[int] = set()
     for members in with_prefix(values, segment_attention.LOST_PREFIX):
@@ -269,7 +265,7 @@ def _report_lost_rows(
             f"Keys or values of layers {layers} were modified before their newest row was "
             "recomputed: its segment attention, LSE and LSE check are missing."
         )
-        draft.add_event(step, KEYS_CHANGED, text, {"layers": layers})
+        draft.add_event(KEYS_CHANGED, text, {"layers": layers})
     return lost
 
 

@@ -54,16 +54,14 @@ def put_user_call_checks(
     _put_slots(refs, filled, buffer)
 
 
-def record_user_call_checks(
-    values: Values, calls: CallFields, step: StepContext, draft: StepDraft
-) -> None:
+def record_user_call_checks(values: Values, calls: CallFields, draft: StepDraft) -> None:
     """Record what `put_user_call_checks` found (writer thread)."""
     repeats = with_prefix(values, _REPEATS_PREFIX).items()
     if tiled := [calls[int(number)] for number, orders in repeats if orders[1] and not orders[0]]:
         layers = sorted({call["layer"] for call in tiled})
         text = f"The keys of layers {layers} were repeated as a whole, not head by head."
-        draft.add_event(step, KEYS_TILED, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
-    _record_scales(values, calls, step, draft)
+        draft.add_event(KEYS_TILED, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
+    _record_scales(values, calls, draft)
     slots = with_prefix(values, _SLOTS_PREFIX)
     if any(row[1] or row[3] for row in slots.values()):
         array = np.zeros((len(calls), 5), np.float32)
@@ -204,7 +202,7 @@ def _multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return factor, error
 
 
-def _record_scales(values: Values, calls: CallFields, step: StepContext, draft: StepDraft) -> None:
+def _record_scales(values: Values, calls: CallFields, draft: StepDraft) -> None:
     """Record an event for the layers whose scores have another scale."""
     known = [row for rows in with_prefix(values, _SCALES_PREFIX).values() for row in rows.tolist()]
     rescaled = [row for row in known if row[3] < _SCALE_TOLERANCE < abs(row[1] - 1)]
@@ -216,7 +214,7 @@ def _record_scales(values: Values, calls: CallFields, step: StepContext, draft: 
     data = {"layers": layers, "factor": factor, "scale": calls[int(first)]["scale"]}
     if abs(mod - 1) > _SCALE_TOLERANCE:
         data["score_mod"] = mod
-    draft.add_event(step, RESCALED, text, data)
+    draft.add_event(RESCALED, text, data)
 
 
 # -- key slots that hold no token of the sequence --------------------------------------------------
@@ -350,12 +348,7 @@ def _summarize_rows(cells: Tensor, rows: Tensor, mask: CapturedMask) -> Tensor:
 
 
 def record_batch_rows(
-    values: Values,
-    masks: Sequence[CapturedMask],
-    step: StepContext,
-    draft: StepDraft,
-    *,
-    reports_equal: bool,
+    values: Values, masks: Sequence[CapturedMask], draft: StepDraft, *, reports_equal: bool
 ) -> None:
     """Record an event for each mask whose batch rows differ, or are equal if `reports_equal`."""
     for mask in masks:
@@ -375,4 +368,4 @@ def record_batch_rows(
                 "newest_from": rows[:, 5].tolist(),
             }
         data["differ"] = differ
-        draft.add_event(step, BATCH_ROWS, text, data)
+        draft.add_event(BATCH_ROWS, text, data)
