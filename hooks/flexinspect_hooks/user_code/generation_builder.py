@@ -29,6 +29,9 @@ from flexinspect_hooks.user_code.step_tracking import StepPlace
 SegmentArgument = tuple[int, int, str] | tuple[str, str] | str
 """A span (start, stop, label), a (text, label), or a text that is its own label."""
 
+Specs = Sequence[DeclaredSegment]
+Span = tuple[int, int, str]
+
 _MAX_LABEL = 24
 
 
@@ -146,9 +149,7 @@ class PromptInput(Struct, frozen=True):
         return self.start + len(self.ids)
 
 
-def build_segments(
-    specs: Sequence[DeclaredSegment], prompt: PromptInput
-) -> tuple[tuple[Segment, ...], list[str]]:
+def build_segments(specs: Specs, prompt: PromptInput) -> tuple[tuple[Segment, ...], list[str]]:
     """Return segments without gaps over the prompt and generated tokens, and a list of problems.
 
     A declared segment that is not found, or lies outside, is left out and reported. A label whose
@@ -194,7 +195,7 @@ def _segment_kind(label: str) -> SegmentKind:
     return SegmentKind(word) if word in named else SegmentKind.PARAPHRASE
 
 
-def _separator_after(spans: list[tuple[int, int, str]], prompt: PromptInput) -> int:
+def _separator_after(spans: list[Span], prompt: PromptInput) -> int:
     """Return the length of the separator after the last span, if it stands between all spans."""
     if _segment_kind(spans[-1][2]) is not SegmentKind.PARAPHRASE:
         return 0
@@ -208,11 +209,9 @@ def _separator_after(spans: list[tuple[int, int, str]], prompt: PromptInput) -> 
     return len(separator) if is_same else 0
 
 
-def _find_spans(
-    specs: Sequence[DeclaredSegment], prompt: PromptInput, problems: list[str]
-) -> Iterator[tuple[int, int, str]]:
+def _find_spans(specs: Specs, prompt: PromptInput, problems: list[str]) -> Iterator[Span]:
     """Yield (start, stop, label) in order; each text is searched after the segment before it."""
-    spans: list[tuple[int, int, str]] = []
+    spans: list[Span] = []
     after = 0
     for spec in specs:
         if spec.text is None:

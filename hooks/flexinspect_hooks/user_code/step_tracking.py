@@ -36,6 +36,9 @@ _EVENT_TEXTS = {
 }
 
 
+ReadIds = Callable[[], Sequence[int] | None]
+
+
 class StepPlace(Struct, frozen=True):
     """The generation and step of a forward.
 
@@ -112,13 +115,7 @@ class StepTracker:
         """Undo the last `locate`, because the forward did not return; it may be tried again."""
         self._state = self._before
 
-    def locate(
-        self,
-        n_rows: int,
-        cached: int,
-        ids: Callable[[], Sequence[int] | None],
-        owner: int | None = None,
-    ) -> StepPlace:
+    def locate(self, n_rows: int, cached: int, ids: ReadIds, owner: int | None = None) -> StepPlace:
         """Return the place of a forward of `n_rows` rows; the next one is placed after it.
 
         `cached` keys are in its cache already, which generation `owner` filled (None if not known).

@@ -22,7 +22,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.debugger.python_mods import are_mods_debugged
 from flexinspect_hooks.generation.mask_source import evaluate_mask_mod
-from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, Calls, CapturedMask
 from flexinspect_hooks.observers.attention.segment_attention import newest_weights
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
@@ -30,8 +30,6 @@ KEYS_TILED = "keys-tiled"
 RESCALED = "scores-rescaled"
 BATCH_ROWS = "batch-rows"
 SLOTS_STREAM = "attention.slots"
-
-Calls = Sequence[AttentionCall]
 
 CallFields = Sequence[dict[str, Any]]
 """The fields of the `CallRecord` of each call; see `AttentionCall.record_fields`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -160,6 +160,9 @@ class AttentionCall(Struct, eq=False):
             "causal": causal if type(causal) is bool else None,
             "window": _sliding_window(self),
         }
+
+
+Calls = Sequence[AttentionCall]
 
 
 def _passed_mask_text(ref: AttentionCall) -> str | None:

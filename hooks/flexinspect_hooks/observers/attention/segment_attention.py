@@ -21,7 +21,7 @@ from torch import Tensor
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
-from flexinspect_hooks.observers.attention.call_references import AttentionCall
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, Calls
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 
@@ -49,7 +49,7 @@ class SegmentAttentionReducer:
             self._segments = segment_membership(max(2 * n_keys, 1024), self._borders)
         return self._segments[:n_keys]
 
-    def reduce(self, refs: Sequence[AttentionCall], kv_after: int, buffer: StepBuffer) -> None:
+    def reduce(self, refs: Calls, kv_after: int, buffer: StepBuffer) -> None:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), lse_error (layers).
 
         `lse_error` is the error of the LSE check. Sets `check_kind` of each call whose row can be
@@ -66,9 +66,7 @@ class SegmentAttentionReducer:
             suffix = "/" + ",".join(map(str, members)) if len(members) < len(refs) else ""
             self._reduce_group([refs[i] for i in members], suffix, kv_after, buffer)
 
-    def _reduce_group(
-        self, refs: Sequence[AttentionCall], suffix: str, kv_after: int, buffer: StepBuffer
-    ) -> None:
+    def _reduce_group(self, refs: Calls, suffix: str, kv_after: int, buffer: StepBuffer) -> None:
         """Reduce the newest rows of layers that share a mask and a shape."""
         first, mask, n_keys = refs[0], refs[0].captured, refs[0].key.shape[2]
         newest = cast(Tensor, mask.cells)[:, -1]
@@ -164,7 +162,7 @@ class _DeferredTensors:
             return n_bytes + sum(entry.n_bytes for entry in cls._all) <= MAX_DEFERRED_BYTES
 
 
-def _defer_tensors(refs: Sequence[AttentionCall]) -> _DeferredTensors | None:
+def _defer_tensors(refs: Calls) -> _DeferredTensors | None:
     """Return keys and values if they may be read later: small tensors that are not modified.
 
     A cache that grows by copies does not modify the tensors of a step. A cache that is filled in
@@ -187,7 +185,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float32 else tensor.float()
 
 
-def _queries(refs: Sequence[AttentionCall]) -> Tensor:
+def _queries(refs: Calls) -> Tensor:
     """Return the newest rows' scaled queries, batch 0, float32 (layers, kv heads, group, D)."""
     first = refs[0]
     kv_heads, head_dim = first.key.shape[1], first.key.shape[3]
@@ -199,7 +197,7 @@ def _queries(refs: Sequence[AttentionCall]) -> Tensor:
     return queries.view(len(refs), kv_heads, -1, head_dim)
 
 
-def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
+def _outputs(refs: Calls) -> Tensor:
     if refs[0].output.shape[0] == refs[0].output.shape[1] == 1:
         return torch.cat([ref.output[0] for ref in refs]).float()
     return torch.stack([ref.output[0, -1] for ref in refs]).float()
