@@ -81,10 +81,8 @@ class StepDraft(Struct):
         ]
         drafted = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
         lists = {name: tuple(part) for name, part in drafted.items() if isinstance(part, list)}
-        known = {name: getattr(step, name) for name in _STEP_FIELDS}
-        return step_records.StepRecord(
-            **known, **(drafted | lists), capture_ms=step.capture_s * 1e3
-        )
+        own = {name: getattr(step, name) for name in _STEP_FIELDS}
+        return step_records.StepRecord(**own, **(drafted | lists), capture_ms=step.capture_s * 1e3)
 
 
 _STEP_FIELDS = (

@@ -49,16 +49,10 @@ _TOKEN_HINT = (
 
 def make_app(handlers: RouteHandlers, serving: ServeOptions | None) -> ASGIApp:
     """Return the application of one socket; over TCP every request needs the token of `serving`."""
-    routes = [
-        # A number in a path matches digits only.
-        StarletteRoute(
-            route.path.replace("{number}", "{number:int}"),
-            _endpoint(route, handlers),
-            methods=[route.method],
-        )
-        for route in ROUTES
-    ]
-    routes.append(StarletteRoute("/openapi.json", _openapi, methods=["GET"]))
+    routes = [StarletteRoute("/openapi.json", _openapi, methods=["GET"])]
+    for route in ROUTES:
+        path = route.path.replace("{number}", "{number:int}")  # it matches digits only
+        routes.append(StarletteRoute(path, _endpoint(route, handlers), methods=[route.method]))
     on_error: Any = dict.fromkeys((HTTPException, FlexInspectError, Exception), _on_error)
     return _Guard(Starlette(routes=routes, exception_handlers=on_error), serving)
 

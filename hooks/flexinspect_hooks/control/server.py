@@ -145,15 +145,10 @@ class CaptureControl:
 
         stop = asyncio.Event()
         self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
-        handlers, sockets = (
-            RouteHandlers(self.targets),
-            ((self._unix, None), (self._tcp, self._serving)),
-        )
-        servers = [
-            serve(make_app(handlers, serving), listener, stop)
-            for listener, serving in sockets
-            if listener is not None
-        ]
+        handlers, servers = RouteHandlers(self.targets), []
+        for listener, serving in ((self._unix, None), (self._tcp, self._serving)):
+            if listener is not None:
+                servers.append(serve(make_app(handlers, serving), listener, stop))
         await asyncio.gather(*servers)
 
 

@@ -427,12 +427,6 @@ class StepBarrier:
         self._changed.notify_all()
 
     def _update_has_work(self) -> None:
-        self._has_work = bool(
-            self._pause_request
-            or self._target
-            or self._pending
-            or self._is_stopping
-            or self._waits_for_evaluation
-            or self._is_start_position
-            or self._paused_thread is not None
-        )
+        requests = self._pause_request or self._target or self._pending or self._is_stopping
+        is_waiting = self._waits_for_evaluation or self._paused_thread is not None
+        self._has_work = bool(requests or is_waiting or self._is_start_position)

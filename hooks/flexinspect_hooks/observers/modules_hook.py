@@ -77,7 +77,7 @@ class ModuleHook(Hook):
         if not kept:
             return
         for layer, row in zip(kept, values["modules.stats"].tolist(), strict=True):
-            low, high, mean, std, norm, n_nan, n_bad, first = row
+            *statistics, n_nan, n_bad, first = row
             if step.level == "basic" and not n_bad:
                 continue
             draft.layer_stats.append(
@@ -86,12 +86,8 @@ class ModuleHook(Hook):
                     module=self._names[layer],
                     n_nan=int(n_nan),
                     n_inf=int(n_bad - n_nan),
-                    min=low,
-                    max=high,
-                    mean=mean,
-                    std=std,
-                    norm=norm,
                     bad_row=int(first) if n_bad else None,
+                    **dict(zip(("min", "max", "mean", "std", "norm"), statistics, strict=True)),
                 )
             )
         if step.level == "extreme":

@@ -115,10 +115,8 @@ class TraceBranchRecorder:
         self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
     ) -> None:
         """Record an event after a step of a branch."""
-        data = {"branch": branch.number, **facts}
-        event = step_records.EventRecord(
-            kind, text, time.time(), self._generation.generation, step, data
-        )
+        place, data = (self._generation.generation, step), {"branch": branch.number, **facts}
+        event = step_records.EventRecord(kind, text, time.time(), *place, data)
         self._session.recorder.put(event)
 
     def _token_record(

@@ -140,13 +140,9 @@ class BranchingDecoder:
         self._recorder.record_event("replay-differs", text, branch, step, {"why": why})
         parent = branch.owner(step)
         # The live cache now belongs to the new branch: its newest row is not the recorded one.
-        self._begin_branch(
-            parent,
-            step,
-            {"kind": "replay", "why": why},
-            recomputed=parent.recomputed_at(step),
-            forced=parent.forced[step - parent.fork_step :],
-        )
+        change, forced = {"kind": "replay", "why": why}, parent.forced[step - parent.fork_step :]
+        recomputed = parent.recomputed_at(step)
+        self._begin_branch(parent, step, change, recomputed=recomputed, forced=forced)
         return False
 
     def _difference_reasons(self) -> list[str]:
@@ -321,12 +317,9 @@ class BranchingDecoder:
         """
         parent = self._find_branch(branch, step).owner(step)
         labels, mask, n_changed = self._apply_edits(parent.source, edits, step)
+        name, length = " + ".join([parent.source.name, *labels]), self._segments[-1].stop
         source = make_mask_source(
-            mask,
-            name=" + ".join([parent.source.name, *labels]),
-            length=self._segments[-1].stop,
-            device=self._device,
-            compiled=self.patch.compiled,
+            mask, name=name, length=length, device=self._device, compiled=self.patch.compiled
         )
         recomputed = n_changed > 0 or parent.recomputed_at(step)
         self._restore_before(parent, step, recomputed=recomputed)
@@ -422,10 +415,8 @@ def make_mask_source(
         source = mask_source.SpecMaskSource(base, length=length, device=device, compiled=compiled)
         if not edited.patches:
             return source
-        base_mask_mod, identity = (
-            source.mask_mod(mask_source.ForwardWindow(length, length, 0)),
-            str(base),
-        )
+        base_mask_mod = source.mask_mod(mask_source.ForwardWindow(length, length, 0))
+        identity = str(base)
     else:
         assert isinstance(base, mask_source.UserMaskSource)
         base_mask_mod = base.mask_mod

@@ -40,13 +40,8 @@ class StandaloneCalls(CaptureSession):
     ) -> None:
         self._attention = AttentionHook()
         self._placeholder_model = nn.Module()  # kept here: sessions reference their model weakly
-        super().__init__(
-            self._placeholder_model,
-            sink,
-            level=level,
-            hooks=[self._attention, MemoryHook()],
-            recorder=recorder,
-        )
+        hooks = [self._attention, MemoryHook()]
+        super().__init__(self._placeholder_model, sink, level=level, hooks=hooks, recorder=recorder)
         self.context.sees_kernels = self.context.is_standalone = True
         self.context.record_event = self._record_failed_call
         self.context.on_kernel = self._on_call

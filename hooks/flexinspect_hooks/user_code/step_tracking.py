@@ -134,13 +134,8 @@ class StepTracker:
             place = StepPlace(number, 0, True, cached, n_rows, note=note, owner=owner)
         is_whole = place.begins_generation or state.whole is not None
         self._before = state
-        self._state = _TrackerState(
-            generation=place.generation,
-            step=place.step,
-            length=cached + n_rows,
-            whole=whole if is_whole else None,
-            is_open=True,
-        )
+        known, length = whole if is_whole else None, cached + n_rows
+        self._state = _TrackerState(place.generation, place.step, length, known, is_open=True)
         return place
 
     def _next_step(

@@ -86,11 +86,8 @@ class WatchedTrace(ABC, Generic[S]):
             raise UsageError(busy)
         import transformers  # noqa: F401 (its version is in the manifest)
 
-        facts: dict[str, Any] = {
-            "model": model_facts(self._model),
-            "threads": torch.get_num_threads(),
-            **self._facts,
-        }
+        facts: dict[str, Any] = {"model": model_facts(self._model), **self._facts}
+        facts["threads"] = torch.get_num_threads()
         git = git_state(Path.cwd())
         writer = create_trace(self.path, sys.argv, self._level, git, **facts)
         try:

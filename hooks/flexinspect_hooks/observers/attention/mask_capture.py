@@ -160,10 +160,8 @@ def _describe_mask(ref: AttentionCall, number: int, step: StepContext) -> Captur
         size_q, size_kv = received.BLOCK_SIZE
         mask.kind, mask.block = "block", (int(size_q), int(size_kv))
         mask.batch, mask.heads = received.kv_num_blocks.shape[:2]
-        mask.mask_mod, mask.identity = (
-            received.mask_mod,
-            mask_mods.mask_mod_identity(received.mask_mod),
-        )
+        mask.mask_mod = received.mask_mod
+        mask.identity = mask_mods.mask_mod_identity(received.mask_mod)
     elif isinstance(received, Tensor) and received.dim() >= 2:
         received = _expand_dense_mask(received, q_len, kv_len)
         mask.kind = "bool" if received.dtype is torch.bool else "float"
