@@ -21,8 +21,6 @@ from flexinspect.core.errors import ControlError, FlexInspectError
 STOPPING: Final = "stopping after this step"
 
 _STATE_TEXTS: Mapping[State, str] = {
-    "loading": "loading",
-    "running": "running",
     "pausing": "pausing after this step",
     "holding": "the generation has ended, and the model is kept alive",
     "finished": "the run is over",
@@ -413,7 +411,7 @@ class StepBarrier:
             return f"loading, and pausing {until}" if state == "loading" else f"pausing {until}"
         if state == "running" and last is not None and last.state == "working":
             return f"carrying out the {last.kind}"
-        return _STATE_TEXTS[state]
+        return _STATE_TEXTS.get(state, state)
 
     def _describe_target(self) -> str:
         """Return where the run will pause or end, empty without such a command."""

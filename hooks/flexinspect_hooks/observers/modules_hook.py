@@ -38,11 +38,9 @@ class ModuleHook(Hook):
         """Put one forward hook on each decoder layer."""
         self._context = context
         self._outputs: list[tuple[int, Tensor]] = []
-        self._names = {layer: name for layer, (name, _) in context.blocks.items()}
-        return [
-            context.on_output(module, partial(self._keep, layer))
-            for layer, (_, module) in context.blocks.items()
-        ]
+        blocks = context.blocks.items()
+        self._names = {layer: name for layer, (name, _) in blocks}
+        return [context.on_output(one, partial(self._keep, layer)) for layer, (_, one) in blocks]
 
     def _keep(self, layer: int, output: Any) -> None:
         self._outputs.append((layer, output if isinstance(output, Tensor) else output[0]))

@@ -135,12 +135,8 @@ class TraceBranchRecorder:
         tokens = self._generation.tokens
         if branch.recomputed:
             token_ids = branch.token_ids(branch.fork_step)
-            tokens += tuple(
-                self._token_record(step, token_id, text, is_prompt=True)
-                for step, (token_id, text) in enumerate(
-                    zip(token_ids, self.texts(token_ids), strict=True)
-                )
-            )
+            pairs = enumerate(zip(token_ids, self.texts(token_ids), strict=True))
+            tokens += tuple(self._token_record(n, *pair, is_prompt=True) for n, pair in pairs)
         changes = (ancestor.change for ancestor in branch.ancestry())
         mask = next((change["declared"] for change in changes if "declared" in change), None)
         if mask is None:

@@ -211,14 +211,9 @@ def watch(
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
     check_level(level)
     generation_builder.check_declared_mask(mask)
-    open_session = partial(
-        WatchSession,
-        model,
-        declared_prompt=generation_builder.DeclaredPrompt(
-            _tokenizer_adapter(tokenizer), generation_builder.parse_segments(segments), mask
-        ),
-        layers=_check_layers(layers, model),
-    )
+    specs, chosen = generation_builder.parse_segments(segments), _check_layers(layers, model)
+    prompt = generation_builder.DeclaredPrompt(_tokenizer_adapter(tokenizer), specs, mask)
+    open_session = partial(WatchSession, model, declared_prompt=prompt, layers=chosen)
     on_hit = None if control and on_break is None else actions.hit_callback(on_break)
     watched = Watch(model, free_path(out, "watch"), level, open_session, on_hit, control=control)
     for text in breakpoints:
