@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from flexinspect.records import step as step_records
+from flexinspect.records import step as records
 from flexinspect.records.prompt import Prompt, close_generated_segment
 from flexinspect.trace.queries.branch_queries import with_declared_mask
 from flexinspect_hooks.generation.decoding import Choice
@@ -29,7 +29,7 @@ class TraceBranchRecorder:
         self,
         session: CaptureSession,
         prompt: Prompt,
-        generation: step_records.GenerationRecord,
+        generation: records.GenerationRecord,
         vocabulary: Vocabulary,
         gradients: TokenGradients | None,
         *,
@@ -72,7 +72,7 @@ class TraceBranchRecorder:
         """Record that a branch begins, before its first step is written."""
         assert branch.parent is not None
         change, parent = branch.change, branch.parent.number
-        record = step_records.BranchRecord(
+        record = records.BranchRecord(
             generation=self._generation.generation,
             branch=branch.number,
             parent=parent,
@@ -92,7 +92,7 @@ class TraceBranchRecorder:
         """Record that a branch (0 is the base) ended, after computing its gradients."""
         generation, prompt = self._generation.generation, self._prompt
         token_ids = branch.token_ids(branch.n_steps)
-        end = step_records.GenerationEnd(
+        end = records.GenerationEnd(
             generation=generation,
             state=state,
             answer=self._vocabulary.decode_generated(token_ids, one_line=self._one_line),
@@ -116,18 +116,18 @@ class TraceBranchRecorder:
     ) -> None:
         """Record an event after a step of a branch."""
         place, data = (self._generation.generation, step), {"branch": branch.number, **facts}
-        event = step_records.EventRecord(kind, text, time.time(), *place, data)
+        event = records.EventRecord(kind, text, time.time(), *place, data)
         self._session.recorder.put(event)
 
     def _token_record(
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False
-    ) -> step_records.TokenRecord:
+    ) -> records.TokenRecord:
         vocabulary, prompt = self._vocabulary, self._prompt
         pos, position = len(prompt.ids) + step, prompt.next_position(step)
         segment, chosen_at = len(prompt.segments) - 1, None if is_prompt else step
         return token_record(vocabulary, pos, token_id, text, position, segment, chosen_at)
 
-    def _branch_generation(self, branch: BranchState) -> step_records.GenerationRecord:
+    def _branch_generation(self, branch: BranchState) -> records.GenerationRecord:
         """The record of the generation with the mask and the prompt of the branch.
 
         Where the whole sequence is recomputed, the tokens before the fork are part of the prompt.

@@ -421,7 +421,7 @@ def make_mask_source(
         assert isinstance(base, mask_source.UserMaskSource)
         base_mask_mod = base.mask_mod
         identity = f"{base.name}{mask_mod_identity(base_mask_mod)}"
-    mask_mod = _patched_mask_mod(base_mask_mod, edited.patches)
+    mask_mod = _patch_mask_mod(base_mask_mod, edited.patches)
     mask_source.set_identity(mask_mod, f"{identity}{edited.patches}")
     result = EditedMask(mask_mod, name=name, device=device)
     result.edited = edited
@@ -441,9 +441,7 @@ class EditedMask(mask_source.UserMaskSource):
     edited: PatchedMask
 
 
-def _patched_mask_mod(
-    base: mask_source.MaskMod, patches: Sequence[MaskPatch]
-) -> mask_source.MaskMod:
+def _patch_mask_mod(base: mask_source.MaskMod, patches: Sequence[MaskPatch]) -> mask_source.MaskMod:
     """A mask_mod with patches on top, in positions: comparisons only, no look-ups."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.core.text import plural
-from flexinspect.records import step as step_records
+from flexinspect.records import step as records
 from flexinspect.rules.engine import Rule, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.forward_hooks import ModelBreakpoints
@@ -210,7 +210,7 @@ class CaptureSession:
 
     # -- a generation ----------------------------------------------------------------------------
 
-    def begin_generation(self, record: step_records.GenerationRecord) -> None:
+    def begin_generation(self, record: records.GenerationRecord) -> None:
         """Start a generation; its prompt is in the trace then, so that a crash does not lose it."""
         self._clock.set_next_step(record.generation)
         self.place = StepRef(record.generation)
@@ -220,7 +220,7 @@ class CaptureSession:
             self._guard(hook, hook.begin, self.context)
         self.recorder.drain()
 
-    def end_generation(self, record: step_records.GenerationEnd) -> None:
+    def end_generation(self, record: records.GenerationEnd) -> None:
         """End a generation or a branch; a step without a chosen token is dropped."""
         self._abandon()
         self.recorder.put(record)
@@ -228,7 +228,7 @@ class CaptureSession:
     # -- branches, for a decoder that rewinds -----------------------------------------------------
 
     def begin_branch(
-        self, record: step_records.BranchRecord, generation: step_records.GenerationRecord
+        self, record: records.BranchRecord, generation: records.GenerationRecord
     ) -> None:
         """Start a branch; `generation` is its generation as of the fork: mask and tokens.
 
@@ -325,9 +325,7 @@ class CaptureSession:
             self.waited_s += off_cpu_s() - self._step.off_cpu_before
             self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
-    def on_token_chosen(
-        self, token: step_records.TokenRecord, scores: Tensor | None = None
-    ) -> None:
+    def on_token_chosen(self, token: records.TokenRecord, scores: Tensor | None = None) -> None:
         """Close the step, whose `token` was drawn from `scores` (V,).
 
         Call it when the token is known on the host, so that the step's wall time is complete.
@@ -384,7 +382,7 @@ class CaptureSession:
             at, place = time.time(), (step.generation, step.step)
             for kind, text, *facts in step.events:
                 if kind == LEVEL_EVENT:  # it holds for later steps, too
-                    self.recorder.put(step_records.EventRecord(kind, text, at, *place, *facts))
+                    self.recorder.put(records.EventRecord(kind, text, at, *place, *facts))
 
     def cost(self) -> dict[str, float | int]:
         """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
@@ -437,15 +435,15 @@ class CaptureSession:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         generation, number = (step.generation, step.step) if step is not None else (None, None)
-        event = step_records.EventRecord(kind, text, time.time(), generation, number, facts or {})
+        event = records.EventRecord(kind, text, time.time(), generation, number, facts or {})
         self.recorder.put_event(event, self._rule_runner)
 
 
 def check_level(level: str) -> str:
     """Return the level. Raises `UsageError` for an unknown one."""
-    if level not in step_records.LEVELS:
+    if level not in records.LEVELS:
         raise UsageError(
-            f"The level {level} is unknown; the levels are {', '.join(step_records.LEVELS)}."
+            f"The level {level} is unknown; the levels are {', '.join(records.LEVELS)}."
         )
     return level
 

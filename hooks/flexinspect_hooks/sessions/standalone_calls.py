@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flexinspect.records import step as step_records
+from flexinspect.records import step as records
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.recorder import Recorder
@@ -80,7 +80,7 @@ class StandaloneCalls(CaptureSession):
         if self.n_calls == MAX_STANDALONE_CALLS:
             text = f"{self.n_calls} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN_LAYERS, text))
-        self._record(step, f"{step_records.STANDALONE_CALLS}, {self.n_calls}", [call], returned)
+        self._record(step, f"{records.STANDALONE_CALLS}, {self.n_calls}", [call], returned)
 
     def _record_failed_call(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
         """Record a call that raised as a generation without a step, so that rules run on it."""
@@ -88,16 +88,14 @@ class StandaloneCalls(CaptureSession):
             self._event(kind, text, None, facts)
             return
         number, now = next(self._numbers), time.time()
-        segments = self._begin(number, step_records.STANDALONE_RAISED, facts["kv_len"] or 0)
-        self.recorder.put(step_records.EventRecord(kind, text, now, number, None, facts))
-        end = step_records.GenerationEnd(
-            number, "failed", "", segments, facts["error"], ended_at=now
-        )
+        segments = self._begin(number, records.STANDALONE_RAISED, facts["kv_len"] or 0)
+        self.recorder.put(records.EventRecord(kind, text, now, number, None, facts))
+        end = records.GenerationEnd(number, "failed", "", segments, facts["error"], ended_at=now)
         self.recorder.put(end)
 
     def _begin(self, number: int, sample: str, n_keys: int) -> tuple[Segment, ...]:
         segments = (Segment(0, n_keys, "keys", SegmentKind.SHARED, 0),)
-        record = step_records.GenerationRecord(
+        record = records.GenerationRecord(
             generation=number,
             sample_id=sample,
             mask="not declared",
@@ -109,11 +107,11 @@ class StandaloneCalls(CaptureSession):
         self.recorder.begin_generation(record, self._rule_runner)
         return segments
 
-    def _record_builds(self, builds: Sequence[step_records.BuildRecord]) -> None:
+    def _record_builds(self, builds: Sequence[records.BuildRecord]) -> None:
         now = time.perf_counter()
         wall_ms = sum(build.wall_ms for build in builds)
         step = self._make_step(builds[-1].q_len, builds[-1].kv_len, now, wall_ms)
-        self._record(step, step_records.STANDALONE_MASKS, [], now)
+        self._record(step, records.STANDALONE_MASKS, [], now)
 
     def _record(
         self, step: StepContext, sample: str, calls: list[kernel_calls.KernelCall], returned: float
@@ -126,9 +124,7 @@ class StandaloneCalls(CaptureSession):
         self._kernels.done += calls
         self._queue_step(self._reduce(step), returned)
         self.total_s += step.wall_ms / 1e3 + step.capture_s
-        end = step_records.GenerationEnd(
-            step.generation, "finished", "", segments, ended_at=time.time()
-        )
+        end = records.GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
         self.recorder.put(end)
 
     def _make_step(self, q_len: int, kv_len: int, started: float, wall_ms: float) -> StepContext:

@@ -144,7 +144,7 @@ class ModelFinder:
     def _find(self, model: nn.Module) -> FoundSession | None:
         """Return the session of a model, created at its first call; None if it has none."""
         if model in self._found:
-            return self._session_with_hooks(model, self._found[model])
+            return self._with_hooks(model, self._found[model])
         if self._is_over:
             return None
         with self._lock:
@@ -161,9 +161,7 @@ class ModelFinder:
                     self.writer.update_run(model=self._facts[0], models=self._facts)
         return session
 
-    def _session_with_hooks(
-        self, model: nn.Module, session: FoundSession | None
-    ) -> FoundSession | None:
+    def _with_hooks(self, model: nn.Module, session: FoundSession | None) -> FoundSession | None:
         """Return a known model's session, or a new one if the program removed its hooks."""
         if session is None or self._is_over or session.generate_depth:
             return session

@@ -76,10 +76,8 @@ class WatchSession(CaptureSession):
         generation_numbers: Iterator[int] | None = None,
         name: str = "",
     ) -> None:
-        text_of = declared_prompt.tokenizer.text_of
-        super().__init__(
-            model, sink, level=level, layers=layers, text_of=text_of, recorder=recorder
-        )
+        decode = declared_prompt.tokenizer.text_of
+        super().__init__(model, sink, level=level, layers=layers, text_of=decode, recorder=recorder)
         self.context.sees_kernels = True
         self._declared_prompt = declared_prompt.with_config(model)
         self._names = ArgumentNames(model)
