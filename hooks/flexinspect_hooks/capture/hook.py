@@ -145,10 +145,7 @@ class CaptureContext(Struct, eq=False):
 
 
 class Hook:
-    """One source of records. The module docstring gives the order of calls.
-
-    A plug-in may derive from this class, but need not.
-    """
+    """One source of records; see the module for its methods. A plug-in need not derive from it."""
 
     name: str
 
@@ -170,10 +167,7 @@ class Hook:
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return an instance of each registered hook, and for each that failed to load its error.
-
-    Raises `FlexInspectError` if no hook is registered, because nothing would be recorded.
-    """
+    """Return the registered hooks, and the errors of others. Raises if none is registered."""
     classes, failed = plugins.load_all(plugins.HOOKS)
     if not classes and not failed:
         raise FlexInspectError(

@@ -33,10 +33,7 @@ def create_trace(
     overwrite: bool = False,
     **facts: Any,
 ) -> TraceWriter:
-    """Create a trace whose manifest has what is needed to run it again, and `facts`.
-
-    Raises `UsageError` if it cannot be written.
-    """
+    """Create a trace with a manifest to run it again. Raises `UsageError` if that fails."""
     manifest = {
         "flexinspect": __version__,
         "argv": list(argv),

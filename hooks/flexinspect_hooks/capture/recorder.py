@@ -129,10 +129,7 @@ class Recorder:
         generation: step_records.GenerationRecord,
         rules: RuleRunner,
     ) -> None:
-        """Queue a branch of a generation, which is given as of the fork.
-
-        The steps of its parents before the fork are replayed to `rules`, which have no state yet.
-        """
+        """Queue a branch, given as of the fork; its parents' steps are replayed to `rules`."""
 
         def begin() -> None:
             place = (record.generation, record.branch, record.parent, record.fork_step)

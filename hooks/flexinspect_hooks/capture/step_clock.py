@@ -56,10 +56,7 @@ class StepContext(Struct):
 
 
 def off_cpu_s() -> float:
-    """Return a clock in seconds that advances only while this thread does not run on a core.
-
-    During a forward that is mostly because the writer thread holds the GIL.
-    """
+    """Return a clock of this thread's seconds off a core: mostly, the writer holds the GIL."""
     return time.perf_counter() - time.thread_time()
 
 

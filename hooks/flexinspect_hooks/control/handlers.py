@@ -158,11 +158,7 @@ class RouteHandlers:
 
     @contextmanager
     def _breakpoint_store(self, number: int | None = None) -> Iterator[BreakpointStore]:
-        """Give the breakpoints of the run, to change them, or the one with this number.
-
-        That counts as a received command: a client that changes breakpoints can also continue a
-        paused model.
-        """
+        """Give the breakpoints; a client that changes them can also continue a paused model."""
         self._targets.barrier.has_received_command = True
         if self._targets.breakpoints is None:
             raise ControlError("This capture does not support breakpoints.")

@@ -133,11 +133,7 @@ class StepBarrier:
     def report_result(
         self, queued: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
     ) -> None:
-        """Report the result of a rewind command: the new last step, or the error.
-
-        After a restore the model pauses there; after a failure a paused model pauses again where it
-        was.
-        """
+        """Report the new last step, or the error, of a rewind command; a restore pauses there."""
         error = result if isinstance(result, FlexInspectError) else None
         with self._changed:
             if isinstance(result, StepRef):
@@ -174,10 +170,7 @@ class StepBarrier:
         kind: Literal["paused", "breakpoint"] = "breakpoint",
         on_paused: Callable[[], None] = lambda: None,
     ) -> None:
-        """Pause at the next boundary because a breakpoint was hit. May be called from any thread.
-
-        `on_paused` is called in the model's thread when it pauses there, which may never happen.
-        """
+        """Pause at the next boundary, from any thread; `on_paused` is called when it pauses."""
         with self._changed:
             if self._state not in ("holding", "finished"):
                 self._pause_request = PauseRequest(reason, kind, facts or {}, on_paused)
@@ -325,10 +318,7 @@ class StepBarrier:
         return self._run_to_target(PauseTarget(steps_left=n))
 
     def run_to(self, step: int, generation: int | None = None) -> str:
-        """Run until `step` of `generation` (default: the current one) has finished, then pause.
-
-        Raises `ControlError` when that step has finished already.
-        """
+        """Run until a step has finished, then pause. Raises `ControlError` if it has already."""
         with self._changed:
             place = self.view().place
             target = PauseTarget(None, place.generation if generation is None else generation, step)
@@ -352,11 +342,7 @@ class StepBarrier:
             return "stopping before the first step" if state == "loading" else STOPPING
 
     def queue_rewind(self, command: messages.RewindCommand) -> QueuedRewind:
-        """Queue a rewind command for the next boundary; one at a time.
-
-        Raises `ControlError` while the model loads, after the end, and while another one is queued
-        or runs.
-        """
+        """Queue a rewind command for the next boundary. Raises `ControlError` if it cannot run."""
         with self._changed:
             if self._checked_state() == "loading":
                 raise ControlError("No step has run yet.", hint="Wait for the first step.")

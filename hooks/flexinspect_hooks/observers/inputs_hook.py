@@ -212,10 +212,7 @@ _DECODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 class ArgumentNames:
-    """Gives the positional arguments of a module's forward their names.
-
-    Of an encoder-decoder model, the decoder's inputs get the names of a decoder-only model's.
-    """
+    """Names the positional arguments of a forward; of an encoder-decoder, the decoder's inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         try:

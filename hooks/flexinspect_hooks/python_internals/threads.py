@@ -16,12 +16,9 @@ def available_cores() -> int:
 
 
 def background_thread(name: str, target: Callable[..., object], *args: object) -> Thread:
-    """Return a daemon thread, not started, that continues to run at debugger stops.
-
-    For threads that have to work while the others are stopped: they write finished steps or answer
-    a viewer. pydevd, the core of debugpy, reads these two attributes.
-    """
+    """Return a daemon thread, not started, that continues to work at debugger stops."""
     thread = Thread(target=target, name=name, args=args, daemon=True)
+    # pydevd, the core of debugpy, reads these two attributes.
     vars(thread).update(pydev_do_not_trace=True, is_pydev_daemon_thread=True)
     return thread
 

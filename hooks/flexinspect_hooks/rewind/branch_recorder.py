@@ -19,11 +19,7 @@ from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
 class TraceBranchRecorder:
-    """Records the branches of one generation through a capture session.
-
-    `generation` is the record of the generation. With `one_line` the answer is its first line. With
-    `gradients`, the gradients of each branch are computed when it has finished.
-    """
+    """Records the branches of one generation; with `one_line` the answer is its first line."""
 
     def __init__(
         self,
@@ -128,10 +124,7 @@ class TraceBranchRecorder:
         return token_record(vocabulary, pos, token_id, text, position, segment, chosen_at)
 
     def _branch_generation(self, branch: BranchState) -> records.GenerationRecord:
-        """The record of the generation with the mask and the prompt of the branch.
-
-        Where the whole sequence is recomputed, the tokens before the fork are part of the prompt.
-        """
+        """The generation with the branch's mask; before a recomputed step all tokens are prompt."""
         tokens = self._generation.tokens
         if branch.recomputed:
             token_ids = branch.token_ids(branch.fork_step)

@@ -112,10 +112,7 @@ class BranchState(Struct):
         return branch.rng_state
 
     def last_shared_step(self, other: BranchState, up_to: int) -> int:
-        """The last step up to `up_to` that both branches share, -1 if they share none.
-
-        After it they differ in a token, in a mask, or in how their keys were computed.
-        """
+        """The last step up to `up_to` with the same tokens, masks and keys in both, -1 if none."""
         last = min(up_to, other.n_steps - 1)
         while last >= 0 and self.owner(last) is not other.owner(last):
             last = max(self.owner(last).fork_step, other.owner(last).fork_step) - 1
@@ -274,10 +271,7 @@ def row_bytes(cache: Any) -> int:
 
 
 class CacheStore(OrderedDict[int, Any]):
-    """The longest cache of each branch, by its number, at most `MAX_STORED_CACHES` of them.
-
-    The cache of branch 0 always stays; of the others, the least recently used is dropped first.
-    """
+    """The longest cache of each branch; branch 0 stays, the least recently used goes first."""
 
     def put(self, branch: int, cache: Any) -> None:
         """Store a cache, unless the store has one of the same branch that is as long."""

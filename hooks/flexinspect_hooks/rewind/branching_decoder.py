@@ -56,10 +56,7 @@ class RestoreResult(NamedTuple):
 
 
 class NearestCache(NamedTuple):
-    """A cache cropped to the rows of the steps up to `step`, None if none can be used.
-
-    The next step is the first forward pass to repeat, without a cache over the whole sequence.
-    """
+    """A cache cropped to the rows up to `step`; None if the whole sequence must be repeated."""
 
     cache: Any
     step: int
@@ -311,10 +308,7 @@ class BranchingDecoder:
         return state
 
     def edit_mask(self, branch: int, step: int, edits: Sequence[Edit]) -> BranchState:
-        """Begin a branch under an edited mask; its first own step is `step`.
-
-        Raises `UsageError` for an unknown step, `MaskError` for an edit that cannot be applied.
-        """
+        """Begin a branch under an edited mask at `step`. Raises `UsageError` or `MaskError`."""
         parent = self._find_branch(branch, step).owner(step)
         labels, mask, n_changed = self._apply_edits(parent.source, edits, step)
         name, length = " + ".join([parent.source.name, *labels]), self._segments[-1].stop
@@ -344,14 +338,11 @@ class BranchingDecoder:
     def _apply_edits(
         self, source: mask_source.MaskSource, edits: Sequence[Edit], step: int
     ) -> tuple[list[str], PatchedMask, int]:
-        """The edits by segment label, the edited mask, and how many computed rows it changes.
-
-        Computed rows are those of earlier steps; of step 0, which processes the prompt, its own.
-        """
+        """The edits by segment label, the edited mask, and how many computed rows it changes."""
         labelled = [maskedits.with_segment_labels(edit, self._segments) for edit in edits]
         before = editable_mask(source)
         after = maskedits.apply_edits(labelled, before, self._segments)
-        n_computed = self._n_prompt + max(step - 1, 0)
+        n_computed = self._n_prompt + max(step - 1, 0)  # step 0 computes the prompt itself
         n_changed = len(maskedits.changed_rows(before, after, n_computed))
         return [str(edit) for edit in labelled], after, n_changed
 
@@ -470,11 +461,7 @@ class RewindHandler:
         self.decoder: BranchingDecoder | None = None
 
     def estimate_cost(self, command: messages.RewindCommand) -> messages.Cost:
-        """Estimate the cost of a command. Raises `FlexInspectError` if it cannot be executed.
-
-        It changes nothing, so any thread may call it while the model runs; the figures may then be
-        out of date at once.
-        """
+        """Estimate a command's cost, from any thread. Raises `FlexInspectError` if impossible."""
         (decoder, place), prefix = self._decoder_and_place(command), ""
         if isinstance(command, messages.Restore):
             cost = decoder.restore_cost(*place)
@@ -493,10 +480,7 @@ class RewindHandler:
         return messages.Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
 
     def execute(self, command: messages.RewindCommand) -> tuple[messages.StepRef, str]:
-        """Execute a command; returns the step the model is at, and a sentence about the result.
-
-        Raises `FlexInspectError` if it cannot be executed; the model then stays where it was.
-        """
+        """Execute a command; returns the step and a sentence. After an error the model stays."""
         decoder, place = self._decoder_and_place(command)
         if isinstance(command, messages.Restore):
             message = decoder.restore(*place).message

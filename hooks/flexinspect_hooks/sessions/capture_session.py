@@ -230,10 +230,7 @@ class CaptureSession:
     def begin_branch(
         self, record: records.BranchRecord, generation: records.GenerationRecord
     ) -> None:
-        """Start a branch; `generation` is its generation as of the fork: mask and tokens.
-
-        `set_next_step` sets which branch and step a forward belongs to.
-        """
+        """Start a branch; `generation` is its generation as of the fork: mask and tokens."""
         self.recorder.begin_branch(record, generation, self._rule_runner.for_branch(record.branch))
 
     def set_next_step(self, branch: int, step: int) -> None:
@@ -251,10 +248,7 @@ class CaptureSession:
             step.branch = branch
 
     def drop_step(self, branch: int) -> None:
-        """Drop the open step, because the trace holds it already, in `branch`.
-
-        Breakpoints are evaluated on it again: a user who rewinds wants to stop there.
-        """
+        """Drop the open step, which `branch` has already, and evaluate its breakpoints again."""
         step, breaks, trace = self._step, self._breaks, self.recorder.path
         if step is not None and breaks is not None and breaks.is_active and trace is not None:
             self.recorder.put(partial(breaks.evaluator.evaluate_again, trace, step, branch))
@@ -326,10 +320,7 @@ class CaptureSession:
             self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
     def on_token_chosen(self, token: records.TokenRecord, scores: Tensor | None = None) -> None:
-        """Close the step, whose `token` was drawn from `scores` (V,).
-
-        Call it when the token is known on the host, so that the step's wall time is complete.
-        """
+        """Close the step once its token, from `scores` (V,), is on the host: its time ends here."""
         step = self._step
         if step is None:
             return

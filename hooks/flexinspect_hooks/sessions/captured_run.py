@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class CapturedRun:
-    """Opens the trace of a job, and reports it with `send` to the process that started this one.
-
-    `git` and `facts` go into the manifest. Raises `FlexInspectError`, and leaves no trace, if the
-    address of the control server or a breakpoint is invalid.
-    """
+    """Opens the trace of a job; `send` reports it. Raises `FlexInspectError`, without a trace."""
 
     def __init__(
         self,

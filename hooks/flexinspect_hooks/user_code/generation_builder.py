@@ -118,10 +118,7 @@ class DeclaredPrompt(Struct, frozen=True):
 def keep_written_special(
     facts: TokenizerFacts, ids: Sequence[int], texts: Sequence[str]
 ) -> TokenizerFacts:
-    """Return the facts with only those special tokens that the prompt spells out as text.
-
-    `ids` and `texts` are those of the prompt; the special tokens themselves do not count as text.
-    """
+    """Return the facts with only those special tokens that the prompt's text spells out."""
     known = frozenset(facts.special.values())
     prompt = "".join(" " if i in known else text for i, text in zip(ids, texts, strict=True))
     return replace(facts, special={s: i for s, i in facts.special.items() if s and s in prompt})

@@ -419,10 +419,7 @@ _UNFOLLOWED_ARGUMENTS = ("assistant_model", "prompt_lookup_num_tokens", "penalty
 
 
 def _follows_row_0(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `generate` appends to row 0 the token that row 0 chose, one at a time.
-
-    Beam search, assisted generation, prompt look-up and contrastive search do not.
-    """
+    """Whether `generate` appends the token that row 0 chose: no beams, assistants or look-ups."""
     configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
 
     def option(name: str) -> Any:

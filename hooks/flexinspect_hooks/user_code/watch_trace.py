@@ -156,11 +156,10 @@ class WatchedTrace(ABC, Generic[S]):
 def free_path(out: str | Path | None, prefix: str) -> Path:
     """Return `out` (`UsageError` if it exists), or a new PREFIX-DATE-TIME.flextrace."""
     if out is not None:
-        if Path(out).exists():
-            raise UsageError(
-                f"{Path(out)} exists already.", hint="Choose another out, or remove it."
-            )
-        return Path(out)
+        path = Path(out)
+        if path.exists():
+            raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
+        return path
     return numbered_path(Path(time.strftime(f"{prefix}-%Y%m%d-%H%M%S.flextrace")))
 
 

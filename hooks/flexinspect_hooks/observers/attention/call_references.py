@@ -184,11 +184,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _sliding_window(ref: AttentionCall) -> int | None:
-    """Return the number of keys in the layer's sliding window, None without one.
-
-    From the argument that transformers passes; a kernel call in code of the user has none, so
-    there the module's attribute counts.
-    """
+    """Return the keys in a layer's window, by the argument or else the module; None without."""
     window = ref.kwargs.get("sliding_window", SAME_MASK)
     if window is SAME_MASK:
         try:

@@ -304,10 +304,7 @@ unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
 
 
 class KernelCalls(Struct, eq=False):
-    """Observes the kernels while the model's forward runs, and masks built outside of a forward.
-
-    `done` are the calls of the step so far, until the hook that reduces the step takes them.
-    """
+    """Observes kernels in the model's forward, and masks built outside; `done` are the calls."""
 
     context: CaptureContext
     done: list[KernelCall] = field(default_factory=list)
@@ -461,11 +458,7 @@ _MODULE_CALL = torch_private.module_call_code()
 
 
 def _current_layer(layer_of: Mapping[int, int], root: int) -> tuple[int | None, Any, Any]:
-    """Return the innermost attention layer whose forward is running, read from the stack.
-
-    Its number, its module and the mask that it received. The search ends at the model itself, whose
-    id is `root`.
-    """
+    """Return number, module and mask of the innermost attention layer on the stack below `root`."""
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         frame = caller
