@@ -167,7 +167,7 @@ class Hook:
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return the registered hooks, and the errors of others. Raises if none is registered."""
+    """Return the registered hooks, and errors of others; `FlexInspectError` if there are none."""
     classes, failed = plugins.load_all(plugins.HOOKS)
     if not classes and not failed:
         raise FlexInspectError(
