@@ -64,7 +64,7 @@ class CapturedRun:
             def chose(choice: Choice) -> None:
                 pos = len(prompt.ids) + choice.step
                 token = TokenRecord(pos, choice.token_id, "t", "t", pos, 0, step=choice.step)
-                session.on_token_chosen(token, choice.chosen, choice.scores)
+                session.on_token_chosen(token, choice.scores)
 
             timing = time_flex(
                 self._model,

@@ -21,9 +21,8 @@ from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
 from flexinspect_hooks.generation.decoding import Choice, Decoder, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.loading.model_loader import LoadedModel, load
-from flexinspect_hooks.rewind.branch_state import BranchState
+from flexinspect_hooks.rewind.branch_state import BranchState, n_rows_of
 from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, StopCriteria
-from flexinspect_hooks.rewind.cache_store import n_rows_of
 
 TOKENS = 300
 ROUNDS = 11

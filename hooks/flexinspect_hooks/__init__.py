@@ -13,7 +13,7 @@ __all__ = ["TrainerCallback", "prove", "watch", "watch_training"]
 _MODULES = {
     "TrainerCallback": "training.watch_training",
     "prove": "proofs",
-    "watch": "user_code.watch",  # not `flexinspect_hooks.watch`, which would replace the function
+    "watch": "user_code.watch_trace",  # no module `watch`: it would replace the function
     "watch_training": "training.watch_training",
 }
 

@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from flexinspect.control.messages import Cost, QueuedRewind, StepRef
-from flexinspect.core.errors import ControlError, FlexInspectError, UsageError
+from flexinspect.breakpoints.store import BreakpointStore
+from flexinspect.control.messages import Cost, QueuedRewind, RewindCommand, StepRef
+from flexinspect.core.errors import ControlError, FlexInspectError
+from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.step_barrier import StepBarrier
 
 PATIENCE_S = 10.0
@@ -24,9 +26,8 @@ class FakeModel:
     """A loop that passes the step barrier before each forward and waits for `forward`."""
 
     def __init__(self) -> None:
-        self.barrier = StepBarrier(
-            record_event=lambda kind, text, place, facts: self.events.append(kind)
-        )
+        self.barrier = StepBarrier()
+        self.barrier.record_event = lambda kind, text, place, facts: self.events.append(kind)
         self.events: list[str] = []
         self.step, self.n_stops = -1, 0
         self._allowed = threading.Semaphore(0)
@@ -84,24 +85,23 @@ class FakeModel:
             self._thread.join(0.01)
 
 
-class FakeLevels:
-    """Levels without a recorder."""
-
-    level, layers = "advanced", "all"
-
-    def set_level(self, level: str) -> None:
-        self.level = level
-
-    def set_layers(self, layers: str) -> None:
-        if not layers or set(layers) - set("0123,-al"):
-            raise UsageError(f"{layers!a} is not a list of layers.")
-        self.layers = layers
+def fake_targets(model: FakeModel) -> ControlTargets:
+    """Targets without a model, a trace or a recorder, except for the barrier of the fake model."""
+    return ControlTargets(
+        "generation",
+        "no model",
+        "/nowhere.flextrace",
+        SessionLevels("advanced"),
+        model.barrier,
+        BreakpointStore(),
+        FakeRewindTarget().estimate_cost,
+    )
 
 
 class FakeRewindTarget:
     """Accepts every step up to 1000, at a fixed cost."""
 
-    def estimate_cost(self, order: QueuedRewind) -> Cost:
-        if order.command.place.step > 1000:
+    def estimate_cost(self, command: RewindCommand) -> Cost:
+        if command.place.step > 1000:
             raise ControlError("That step is not recorded.")
         return Cost("one forward", 0.01, 4096, False)

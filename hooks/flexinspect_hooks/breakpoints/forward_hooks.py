@@ -33,7 +33,7 @@ from flexinspect.core.text import plural
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.observers.attention.call_references import AttentionCall, call_of_kernel
+from flexinspect_hooks.observers.attention.call_references import AttentionCall
 from flexinspect_hooks.observers.attention.kernel_calls import KernelCall
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -158,7 +158,7 @@ class ModelBreakpoints:
 
     def _on_kernel_call(self, done: KernelCall) -> None:
         """Handle the return of a kernel that the user's code called directly."""
-        call = None if self._observed_step is None else call_of_kernel(done, "direct")
+        call = None if self._observed_step is None else AttentionCall.of_kernel(done, "direct")
         if call is not None:
             self._on_call(call)
 

@@ -1,42 +1,39 @@
 """Checks of arguments of the Python interface.
 
-Each function returns the argument, converted where its name says so, or raises `UsageError` with a
-message that names the call (`caller`) or the parameter (`name`).
+Each function raises `UsageError` with a message that names the call (`caller`) or the parameter
+(`name`); those of numbers return the number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import index
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from flexinspect.core.errors import UsageError
 
-T = TypeVar("T")
 
-
-def check_module(value: T, caller: str) -> T:
+def check_module(value: object, caller: str) -> None:
     """Check that `value` is a `torch.nn.Module`."""
-    return _require(isinstance(value, nn.Module), value, caller, "a torch module")
+    _require(isinstance(value, nn.Module), value, caller, "a torch module")
 
 
-def check_tensor(value: Tensor, caller: str) -> Tensor:
+def check_tensor(value: object, caller: str) -> None:
     """Check that `value` is a tensor."""
-    return _require(isinstance(value, Tensor), value, caller, "a torch tensor")
+    _require(isinstance(value, Tensor), value, caller, "a torch tensor")
 
 
-def check_optimizer(value: T, caller: str) -> T:
+def check_optimizer(value: object, caller: str) -> None:
     """Check that `value` has `param_groups`: an optimizer, or a wrapper of one."""
-    return _require(hasattr(value, "param_groups"), value, caller, "a torch optimizer")
+    _require(hasattr(value, "param_groups"), value, caller, "a torch optimizer")
 
 
-def _require(is_valid: bool, value: T, caller: str, expected: str) -> T:
+def _require(is_valid: bool, value: object, caller: str, expected: str) -> None:
     if not is_valid:
         raise UsageError(f"{caller} needs {expected}, not {describe_type(value)}.")
-    return value
 
 
 def check_count(value: int, name: str, minimum: int = 1) -> int:
@@ -69,17 +66,16 @@ def check_number(value: Any, name: str) -> float:
         raise UsageError(f"{name} must be a single number, and is {value!r}.") from None
 
 
-def check_function(value: object, name: str, argument: str) -> Callable[..., Any]:
+def check_function(value: object, name: str, argument: str) -> None:
     """Check that `value` is callable; the message names its expected `argument`."""
-    if not callable(value):
-        raise UsageError(f"{name} needs a function of {argument}, not {describe_type(value)}.")
-    return value
+    _require(callable(value), value, name, f"a function of {argument}")
 
 
 def check_batches(value: Any, caller: str) -> Any:
     """Check that `value` is iterable or can be indexed, as a `DataLoader`."""
     is_loader = isinstance(value, Iterable) or hasattr(value, "__getitem__")
-    return _require(is_loader, value, caller, "a loader of batches")
+    _require(is_loader, value, caller, "a loader of batches")
+    return value
 
 
 def describe_type(value: object) -> str:

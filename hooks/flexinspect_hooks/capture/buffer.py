@@ -12,6 +12,8 @@ from torch import Tensor
 
 Values = Mapping[str, npt.NDArray[Any]]
 
+ACTIVATION_PREFIX, BFLOAT16 = "store/", "bfloat16/"
+
 Inputs = Tensor | Sequence[Tensor] | None
 
 Reduction = Callable[..., Mapping[str, Any]]
@@ -51,6 +53,12 @@ class StepBuffer:
         """Add a result; the name must be new in this step."""
         self._tensors[name] = tensor.detach()
         self._owners[name] = self.owner
+
+    def put_activation(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor to store, in its own precision; `name` is "stream.layer"."""
+        prefix = ACTIVATION_PREFIX + (BFLOAT16 if tensor.dtype is torch.bfloat16 else "")
+        # A copy, because the model may write to the tensor (or its cache) before it is on disk.
+        self.put(f"{prefix}{name}", tensor.detach().clone())
 
     def defer(self, reduction: Reduction, *, wait: bool = True, **inputs: Inputs) -> None:
         """Add the results of `reduction(xp, **inputs)`, with `xp` torch or numpy.

@@ -21,50 +21,22 @@ from typing import Any
 
 import torch
 from msgspec import Struct, field
-from torch import Tensor, nn
+from torch import nn
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError
+from flexinspect.records import step as step_records
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import (
-    ArrayRecord,
-    BuildRecord,
-    CallRecord,
-    EventRecord,
-    InputsRecord,
-    LayerStatRecord,
-    LogitsRecord,
-    MaskRecord,
-    MemoryRecord,
-    StepRecord,
-    TokenRecord,
-)
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.rules.engine import Rule
-from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
+from flexinspect_hooks.capture.buffer import (
+    ACTIVATION_PREFIX,
+    BFLOAT16,
+    StepBuffer,
+    Values,
+    with_prefix,
+)
 from flexinspect_hooks.capture.step_clock import StepContext
-
-_ACTIVATION_PREFIX = "store/"
-_BFLOAT16 = "bfloat16/"
-
-
-def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
-    """Put a tensor into the buffer in its own precision; `name` is "stream.layer"."""
-    dtype_prefix = _BFLOAT16 if tensor.dtype is torch.bfloat16 else ""
-    # A copy, because the model may write to the tensor (or its cache) before it is on disk.
-    buffer.put(f"{_ACTIVATION_PREFIX}{dtype_prefix}{name}", tensor.detach().clone())
-
-
-def record_activations(values: Values, streams: Sequence[str], draft: StepDraft) -> None:
-    """Move the stored tensors of these streams into the draft, stream by stream."""
-    records = []
-    for name, array in with_prefix(values, _ACTIVATION_PREFIX).items():
-        dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
-        stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
-        if stream in streams:
-            records.append(ArrayRecord(stream, array, int(layer), dtype))
-    draft.arrays += sorted(records, key=lambda record: streams.index(record.stream))
-
 
 Remove = Callable[[], None]
 
@@ -72,53 +44,52 @@ Remove = Callable[[], None]
 class StepDraft(Struct):
     """The records of a step while the hooks fill them in."""
 
-    logits: LogitsRecord | None = None
-    memory: MemoryRecord | None = None
+    context: StepContext
+    logits: step_records.LogitsRecord | None = None
+    memory: step_records.MemoryRecord | None = None
     training: TrainingStepRecord | None = None
-    inputs: InputsRecord | None = None
-    tokens: tuple[TokenRecord, ...] = ()
-    calls: list[CallRecord] = field(default_factory=list)
-    builds: list[BuildRecord] = field(default_factory=list)
-    layer_stats: list[LayerStatRecord] = field(default_factory=list)
-    masks: list[MaskRecord] = field(default_factory=list)
-    arrays: list[ArrayRecord] = field(default_factory=list)
-    events: list[EventRecord] = field(default_factory=list)
+    inputs: step_records.InputsRecord | None = None
+    tokens: tuple[step_records.TokenRecord, ...] = ()
+    calls: list[step_records.CallRecord] = field(default_factory=list)
+    builds: list[step_records.BuildRecord] = field(default_factory=list)
+    layer_stats: list[step_records.LayerStatRecord] = field(default_factory=list)
+    masks: list[step_records.MaskRecord] = field(default_factory=list)
+    arrays: list[step_records.ArrayRecord] = field(default_factory=list)
+    events: list[step_records.EventRecord] = field(default_factory=list)
 
-    def add_event(self, step: StepContext, kind: str, text: str, data: Mapping[str, Any]) -> None:
+    def add_event(self, kind: str, text: str, data: Mapping[str, Any]) -> None:
         """Add an event of the step."""
-        self.events.append(
-            EventRecord(kind, text, step.started_at, step.generation, step.step, data)
-        )
+        place = (self.context.started_at, self.context.generation, self.context.step)
+        self.events.append(step_records.EventRecord(kind, text, *place, data))
 
-    def assemble(self, step: StepContext) -> StepRecord:
+    def add_activations(self, values: Values, streams: Sequence[str]) -> None:
+        """Add the stored tensors of these streams, stream by stream."""
+        records = []
+        for name, array in with_prefix(values, ACTIVATION_PREFIX).items():
+            dtype = "bfloat16" if name.startswith(BFLOAT16) else None
+            stream, _, layer = name.removeprefix(BFLOAT16).rpartition(".")
+            if stream in streams:
+                records.append(step_records.ArrayRecord(stream, array, int(layer), dtype))
+        self.arrays += sorted(records, key=lambda record: streams.index(record.stream))
+
+    def assemble(self) -> step_records.StepRecord:
         """Return the record of the step. Events of the forward come before those of the hooks."""
-        step_events = [
-            EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
-            for kind, text, *facts in step.events
+        step = self.context
+        place = (step.started_at, step.generation, step.step)
+        self.events[:0] = [
+            step_records.EventRecord(kind, text, *place, *data) for kind, text, *data in step.events
         ]
-        return StepRecord(
-            generation=step.generation,
-            step=step.step,
-            phase=step.phase,
-            q_len=step.q_len,
-            kv_before=step.kv_before,
-            kv_after=step.kv_after,
-            started_at=step.started_at,
-            wall_ms=step.wall_ms,
-            capture_ms=step.capture_s * 1e3,
-            branch=step.branch,
-            logits=self.logits,
-            tokens=self.tokens,
-            inputs=self.inputs,
-            calls=tuple(self.calls),
-            builds=tuple(self.builds),
-            layer_stats=tuple(self.layer_stats),
-            memory=self.memory,
-            masks=tuple(self.masks),
-            arrays=tuple(self.arrays),
-            training=self.training,
-            events=(*step_events, *self.events),
-        )
+        drafted = {name: getattr(self, name) for name in self.__struct_fields__[1:]}
+        lists = {name: tuple(part) for name, part in drafted.items() if isinstance(part, list)}
+        own = {name: getattr(step, name) for name in _STEP_FIELDS}
+        return step_records.StepRecord(**own, **(drafted | lists), capture_ms=step.capture_s * 1e3)
+
+
+_STEP_FIELDS = (
+    *("generation", "step", "branch", "phase"),
+    *("q_len", "kv_before", "kv_after", "started_at", "wall_ms"),
+)
+"""Fields that a `StepRecord` takes from its `StepContext`."""
 
 
 # a proxy of a deleted model cannot be compared
@@ -141,6 +112,8 @@ class CaptureContext(Struct, eq=False):
     """The exception that the last failed forward raised, as "Type: message"; empty if unknown."""
     sees_kernels: bool = False
     """Whether the kernel functions themselves are intercepted: for code of the user."""
+    is_standalone: bool = False
+    """Whether calls outside of any model are recorded: their number of filled keys is unknown."""
     on_call: Callable[[Any], None] | None = None
     """Called with each `AttentionCall` when it returns, while a breakpoint needs it."""
     on_kernel: Callable[[Any], None] | None = None
@@ -172,10 +145,7 @@ class CaptureContext(Struct, eq=False):
 
 
 class Hook:
-    """One source of records. The module docstring gives the order of calls.
-
-    A plug-in may derive from this class, but need not.
-    """
+    """One source of records; see the module for its methods. A plug-in need not derive from it."""
 
     name: str
 
@@ -197,10 +167,7 @@ class Hook:
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return an instance of each registered hook, and for each that failed to load its error.
-
-    Raises `FlexInspectError` if no hook is registered, because nothing would be recorded.
-    """
+    """Return the registered hooks, and errors of others; `FlexInspectError` if there are none."""
     classes, failed = plugins.load_all(plugins.HOOKS)
     if not classes and not failed:
         raise FlexInspectError(

@@ -31,15 +31,13 @@ def stop_recording_calls() -> None:
         _call_files.pop().remove()
 
 
-def begin_kernel_call(
-    place: CallPlace, query: Any, key: Any, score_mod: Any, block_mask: Any
-) -> None:
+def begin_kernel_call(place: CallPlace, query: Any, key: Any, score_mod: Any, mask: Any) -> None:
     """Note that a compiled call begins. Costs one or two microseconds.
 
     `query` is (B, H, rows, D) and `key` (B, H, keys, D).
     """
     if _call_files:
-        description = _describe_call(score_mod, block_mask)
+        description = _describe_call(score_mod, mask)
         _call_files[0].enter(place, query.size(-2), key.size(-2), description)
 
 

@@ -24,9 +24,17 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def run_manifest(argv: Sequence[str], level: str, git: Any, **facts: Any) -> dict[str, Any]:
-    """Return the manifest of a run: what is needed to run it again, and `facts`."""
-    return {
+def create_trace(
+    path: str | Path,
+    argv: Sequence[str],
+    level: str,
+    git: Any,
+    *,
+    overwrite: bool = False,
+    **facts: Any,
+) -> TraceWriter:
+    """Create a trace with a manifest to run it again. Raises `UsageError` if that fails."""
+    manifest = {
         "flexinspect": __version__,
         "argv": list(argv),
         "cwd": str(Path.cwd()),
@@ -38,12 +46,6 @@ def run_manifest(argv: Sequence[str], level: str, git: Any, **facts: Any) -> dic
         "git": git,
         **facts,
     }
-
-
-def new_writer(
-    path: str | Path, manifest: dict[str, Any], *, overwrite: bool = False
-) -> TraceWriter:
-    """Create a trace. Raises `UsageError` if it cannot be written."""
     try:
         return TraceWriter.create(path, manifest, overwrite=overwrite)
     except TraceWriteError as error:

@@ -10,20 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct, field
 
 from flexinspect.core.errors import TraceWriteError
-from flexinspect.records.finding import Finding
-from flexinspect.records.step import (
-    BranchRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    StepRecord,
-    TokenRecord,
-)
+from flexinspect.records import step as step_records
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
@@ -31,7 +23,7 @@ from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import Hook, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import background_thread
 
 LINGER_S = 0.2
 """How long a step may wait for later steps before it is written.
@@ -63,26 +55,19 @@ class FinishedStep(Struct):
     """A step in the queue of the writer thread. `kept` is what each hook's `reduce` returned.
 
     `tokens` gives the tokens of its record, and is called in the writer thread, because their ids
-    may still be on their way from the device. The writer thread sets `values` and fills `draft`.
+    may still be on their way from the device. The writer thread sets `values` and `draft`.
     """
 
     context: StepContext
     buffer: StepBuffer
     kept: tuple[tuple[Hook, Any], ...]
-    tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
-    draft: StepDraft = field(default_factory=StepDraft)
+    tokens: Callable[[], tuple[step_records.TokenRecord, ...]] = tuple
+    draft: StepDraft = None  # type: ignore[assignment]  # set by the writer thread
     values: Values = field(default_factory=dict)
 
 
-Item = FinishedStep | GenerationEnd | EventRecord | GradientRecord
+Item = FinishedStep | step_records.GenerationEnd | step_records.EventRecord | GradientRecord
 """What is written, in order. Other work of the writer thread is queued as a function."""
-
-
-class Judge(Protocol):
-    """Evaluates breakpoints on records that were written, in the writer thread."""
-
-    def evaluate(self, record: StepRecord) -> None: ...
-    def evaluate_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
 
 
 class Recorder:
@@ -104,8 +89,8 @@ class Recorder:
         self._put_lock = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
-        writer = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
-        self._thread = keep_running_when_stopped(writer)
+        self._thread = background_thread("flexinspect-writer", self._run)
+        self.start = self._thread.start
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
@@ -114,19 +99,15 @@ class Recorder:
         self.writer_s = 0.0
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
-        self.judge: Judge | None = None
-        """Evaluates breakpoints on what was written; None without breakpoints."""
+        self.judge: Any = None
+        """The `BreakpointEvaluator` of what was written, in this thread; None without one."""
 
     @property
     def path(self) -> Path | None:
         """The trace file, None if the sink does not write one."""
         return getattr(self._sink, "recording_path", None)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
+    def begin_generation(self, record: step_records.GenerationRecord, rules: RuleRunner) -> None:
         """Queue a generation; `rules` run on each of its steps before it is written."""
 
         def begin() -> None:
@@ -143,12 +124,12 @@ class Recorder:
         self.put(begin)
 
     def begin_branch(
-        self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
+        self,
+        record: step_records.BranchRecord,
+        generation: step_records.GenerationRecord,
+        rules: RuleRunner,
     ) -> None:
-        """Queue a branch of a generation, which is given as of the fork.
-
-        The steps of its parents before the fork are replayed to `rules`, which have no state yet.
-        """
+        """Queue a branch, given as of the fork; its parents' steps are replayed to `rules`."""
 
         def begin() -> None:
             place = (record.generation, record.branch, record.parent, record.fork_step)
@@ -162,7 +143,7 @@ class Recorder:
 
         self.put(begin)
 
-    def put_event(self, event: EventRecord, rules: RuleRunner) -> None:
+    def put_event(self, event: step_records.EventRecord, rules: RuleRunner) -> None:
         """Queue an event. The rules of its generation run on it, or `rules` if none is open."""
         self.put(partial(self._write_event, event, rules))
 
@@ -241,7 +222,7 @@ class Recorder:
             return
         if callable(item) and (item := item()) is None:
             return
-        if isinstance(item, GenerationEnd):
+        if isinstance(item, step_records.GenerationEnd):
             key = (item.generation, item.branch)
             if (rules := self._rule_runners.pop(key, None)) is not None:
                 self._write_results(rules.on_generation_end())
@@ -257,7 +238,7 @@ class Recorder:
         else:
             self._write_event(item, None)
 
-    def _write_event(self, event: EventRecord, rules: RuleRunner | None) -> None:
+    def _write_event(self, event: step_records.EventRecord, rules: RuleRunner | None) -> None:
         self._sink.write_event(event)
         if event.generation is not None:
             branches = (key for key in reversed(self._rule_runners) if key[0] == event.generation)
@@ -278,22 +259,19 @@ class Recorder:
     def _write_steps(self, items: Sequence[FinishedStep]) -> None:
         if self.failure is not None:
             return
-        records = self._records(items)
+        records, error = self._records(items), None
         try:
             self._sink.write_steps(records)
-        except TraceWriteError as error:
-            self._count([records[index] for index in error.stored])
-            raise
-        self._count(records)
-
-    def _count(self, records: Sequence[StepRecord]) -> None:
-        """Count steps that were written, and evaluate breakpoints on them."""
+        except TraceWriteError as raised:
+            records, error = [records[index] for index in raised.stored], raised
         self.n_steps += len(records)
         if self.judge is not None:
             for record in records:
                 self.judge.evaluate(record)
+        if error is not None:
+            raise error
 
-    def _records(self, items: Sequence[FinishedStep]) -> list[StepRecord]:
+    def _records(self, items: Sequence[FinishedStep]) -> list[step_records.StepRecord]:
         """Turn steps into records, one kind of work after the other.
 
         Work on a single step finds its code and tables evicted from the CPU caches: the rules cost
@@ -310,7 +288,8 @@ class Recorder:
                     except Exception as error:
                         self._report_hook_error(hook, error, item.context)
         records = []
-        for record in (item.draft.assemble(item.context) for item in items):
+        for item in items:
+            record = item.draft.assemble()
             rules = self._rule_runners.get((record.generation, record.branch))
             records.append(record if rules is None else rules.on_step(record))
         return records
@@ -318,7 +297,7 @@ class Recorder:
     def _take_values(self, item: FinishedStep) -> None:
         """Take the tokens, and the buffer's values; a hook whose values failed is skipped."""
         step, tokens = item.context, item.tokens()
-        item.draft.tokens = tokens
+        item.draft = StepDraft(step, tokens=tokens)
         if step.token_id is None:
             chosen = (token.token_id for token in tokens if token.step == step.step)
             step.token_id = next(chosen, None)

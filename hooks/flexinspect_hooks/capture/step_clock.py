@@ -27,15 +27,14 @@ class StepContext(Struct):
     q_len: int
     kv_before: int
     level: str
-    started_at: float
-    started: float
+    started_at: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.perf_counter)
     branch: int = 0
     token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
     is_scored: bool = True
     """Whether the token was chosen from `scores` (from the logits if `scores` is None)."""
-    chosen: Tensor | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The forward's arguments by name; only set while hooks open."""
     output: Any = None
@@ -53,14 +52,11 @@ class StepContext(Struct):
 
     def drop_references(self) -> None:
         """Drop every tensor, so that capture does not keep a step's memory alive."""
-        self.logits = self.scores = self.chosen = self.output = None
+        self.logits = self.scores = self.output = None
 
 
 def off_cpu_s() -> float:
-    """Return a clock in seconds that advances only while this thread does not run on a core.
-
-    During a forward that is mostly because the writer thread holds the GIL.
-    """
+    """Return a clock of this thread's seconds off a core: mostly, the writer holds the GIL."""
     return time.perf_counter() - time.thread_time()
 
 
@@ -72,30 +68,17 @@ class StepClock:
         self.branch = 0
         self.next_step = 0
 
-    def begin(self, generation: int) -> None:
-        """Start counting a new generation at step 0 of its first branch."""
-        self.generation, self.branch, self.next_step = generation, 0, 0
-
-    def set_next_step(self, generation: int, step: int) -> None:
-        """Set the number of the next step, for a loop that is not counted from its beginning."""
-        self.generation, self.next_step = generation, step
+    def set_next_step(self, generation: int, step: int = 0, branch: int = 0) -> None:
+        """Set the generation, number and branch of the next step."""
+        self.generation, self.branch, self.next_step = generation, branch, step
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], level: str) -> StepContext:
         """Open the next step: prefill while the cache is empty, decode afterwards."""
         q_len = query_length(args, kwargs)
         kv_before = cached_length(kwargs.get("past_key_values"))
         step, self.next_step = self.next_step, self.next_step + 1
-        return StepContext(
-            generation=self.generation,
-            step=step,
-            phase="decode" if kv_before else "prefill",
-            q_len=q_len,
-            kv_before=kv_before,
-            level=level,
-            started_at=time.time(),
-            started=time.perf_counter(),
-            branch=self.branch,
-        )
+        phase, number = "decode" if kv_before else "prefill", self.generation
+        return StepContext(number, step, phase, q_len, kv_before, level, branch=self.branch)
 
 
 def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -109,10 +92,7 @@ def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def cached_length(cache: Any) -> int:
-    """Return the number of keys in a cache, 0 without one.
-
-    The first layer's number counts, unless it is 0: then that of the first layer with keys.
-    """
+    """Return the keys in a cache, 0 without one: those of the first layer that has any."""
     if cache is None:
         return 0
     length = int(cache.get_seq_length())

@@ -1,66 +1,90 @@
-"""The parts of a capture that the control server uses besides the step barrier, as protocols.
+"""What the control server acts on besides the step barrier: levels, and counters of anomalies.
 
-Also the registry of the debuggers whose anomaly counts the `/training-logs/debug` routes return.
+The `/training-logs/debug` routes return the counts of the debuggers that are registered here.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict
 
 from flexinspect.control import messages
-from flexinspect.core.errors import TraceError
+from flexinspect.core.errors import TraceError, UsageError
+from flexinspect.records.job import parse_layers
+from flexinspect.records.step import LEVELS
 from flexinspect.records.training_step import TrainingSummary
 from flexinspect_hooks.control.step_barrier import StepBarrier
 
 if TYPE_CHECKING:
     from flexinspect.breakpoints.store import BreakpointStore
 
+_MAX_LAYERS = 1 << 20
 
-class Levels(Protocol):
-    """How much is recorded. A change applies from the next step on.
 
-    `layers` are those whose activations level extreme stores, in the form of `--layers`. The
-    methods raise `UsageError` for an unknown level and for layers that do not exist.
+class SessionLevels:
+    """Level and stored layers (as in `--layers`) of all sessions, which read them at each step."""
+
+    def __init__(self, level: str, layers: str | None = None) -> None:
+        self.level, self.layers = level, layers or "all"
+        self.request: tuple[str, str | None] = (level, None)
+        """The level, and the layers that a command requested; a new tuple for each command."""
+        self.known_layers: frozenset[int] = frozenset()
+        """The layers of all attached models; if empty, any layer may be chosen."""
+
+    def set_level(self, level: str) -> None:
+        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
+        self.level, self.request = level, (level, self.request[1])
+
+    def set_layers(self, layers: str) -> None:
+        """Store other layers from the next step on. Raises `UsageError` for invalid layers."""
+        parse_layers(layers, max(self.known_layers, default=_MAX_LAYERS - 1) + 1)
+        self.layers, self.request = layers, (self.level, layers)
+
+
+def chosen_layers(layers: str | None, known: Iterable[int]) -> tuple[int, ...]:
+    """Return those of a model's `known` layers that `layers` names, in the form of `--layers`."""
+    wanted = parse_layers(layers, _MAX_LAYERS)
+    return tuple(layer for layer in sorted(set(known)) if wanted is None or layer in wanted)
+
+
+class ControlTargets(Struct):
+    """The parts of a process that commands act on; commands to a part that is None are refused.
+
+    `kind`, `title` and `trace` are fields of `StatusResponse`. `estimate_cost` returns the cost of
+    a restore, fork or edit, and raises `FlexInspectError` if it is not possible. The server's
+    thread calls it while the model may run, so it must not change anything. The code that sets it
+    also executes the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
     """
 
-    level: str
-    layers: str
-
-    def set_level(self, level: str) -> None: ...
-    def set_layers(self, layers: str) -> None: ...
+    kind: messages.Kind
+    title: str
+    trace: str
+    levels: SessionLevels
+    barrier: StepBarrier = field(default_factory=StepBarrier)
+    breakpoints: BreakpointStore | None = None
+    estimate_cost: Callable[[messages.RewindCommand], messages.Cost] | None = None
 
 
 class AnomalyCounts(TrainingSummary, frozen=True):
-    """Anomalies that a debugger found since it was last cleared, and its steps by kind of anomaly.
-
-    `debug_history_length` is the number of entries in its history.
-    """
+    """Anomalies and steps since a debugger was last cleared, and the length of its history."""
 
     total_anomalies: int = 0
     debug_history_length: int = 0
 
 
 class AnomalyCounter(Protocol):
-    """A debugger that counts anomalies: training, diffusion, or the general one.
-
-    `counts` is called from the server's thread. `clear` clears the history and counts from 0.
-    """
+    """A debugger that counts anomalies. The server's thread calls `counts`; `clear` begins at 0."""
 
     def counts(self) -> AnomalyCounts: ...
     def clear(self) -> None: ...
-
-
-@runtime_checkable
-class HasLevel(Protocol):
-    """A debugger whose level the control server can set; it applies from the next step on."""
-
-    level: str
 
 
 DebuggerKind = Literal["training", "diffusion", "general"]
@@ -83,21 +107,6 @@ def unregister_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
 def live_counters(debugger: DebuggerKind) -> list[AnomalyCounter]:
     """Return the counters of a kind of debugger that still exist, the newest last."""
     return [one for each in _counters.get(debugger, ()) if (one := each()) is not None]
-
-
-class ControlTargets(Struct):
-    """The parts of a process that commands act on; commands to a part that is None are refused.
-
-    `estimate_cost` returns the cost of a restore, fork or edit, and raises `FlexInspectError` if it
-    is not possible. The server's thread calls it while the model may run, so it must not change
-    anything. A command has the number 0 until it is accepted. The code that sets `estimate_cost`
-    also executes the commands that `StepBarrier.between_steps` and `StepBarrier.hold` return.
-    """
-
-    barrier: StepBarrier
-    levels: Levels
-    breakpoints: BreakpointStore | None = None
-    estimate_cost: Callable[[messages.QueuedRewind], messages.Cost] | None = None
 
 
 def debug_summary() -> messages.DebugSummaryResponse:
@@ -124,17 +133,15 @@ def training_summary() -> messages.TrainingSummaryResponse:
 
 def clear() -> None:
     """Clear the history of every registered debugger."""
-    for debugger in get_args(DebuggerKind):
-        for counter in live_counters(debugger):
-            counter.clear()
+    for counter in chain(*map(live_counters, get_args(DebuggerKind))):
+        counter.clear()
 
 
 def set_level(level: str) -> None:
     """Set the level of every registered debugger that has one. Raises `UsageError` if unknown."""
-    for debugger in get_args(DebuggerKind):
-        for counter in live_counters(debugger):
-            if isinstance(counter, HasLevel):
-                counter.level = level
+    for counter in chain(*map(live_counters, get_args(DebuggerKind))):
+        if hasattr(counter, "level"):
+            counter.level = level
 
 
 def _counts(debugger: DebuggerKind) -> AnomalyCounts:
@@ -149,7 +156,6 @@ class BaselineCounter:
         self._baseline = AnomalyCounts()
 
     def _read(self) -> AnomalyCounts:
-        """Return all that was ever counted."""
         raise NotImplementedError
 
     def counts(self) -> AnomalyCounts:

@@ -30,19 +30,8 @@ class HttpError(ControlError):
         self.status = status
 
 
-class CaptureInfo(Struct, frozen=True):
-    """The fields of `StatusResponse` that stay the same for the whole run."""
-
-    kind: messages.Kind
-    title: str
-    trace: str
-
-
 class Route(Struct, frozen=True):
-    """One route: its method and path, the name of its handler, its body and its response.
-
-    `parameter` is the name of the path parameter in braces.
-    """
+    """One route; `handler` is the name of its method, `parameter` that of its path parameter."""
 
     method: Method
     path: str
@@ -82,20 +71,20 @@ def _route(method: Method, path: str, summary: str) -> Callable[[Handler], Handl
 class RouteHandlers:
     """One method per route. None of them waits for the model."""
 
-    def __init__(self, targets: ControlTargets, info: CaptureInfo) -> None:
-        self._targets, self._info = targets, info
+    def __init__(self, targets: ControlTargets) -> None:
+        self._targets = targets
 
     @_route("GET", "/status", "Status of the capture.")
     def status(self) -> messages.StatusResponse:
-        targets, info = self._targets, self._info
+        targets = self._targets
         return structs.replace(
             targets.barrier.view(),
             level=targets.levels.level,
             layers=targets.levels.layers,
-            kind=info.kind,
-            title=info.title,
+            kind=targets.kind,
+            title=targets.title,
             pid=os.getpid(),
-            trace=info.trace,
+            trace=targets.trace,
             can_rewind=targets.estimate_cost is not None,
             n_breakpoints=len(self.breakpoints().breakpoints),
         )
@@ -124,7 +113,7 @@ class RouteHandlers:
     def stop(self) -> messages.CommandResponse:
         is_loading = self._targets.barrier.view().state == "loading"
         response = self._respond(self._targets.barrier.stop())
-        if is_loading and self._info.kind == "generation":
+        if is_loading and self._targets.kind == "generation":
             # The barrier is not reached until the weights are loaded; SIGINT ends the load now.
             os.kill(os.getpid(), signal.SIGINT)
         return response
@@ -148,36 +137,35 @@ class RouteHandlers:
 
     @_route("POST", "/breakpoints", "Add a breakpoint.")
     def add_breakpoint(self, body: messages.BreakpointBody) -> messages.BreakpointInfo:
-        return self._breakpoint_store().add(
-            body.text, hits=body.hits, once=body.once, log_only=body.log_only
-        )
+        with self._breakpoint_store() as store:
+            return store.add(body.text, hits=body.hits, once=body.once, log_only=body.log_only)
 
     @_route("DELETE", "/breakpoints/{number}", "Remove a breakpoint.")
     def remove_breakpoint(self, number: int) -> messages.Breakpoints:
-        with _known_breakpoint(number):
-            self._breakpoint_store().remove(number)
+        with self._breakpoint_store(number) as store:
+            store.remove(number)
         return self.breakpoints()
 
     @_route("POST", "/breakpoints/{number}/enable", "Enable a breakpoint.")
     def enable_breakpoint(self, number: int) -> messages.BreakpointInfo:
-        with _known_breakpoint(number):
-            return self._breakpoint_store().enable(number, True)
+        with self._breakpoint_store(number) as store:
+            return store.enable(number, True)
 
     @_route("POST", "/breakpoints/{number}/disable", "Disable a breakpoint.")
     def disable_breakpoint(self, number: int) -> messages.BreakpointInfo:
-        with _known_breakpoint(number):
-            return self._breakpoint_store().enable(number, False)
+        with self._breakpoint_store(number) as store:
+            return store.enable(number, False)
 
-    def _breakpoint_store(self) -> BreakpointStore:
-        """Return the breakpoints of the run, to change them.
-
-        That counts as a received command: a client that changes breakpoints can also continue a
-        paused model.
-        """
+    @contextmanager
+    def _breakpoint_store(self, number: int | None = None) -> Iterator[BreakpointStore]:
+        """Give the breakpoints; a client that changes them can also continue a paused model."""
         self._targets.barrier.has_received_command = True
         if self._targets.breakpoints is None:
             raise ControlError("This capture does not support breakpoints.")
-        return self._targets.breakpoints
+        try:
+            yield self._targets.breakpoints
+        except KeyError:
+            raise HttpError(404, f"There is no breakpoint {number}.") from None
 
     @_route("POST", "/restore", "Rebuild the live state after a step, and pause there.")
     def restore(self, body: messages.Restore) -> messages.CommandResponse:
@@ -198,22 +186,22 @@ class RouteHandlers:
         return self._queue_rewind(body)
 
     def _queue_rewind(self, command: messages.RewindCommand) -> messages.CommandResponse:
-        cost = self._estimate_cost(messages.QueuedRewind(0, command))
+        cost = self._estimate_cost(command)
         if command.dry_run:
             return messages.CommandResponse(cost.sentence, self.status(), cost=cost)
         queued = self._targets.barrier.queue_rewind(command)
         response = self._respond(f"the {queued.command.kind} runs next")
         return messages.CommandResponse(response.message, response.status, queued.number, cost)
 
-    def _estimate_cost(self, queued: messages.QueuedRewind) -> messages.Cost:
+    def _estimate_cost(self, command: messages.RewindCommand) -> messages.Cost:
         if self._targets.estimate_cost is not None:
-            return self._targets.estimate_cost(queued)
+            return self._targets.estimate_cost(command)
         refusal = "This capture cannot restore, fork or edit:"
-        if self._info.kind == "generation":
+        if self._targets.kind == "generation":
             raise ControlError(f"{refusal} rewinding is disabled.")
-        hint = "flexinspect run --model … runs a generation that supports it."
         raise ControlError(
-            f"{refusal} flexinspect cannot rewind the program's own loop.", hint=hint
+            f"{refusal} flexinspect cannot rewind the program's own loop.",
+            hint="flexinspect run --model … runs a generation that supports it.",
         )
 
     @_route("GET", f"{_DEBUG}/summary", "Anomalies that the debuggers found so far.")
@@ -236,11 +224,3 @@ class RouteHandlers:
     def debug_clear(self) -> messages.DebugSummaryResponse:
         control_protocols.clear()
         return control_protocols.debug_summary()
-
-
-@contextmanager
-def _known_breakpoint(number: int) -> Iterator[None]:
-    try:
-        yield
-    except KeyError:
-        raise HttpError(404, f"There is no breakpoint {number}.") from None

@@ -1,25 +1,33 @@
-"""The Starlette application of the control server, and the guard in front of it.
+"""The Starlette application of the control server, the guard in front of it, and uvicorn.
 
-Every error response is an `ErrorResponse` in JSON.
+Every error response is an `ErrorResponse` in JSON. Uvicorn is adapted to run beside a model: no
+timer, no log lines, no idle connections. Only the server thread imports this module, so that its
+libraries neither delay nor end the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import inspect
+import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from flexinspect.control.discovery import ServeOptions
 from flexinspect.control.messages import ErrorResponse, from_json, to_json
 from flexinspect.core import __version__
 from flexinspect.core.addresses import is_loopback
@@ -39,27 +47,14 @@ _TOKEN_HINT = (
 )
 
 
-def make_app(handlers: RouteHandlers, token: str = "", hosts: Collection[str] = ()) -> ASGIApp:
-    """Return the application of one socket.
-
-    With a `token` it requires the token and a Host header of `hosts`.
-    """
-    routes = [
-        # A number in a path matches digits only.
-        StarletteRoute(
-            route.path.replace("{number}", "{number:int}"),
-            _endpoint(route, handlers),
-            methods=[route.method],
-        )
-        for route in ROUTES
-    ]
-    routes.append(StarletteRoute("/openapi.json", _openapi, methods=["GET"]))
-    on_error: Any = {
-        HTTPException: _on_http_error,
-        FlexInspectError: _on_refusal,
-        Exception: _on_server_error,
-    }
-    return _Guard(Starlette(routes=routes, exception_handlers=on_error), token, hosts)
+def make_app(handlers: RouteHandlers, serving: ServeOptions | None) -> ASGIApp:
+    """Return the application of one socket; over TCP every request needs the token of `serving`."""
+    routes = [StarletteRoute("/openapi.json", _openapi, methods=["GET"])]
+    for route in ROUTES:
+        path = route.path.replace("{number}", "{number:int}")  # it matches digits only
+        routes.append(StarletteRoute(path, _endpoint(route, handlers), methods=[route.method]))
+    on_error: Any = dict.fromkeys((HTTPException, FlexInspectError, Exception), _on_error)
+    return _Guard(Starlette(routes=routes, exception_handlers=on_error), serving)
 
 
 async def _openapi(request: Request) -> Response:
@@ -93,21 +88,15 @@ def _error_response(
     return JSONResponse(to_json(ErrorResponse(error, hint)), status, headers=headers)
 
 
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    """Answer a command that is not possible now with 409, and a wrong request with its status."""
-    assert isinstance(error, FlexInspectError)
-    return _error_response(getattr(error, "status", 409), error.message, error.hint)
-
-
-async def _on_server_error(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Return the response to an error; 409 is for a command that is not possible now."""
+    if isinstance(error, HTTPException):
+        message = f"There is no route {request.method} {request.url.path}."
+        hint = "GET /openapi.json lists all routes."
+        return _error_response(error.status_code, message, hint, error.headers)
+    if isinstance(error, FlexInspectError):
+        return _error_response(getattr(error, "status", 409), error.message, error.hint)
     return _error_response(500, f"The control server failed: {type(error).__name__}: {error}")
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"There is no route {request.method} {request.url.path}."
-    hint = "GET /openapi.json lists all routes."
-    return _error_response(error.status_code, message, hint, error.headers)
 
 
 class _Guard:
@@ -115,15 +104,14 @@ class _Guard:
 
     A body without a Content-Length is read up to `MAX_BODY_BYTES`. A page in the user's browser can
     send requests here under its own host name if that name resolves to this machine (DNS
-    rebinding); then the Host header is not one of `hosts`.
+    rebinding); then the Host header is not one of `_allowed_hosts`.
     """
 
-    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
-        self._app, self._token = app, token.encode()
-        self._hosts = frozenset(host.lower() for host in hosts)
+    def __init__(self, app: ASGIApp, serving: ServeOptions | None) -> None:
+        self._app, self._token = app, serving.token.encode() if serving is not None else b""
+        self._hosts = _allowed_hosts(serving.host) if serving is not None else set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or refuse it before the application sees it."""
         if scope["type"] != "http":
             return
         try:
@@ -181,14 +169,14 @@ def _header(scope: Scope, name: bytes) -> str:
     return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
-def allowed_hosts(host: str) -> frozenset[str]:
-    """Return the names that the Host header may have for a server that listens on `host`."""
+def _allowed_hosts(host: str) -> set[str]:
+    """Return the names, in lower case, that the Host header may have for a server on `host`."""
     names = {host, "localhost", "127.0.0.1"}
     if is_loopback(host):
-        return frozenset({*names, "::1"})
+        return {name.lower() for name in (*names, "::1")}
     with suppress(OSError):
         names |= {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
-    return frozenset({*names, socket.gethostname()})
+    return {name.lower() for name in (*names, socket.gethostname())}
 
 
 # -- the OpenAPI document --------------------------------------------------------------------------
@@ -255,3 +243,93 @@ def _operation(route: Route) -> dict[str, Any]:
 def _content(kind: type[Any]) -> dict[str, Any]:
     reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"content": {"application/json": {"schema": reference}}}
+
+
+# -- uvicorn beside a model -----------------------------------------------------------------------
+
+_NULL_LOGGER = logging.Logger("flexinspect.control", logging.CRITICAL + 1)
+_NULL_LOGGER.addHandler(logging.NullHandler())
+
+IDLE_S = 30
+"""How long a connection may be idle, or its request incomplete."""
+
+MOST_CONNECTIONS = 64
+"""Connections per socket at a time; more could exhaust the program's file descriptors."""
+
+SHUTDOWN_TIMEOUT_S = 0.5
+"""How long the shutdown waits for responses in progress."""
+
+
+class _EmbeddedProtocol(H11Protocol):
+    """HTTP protocol that closes idle connections, and writes nothing to the program's log."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger = _NULL_LOGGER
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, or abort if `MOST_CONNECTIONS` are open."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._wait_for_request()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._wait_for_request()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the idle timer."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        super().connection_lost(exc)
+
+    def _wait_for_request(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = self.loop.call_later(IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        cycle = self.cycle
+        is_responding = cycle is not None and not cycle.more_body and not cycle.response_complete
+        if not is_responding:  # `on_response_complete` restarts the timer
+            self.transport.abort()
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """Uvicorn's server without its ten ticks a second, which would take the GIL from the model."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def main_loop(self) -> None:
+        """Sleep until `stop` is set."""
+        await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and let responses in progress finish."""
+        for server in self.servers:
+            server.close()
+        state, until = self.server_state, time.monotonic() + SHUTDOWN_TIMEOUT_S
+        while state.tasks and time.monotonic() < until:
+            await asyncio.sleep(0.002)
+
+
+async def serve(app: Any, listening: socket.socket, stop: asyncio.Event) -> None:
+    """Serve `app` on a listening socket until `stop` is set."""
+    config = uvicorn.Config(
+        app,
+        http=_EmbeddedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=IDLE_S,
+    )
+    await _EmbeddedServer(config, stop).serve([listening])

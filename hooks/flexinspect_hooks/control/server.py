@@ -1,4 +1,4 @@
-"""The control server: a thread of the capture process, a Unix socket, and TCP on request.
+"""The control of a capture: its step barrier, and a server thread with a Unix socket and TCP.
 
 Sockets are bound in the constructor, so that an invalid address is reported before the model loads.
 The thread starts later, since importing its libraries takes 0.12 s of Python. Between requests it
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,13 +23,11 @@ from flexinspect.core.addresses import format_address
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.control import control_protocols
-from flexinspect_hooks.control.control_protocols import ControlTargets, FindingCounter, Levels
-from flexinspect_hooks.control.handlers import CaptureInfo, RouteHandlers
-from flexinspect_hooks.control.step_barrier import StepBarrier
-from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
+from flexinspect_hooks.control.control_protocols import ControlTargets, FindingCounter
+from flexinspect_hooks.control.handlers import RouteHandlers
+from flexinspect_hooks.python_internals.threads import background_thread
 
 if TYPE_CHECKING:
-    from flexinspect.records.job import Job, ScriptJob
     from flexinspect_hooks.capture.recorder import Recorder
 
 CLOSE_TIMEOUT_S = 1.0
@@ -39,51 +36,83 @@ CLOSE_TIMEOUT_S = 1.0
 BACKLOG = 16
 
 
-class ControlServer:
-    """Serves the commands of one capture until it is closed.
+class CaptureControl:
+    """The step barrier of a capture, and the server of its commands if `is_served`.
 
-    Raises `UsageError` when the TCP address is not available, and `ControlError` when the Unix
-    socket or its folder cannot be created.
+    `note` is the reason why there is no server although one was requested. `report` receives that
+    reason, or the URL if the capture is served over TCP; it may be called from any thread. Raises
+    `UsageError` when the address of `serving` is not available.
     """
 
     def __init__(
-        self, targets: ControlTargets, info: CaptureInfo, serving: ServeOptions | None = None
+        self,
+        targets: ControlTargets,
+        report: Callable[[str], None],
+        *,
+        is_served: bool = True,
+        serving: ServeOptions | None = None,
     ) -> None:
-        self._targets, self._info, self._serving = targets, info, serving
-        self._tcp = _bind_tcp(serving) if serving is not None else None
-        try:
-            self._path = discovery.new_socket_path(discovery.runtime_folder())
-            self._unix = _bind_unix(self._path)
-        except ControlError:
-            if self._tcp is not None:
-                self._tcp.close()
-            raise
+        self.targets, self.barrier, self.note = targets, targets.barrier, ""
+        self._report, self._serving = report, serving
+        self._finding_counter = FindingCounter(targets.trace)
+        self._path: Path | None = None
+        self._unix: socket.socket | None = None
+        self._tcp: socket.socket | None = None
         self._end: Callable[[], object] = lambda: None
-        server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
-        self._thread = keep_running_when_stopped(server)
-        self._on_failure: Callable[[Exception], None] = lambda _: None
+        self._thread = background_thread("flexinspect-server", self._run)
+        if is_served:
+            self._tcp = _bind_tcp(serving) if serving is not None else None
+            try:
+                self._path = discovery.new_socket_path(discovery.runtime_folder())
+                self._unix = _bind_unix(self._path)
+            except ControlError as error:
+                self.note = error.sentence()
+                self.close_sockets()
 
     @property
     def address(self) -> Address:
-        """The address that clients connect to."""
+        """The address that clients connect to; its URL is empty if it is not served over TCP."""
         if self._tcp is None or self._serving is None:
             return Address(str(self._path))
         address = format_address(*self._tcp.getsockname()[:2])
         return Address(str(self._path), f"http://{address}", self._serving.token)
 
-    def start(self, on_failure: Callable[[Exception], None] = lambda _: None) -> None:
-        """Register the capture, and start the thread that serves it.
+    def start(self) -> None:
+        """Register the capture, and start the thread that serves it."""
+        control_protocols.register_counter("general", self._finding_counter)
+        if self._unix is not None:
+            targets, pid, now = self.targets, os.getpid(), time.time()
+            place = targets.trace, targets.title, targets.kind
+            try:
+                discovery.register(CaptureEntry(pid, now, self.address, *place))
+                self._thread.start()
+            except ControlError as error:
+                self.note = error.sentence()
+        if self.note:
+            self._report_note()
+        elif self._tcp is not None:
+            self._report(f"control server at {self.address.url}")
 
-        The thread calls `on_failure` if it fails; the capture is unregistered then.
-        """
-        self._on_failure, info = on_failure, self._info
-        pid, now = os.getpid(), time.time()
-        discovery.register(CaptureEntry(pid, now, self.address, info.trace, info.title, info.kind))
-        self._thread.start()
+    def _report_note(self) -> None:
+        self._report(f"This run cannot be controlled: {self.note}")
+
+    def attach_recorder(self, recorder: Recorder) -> None:
+        """Record commands as events of the trace, and let pauses wait for its writer."""
+
+        def record(kind: str, text: str, place: StepRef, facts: Mapping[str, Any]) -> None:
+            has_step = place.step >= 0
+            generation, step = (place.generation, place.step) if has_step else (None, None)
+            data = {"branch": place.branch, **facts} if place.branch else facts
+            recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
+
+        self.barrier.record_event, self.barrier.drain = record, recorder.drain
 
     def close(self) -> None:
-        """End the thread, and remove the socket and its file."""
-        discovery.unregister(self._path)
+        """Mark the run as finished, end the thread, and remove the socket and its file."""
+        self.barrier.finish()
+        control_protocols.unregister_counter("general", self._finding_counter)
+        if self._path is not None:
+            discovery.unregister(self._path)
         with suppress(RuntimeError):  # the thread has ended
             self._end()
         if self._thread.is_alive():
@@ -103,23 +132,23 @@ class ControlServer:
 
             asyncio.run(self._serve())
         except Exception as error:  # a failure of the server must not end the run
+            assert self._path is not None
             discovery.unregister(self._path)
             self.close_sockets()
-            self._on_failure(error)
+            self.note = f"{type(error).__name__}: {error}"
+            self._report_note()
 
     async def _serve(self) -> None:
         import asyncio
 
-        from flexinspect_hooks.control.embedded_server import serve
-        from flexinspect_hooks.control.http_app import allowed_hosts, make_app
+        from flexinspect_hooks.control.http_app import make_app, serve
 
         stop = asyncio.Event()
         self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
-        handlers = RouteHandlers(self._targets, self._info)
-        servers = [serve(make_app(handlers), self._unix, stop)]
-        if self._tcp is not None and self._serving is not None:
-            app = make_app(handlers, self._serving.token, allowed_hosts(self._serving.host))
-            servers.append(serve(app, self._tcp, stop))
+        handlers, servers = RouteHandlers(self.targets), []
+        for listener, serving in ((self._unix, None), (self._tcp, self._serving)):
+            if listener is not None:
+                servers.append(serve(make_app(handlers, serving), listener, stop))
         await asyncio.gather(*servers)
 
 
@@ -157,85 +186,3 @@ def _bind_tcp(serving: ServeOptions) -> socket.socket:
             hint="Choose another port, or 0 for a free one.",
         ) from error
     return listener
-
-
-class CaptureControl:
-    """The step barrier of a capture, and the server that controls it if `is_served`.
-
-    `note` is the reason why there is no server although one was requested. `report` receives that
-    reason, or the URL if the capture is served over TCP; it may be called from any thread. Raises
-    `UsageError` when the address of `serving` is in use.
-    """
-
-    def __init__(
-        self,
-        info: CaptureInfo,
-        levels: Levels,
-        *,
-        is_served: bool,
-        serving: ServeOptions | None,
-        report: Callable[[str], None],
-    ) -> None:
-        self._report, self.note = report, ""
-        self.barrier = StepBarrier()
-        self.targets = ControlTargets(self.barrier, levels)
-        self._finding_counter = FindingCounter(info.trace)
-        self._server: ControlServer | None = None
-        if is_served:
-            try:
-                self._server = ControlServer(self.targets, info, serving)
-            except ControlError as error:
-                self.note = error.sentence()
-
-    @property
-    def url(self) -> str:
-        """The URL over TCP, empty if it is not served over TCP."""
-        return self._server.address.url if self._server is not None else ""
-
-    def start(self) -> None:
-        """Start the server."""
-        control_protocols.register_counter("general", self._finding_counter)
-        if self._server is not None:
-            try:
-                self._server.start(self._on_server_failure)
-            except ControlError as error:
-                self.note = error.sentence()
-        if self.note:
-            self._report(f"This run cannot be controlled: {self.note}")
-        elif self.url:
-            self._report(f"control server at {self.url}")
-
-    def _on_server_failure(self, error: Exception) -> None:
-        self.note = f"{type(error).__name__}: {error}"
-        self._report(f"This run cannot be controlled: {self.note}")
-
-    def attach_recorder(self, recorder: Recorder) -> None:
-        """Record commands as events of the trace, and let pauses wait for its writer."""
-
-        def record(kind: str, text: str, place: StepRef, facts: Mapping[str, Any]) -> None:
-            has_step = place.step >= 0
-            generation, step = (place.generation, place.step) if has_step else (None, None)
-            data = {"branch": place.branch, **facts} if place.branch else facts
-            recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
-
-        self.barrier.record_event, self.barrier.drain = record, recorder.drain
-
-    def close(self) -> None:
-        """Mark the run as finished, and close the server."""
-        self.barrier.finish()
-        control_protocols.unregister_counter("general", self._finding_counter)
-        if self._server is not None:
-            self._server.close()
-
-    def close_in_child(self) -> None:
-        """Close the sockets in a forked child; the capture belongs to its parent."""
-        if self._server is not None:
-            self._server.close_sockets()
-
-
-def job_control(
-    job: Job | ScriptJob, info: CaptureInfo, levels: Levels, report: Callable[[str], None]
-) -> CaptureControl:
-    """Return the control that a job asks for. Raises `UsageError` as `CaptureControl` does."""
-    serving = ServeOptions(*job.serving) if job.serving is not None else None
-    return CaptureControl(info, levels, is_served=job.control, serving=serving, report=report)

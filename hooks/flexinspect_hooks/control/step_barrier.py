@@ -18,15 +18,9 @@ from flexinspect.control import messages
 from flexinspect.control.messages import QueuedRewind, RewindState, State, StepRef
 from flexinspect.core.errors import ControlError, FlexInspectError
 
-RecordEvent = Callable[[str, str, StepRef, Mapping[str, Any]], None]
-"""Records an event in the trace: its kind, its text, the last finished step, further facts."""
-
-
 STOPPING: Final = "stopping after this step"
 
 _STATE_TEXTS: Mapping[State, str] = {
-    "loading": "loading",
-    "running": "running",
     "pausing": "pausing after this step",
     "holding": "the generation has ended, and the model is kept alive",
     "finished": "the run is over",
@@ -69,14 +63,13 @@ class PauseTarget(Struct):
 class StepBarrier:
     """Pauses and stops the model between two steps, and passes rewind commands to the engine.
 
-    `record_event` records events; `drain` waits until every finished step is in the trace. Both may
-    be set later. One barrier serves all models of a process.
+    `record_event` records an event (kind, text, last finished step, facts), `drain` waits until all
+    finished steps are in the trace. Both may be set later. One barrier serves all models.
     """
 
-    def __init__(
-        self, record_event: RecordEvent = lambda *_: None, drain: Callable[[], None] = lambda: None
-    ) -> None:
-        self.record_event, self.drain = record_event, drain
+    def __init__(self) -> None:
+        self.record_event: Callable[[str, str, StepRef, Mapping[str, Any]], None] = lambda *_: None
+        self.drain: Callable[[], None] = lambda: None
         self.stop_debugger: Callable[[str, Mapping[str, Any]], bool] = lambda reason, facts: False
         """Stops in an attached debugger, in this thread; returns False if there is none."""
         self._changed = threading.Condition(threading.RLock())
@@ -117,13 +110,13 @@ class StepBarrier:
     def raise_if_stopping(self) -> None:
         """Raise `KeyboardInterrupt` if the run has to stop, without passing the barrier."""
         with self._changed:
-            self._raise_if_stopping()
+            if self._is_stopping:
+                self._is_stopping = False
+                self._update_has_work()
+                raise KeyboardInterrupt
 
     def hold(self, place: StepRef) -> QueuedRewind | None:
-        """Keep the model alive at the end of the last generation.
-
-        Returns a rewind command to carry out, or None when the run has to end.
-        """
+        """Keep the model alive at the end; returns a rewind command, or None to end the run."""
         self.drain()
         with self._changed:
             # Passed: once released, the model does not pause there again.
@@ -140,11 +133,7 @@ class StepBarrier:
     def report_result(
         self, queued: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
     ) -> None:
-        """Report the result of a rewind command: the new last step, or the error.
-
-        After a restore the model pauses there; after a failure a paused model pauses again where it
-        was.
-        """
+        """Report the new last step, or the error, of a rewind command; a restore pauses there."""
         error = result if isinstance(result, FlexInspectError) else None
         with self._changed:
             if isinstance(result, StepRef):
@@ -181,20 +170,14 @@ class StepBarrier:
         kind: Literal["paused", "breakpoint"] = "breakpoint",
         on_paused: Callable[[], None] = lambda: None,
     ) -> None:
-        """Pause at the next boundary because a breakpoint was hit. May be called from any thread.
-
-        `on_paused` is called in the model's thread when it pauses there, which may never happen.
-        """
+        """Pause at the next boundary, from any thread; `on_paused` is called when it pauses."""
         with self._changed:
             if self._state not in ("holding", "finished"):
                 self._pause_request = PauseRequest(reason, kind, facts or {}, on_paused)
                 self._update_has_work()
 
     def wait_for_evaluation(self, on: bool) -> None:
-        """While on, each boundary first waits until all finished steps are written.
-
-        Conditions that are evaluated as steps are written can then pause before the next step.
-        """
+        """While on, wait at each boundary until all finished steps are written and evaluated."""
         with self._changed:
             self._waits_for_evaluation = on
             self._update_has_work()
@@ -205,7 +188,7 @@ class StepBarrier:
         with self._changed:
             self._wait_for_other_thread()
             is_new = self._update_position(place)
-            self._raise_if_stopping()
+            self.raise_if_stopping()
             if not is_new:
                 return None
             if self._pending is not None or self._pause_request is None:
@@ -226,7 +209,7 @@ class StepBarrier:
                 self._update_has_work()
             text = f"stopped in the debugger {place.describe_after()}: {stop.reason}"
             self.record_event(stop.kind, text, place, stop.facts)
-            self._raise_if_stopping()
+            self.raise_if_stopping()
         return True
 
     def _update_position(self, place: StepRef) -> bool:
@@ -243,12 +226,6 @@ class StepBarrier:
         self._update_has_work()
         return is_new
 
-    def _raise_if_stopping(self) -> None:
-        if self._is_stopping:
-            self._is_stopping = False
-            self._update_has_work()
-            raise KeyboardInterrupt
-
     def _wait_for_other_thread(self) -> None:
         while self._paused_thread not in (None, threading.get_ident()):
             self._changed.wait()
@@ -256,29 +233,27 @@ class StepBarrier:
     def _pause(self, place: StepRef) -> QueuedRewind | None:
         with self._changed:
             self._wait_for_other_thread()
-            if self._pause_request is None:
+            stop = self._pause_request
+            if stop is None:
                 return None  # withdrawn while this thread waited
+            self._paused_thread = threading.get_ident()
+            self._pause_request, self._pause_reason = None, stop
+            self._passed_step = self._last_step = place  # another thread may have changed them
             try:
-                return self._pause_here(place, self._pause_request)
+                self._set_state("paused")
+                text = f"paused {place.describe_after()}: {stop.reason}"
+                self.record_event(stop.kind, text, place, stop.facts)
+                stop.on_paused()
+                self._wait_while("paused")
+                if self._pending is not None:
+                    return self._take_rewind()
+                self._pause_reason = None
+                self.raise_if_stopping()
+                self.record_event("resumed", f"continued {place.describe_after()}", place, {})
+                return None
             finally:
                 self._paused_thread = None
                 self._set_state(self._state)
-
-    def _pause_here(self, place: StepRef, stop: PauseRequest) -> QueuedRewind | None:
-        self._paused_thread = threading.get_ident()
-        self._pause_request, self._pause_reason = None, stop
-        self._passed_step = self._last_step = place  # another thread may have changed them
-        self._set_state("paused")
-        text = f"paused {place.describe_after()}: {stop.reason}"
-        self.record_event(stop.kind, text, place, stop.facts)
-        stop.on_paused()
-        self._wait_while("paused")
-        if self._pending is not None:
-            return self._take_rewind()
-        self._pause_reason = None
-        self._raise_if_stopping()
-        self.record_event("resumed", f"continued {place.describe_after()}", place, {})
-        return None
 
     def _wait_while(self, state: State) -> None:
         try:
@@ -289,7 +264,6 @@ class StepBarrier:
                 self._set_state("running")
 
     def _take_rewind(self) -> QueuedRewind | None:
-        """Return the waiting rewind command, None if there is none."""
         queued, self._pending = self._pending, None
         if queued is not None:
             self._rewind_started_at = time.monotonic()
@@ -344,10 +318,7 @@ class StepBarrier:
         return self._run_to_target(PauseTarget(steps_left=n))
 
     def run_to(self, step: int, generation: int | None = None) -> str:
-        """Run until `step` of `generation` (default: the current one) has finished, then pause.
-
-        Raises `ControlError` when that step has finished already.
-        """
+        """Run until a step has finished, then pause. Raises `ControlError` if it has already."""
         with self._changed:
             place = self.view().place
             target = PauseTarget(None, place.generation if generation is None else generation, step)
@@ -371,11 +342,7 @@ class StepBarrier:
             return "stopping before the first step" if state == "loading" else STOPPING
 
     def queue_rewind(self, command: messages.RewindCommand) -> QueuedRewind:
-        """Queue a rewind command for the next boundary; one at a time.
-
-        Raises `ControlError` while the model loads, after the end, and while another one is queued
-        or runs.
-        """
+        """Queue a rewind command for the next boundary. Raises `ControlError` if it cannot run."""
         with self._changed:
             if self._checked_state() == "loading":
                 raise ControlError("No step has run yet.", hint="Wait for the first step.")
@@ -426,13 +393,11 @@ class StepBarrier:
             return STOPPING
         if state == "paused":
             return f"paused {place.describe_after()}"
-        if state == "loading" and until:
-            return f"loading, and pausing {until}"
-        if state == "running" and until:
-            return f"pausing {until}"
+        if until and state in ("loading", "running"):
+            return f"loading, and pausing {until}" if state == "loading" else f"pausing {until}"
         if state == "running" and last is not None and last.state == "working":
             return f"carrying out the {last.kind}"
-        return _STATE_TEXTS[state]
+        return _STATE_TEXTS.get(state, state)
 
     def _describe_target(self) -> str:
         """Return where the run will pause or end, empty without such a command."""
@@ -446,12 +411,6 @@ class StepBarrier:
         self._changed.notify_all()
 
     def _update_has_work(self) -> None:
-        self._has_work = bool(
-            self._pause_request
-            or self._target
-            or self._pending
-            or self._is_stopping
-            or self._waits_for_evaluation
-            or self._is_start_position
-            or self._paused_thread is not None
-        )
+        requests = self._pause_request or self._target or self._pending or self._is_stopping
+        is_waiting = self._waits_for_evaluation or self._paused_thread is not None
+        self._has_work = bool(requests or is_waiting or self._is_start_position)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
@@ -29,10 +27,9 @@ from flexinspect.inputs.datasets import Sample
 from flexinspect.inputs.model_names import ModelSource
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
-from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
-from flexinspect_hooks.python_internals.threads import available_cores, keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import available_cores, background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 
 if TYPE_CHECKING:
@@ -57,9 +54,8 @@ def main() -> int:
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = DebuggerSession(job.debugger, _send)
-        args, name = (debugging.on_terminal_granted,), "flexinspect-parent"
-        watcher = threading.Thread(target=_end_with_parent, name=name, args=args, daemon=True)
-        keep_running_when_stopped(watcher).start()
+        granted = debugging.on_terminal_granted
+        background_thread("flexinspect-parent", _end_with_parent, granted).start()
         return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
         return send_error(_send, error)
@@ -145,8 +141,7 @@ class CaptureRun(CapturedRun):
                 self.record_event("error", error.message, **facts)
             else:
                 self._unexpected = True
-                text = "".join(format_exception(error))
-                self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+                self.record_error(error)
             raise
         finally:
             self._close(state)
@@ -195,9 +190,8 @@ class CaptureRun(CapturedRun):
             text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
             copy_logits=False,
         )
-        session.barrier = self.control.barrier
-        session.use_levels(self.levels)
-        session.break_on(self.attach_recorder(session.recorder))
+        self.attach_recorder(session.recorder)
+        self.attach_session(session)
         return session
 
     def _generations(self, ensemble: EnsembleRunner, session: CaptureSession) -> None:
@@ -223,8 +217,7 @@ class CaptureRun(CapturedRun):
 
     def _close(self, state: str) -> None:
         signals.ignore_end_signals()
-        last_kernel_call.stop_recording_calls()
-        self._debugging.end()
+        self.end_observation()
         self.update_manifest(ended_at=time.time())
         end = "failed" if self._lost_records is not None else state
         self._write_safely(lambda: self.writer.close(end))

@@ -30,9 +30,8 @@ from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource,
 from flexinspect_hooks.gradients.after_generation import GradientSpec, TokenGradients
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
-from flexinspect_hooks.rewind.branch_recorder import GeneratedText, TraceBranchRecorder
-from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder
-from flexinspect_hooks.rewind.command_handler import RewindHandler
+from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
+from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, RewindHandler
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 from flexinspect_hooks.user_code.generation_builder import keep_written_special
 
@@ -143,7 +142,7 @@ class EnsembleRunner:
 
     def _execute(self, rewind: QueuedRewind, barrier: StepBarrier) -> None:
         try:
-            step_ref, message = self.rewind_handler.execute(rewind)
+            step_ref, message = self.rewind_handler.execute(rewind.command)
         except errors.FlexInspectError as error:
             barrier.report_result(rewind, error)
         except (RuntimeError, MemoryError) as error:  # mostly out of memory
@@ -156,7 +155,7 @@ class EnsembleRunner:
         self, plan: GenerationPlan, session: CaptureSession, generation: GenerationRecord
     ) -> BranchingDecoder:
         job, prompt = self._job, plan.prompt
-        text = GeneratedText(self.vocabulary, one_line=job.stop == "newline")
+        one_line = job.stop == "newline"
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
 
         def on_compile(kind: str) -> None:
@@ -165,8 +164,10 @@ class EnsembleRunner:
 
         compiled = self._compiled
         patch = FlexPatch(self._model, plan.source, compiled=compiled, on_compile=on_compile)
-        recorder = TraceBranchRecorder(session, prompt, generation, text, self._gradients)
-        should_stop = text.has_line_break if text.one_line else None
+        recorder = TraceBranchRecorder(
+            session, prompt, generation, self.vocabulary, self._gradients, one_line=one_line
+        )
+        should_stop = recorder.has_line_break if one_line else None
         criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
         return BranchingDecoder(self._model, decoder, patch, recorder, criteria)
 

@@ -2,12 +2,14 @@
 
 Position ids are those that the first decoder layer receives, whether the program or the model made
 them. Lengths are read from the cache, because a layer may receive a cache and not write to it.
+`InputRows` are the token ids, position ids and padding of batch row 0.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,16 +22,12 @@ from flexinspect.records.step import Array, ArrayRecord, InputsRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.observers.input_rows import batch_size_of, input_ids_of
 
 CACHE_OFF = "cache-disabled"
 LEARNED_POSITIONS = "learned-positions"
 
 _Lengths = list[int | None]
 """Keys per layer; None for a layer whose length is a tensor, which goes through the buffer."""
-
-_Kept = tuple[int, _Lengths, _Lengths]
-"""The batch size, and the lengths before and after the forward."""
 
 
 class _PendingInputs(Struct):
@@ -57,9 +55,7 @@ class InputsHook(Hook):
 
         # A function, because a copy of the model would copy a bound method, and this hook with it.
         # It compares ids: a reference to the module would keep it alive.
-        def keep_positions(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
+        def keep_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if id(module) == first_id and not torch.compiler.is_compiling() and context.is_open:
                 self._pending.positions = kwargs.get("position_ids", self._pending.positions)
 
@@ -84,7 +80,7 @@ class InputsHook(Hook):
                 text = f"Position ids are looked up in {self._position_embedding}."
                 step.events.append((LEARNED_POSITIONS, text))
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> tuple[int, _Lengths, _Lengths]:
         """Put tables, and lengths that are tensors; nothing waits for the device."""
         pending, self._pending = self._pending, _PendingInputs()
         if pending.cache is None:
@@ -98,7 +94,7 @@ class InputsHook(Hook):
                 buffer.put(name, table)
         return pending.batch, pending.before[0], after[0]
 
-    def record(self, step: StepContext, kept: _Kept, values: Values, draft: StepDraft) -> None:
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
         batch, before, after = kept
         positions = values.get("inputs.positions")
@@ -116,7 +112,6 @@ class InputsHook(Hook):
 
 
 def _position_embedding_name(model: nn.Module) -> str:
-    """Return the name of the embedding of learned positions, empty if the model has none."""
     for name, module in model.named_modules():
         last = str(name).rpartition(".")[2]
         if isinstance(module, nn.Embedding) and ("position" in last or last == "wpe"):
@@ -160,3 +155,103 @@ def _position_runs(ids: Array) -> tuple[tuple[int, int], ...]:
     starts = np.flatnonzero(np.diff(ids, prepend=ids[:1]) != 1)
     stops = np.append(starts[1:], ids.size)
     return tuple(zip(ids[starts].tolist(), (stops - starts).tolist(), strict=True))
+
+
+# -- the rows of one forward -----------------------------------------------------------------------
+
+
+class InputRows:
+    """Row 0 of the ids, positions and padding mask of one forward; each None if not passed.
+
+    The tensors are copied when the forward starts, because loops may write to them, and read on
+    demand. On CUDA a `StepBuffer` copies them on a side stream, so that reading waits for work that
+    was queued before the forward, never for the forward itself. `ids` (rows,) stays on its device.
+    The methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        n_rows: int,
+        *,
+        with_mask: bool,
+        buffer: StepBuffer | None = None,
+    ) -> None:
+        self.batch = batch_size_of(arguments)
+        self.ids = _first_row(input_ids_of(arguments), n_rows)
+        self._buffer = buffer or StepBuffer(torch.device("cpu"))
+        names = ("position_ids", "attention_mask") if with_mask else ("position_ids",)
+        parts = {name: _first_row(arguments.get(name), n_rows) for name in names}
+        for name, part in (parts | {"ids": self.ids}).items():
+            if part is not None:
+                self._buffer.put(name, part)
+        self._buffer.start_copy()
+        self._lists: dict[str, list[int]] | None = None
+
+    def token_ids(self) -> list[int] | None:
+        """Return the token ids, None if the forward was called with embeddings."""
+        return self._read().get("ids")
+
+    def position_ids(self) -> list[int] | None:
+        """Return the position ids, None if the model computes them itself."""
+        return self._read().get("position_ids")
+
+    def n_pads(self) -> int:
+        """Return the number of padding rows at the beginning."""
+        mask = self._read().get("attention_mask", [])
+        return next((n for n, is_real in enumerate(mask) if is_real), 0)
+
+    def _read(self) -> dict[str, list[int]]:
+        if self._lists is None:
+            values = self._buffer.values()
+            self._lists = {name: array.tolist() for name, array in values.items()}
+        return self._lists
+
+
+_DECODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask")
+
+
+class ArgumentNames:
+    """Names the positional arguments of a forward; of an encoder-decoder, the decoder's inputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        try:
+            self._names = tuple(inspect.signature(model.forward).parameters)
+        except (TypeError, ValueError):
+            self._names = ()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name; positional ones without a known name are left out."""
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None:
+            return named
+        return named | {name: named.get(f"decoder_{name}") for name in _DECODER_ARGUMENTS}
+
+
+def input_ids_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Return the token ids (batch, rows): by name, else the first argument that looks like them."""
+    first = next(iter(arguments.values()), None)
+    return _as_id_table(arguments.get("input_ids", first))
+
+
+def _as_id_table(value: Any) -> Tensor | None:
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+        return None
+    return value
+
+
+def _first_row(value: Any, n_rows: int) -> Tensor | None:
+    """Return a copy of row 0 of a table (batch or 1, rows) of whole numbers, None for any other."""
+    table = _as_id_table(value)
+    if table is None or not len(table) or table.shape[1] != n_rows or not n_rows:
+        return None
+    return table[0].detach().clone()
+
+
+def batch_size_of(arguments: Mapping[str, Any]) -> int:
+    """Return the batch size of a forward with these arguments, 1 if they do not show it."""
+    first = next(iter(arguments.values()), None)
+    for value in (arguments.get("input_ids"), arguments.get("inputs_embeds"), first):
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return int(value.shape[0])
+    return 1

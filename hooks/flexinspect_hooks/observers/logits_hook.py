@@ -23,14 +23,19 @@ BINS = 64
 
 
 class LogitsHook(Hook):
-    """Reduces the newest row of the logits; at level basic without the histogram."""
+    """Reduces the newest row of the logits; at level basic without the histogram.
+
+    The writer thread works in scratch memory: a row of a real vocabulary is larger than the size
+    from which malloc maps and unmaps memory for every temporary array, which costs more than the
+    arithmetic.
+    """
 
     name = "logits"
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Nothing to install: the step holds the root forward's output."""
         self._context = context
-        self._reducer = _RowReducer()
+        self._scratch = np.empty(0, np.float32)
         return ()
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> bool:
@@ -56,15 +61,14 @@ class LogitsHook(Hook):
         """Write the step's `LogitsRecord`."""
         if not kept:
             return
-        row = self._reduced("logits", values, step.token_id)
+        raw = values.get("logits.all")
+        row = _from_device(values) if raw is None else self._reduce_row(raw, step.token_id)
         token_id, rank, logit = step.token_id, row.rank, row.chosen
         if token_id is None:
             token_id, rank, logit = UNKNOWN, -1, math.nan
         elif "logits.chosen" in values:
             logit, rank = values["logits.chosen"].tolist()
-        low, high, counts = (
-            self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
-        )
+        low, high, counts = self._histogram(row) if step.level != "basic" else (0.0, 0.0, ())
         draft.logits = LogitsRecord(
             entropy=row.entropy,
             margin=row.top[0] - row.top[1] if len(row.top) > 1 else 0.0,
@@ -81,10 +85,6 @@ class LogitsHook(Hook):
         if LOGITS_ARRAY in values:
             draft.arrays.append(ArrayRecord(LOGITS_ARRAY, values[LOGITS_ARRAY]))
 
-    def _reduced(self, name: str, values: Values, chosen: int | None) -> _ReducedLogits:
-        row = values.get(f"{name}.all")
-        return _from_device(values) if row is None else self._reducer.reduce(row, chosen)
-
     def _candidates(
         self, row: _ReducedLogits, values: Values, step: StepContext
     ) -> tuple[Candidate, ...]:
@@ -93,7 +93,7 @@ class LogitsHook(Hook):
             scores = [math.nan] * len(row.top)
         elif "scores.all" in values:
             scores = values["scores.all"][row.ids].tolist()
-            score_lse = self._reduced("scores", values, None).lse
+            score_lse = self._reduce_row(values["scores.all"], None).lse
         elif "scores.top" in values:
             scores, score_lse = values["scores.top"].tolist(), float(values["scores.lse"])
         return tuple(
@@ -103,51 +103,8 @@ class LogitsHook(Hook):
             for rank, (i, logit, score) in enumerate(zip(row.ids, row.top, scores, strict=True))
         )
 
-
-_Histogram = tuple[float, float, tuple[int, ...]]
-"""Lowest and highest value, and counts in equal bins between them."""
-
-
-class _ReducedLogits(Struct):
-    """A reduced row of logits: natural logarithms, `top` and `ids` sorted from the best down.
-
-    On CPU `values` is the row itself; for other devices `histogram` is set: low, high and counts.
-    """
-
-    lse: float
-    entropy: float
-    top: list[float]
-    ids: list[int]
-    chosen: float
-    rank: int
-    n_nan: int
-    n_inf: int
-    histogram: _Histogram | None = None
-    values: Array | None = None
-
-
-def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
-    """Put the logit and the rank of the chosen token in its row (V,); `chosen` is its id, (1,).
-
-    For rows on an accelerator that were reduced before; nothing waits for the device.
-    """
-    logit = row.float().index_select(0, chosen.to(row.device))
-    rank = torch.count_nonzero(row.float() > logit).float()
-    buffer.put("logits.chosen", torch.stack((logit[0], rank)))
-
-
-class _RowReducer:
-    """Reduces float32 rows (V,) in numpy, in scratch memory that is reused.
-
-    A row of a real vocabulary is larger than the size from which malloc maps and unmaps memory for
-    every temporary array, which costs more than the arithmetic. Used by the writer thread only.
-    """
-
-    def __init__(self) -> None:
-        self._scratch = np.empty(0, np.float32)
-
-    def reduce(self, row: Array, chosen: int | None) -> _ReducedLogits:
-        """Reduce a row.
+    def _reduce_row(self, row: Array, chosen: int | None) -> _ReducedLogits:
+        """Reduce a float32 row (V,) in numpy.
 
         With p = exp(logit - max) the log-sum-exp is max + log(sum p) and the entropy in nats is
         lse - sum(p * logit) / sum p: one exponential serves both (Shannon 1948).
@@ -177,7 +134,7 @@ class _RowReducer:
             values=row,
         )
 
-    def histogram(self, row: _ReducedLogits) -> _Histogram:
+    def _histogram(self, row: _ReducedLogits) -> _Histogram:
         """Return the histogram of a row, without counts if its ends are not finite."""
         if row.histogram is not None:
             return row.histogram
@@ -194,6 +151,35 @@ class _RowReducer:
         if self._scratch.size != size:
             self._scratch = np.empty(size, np.float32)
         return self._scratch
+
+
+_Histogram = tuple[float, float, tuple[int, ...]]
+"""Lowest and highest value, and counts in equal bins between them."""
+
+
+class _ReducedLogits(Struct):
+    """A reduced row of logits: natural logarithms, `top` and `ids` sorted from the best down.
+
+    On CPU `values` is the row itself; for other devices `histogram` is set: low, high and counts.
+    """
+
+    lse: float
+    entropy: float
+    top: list[float]
+    ids: list[int]
+    chosen: float
+    rank: int
+    n_nan: int
+    n_inf: int
+    histogram: _Histogram | None = None
+    values: Array | None = None
+
+
+def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
+    """Put the logit and rank of the chosen id (1,) in its row (V,), without a sync."""
+    logit = row.float().index_select(0, chosen.to(row.device))
+    rank = torch.count_nonzero(row.float() > logit).float()
+    buffer.put("logits.chosen", torch.stack((logit[0], rank)))
 
 
 _GROUP_SIZE = 64

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -62,9 +63,7 @@ class MemoryHook(Hook):
         """Read the memory, here because the writer thread may write this step with later ones."""
         return self._memory.read()
 
-    def record(
-        self, step: StepContext, kept: MemoryRecord, values: Values, draft: StepDraft
-    ) -> None:
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Write the step's `MemoryRecord`; the cache's size is computed from the calls' shapes."""
         kv_cache = 0
         for call in draft.calls:
@@ -87,14 +86,11 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _rss_reader() -> tuple[Callable[[], int], Remove]:
-    """Return a function that reads the resident set size in bytes, and one that closes its file.
-
-    On Linux the file stays open: opening it costs five times as much as reading it.
-    """
+    """Return a function that reads the resident set size in bytes, and one that closes its file."""
     if not _STATM.exists():
         process = psutil.Process()
         return lambda: int(process.memory_info().rss), lambda: None
-    handle = os.open(_STATM, os.O_RDONLY)
+    handle = os.open(_STATM, os.O_RDONLY)  # opening it costs five times as much as reading it
 
     def read() -> int:
         return int(os.pread(handle, 128, 0).split()[1]) * mmap.PAGESIZE

@@ -16,14 +16,7 @@ from torch import Tensor
 
 from flexinspect.records.step import CallRecord, LayerStatRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import (
-    CaptureContext,
-    Hook,
-    Remove,
-    StepDraft,
-    put_activation,
-    record_activations,
-)
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 
 NO_WEIGHTS = "not-attention-weights"
@@ -45,11 +38,9 @@ class ModuleHook(Hook):
         """Put one forward hook on each decoder layer."""
         self._context = context
         self._outputs: list[tuple[int, Tensor]] = []
-        self._names = {layer: name for layer, (name, _) in context.blocks.items()}
-        return [
-            context.on_output(module, partial(self._keep, layer))
-            for layer, (_, module) in context.blocks.items()
-        ]
+        blocks = context.blocks.items()
+        self._names = {layer: name for layer, (name, _) in blocks}
+        return [context.on_output(one, partial(self._keep, layer)) for layer, (_, one) in blocks]
 
     def _keep(self, layer: int, output: Any) -> None:
         self._outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
@@ -76,7 +67,7 @@ class ModuleHook(Hook):
         if step.level == "extreme":
             for layer, output in kept:
                 if layer in self._context.layers:
-                    put_activation(buffer, f"hidden.{layer}", output[0])
+                    buffer.put_activation(f"hidden.{layer}", output[0])
         return [layer for layer, _ in kept]
 
     def record(self, step: StepContext, kept: list[int], values: Values, draft: StepDraft) -> None:
@@ -84,7 +75,7 @@ class ModuleHook(Hook):
         if not kept:
             return
         for layer, row in zip(kept, values["modules.stats"].tolist(), strict=True):
-            low, high, mean, std, norm, n_nan, n_bad, first = row
+            *statistics, n_nan, n_bad, first = row
             if step.level == "basic" and not n_bad:
                 continue
             draft.layer_stats.append(
@@ -93,16 +84,12 @@ class ModuleHook(Hook):
                     module=self._names[layer],
                     n_nan=int(n_nan),
                     n_inf=int(n_bad - n_nan),
-                    min=low,
-                    max=high,
-                    mean=mean,
-                    std=std,
-                    norm=norm,
                     bad_row=int(first) if n_bad else None,
+                    **dict(zip(("min", "max", "mean", "std", "norm"), statistics, strict=True)),
                 )
             )
         if step.level == "extreme":
-            record_activations(values, ("hidden",), draft)
+            draft.add_activations(values, ("hidden",))
 
 
 def _is_best_logit_finite(step: StepContext) -> bool:
@@ -180,7 +167,7 @@ class WeightsHook(Hook):
             error = next(errors) if len(shape) > 1 else 0.0
             if problem := _weights_problem(shape, error, call_of.get(layer)):
                 facts = {"layer": layer, "shape": list(shape)}
-                draft.add_event(step, NO_WEIGHTS, f"Layer {layer} returned {problem}", facts)
+                draft.add_event(NO_WEIGHTS, f"Layer {layer} returned {problem}", facts)
 
 
 def _sum_error(weights: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from flexinspect.analysis.proof_results import (
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, plural, printable
 from flexinspect.records.finding import Finding
-from flexinspect_hooks.observers.input_rows import ArgumentNames, input_ids_of
+from flexinspect_hooks.observers.inputs_hook import ArgumentNames, input_ids_of
 from flexinspect_hooks.proofs.hidden_states import CapturePoint, capture_points, capture_rows
 from flexinspect_hooks.proofs.proof_subject import RunIds, Subject, check_padding
 

@@ -35,7 +35,7 @@ from flexinspect_hooks.capture.step_clock import StepClock, StepContext
 from flexinspect_hooks.observers.attention.attention_hook import AttentionHook
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.mask_capture import capture_call_mask, dense_bias
-from flexinspect_hooks.observers.input_rows import ArgumentNames
+from flexinspect_hooks.observers.inputs_hook import ArgumentNames
 from flexinspect_hooks.proofs.proof_subject import Subject, device_of
 
 _MIN_DRAWN_WEIGHT = 1e-6

@@ -15,7 +15,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.loading.tokenizers import IdAdapter, Vocabulary, id_tuple
-from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.user_code.generation_builder import (
     DeclaredPrompt,
     GenerationBuilder,

@@ -23,8 +23,7 @@ from flexinspect.records.job import ScriptJob
 from flexinspect_hooks.proofs import options_of, prove
 from flexinspect_hooks.proofs.proof_subject import RunIds
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.user_code.program import run_program
-from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
+from flexinspect_hooks.user_code.program import TokenizerTracker, run_program
 
 
 class _ProofMadeError(BaseException):

@@ -15,21 +15,16 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def keep_running_when_stopped(thread: Thread) -> Thread:
-    """Exempt a thread from debugger stops, before it is started; return the thread.
-
-    For threads that have to work while the others are stopped: they write finished steps or answer
-    a viewer. pydevd, the core of debugpy, reads these two attributes.
-    """
+def background_thread(name: str, target: Callable[..., object], *args: object) -> Thread:
+    """Return a daemon thread, not started, that continues to work at debugger stops."""
+    thread = Thread(target=target, name=name, args=args, daemon=True)
+    # pydevd, the core of debugpy, reads these two attributes.
     vars(thread).update(pydev_do_not_trace=True, is_pydev_daemon_thread=True)
     return thread
 
 
 class SharedSwitch:
-    """Something that is on while at least one thread is in a block of `on`.
-
-    The first thread calls `turn_on`, and the last one calls what that has returned, to undo it.
-    """
+    """On while a thread is in a block of `on`: the last one calls what `turn_on` has returned."""
 
     def __init__(self, turn_on: Callable[[], Callable[[], object]]) -> None:
         self._turn_on, self._lock, self._n_users = turn_on, Lock(), 0

@@ -130,10 +130,7 @@ def module_call_code() -> CodeType | None:
 
 
 def tensor_version(tensor: Tensor) -> int | None:
-    """Return the number of in-place modifications of a tensor, None if missing.
-
-    Tensors of inference mode have none: torch raises `RuntimeError` for them.
-    """
+    """Return a tensor's in-place modifications, None if missing; raises in inference mode."""
     return getattr(tensor, "_version", None)
 
 

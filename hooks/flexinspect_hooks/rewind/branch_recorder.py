@@ -8,14 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from flexinspect.records import step as records
 from flexinspect.records.prompt import Prompt, close_generated_segment
-from flexinspect.records.step import (
-    BranchRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    TokenRecord,
-)
 from flexinspect.trace.queries.branch_queries import with_declared_mask
 from flexinspect_hooks.generation.decoding import Choice
 from flexinspect_hooks.gradients.after_generation import FinishedBranch, TokenGradients
@@ -24,64 +18,48 @@ from flexinspect_hooks.rewind.branch_state import BranchState
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
-class GeneratedText:
-    """The text of the generated tokens, token by token, for any branch.
+class TraceBranchRecorder:
+    """Records the branches of one generation; with `one_line` the answer is its first line."""
 
-    With `one_line` the answer is its first line.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, *, one_line: bool) -> None:
-        self.vocabulary, self.one_line = vocabulary, one_line
+    def __init__(
+        self,
+        session: CaptureSession,
+        prompt: Prompt,
+        generation: records.GenerationRecord,
+        vocabulary: Vocabulary,
+        gradients: TokenGradients | None,
+        *,
+        one_line: bool,
+    ) -> None:
+        if gradients is not None:
+            gradients.begin_generation(session.recorder)
+        self._session, self._prompt, self._generation = session, prompt, generation
+        self._vocabulary, self._gradients, self._one_line = vocabulary, gradients, one_line
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._stream = TextStream(vocabulary)
+        self.set_next_step, self.drop_step = session.set_next_step, session.drop_step
+        self.no_capture = session.no_capture
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text that each of these tokens adds."""
+        """The text that each of these generated tokens adds, for any branch."""
         if self._ids != list(token_ids[: len(self._ids)]):
-            self._ids, self._texts, self._stream = [], [], TextStream(self.vocabulary)
+            self._ids, self._texts, self._stream = [], [], TextStream(self._vocabulary)
         new = token_ids[len(self._ids) :]
         self._ids += new
         self._texts += map(self._stream.add, new)
         return self._texts[: len(token_ids)]
 
     def has_line_break(self, token_ids: Sequence[int]) -> bool:
-        """Whether the text has a line break after its first word."""
+        """Whether the generated text has a line break after its first word."""
         return "\n" in "".join(self.texts(token_ids)).lstrip()
-
-    def answer(self, token_ids: Sequence[int]) -> str:
-        """The answer, without special tokens."""
-        return self.vocabulary.decode_generated(token_ids, one_line=self.one_line)
-
-
-class TraceBranchRecorder:
-    """Records the branches of one generation through a capture session.
-
-    `generation` is the record of the generation. With `gradients`, the gradients of each branch are
-    computed when it has finished.
-    """
-
-    def __init__(
-        self,
-        session: CaptureSession,
-        prompt: Prompt,
-        generation: GenerationRecord,
-        text: GeneratedText,
-        gradients: TokenGradients | None,
-    ) -> None:
-        if gradients is not None:
-            gradients.begin_generation(session.recorder)
-        self._session, self._prompt, self._generation = session, prompt, generation
-        self._text, self._gradients = text, gradients
-        self.set_next_step, self.drop_step = session.set_next_step, session.drop_step
-        self.no_capture = session.no_capture
 
     def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
         """End the open step, which belongs to `branch`."""
-        text = self._text.texts(branch.token_ids(choice.step + 1))[-1]
+        text = self.texts(branch.token_ids(choice.step + 1))[-1]
         token = self._token_record(choice.step, choice.token_id, text)
         self._session.move_step(branch.number)
-        self._session.on_token_chosen(token, choice.chosen, choice.scores)
+        self._session.on_token_chosen(token, choice.scores)
         if self._gradients is not None:
             step, token_id, logits = choice.step, choice.token_id, choice.logits
             self._gradients.on_token_chosen(branch.number, step, token_id, logits)
@@ -90,7 +68,7 @@ class TraceBranchRecorder:
         """Record that a branch begins, before its first step is written."""
         assert branch.parent is not None
         change, parent = branch.change, branch.parent.number
-        record = BranchRecord(
+        record = records.BranchRecord(
             generation=self._generation.generation,
             branch=branch.number,
             parent=parent,
@@ -110,10 +88,10 @@ class TraceBranchRecorder:
         """Record that a branch (0 is the base) ended, after computing its gradients."""
         generation, prompt = self._generation.generation, self._prompt
         token_ids = branch.token_ids(branch.n_steps)
-        end = GenerationEnd(
+        end = records.GenerationEnd(
             generation=generation,
             state=state,
-            answer=self._text.answer(token_ids),
+            answer=self._vocabulary.decode_generated(token_ids, one_line=self._one_line),
             segments=close_generated_segment(prompt.segments, len(prompt.ids) + len(token_ids)),
             stop_reason=reason,
             ended_at=time.time(),
@@ -133,32 +111,25 @@ class TraceBranchRecorder:
         self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
     ) -> None:
         """Record an event after a step of a branch."""
-        data = {"branch": branch.number, **facts}
-        event = EventRecord(kind, text, time.time(), self._generation.generation, step, data)
+        place, data = (self._generation.generation, step), {"branch": branch.number, **facts}
+        event = records.EventRecord(kind, text, time.time(), *place, data)
         self._session.recorder.put(event)
 
     def _token_record(
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False
-    ) -> TokenRecord:
-        vocabulary, prompt = self._text.vocabulary, self._prompt
+    ) -> records.TokenRecord:
+        vocabulary, prompt = self._vocabulary, self._prompt
         pos, position = len(prompt.ids) + step, prompt.next_position(step)
         segment, chosen_at = len(prompt.segments) - 1, None if is_prompt else step
         return token_record(vocabulary, pos, token_id, text, position, segment, chosen_at)
 
-    def _branch_generation(self, branch: BranchState) -> GenerationRecord:
-        """The record of the generation with the mask and the prompt of the branch.
-
-        Where the whole sequence is recomputed, the tokens before the fork are part of the prompt.
-        """
+    def _branch_generation(self, branch: BranchState) -> records.GenerationRecord:
+        """The generation with the branch's mask; before a recomputed step all tokens are prompt."""
         tokens = self._generation.tokens
         if branch.recomputed:
             token_ids = branch.token_ids(branch.fork_step)
-            tokens += tuple(
-                self._token_record(step, token_id, text, is_prompt=True)
-                for step, (token_id, text) in enumerate(
-                    zip(token_ids, self._text.texts(token_ids), strict=True)
-                )
-            )
+            pairs = enumerate(zip(token_ids, self.texts(token_ids), strict=True))
+            tokens += tuple(self._token_record(n, *pair, is_prompt=True) for n, pair in pairs)
         changes = (ancestor.change for ancestor in branch.ancestry())
         mask = next((change["declared"] for change in changes if "declared" in change), None)
         if mask is None:

@@ -1,19 +1,23 @@
 """The tree of branches: the tokens that each chose, and what is needed to compute them again.
 
 A `BranchState` holds its own steps only, from its `fork_step` on; earlier steps are its parent's,
-as in the trace.
+as in the trace. `CacheStore` keeps the KV caches of branches. transformers' dynamic layers create
+new tensors at every step, so a cropped cache can share its tensors with the longer one.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from flexinspect.core.text import plural
 from flexinspect_hooks.generation.mask_source import MaskSource
@@ -107,16 +111,8 @@ class BranchState(Struct):
             return branch.checkpoint(step + 1).rng_state
         return branch.rng_state
 
-    def forced_at(self, step: int) -> int | None:
-        """The token that a step has to take, None if it may choose."""
-        owner = self.owner(step)
-        return next(iter(owner.forced[step - owner.fork_step :]), None)
-
     def last_shared_step(self, other: BranchState, up_to: int) -> int:
-        """The last step up to `up_to` that both branches share, -1 if they share none.
-
-        After it they differ in a token, in a mask, or in how their keys were computed.
-        """
+        """The last step up to `up_to` with the same tokens, masks and keys in both, -1 if none."""
         last = min(up_to, other.n_steps - 1)
         while last >= 0 and self.owner(last) is not other.owner(last):
             last = max(self.owner(last).fork_step, other.owner(last).fork_step) - 1
@@ -145,32 +141,26 @@ class BranchState(Struct):
         return f"{where} under an edited mask ({'; '.join(change.get('edits', ()))}): {how}."
 
 
-_SAMPLES = 1024
-"""Values read from each weight tensor, evenly spaced."""
+_SAMPLES = 1024  # values read from each weight tensor, evenly spaced
 
 
 def run_conditions(model: nn.Module) -> dict[str, Any]:
-    """What bit-equal results depend on beside the input: weights, threads, modes, precision."""
+    """What bit-equal results depend on beside the input, by the sentence on a change of it."""
     return {
-        "weights": weights_fingerprint(model),
-        "threads": torch.get_num_threads(),
-        "training": model.training,
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "The weights of the model have changed.": weights_fingerprint(model),
+        "torch ran on {before} threads and now runs on {now}.": torch.get_num_threads(),
+        "The model is now in {now} mode.": "training" if model.training else "evaluation",
+        "The precision of matrix products is now {now}.": torch.get_float32_matmul_precision(),
+        "torch.use_deterministic_algorithms was switched.": (
+            torch.are_deterministic_algorithms_enabled()
+        ),
     }
 
 
 def changed_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A sentence for each of the `run_conditions` that differs."""
-    mode = "training" if now["training"] else "evaluation"
-    texts = {
-        "weights": "The weights of the model have changed.",
-        "threads": f"torch ran on {before['threads']} threads and now runs on {now['threads']}.",
-        "training": f"The model is now in {mode} mode.",
-        "precision": f"The precision of matrix products is now {now['precision']}.",
-        "deterministic": "torch.use_deterministic_algorithms was switched.",
-    }
-    return [text for name, text in texts.items() if before[name] != now[name]]
+    changed = [text for text in before if before[text] != now[text]]
+    return [text.format(before=before[text], now=now[text]) for text in changed]
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -204,3 +194,90 @@ def checksum(values: Tensor) -> Tensor:
     if whole.is_complex():
         whole = torch.view_as_real(whole).view(-1)
     return whole.view(_AS_INTEGERS[whole.element_size()]).sum(dtype=torch.int64)
+
+
+# -- KV caches -------------------------------------------------------------------------------------
+
+MAX_STORED_CACHES = 3
+"""Caches stored beside the live one: that of branch 0, and those of the latest branches."""
+
+_SHAREABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers that create new tensors at every step; other kinds write in place."""
+
+
+def n_rows_of(cache: Any) -> int:
+    """The number of rows that a cache has received."""
+    return int(cache.get_seq_length())
+
+
+def can_crop(cache: Any, n_rows: int) -> bool:
+    """Whether a cache can be cropped to its first `n_rows` rows without computing anything.
+
+    A sliding layer drops the keys that leave its window, so it can be cropped only before that.
+    Layers of other kinds (static, recurrent) write in place, so they cannot be shared at all.
+    """
+    now = n_rows_of(cache)
+    if n_rows == now:
+        return all(type(layer) in _SHAREABLE_LAYERS for layer in cache.layers)
+    return n_rows < now and all(_holds_all_keys(layer) for layer in cache.layers)
+
+
+def _holds_all_keys(layer: Any) -> bool:
+    if type(layer) is DynamicLayer:
+        return True
+    if type(layer) is DynamicSlidingWindowLayer:
+        return bool(layer.cumulative_length < layer.sliding_window) and not layer.record_past
+    return False
+
+
+def crop_cache(cache: Any, n_rows: int) -> Any:
+    """A cache of the first `n_rows` rows that shares its tensors with `cache`."""
+    short = copy.copy(cache)
+    short.layers = [copy.copy(layer) for layer in cache.layers]
+    if n_rows >= n_rows_of(cache):
+        return short
+    for layer in short.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = layer.keys[..., :n_rows, :], layer.values[..., :n_rows, :]
+            if layer.is_sliding:
+                layer.cumulative_length = n_rows
+    return short
+
+
+def cache_bytes(caches: Iterable[Any]) -> int:
+    """The bytes that caches keep alive together; shared tensors count once."""
+    sizes: dict[int, int] = {}
+    for cache in caches:
+        for layer in cache.layers:
+            # The size of a recurrent layer's states does not depend on the step.
+            named = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
+            states = [state for states in named for state in states.values()]
+            for tensor in (*_keys_and_values(layer), *filter(torch.is_tensor, states)):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _keys_and_values(layer: Any) -> list[Tensor]:
+    values = (getattr(layer, name, None) for name in ("keys", "values"))
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]
+
+
+def row_bytes(cache: Any) -> int:
+    """The bytes of one row of a cache over all layers, 0 for an empty cache."""
+    tensors = [tensor for layer in cache.layers for tensor in _keys_and_values(layer)]
+    tables = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[-2]]
+    return sum(table.element_size() * table.numel() // table.shape[-2] for table in tables)
+
+
+class CacheStore(OrderedDict[int, Any]):
+    """The longest cache of each branch; branch 0 stays, the least recently used goes first."""
+
+    def put(self, branch: int, cache: Any) -> None:
+        """Store a cache, unless the store has one of the same branch that is as long."""
+        known = self.get(branch)
+        if known is None or n_rows_of(known) < n_rows_of(cache):
+            self[branch] = cache
+        self.move_to_end(branch)
+        while len(self) > MAX_STORED_CACHES:
+            self.pop(next(number for number in self if number != 0))

@@ -12,37 +12,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexinspect.core.errors import UsageError
+from flexinspect.control import messages
+from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.text import plural
+from flexinspect.inputs.model_sizes import human_bytes
 from flexinspect.masks import edits as maskedits
 from flexinspect.masks.algebra import MaskSpec, spec_entries
 from flexinspect.masks.edits import Edit, MaskPatch, PatchedMask
+from flexinspect_hooks.generation import mask_source
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria, check_tokens, new_cache
 from flexinspect_hooks.generation.flex_patch import FlexPatch
-from flexinspect_hooks.generation.mask_source import (
-    ForwardWindow,
-    MaskMod,
-    MaskSource,
-    SpecMaskSource,
-    UserMaskSource,
-    set_identity,
-)
+from flexinspect_hooks.loading.tokenizers import Vocabulary
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
-from flexinspect_hooks.rewind import cache_store
+from flexinspect_hooks.rewind import branch_state
 from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
-from flexinspect_hooks.rewind.branch_state import (
-    BranchState,
-    StepCheckpoint,
-    changed_conditions,
-    checksum,
-    run_conditions,
-)
-from flexinspect_hooks.rewind.cache_store import CacheStore, n_rows_of
+from flexinspect_hooks.rewind.branch_state import BranchState, StepCheckpoint, checksum, n_rows_of
 
 
 class RestoreCost(NamedTuple):
@@ -66,10 +56,7 @@ class RestoreResult(NamedTuple):
 
 
 class NearestCache(NamedTuple):
-    """A cache cropped to the rows of the steps up to `step`, None if none can be used.
-
-    The next step is the first forward pass to repeat, without a cache over the whole sequence.
-    """
+    """A cache cropped to the rows up to `step`; None if the whole sequence must be repeated."""
 
     cache: Any
     step: int
@@ -90,8 +77,8 @@ class BranchingDecoder:
         self._model, self._decoder, self.patch = model, decoder, patch
         self._recorder, self._criteria = recorder, criteria
         self._segments, self._n_prompt = decoder.prompt.segments, len(decoder.prompt.ids)
-        self._cache_store = CacheStore()
-        self._conditions = run_conditions(model)
+        self._cache_store = branch_state.CacheStore()
+        self._conditions = branch_state.run_conditions(model)
         self._device = next(model.parameters()).device
         self.current_branch = BranchState(0, patch.source)
         self.branches = [self.current_branch]
@@ -109,7 +96,7 @@ class BranchingDecoder:
 
     def cache_bytes(self) -> int:
         """The bytes of all live caches."""
-        return cache_store.cache_bytes([self._decoder.cache, *self._cache_store.values()])
+        return branch_state.cache_bytes([self._decoder.cache, *self._cache_store.values()])
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -124,7 +111,8 @@ class BranchingDecoder:
             self._decoder.set_state(self._decoder.token_ids, new_cache(self._model))
         logits = self._decoder.next_logits()
         rng_state = self._decoder.sampler.state()
-        choice = self._decoder.choose(logits, branch.forced_at(step))
+        forced = next(iter(owner.forced[step - owner.fork_step :]), None)
+        choice = self._decoder.choose(logits, forced)
         wall_ms = (time.perf_counter() - started) * 1e3
         checkpoint = StepCheckpoint(choice.token_id, rng_state, checksum(logits), wall_ms)
         if step < branch.n_steps:
@@ -149,22 +137,19 @@ class BranchingDecoder:
         self._recorder.record_event("replay-differs", text, branch, step, {"why": why})
         parent = branch.owner(step)
         # The live cache now belongs to the new branch: its newest row is not the recorded one.
-        self._begin_branch(
-            parent,
-            step,
-            {"kind": "replay", "why": why},
-            recomputed=parent.recomputed_at(step),
-            forced=parent.forced[step - parent.fork_step :],
-        )
+        change, forced = {"kind": "replay", "why": why}, parent.forced[step - parent.fork_step :]
+        recomputed = parent.recomputed_at(step)
+        self._begin_branch(parent, step, change, recomputed=recomputed, forced=forced)
         return False
 
     def _difference_reasons(self) -> list[str]:
-        nondeterministic = (
+        same = (
             "Weights, threads and modes are the same: an operation of the model is not "
             f"deterministic on {self._device.type}."
         )
-        changes = changed_conditions(self._conditions, run_conditions(self._model))
-        return changes or [nondeterministic]
+        return branch_state.changed_conditions(
+            self._conditions, branch_state.run_conditions(self._model)
+        ) or [same]
 
     def close(self, state: str, reason: str) -> None:
         """End the current branch in `state` unless it has ended, and the others as interrupted."""
@@ -206,7 +191,7 @@ class BranchingDecoder:
 
     def _bytes_with(self, step: int) -> int:
         """Bytes of all caches with one more that holds the rows up to a step."""
-        row_bytes = cache_store.row_bytes(self._decoder.cache)
+        row_bytes = branch_state.row_bytes(self._decoder.cache)
         return self.cache_bytes() + row_bytes * (self._n_prompt + step)
 
     def _nearest_cache(self, branch: BranchState, step: int) -> NearestCache:
@@ -220,8 +205,8 @@ class BranchingDecoder:
                 continue
             shared = branch.last_shared_step(other, min(step, last))
             n_rows = self._n_prompt + shared
-            if shared > best.step and cache_store.can_crop(cache, n_rows):
-                best = NearestCache(cache_store.crop_cache(cache, n_rows), shared, number)
+            if shared > best.step and branch_state.can_crop(cache, n_rows):
+                best = NearestCache(branch_state.crop_cache(cache, n_rows), shared, number)
         return best
 
     def _find_branch(self, branch: int, step: int) -> BranchState:
@@ -267,7 +252,6 @@ class BranchingDecoder:
             self._cache_store.put(branch.number, decoder.cache)
 
     def _replay(self, branch: BranchState, step: int, nearest: NearestCache) -> tuple[str, ...]:
-        """Repeat the forward passes that lead from a cache to a step."""
         decoder, first = self._decoder, nearest.step + 1
         decoder.set_state(branch.token_ids(first), nearest.cache or new_cache(self._model))
         differing: list[int] = []
@@ -324,18 +308,12 @@ class BranchingDecoder:
         return state
 
     def edit_mask(self, branch: int, step: int, edits: Sequence[Edit]) -> BranchState:
-        """Begin a branch under an edited mask; its first own step is `step`.
-
-        Raises `UsageError` for an unknown step, `MaskError` for an edit that cannot be applied.
-        """
+        """Begin a branch under an edited mask at `step`. Raises `UsageError` or `MaskError`."""
         parent = self._find_branch(branch, step).owner(step)
         labels, mask, n_changed = self._apply_edits(parent.source, edits, step)
+        name, length = " + ".join([parent.source.name, *labels]), self._segments[-1].stop
         source = make_mask_source(
-            mask,
-            name=" + ".join([parent.source.name, *labels]),
-            length=self._segments[-1].stop,
-            device=self._device,
-            compiled=self.patch.compiled,
+            mask, name=name, length=length, device=self._device, compiled=self.patch.compiled
         )
         recomputed = n_changed > 0 or parent.recomputed_at(step)
         self._restore_before(parent, step, recomputed=recomputed)
@@ -350,10 +328,7 @@ class BranchingDecoder:
         return self._begin_branch(parent, step, change, recomputed=recomputed, source=source)
 
     def edit_cost(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[RestoreCost, int]:
-        """The cost of an edit up to the end of its first own step, and how many rows it changes.
-
-        These are rows that are computed already. Raises as `edit_mask` does.
-        """
+        """The cost of an edit, with its first own step, and how many computed rows it changes."""
         state = self._find_branch(branch, step)
         owner = state.owner(step)
         n_changed = self._apply_edits(owner.source, edits, step)[2]
@@ -361,16 +336,13 @@ class BranchingDecoder:
         return self._branch_cost(state, step, recomputed=recomputed), n_changed
 
     def _apply_edits(
-        self, source: MaskSource, edits: Sequence[Edit], step: int
+        self, source: mask_source.MaskSource, edits: Sequence[Edit], step: int
     ) -> tuple[list[str], PatchedMask, int]:
-        """The edits by segment label, the edited mask, and how many computed rows it changes.
-
-        Computed rows are those of earlier steps; of step 0, which processes the prompt, its own.
-        """
+        """The edits by segment label, the edited mask, and how many computed rows it changes."""
         labelled = [maskedits.with_segment_labels(edit, self._segments) for edit in edits]
         before = editable_mask(source)
         after = maskedits.apply_edits(labelled, before, self._segments)
-        n_computed = self._n_prompt + max(step - 1, 0)
+        n_computed = self._n_prompt + max(step - 1, 0)  # step 0 computes the prompt itself
         n_changed = len(maskedits.changed_rows(before, after, n_computed))
         return [str(edit) for edit in labelled], after, n_changed
 
@@ -402,7 +374,7 @@ class BranchingDecoder:
         *,
         recomputed: bool,
         forced: tuple[int, ...] = (),
-        source: MaskSource | None = None,
+        source: mask_source.MaskSource | None = None,
     ) -> BranchState:
         """Record that a new branch begins, by default under its parent's mask, and switch to it."""
         change = {**change, "recomputed": True} if recomputed else change
@@ -417,49 +389,50 @@ class BranchingDecoder:
 # -- edited masks ----------------------------------------------------------------------------------
 
 
-def editable_mask(source: MaskSource) -> PatchedMask:
+def editable_mask(source: mask_source.MaskSource) -> PatchedMask:
     """The mask of a source, in the form that edits apply to; head 0 represents all heads."""
     if isinstance(source, EditedMask):
         return source.edited
-    assert isinstance(source, SpecMaskSource | UserMaskSource)
-    return PatchedMask(source.spec if isinstance(source, SpecMaskSource) else source)
+    assert isinstance(source, mask_source.SpecMaskSource | mask_source.UserMaskSource)
+    return PatchedMask(source.spec if isinstance(source, mask_source.SpecMaskSource) else source)
 
 
 def make_mask_source(
     edited: PatchedMask, *, name: str, length: int, device: torch.device, compiled: bool
-) -> MaskSource:
+) -> mask_source.MaskSource:
     """The source that runs an edited mask over sequences of at most `length` tokens."""
     base = edited.base
     if isinstance(base, MaskSpec):
-        source = SpecMaskSource(base, length=length, device=device, compiled=compiled)
+        source = mask_source.SpecMaskSource(base, length=length, device=device, compiled=compiled)
         if not edited.patches:
             return source
-        base_mask_mod, identity = source.mask_mod(ForwardWindow(length, length, 0)), str(base)
+        base_mask_mod = source.mask_mod(mask_source.ForwardWindow(length, length, 0))
+        identity = str(base)
     else:
-        assert isinstance(base, UserMaskSource)
+        assert isinstance(base, mask_source.UserMaskSource)
         base_mask_mod = base.mask_mod
         identity = f"{base.name}{mask_mod_identity(base_mask_mod)}"
-    mask_mod = _patched_mask_mod(base_mask_mod, edited.patches)
-    set_identity(mask_mod, f"{identity}{edited.patches}")
+    mask_mod = _patch_mask_mod(base_mask_mod, edited.patches)
+    mask_source.set_identity(mask_mod, f"{identity}{edited.patches}")
     result = EditedMask(mask_mod, name=name, device=device)
     result.edited = edited
     return result
 
 
-def declared_mask(source: MaskSource) -> dict[str, Any]:
+def declared_mask(source: mask_source.MaskSource) -> dict[str, Any]:
     """The entries of `GenerationRecord.declared` for the mask of a source."""
-    if isinstance(source, SpecMaskSource):
+    if isinstance(source, mask_source.SpecMaskSource):
         return spec_entries(source.spec)
     return {"mask_mod": source.name}
 
 
-class EditedMask(UserMaskSource):
+class EditedMask(mask_source.UserMaskSource):
     """Runs a mask_mod with patches on top, in the same way as the user's own mask_mod."""
 
     edited: PatchedMask
 
 
-def _patched_mask_mod(base: MaskMod, patches: Sequence[MaskPatch]) -> MaskMod:
+def _patch_mask_mod(base: mask_source.MaskMod, patches: Sequence[MaskPatch]) -> mask_source.MaskMod:
     """A mask_mod with patches on top, in positions: comparisons only, no look-ups."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -471,3 +444,102 @@ def _patched_mask_mod(base: MaskMod, patches: Sequence[MaskPatch]) -> MaskMod:
         return is_open
 
     return mask_mod
+
+
+# -- rewind commands -------------------------------------------------------------------------------
+
+CONFIRM_ABOVE_S = 1.0
+"""A command that is estimated to take longer than this needs a confirmation."""
+
+
+class RewindHandler:
+    """Estimates and executes rewind commands; `decoder` is None while no generation is running."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.generation = 0
+        self.decoder: BranchingDecoder | None = None
+
+    def estimate_cost(self, command: messages.RewindCommand) -> messages.Cost:
+        """Estimate a command's cost, from any thread. Raises `FlexInspectError` if impossible."""
+        (decoder, place), prefix = self._decoder_and_place(command), ""
+        if isinstance(command, messages.Restore):
+            cost = decoder.restore_cost(*place)
+        elif isinstance(command, messages.Fork):
+            cost = decoder.fork_cost(*place, self._fork_tokens(command))
+        else:
+            cost, n_changed = decoder.edit_cost(*place, _mask_edits(command))
+            rows = f"{plural(n_changed, 'computed row')} changed"
+            prefix = f"{rows if n_changed else 'No computed row changes'}: "
+        seconds, size = cost.ms / 1e3, human_bytes(cost.n_bytes)
+        how = "the cache is cropped"
+        if cost.n_forwards:
+            rows, forwards = plural(cost.n_rows, "row"), plural(cost.n_forwards, "forward")
+            how = f"{rows} in {forwards}, about {seconds:.2f} s as measured"
+        sentence = f"{prefix}{how}; the caches will hold {size}."
+        return messages.Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
+
+    def execute(self, command: messages.RewindCommand) -> tuple[messages.StepRef, str]:
+        """Execute a command; returns the step and a sentence. After an error the model stays."""
+        decoder, place = self._decoder_and_place(command)
+        if isinstance(command, messages.Restore):
+            message = decoder.restore(*place).message
+        elif isinstance(command, messages.Fork):
+            token_ids = self._fork_tokens(command)
+            message = decoder.fork(*place, token_ids, self._vocabulary.text_of).describe()
+        else:
+            message = decoder.edit_mask(*place, _mask_edits(command)).describe()
+        current = decoder.current_branch.number
+        return messages.StepRef(self.generation, current, decoder.step), message
+
+    def _fork_tokens(self, command: messages.Fork) -> list[int]:
+        if command.token_id is not None:
+            return [command.token_id]
+        token_ids = list(self._vocabulary.encode(command.text or ""))
+        if not token_ids:
+            raise UsageError("A fork needs a token or a text of at least one token.")
+        return token_ids
+
+    def _decoder_and_place(
+        self, command: messages.RewindCommand
+    ) -> tuple[BranchingDecoder, tuple[int, int]]:
+        """Return the decoder, and the branch and step that a command names."""
+        place = command.place
+        if self.decoder is None:
+            raise UsageError("No generation is running, so there is nothing to rewind.")
+        if place.generation != self.generation:
+            raise UsageError(
+                f"Generation {place.generation} is not running any more; the running generation is "
+                f"{self.generation}.",
+                hint="Only a generation that is running, or is held at its end, can be rewound.",
+            )
+        return self.decoder, (place.branch, place.step)
+
+
+def _mask_edits(request: messages.EditMask) -> list[Edit]:
+    if not request.edits:
+        raise MaskError("Editing the mask needs at least one edit.")
+    return [edit for message in request.edits for edit in parse_mask_edit(message)]
+
+
+def parse_mask_edit(message: messages.MaskEdit) -> list[Edit]:
+    """The edits that a message describes. Raises `MaskError` if it lacks segments, row or key."""
+    op = message.op
+    names = tuple(map(str, message.segments))
+    needed = {"join": 2, "see": 2, "drop": 1}.get(op, 0)
+    if len(names) < needed or (op == "see" and len(names) != 2):
+        raise MaskError(f"'{op}' needs {plural(needed, 'segment')}.")
+    match op:
+        case "preset":
+            return [Edit("preset", (message.name,))]
+        case "drop":
+            return [Edit("drop", (name,)) for name in names]
+        case "join":
+            return [Edit("join", pair) for pair in combinations(names, 2)]
+        case "see":
+            return [Edit("see", names, (), None if message.is_open else False)]
+    wanted = (message.row,) if op == "row" else (message.row, message.key)
+    positions = tuple(position for position in wanted if position is not None)
+    if len(positions) < len(wanted):
+        raise MaskError(f"'{op}' needs {'a row' if op == 'row' else 'a row and a key'}.")
+    return [Edit(op, (), positions, message.is_open)]

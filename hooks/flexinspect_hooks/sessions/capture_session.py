@@ -7,10 +7,11 @@ continues. After a session no handle, patch or thread is left.
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -19,20 +20,13 @@ from torch import Tensor, nn
 
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
-from flexinspect.records.step import (
-    LEVELS,
-    BranchRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    TokenRecord,
-)
+from flexinspect.core.text import plural
+from flexinspect.records import step as records
 from flexinspect.rules.engine import Rule, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.breakpoints.forward_hooks import ModelBreakpoints
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.buffer import StepBuffer, side_stream
-from flexinspect_hooks.capture.compile_counter import GraphCount
 from flexinspect_hooks.capture.hook import (
     CaptureContext,
     Hook,
@@ -42,10 +36,11 @@ from flexinspect_hooks.capture.hook import (
 )
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
-from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
+from flexinspect_hooks.capture.step_clock import StepClock, StepContext, StepEvent, off_cpu_s
+from flexinspect_hooks.control.control_protocols import SessionLevels, chosen_layers
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.python_internals.threads import available_cores
-from flexinspect_hooks.sessions.session_levels import SessionLevels, chosen_layers
+from flexinspect_hooks.python_internals.torch_private import compilation_metrics, dynamo_counters
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks installed, in the order in which they were entered."""
@@ -59,10 +54,7 @@ class CaptureSession:
     `copy_logits` copies each step's row of logits, because loops may modify it in place before it
     is recorded; a loop that does not do so can save the copy. `hooks` and `rules` default to the
     registered ones. A `recorder` passed in must be started, and may be shared with other sessions.
-    With `are_standalone` its generations are standalone calls. The session never keeps its model
-    alive.
-
-    Raises `UsageError` for an unknown level.
+    The session never keeps its model alive. Raises `UsageError` for an unknown level.
     """
 
     def __init__(
@@ -77,9 +69,7 @@ class CaptureSession:
         rules: Sequence[Rule] | None = None,
         copy_logits: bool = True,
         recorder: Recorder | None = None,
-        are_standalone: bool = False,
     ) -> None:
-        self._are_standalone = are_standalone
         self._copy_logits = copy_logits
         self.level = check_level(level)
         self.recorder = Recorder(sink) if recorder is None else recorder
@@ -119,7 +109,7 @@ class CaptureSession:
 
     def use_levels(self, levels: SessionLevels) -> None:
         """Record at the level and layers that `levels` has when a step opens."""
-        levels.add_layers(self.context.layer_of.values())
+        levels.known_layers |= frozenset(self.context.layer_of.values())
         self.levels = levels
 
     @property
@@ -144,7 +134,7 @@ class CaptureSession:
                 hook for hook in hooks if is_user_code or not getattr(hook, "own_code_only", False)
             ]
         rules, failed_rules = built_in_rules() if self._rules is None else (self._rules, {})
-        self._rule_runner = RuleRunner(rules, is_standalone=self._are_standalone)
+        self._rule_runner = RuleRunner(rules, is_standalone=self.context.is_standalone)
         self.recorder.has_core = not self.cores_are_taken()
         if not self._shares_recorder:
             self.recorder.start()
@@ -211,10 +201,7 @@ class CaptureSession:
             self._pass_barrier()
 
     def _pass_barrier(self) -> float:
-        """Wait until the next forward may start; returns the seconds waited.
-
-        Raises `KeyboardInterrupt` if the run is to stop.
-        """
+        """Wait until the next forward may start; returns seconds. May raise `KeyboardInterrupt`."""
         started, barrier = time.perf_counter(), self.barrier
         while (command := barrier.between_steps(self.place)) is not None:
             error = ControlError("This loop cannot be rewound to another step.")
@@ -223,12 +210,9 @@ class CaptureSession:
 
     # -- a generation ----------------------------------------------------------------------------
 
-    def begin_generation(self, record: GenerationRecord) -> None:
-        """Start a generation.
-
-        Returns when the prompt is in the trace, so that a crash of the prefill does not lose it.
-        """
-        self._clock.begin(record.generation)
+    def begin_generation(self, record: records.GenerationRecord) -> None:
+        """Start a generation; its prompt is in the trace then, so that a crash does not lose it."""
+        self._clock.set_next_step(record.generation)
         self.place = StepRef(record.generation)
         self.context.segments = record.segments
         self.recorder.begin_generation(record, self._rule_runner)
@@ -236,24 +220,24 @@ class CaptureSession:
             self._guard(hook, hook.begin, self.context)
         self.recorder.drain()
 
-    def end_generation(self, record: GenerationEnd) -> None:
+    def end_generation(self, record: records.GenerationEnd) -> None:
         """End a generation or a branch; a step without a chosen token is dropped."""
         self._abandon()
         self.recorder.put(record)
 
     # -- branches, for a decoder that rewinds -----------------------------------------------------
 
-    def begin_branch(self, record: BranchRecord, generation: GenerationRecord) -> None:
-        """Start a branch; `generation` is its generation as of the fork: mask and tokens.
-
-        `set_next_step` sets which branch and step a forward belongs to.
-        """
+    def begin_branch(
+        self, record: records.BranchRecord, generation: records.GenerationRecord
+    ) -> None:
+        """Start a branch; `generation` is its generation as of the fork: mask and tokens."""
         self.recorder.begin_branch(record, generation, self._rule_runner.for_branch(record.branch))
 
     def set_next_step(self, branch: int, step: int) -> None:
         """Set which branch and step of the generation the next forward is."""
-        self._clock.branch, self._clock.next_step = branch, step
-        self.place = StepRef(self._clock.generation, branch, step - 1)
+        generation = self._clock.generation
+        self._clock.set_next_step(generation, step, branch)
+        self.place = StepRef(generation, branch, step - 1)
 
     def move_step(self, branch: int) -> None:
         """Move the open step to another branch."""
@@ -264,10 +248,7 @@ class CaptureSession:
             step.branch = branch
 
     def drop_step(self, branch: int) -> None:
-        """Drop the open step, because the trace holds it already, in `branch`.
-
-        Breakpoints are evaluated on it again: a user who rewinds wants to stop there.
-        """
+        """Drop the open step, which `branch` has already, and evaluate its breakpoints again."""
         step, breaks, trace = self._step, self._breaks, self.recorder.path
         if step is not None and breaks is not None and breaks.is_active and trace is not None:
             self.recorder.put(partial(breaks.evaluator.evaluate_again, trace, step, branch))
@@ -284,9 +265,7 @@ class CaptureSession:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _on_forward_start(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_paused or torch.compiler.is_compiling():  # a compiled model is not recorded
             return
         self._pass_barrier()
@@ -340,30 +319,34 @@ class CaptureSession:
             self.waited_s += off_cpu_s() - self._step.off_cpu_before
             self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
-    def on_token_chosen(
-        self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None
-    ) -> None:
-        """Close the step: `chosen` (0-dim) is the token's id, drawn from `scores` (V,).
-
-        Call it when the token is known on the host, so that the step's wall time is complete.
-        """
+    def on_token_chosen(self, token: records.TokenRecord, scores: Tensor | None = None) -> None:
+        """Close the step once its token, from `scores` (V,), is on the host: its time ends here."""
         step = self._step
         if step is None:
             return
         started = time.perf_counter()
         step.wall_ms = (started - step.started) * 1e3
-        step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
+        step.token_id, step.scores = token.token_id, scores
         finished, self._step = self._reduce(step), None
         finished.tokens = lambda: (token,)
-        self._start_copy(finished)
+        self._queue_step(finished, started)
+        self.total_s += time.perf_counter() - step.started
+
+    def _queue_step(self, finished: FinishedStep, started: float) -> None:
+        """Copy a step's values to the host, and queue it; what began at `started` was capture."""
+        step = finished.context
+        try:
+            finished.buffer.start_copy()
+        except Exception as error:  # then none of the values is recorded
+            text = f"The step's values were lost: {type(error).__name__}: {error}"
+            step.events.append(("step-not-recorded", text))
+            finished.kept = ()
         step.capture_s += time.perf_counter() - started
-        reduced = time.perf_counter()
-        # From here on the step belongs to the writer thread.
-        self.recorder.put(finished)
+        self.capture_s += step.capture_s
+        queued = time.perf_counter()
+        self.recorder.put(finished)  # from here on the step belongs to the writer thread
         self.place = StepRef(step.generation, step.branch, step.step)
-        ended = time.perf_counter()
-        self.capture_s += step.capture_s + (ended - reduced)
-        self.total_s += ended - step.started
+        self.capture_s += time.perf_counter() - queued
 
     def _reduce(self, step: StepContext) -> FinishedStep:
         buffer, kept = StepBuffer(self._device, self._stream), []
@@ -374,15 +357,6 @@ class CaptureSession:
                 kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
         step.drop_references()
         return FinishedStep(step, buffer, tuple(kept))
-
-    def _start_copy(self, finished: FinishedStep) -> None:
-        """Start the copy of a step's values to the host; if it fails, none of them is recorded."""
-        try:
-            finished.buffer.start_copy()
-        except Exception as error:
-            text = f"The step's values were lost: {type(error).__name__}: {error}"
-            finished.context.events.append(("step-not-recorded", text))
-            finished.kept = ()
 
     def _step_unread(self, error: Exception) -> None:
         """Record that a step is not recorded; the user's forward continues."""
@@ -399,7 +373,7 @@ class CaptureSession:
             at, place = time.time(), (step.generation, step.step)
             for kind, text, *facts in step.events:
                 if kind == LEVEL_EVENT:  # it holds for later steps, too
-                    self.recorder.put(EventRecord(kind, text, at, *place, *facts))
+                    self.recorder.put(records.EventRecord(kind, text, at, *place, *facts))
 
     def cost(self) -> dict[str, float | int]:
         """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
@@ -425,7 +399,6 @@ class CaptureSession:
             return None
 
     def _hook_failed(self, hook: Hook, error: BaseException, step: StepContext | None) -> None:
-        """Record the failure and switch the hook off; the forward continues."""
         if hook not in self._hooks:
             return
         self._hooks.remove(hook)
@@ -453,14 +426,16 @@ class CaptureSession:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         generation, number = (step.generation, step.step) if step is not None else (None, None)
-        event = EventRecord(kind, text, time.time(), generation, number, facts or {})
+        event = records.EventRecord(kind, text, time.time(), generation, number, facts or {})
         self.recorder.put_event(event, self._rule_runner)
 
 
 def check_level(level: str) -> str:
     """Return the level. Raises `UsageError` for an unknown one."""
-    if level not in LEVELS:
-        raise UsageError(f"The level {level} is unknown; the levels are {', '.join(LEVELS)}.")
+    if level not in records.LEVELS:
+        raise UsageError(
+            f"The level {level} is unknown; the levels are {', '.join(records.LEVELS)}."
+        )
     return level
 
 
@@ -501,3 +476,76 @@ def newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | 
 
 LEVEL_EVENT = "level"
 """The kind of the event of a changed level or changed layers."""
+
+
+# -- graphs of torch.compile: a recompilation during a run costs seconds --------------------------
+
+RECOMPILE_LIMIT = "recompile-limit"
+
+_GUARDED_CODE = re.compile(r"([\w.\[\]'\"]+)\.__code__")
+"""The name of a function in a guard that failed because the function's code is another."""
+
+_GUARDED_MODS = (("mask_mod", "args[4]"), ("score_mod", "args[3]"))
+"""Names of mask_mod and score_mod in guards: of a compiled call, and of an uncompiled one."""
+
+
+def _read_counters() -> tuple[int, int]:
+    """Return how many graphs dynamo built, and how many it refused, without loading dynamo."""
+    refused = dynamo_counters("unimplemented")
+    limits = sum(n for reason, n in refused.items() if "recompile" in reason[:40])
+    return dynamo_counters("stats").get("unique_graphs", 0), limits
+
+
+class GraphCount:
+    """Compares the counters of dynamo before and after each step."""
+
+    def __init__(self) -> None:
+        self._counters = _read_counters()
+        self._phases: set[str] = set()
+
+    def on_step(self, phase: str) -> list[StepEvent]:
+        """Return the events (kind, text, facts) of a step in which graphs were built.
+
+        The first step of a phase compiles ("compiled"); any later one recompiles ("recompiled").
+        A function that reached its recompile limit, and is not compiled any more, has an event too.
+        The facts name the functions that were compiled and the guard that failed.
+        """
+        before, self._counters = self._counters, _read_counters()
+        new, refused = (now - then for now, then in zip(self._counters, before, strict=True))
+        first = phase not in self._phases
+        self._phases.add(phase)
+        if new <= 0 and refused <= 0:
+            return []
+        facts = _newest_compilations(max(new, 0) + max(refused, 0))
+        events: list[StepEvent] = []
+        if new > 0:
+            kind, text = "compiled" if first else "recompiled", plural(new, "graph")
+            events.append((kind, f"torch.compile built {text}", {"graphs": new, **facts}))
+        if refused > 0:
+            text = "torch.compile reached its recompile limit: the function runs uncompiled now"
+            events.append((RECOMPILE_LIMIT, text, facts))
+        return events
+
+
+def _newest_compilations(n: int) -> Mapping[str, Any]:
+    """Return the functions of the newest compilations and the last reason; empty if unknown."""
+    facts: dict[str, Any] = {}
+    with suppress(Exception):
+        metrics = compilation_metrics()
+        names = {_frame_id(entry): entry.co_name for entry in metrics if entry.co_name}
+        newest = metrics[-n:]
+        # A compilation that was refused has no name, but earlier ones of the same function do.
+        facts["of"] = sorted({name for entry in newest if (name := names.get(_frame_id(entry)))})
+        reasons = [entry.recompile_reason for entry in newest if entry.recompile_reason]
+        if reasons:  # of the newest the first line, without the comment at its end
+            reason = reasons[-1].partition("\n")[0].partition("  #")[0].strip()
+            facts["reason"] = reason
+            if guarded := _GUARDED_CODE.search(reason):
+                name = guarded[1]
+                mods = (mod for mod, argument in _GUARDED_MODS if mod in name or argument in name)
+                facts["guard"] = f"{next(mods, name)} code object"
+    return facts
+
+
+def _frame_id(metrics: Any) -> str:
+    return str(metrics.compile_id).partition("/")[0]

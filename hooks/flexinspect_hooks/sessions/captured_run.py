@@ -11,30 +11,26 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.control.discovery import ServeOptions
 from flexinspect.core.errors import FlexInspectError, TraceWriteError
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
-from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
-from flexinspect_hooks.control.handlers import CaptureInfo
-from flexinspect_hooks.control.server import job_control
+from flexinspect_hooks.capture.new_trace import create_trace
+from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
+from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
-from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 if TYPE_CHECKING:
     from flexinspect.control.messages import Kind
-    from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
     from flexinspect_hooks.capture.recorder import Recorder
+    from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
 class CapturedRun:
-    """Opens the trace of a job, and reports it with `send` to the process that started this one.
-
-    `git` and `facts` go into the manifest. Raises `FlexInspectError`, and leaves no trace, if the
-    address of the control server or a breakpoint is invalid.
-    """
+    """Opens the trace of a job; `send` reports it. Raises `FlexInspectError`, without a trace."""
 
     def __init__(
         self,
@@ -47,14 +43,17 @@ class CapturedRun:
         facts: Mapping[str, Any],
     ) -> None:
         self._debugging, self._send = debugging, send
-        manifest = run_manifest(job.argv, job.level, git, **facts, graphs_counted=True)
-        self.writer = new_writer(job.out, manifest, overwrite=job.overwrite)
+        facts = {**facts, "graphs_counted": True}
+        self.writer = create_trace(
+            job.out, job.argv, job.level, git, overwrite=job.overwrite, **facts
+        )
         path, recording = str(self.writer.path), str(self.writer.recording_path)
         self.levels = SessionLevels(job.level, job.layers)
+        targets = ControlTargets(kind, title, recording, self.levels)
         report = partial(self.record_event, "control-server")
+        serving = ServeOptions(*job.serving) if job.serving is not None else None
         try:
-            info = CaptureInfo(kind, title, recording)
-            self.control = job_control(job, info, self.levels, report)
+            self.control = CaptureControl(targets, report, is_served=job.control, serving=serving)
             self._breaks = RunBreakpoints(
                 job, self.control, lambda text: send(protocol.STOPPED, text=text)
             )
@@ -65,16 +64,34 @@ class CapturedRun:
         last_kernel_call.start_recording_calls(self.writer.recording_path)
         send(protocol.TRACE, path=path, recording=recording, note=self.writer.note)
 
-    def attach_recorder(self, recorder: Recorder) -> BreakpointEvaluator:
-        """Connect the recorder with control and debugger; return the evaluator of breakpoints."""
+    def attach_recorder(self, recorder: Recorder) -> None:
+        """Connect the recorder with control, debugger and breakpoints."""
         self.control.barrier.stop_debugger = self._debugging.stop_between_steps
         self.control.attach_recorder(recorder)
-        return self._breaks.begin(recorder)
+        recorder.judge = self._evaluator = self._breaks.begin(recorder)
+
+    def attach_session(self, session: CaptureSession) -> None:
+        """Let commands and breakpoints act on a session whose recorder is attached."""
+        session.barrier = self.control.barrier
+        session.use_levels(self.levels)
+        session.break_on(self._evaluator)
 
     def record_event(self, kind: str, text: str, /, **data: Any) -> None:
         """Record an event outside of a step."""
         event = EventRecord(kind, text, time.time(), data=data)
         self._write_safely(lambda: self.writer.write_event(event))
+
+    def record_error(self, error: BaseException) -> None:
+        """Record an exception of the program with its traceback."""
+        import traceback  # not before the program, which may have a file of this name
+
+        text = "".join(traceback.format_exception(error))
+        self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+
+    def end_observation(self) -> None:
+        """End the notes of kernel calls and the debugger, before the trace is closed."""
+        last_kernel_call.stop_recording_calls()
+        self._debugging.end()
 
     def update_manifest(self, **facts: Any) -> None:
         """Set facts of the manifest."""

@@ -6,63 +6,23 @@ For a program that tries masks on tensors, as in most first experiments with Fle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from flexinspect.records import step as records
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import (
-    STANDALONE_CALLS,
-    STANDALONE_MASKS,
-    STANDALONE_RAISED,
-    BuildRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-)
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.observers.attention import kernel_calls
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS, AttentionHook
-from flexinspect_hooks.observers.attention.kernel_calls import (
-    BUILD,
-    FLEX,
-    KernelCall,
-    KernelCalls,
-    is_forward_running,
-)
 from flexinspect_hooks.observers.memory_hook import MemoryHook
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 MAX_STANDALONE_CALLS = 500
 """The number of calls that are recorded; a program with more calls is not a small experiment."""
-
-
-class _StandaloneKernelCalls(KernelCalls):
-    """Observes the kernel calls that belong to no session of a model."""
-
-    def accepts(self, name: str) -> bool:
-        """Accept FlexAttention and the masks built for it, outside of the forward of a model."""
-        return name in (FLEX, BUILD) and not is_forward_running()
-
-    def failed(self, call: KernelCall, error: BaseException) -> None:
-        """Report the call, and drop the masks that were built for it."""
-        super().failed(call, error)
-        self.take_builds()
-
-
-class StandaloneAttention(AttentionHook):
-    """Describes standalone calls; it installs nothing but the observer of the kernels."""
-
-    is_standalone = True
-
-    def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Observe the kernels."""
-        self.prepare(context)
-        self.calls = self._kernels = _StandaloneKernelCalls(context)
-        return [self.calls.observe()]
 
 
 class StandaloneCalls(CaptureSession):
@@ -78,34 +38,34 @@ class StandaloneCalls(CaptureSession):
     def __init__(
         self, sink: TraceWriter, recorder: Recorder, numbers: Iterator[int], *, level: str
     ) -> None:
-        self._attention = StandaloneAttention()
+        self._attention = AttentionHook()
         self._placeholder_model = nn.Module()  # kept here: sessions reference their model weakly
-        super().__init__(
-            self._placeholder_model,
-            sink,
-            level=level,
-            hooks=[self._attention, MemoryHook()],
-            are_standalone=True,
-            recorder=recorder,
-        )
+        hooks = [self._attention, MemoryHook()]
+        super().__init__(self._placeholder_model, sink, level=level, hooks=hooks, recorder=recorder)
+        self.context.sees_kernels = self.context.is_standalone = True
         self.context.record_event = self._record_failed_call
         self.context.on_kernel = self._on_call
         self._numbers = numbers
         self.n_calls = 0
 
+    @property
+    def _kernels(self) -> kernel_calls.KernelCalls:
+        assert self._attention.kernels is not None
+        return self._attention.kernels
+
     def __exit__(self, *_: object) -> None:
-        if builds := self._attention.calls.unassigned_builds():
-            self._record_safely(self._record_builds, builds)
+        if kernel_calls.unassigned_builds:
+            self._record_safely(self._record_builds, tuple(kernel_calls.unassigned_builds))
         super().__exit__()
 
-    def _on_call(self, call: KernelCall) -> None:
+    def _on_call(self, call: kernel_calls.KernelCall) -> None:
         """Record one call at once, or an event if that fails."""
-        self._attention.calls.take_since(0)
+        self._kernels.take_since(0)
         self.n_calls += 1
-        if self.n_calls > MAX_STANDALONE_CALLS:
-            self._attention.calls.take_builds()
-        else:
+        if self.n_calls <= MAX_STANDALONE_CALLS:
             self._record_safely(self._record_call, call, time.perf_counter())
+        else:
+            self._kernels.take_builds()
 
     def _record_safely(self, record: Callable[..., None], *args: Any) -> None:
         try:
@@ -114,34 +74,28 @@ class StandaloneCalls(CaptureSession):
             text = f"A call outside of a model was not recorded: {type(error).__name__}: {error}"
             self._event("step-not-recorded", text)
 
-    def _record_call(self, call: KernelCall, returned: float) -> None:
+    def _record_call(self, call: kernel_calls.KernelCall, returned: float) -> None:
         q_len, kv_len = (int(call.arguments[name].shape[-2]) for name in ("query", "key"))
         step = self._make_step(q_len, kv_len, call.started, (returned - call.started) * 1e3)
         if self.n_calls == MAX_STANDALONE_CALLS:
-            text = (
-                f"{MAX_STANDALONE_CALLS} calls outside of a model are recorded; later ones are not."
-            )
+            text = f"{self.n_calls} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN_LAYERS, text))
-        self._record(step, f"{STANDALONE_CALLS}, {self.n_calls}", [call], returned)
+        self._record(step, f"{records.STANDALONE_CALLS}, {self.n_calls}", [call], returned)
 
     def _record_failed_call(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
-        """Record a call that raised as a generation of its own, without a step.
-
-        So rules run on it, and their findings belong to a generation.
-        """
-        if facts["kernel"] != FLEX or self.n_calls >= MAX_STANDALONE_CALLS:
+        """Record a call that raised as a generation without a step, so that rules run on it."""
+        if facts["kernel"] != kernel_calls.FLEX or self.n_calls >= MAX_STANDALONE_CALLS:
             self._event(kind, text, None, facts)
             return
         number, now = next(self._numbers), time.time()
-        segments = self._begin(number, STANDALONE_RAISED, facts["kv_len"] or 0)
-        self.recorder.put(EventRecord(kind, text, now, number, None, facts))
-        end = GenerationEnd(number, "failed", "", segments, facts["error"], ended_at=now)
+        segments = self._begin(number, records.STANDALONE_RAISED, facts["kv_len"] or 0)
+        self.recorder.put(records.EventRecord(kind, text, now, number, None, facts))
+        end = records.GenerationEnd(number, "failed", "", segments, facts["error"], ended_at=now)
         self.recorder.put(end)
 
     def _begin(self, number: int, sample: str, n_keys: int) -> tuple[Segment, ...]:
-        """Begin a generation; returns its segments."""
         segments = (Segment(0, n_keys, "keys", SegmentKind.SHARED, 0),)
-        record = GenerationRecord(
+        record = records.GenerationRecord(
             generation=number,
             sample_id=sample,
             mask="not declared",
@@ -153,40 +107,27 @@ class StandaloneCalls(CaptureSession):
         self.recorder.begin_generation(record, self._rule_runner)
         return segments
 
-    def _record_builds(self, builds: Sequence[BuildRecord]) -> None:
+    def _record_builds(self, builds: Sequence[records.BuildRecord]) -> None:
         now = time.perf_counter()
         wall_ms = sum(build.wall_ms for build in builds)
         step = self._make_step(builds[-1].q_len, builds[-1].kv_len, now, wall_ms)
-        self._record(step, STANDALONE_MASKS, [], now)
+        self._record(step, records.STANDALONE_MASKS, [], now)
 
     def _record(
-        self, step: StepContext, sample: str, calls: list[KernelCall], returned: float
+        self, step: StepContext, sample: str, calls: list[kernel_calls.KernelCall], returned: float
     ) -> None:
         """Record a step as a generation of its own."""
         segments = self.context.segments = self._begin(step.generation, sample, step.kv_after)
         self._attention.begin(self.context)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
-        self._attention.calls.done += calls
-        finished = self._reduce(step)
-        self._start_copy(finished)
-        step.capture_s = time.perf_counter() - returned
-        self.recorder.put(finished)
-        self.capture_s += step.capture_s
+        self._kernels.done += calls
+        self._queue_step(self._reduce(step), returned)
         self.total_s += step.wall_ms / 1e3 + step.capture_s
-        end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
+        end = records.GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
         self.recorder.put(end)
 
     def _make_step(self, q_len: int, kv_len: int, started: float, wall_ms: float) -> StepContext:
         before, level = max(kv_len - q_len, 0), self.levels.level if self.levels else self.level
-        return StepContext(
-            generation=next(self._numbers),
-            step=0,
-            phase="decode" if before else "prefill",
-            q_len=q_len,
-            kv_before=before,
-            level=level,
-            started_at=time.time(),
-            started=started,
-            wall_ms=wall_ms,
-        )
+        phase, step = "decode" if before else "prefill", (next(self._numbers), 0)
+        return StepContext(*step, phase, q_len, before, level, started=started, wall_ms=wall_ms)

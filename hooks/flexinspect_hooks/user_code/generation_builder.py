@@ -17,26 +17,20 @@ from msgspec.structs import replace
 from flexinspect.core.errors import UsageError
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import MaskSpec
-from flexinspect.records.prompt import (
-    DeclaredSegment,
-    Segment,
-    SegmentKind,
-    TokenizerFacts,
-    close_generated_segment,
-    declaration_entries,
-    find_id_spans,
-    find_text_spans,
-    segment_index,
-)
+from flexinspect.records import prompt as prompt_records
+from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, TokenizerFacts
 from flexinspect.records.step import GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.loading.tokenizers import TokenizerAdapter, special_ids, token_record
-from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
 # -- what the user declared ------------------------------------------------------------------------
 
 SegmentArgument = tuple[int, int, str] | tuple[str, str] | str
 """A span (start, stop, label), a (text, label), or a text that is its own label."""
+
+Specs = Sequence[DeclaredSegment]
+Span = tuple[int, int, str]
 
 _MAX_LABEL = 24
 
@@ -105,6 +99,12 @@ class DeclaredPrompt(Struct, frozen=True):
         """The known special tokens."""
         return self.tokenizer.facts if self.tokenizer.has_text else self.config
 
+    def with_config(self, model: Any) -> DeclaredPrompt:
+        """Return this with the special tokens of a model's configuration."""
+        config = getattr(model, "config", None)
+        config = getattr(config, "text_config", None) or config
+        return replace(self, config=TokenizerFacts(*special_ids(config)))
+
     def mask_entries(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the declared mask for these segments, empty if none was declared."""
         if self.mask is None:
@@ -115,20 +115,10 @@ class DeclaredPrompt(Struct, frozen=True):
         return {**algebra.spec_entries(spec), "separators": self.separators}
 
 
-def config_facts(model: Any) -> TokenizerFacts:
-    """Return the special tokens of a model's configuration."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config
-    return TokenizerFacts(*special_ids(config))
-
-
 def keep_written_special(
     facts: TokenizerFacts, ids: Sequence[int], texts: Sequence[str]
 ) -> TokenizerFacts:
-    """Return the facts with only those special tokens that the prompt spells out as text.
-
-    `ids` and `texts` are those of the prompt; the special tokens themselves do not count as text.
-    """
+    """Return the facts with only those special tokens that the prompt's text spells out."""
     known = frozenset(facts.special.values())
     prompt = "".join(" " if i in known else text for i, text in zip(ids, texts, strict=True))
     return replace(facts, special={s: i for s, i in facts.special.items() if s and s in prompt})
@@ -156,9 +146,7 @@ class PromptInput(Struct, frozen=True):
         return self.start + len(self.ids)
 
 
-def build_segments(
-    specs: Sequence[DeclaredSegment], prompt: PromptInput
-) -> tuple[tuple[Segment, ...], list[str]]:
+def build_segments(specs: Specs, prompt: PromptInput) -> tuple[tuple[Segment, ...], list[str]]:
     """Return segments without gaps over the prompt and generated tokens, and a list of problems.
 
     A declared segment that is not found, or lies outside, is left out and reported. A label whose
@@ -204,11 +192,8 @@ def _segment_kind(label: str) -> SegmentKind:
     return SegmentKind(word) if word in named else SegmentKind.PARAPHRASE
 
 
-def _separator_after(spans: list[tuple[int, int, str]], prompt: PromptInput) -> int:
-    """Return the length of the separator after the last span, 0 without one.
-
-    It is the separator if the same tokens stand between all spans.
-    """
+def _separator_after(spans: list[Span], prompt: PromptInput) -> int:
+    """Return the length of the separator after the last span, if it stands between all spans."""
     if _segment_kind(spans[-1][2]) is not SegmentKind.PARAPHRASE:
         return 0
     between = {
@@ -221,11 +206,9 @@ def _separator_after(spans: list[tuple[int, int, str]], prompt: PromptInput) -> 
     return len(separator) if is_same else 0
 
 
-def _find_spans(
-    specs: Sequence[DeclaredSegment], prompt: PromptInput, problems: list[str]
-) -> Iterator[tuple[int, int, str]]:
+def _find_spans(specs: Specs, prompt: PromptInput, problems: list[str]) -> Iterator[Span]:
     """Yield (start, stop, label) in order; each text is searched after the segment before it."""
-    spans: list[tuple[int, int, str]] = []
+    spans: list[Span] = []
     after = 0
     for spec in specs:
         if spec.text is None:
@@ -258,8 +241,8 @@ def _find_text(spec: DeclaredSegment, prompt: PromptInput, after: int) -> tuple[
     second search takes every token that contains a part of the text.
     """
     for begin in dict.fromkeys((after, prompt.n_pads)):
-        by_ids = find_id_spans(spec.ids, prompt.ids, begin)
-        by_text = find_text_spans(spec.text or "", prompt.texts, begin)
+        by_ids = prompt_records.find_id_spans(spec.ids, prompt.ids, begin)
+        by_text = prompt_records.find_text_spans(spec.text or "", prompt.texts, begin)
         for start, stop in chain(by_ids, by_text):
             return prompt.start + start, prompt.start + stop
     return 0, 0
@@ -307,12 +290,12 @@ class GenerationBuilder:
             positions="contiguous" if is_contiguous else "as passed",
             segments=segments,
             tokens=tuple(
-                token_record(tokenizer, pos, *token, segment_index(segments, pos))
+                token_record(tokenizer, pos, *token, prompt_records.segment_index(segments, pos))
                 for pos, token in tokens
             ),
             declared={
                 **declared_prompt.mask_entries(segments),
-                **declaration_entries(specs, special),
+                **prompt_records.declaration_entries(specs, special),
             },
             started_at=time.time(),
             model=model,
@@ -333,13 +316,14 @@ class GenerationBuilder:
         for n, id_ in enumerate(ids):
             position = positions[n] if positions else self._next_position
             self._next_position, self._n_tokens = position + 1, pos + n + 1
-            text, segment = self._added_text(id_), segment_index(self.record.segments, pos + n)
+            text = self._added_text(id_)
+            segment = prompt_records.segment_index(self.record.segments, pos + n)
             place = (position, segment, step)
             records.append(token_record(self._tokenizer, pos + n, id_, text, *place))
         return tuple(records)
 
     def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
         """Return the end of the generation, with the final segments."""
-        segments = close_generated_segment(self.record.segments, self._n_tokens)
+        segments = prompt_records.close_generated_segment(self.record.segments, self._n_tokens)
         answer = self._tokenizer.decode_generated(self._generated)
         return GenerationEnd(self.record.generation, state, answer, segments, reason, ended_at)

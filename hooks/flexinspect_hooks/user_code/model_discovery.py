@@ -14,7 +14,7 @@ import traceback
 from bisect import bisect_right
 from collections import deque
 from contextlib import ExitStack, suppress
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -23,30 +23,24 @@ from msgspec.structs import replace
 from torch import nn
 
 from flexinspect.core.errors import TraceWriteError, exception_chain
-from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.control.control_protocols import chosen_layers
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
-from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.observers.inputs_hook import InputRows
+from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.python_internals.torch_private import (
-    frame_compiler_setter,
-    hide_hooks,
-    skip_frame,
-)
 from flexinspect_hooks.sessions.capture_session import capture_cost
-from flexinspect_hooks.sessions.captured_run import CapturedRun
-from flexinspect_hooks.sessions.session_levels import chosen_layers
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
-from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
 
 if TYPE_CHECKING:
     from flexinspect_hooks.sessions.standalone_calls import StandaloneCalls
+    from flexinspect_hooks.user_code.script.script_run import ProgramCapture
 
 MAX_STEP_STARTS = 4096
 """Steps whose start times are kept, to assign printed output to steps."""
@@ -58,16 +52,15 @@ MAX_HOOK_RESTORES = 16
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(self, job: ScriptJob, run: CapturedRun, tokenizers: TokenizerTracker) -> None:
-        self.job, self.writer, self.tokenizers = job, run.writer, tokenizers
-        self.segments = parse_segments(job.declaration.segments)
+    def __init__(self, run: ProgramCapture) -> None:
+        self._run, self.job, self.writer, self.tokenizers = run, run.job, run.writer, run.tokenizers
+        self.segments = parse_segments(run.job.declaration.segments)
         self.recorder = Recorder(run.writer)
         self.numbers = count()
         self._found: WeakKeyDictionary[nn.Module, FoundSession | None] = WeakKeyDictionary()
         """Each model's session, None for one that cannot be watched."""
         self._sessions: list[FoundSession] = []
-        self._open: list[FoundSession] = []
-        """Those of the sessions that have not ended."""
+        self._open: list[FoundSession] = []  # those of the sessions that have not ended
         self._facts: list[dict[str, Any]] = []
         self.step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
         """When the last steps began, with their generations and numbers."""
@@ -77,8 +70,7 @@ class ModelFinder:
         self._wrappers = ExitStack()
         self._is_over = False
         self._standalone: StandaloneCalls | None = None
-        self._barrier, self._levels = run.control.barrier, run.levels
-        self._breakpoints = self.recorder.judge = run.attach_recorder(self.recorder)
+        run.attach_recorder(self.recorder)
         self.recorder.start()
 
     # -- wrappers that find models ---------------------------------------------------------------
@@ -87,7 +79,7 @@ class ModelFinder:
         """Wrap the call of every `PreTrainedModel`; transformers.modeling_utils must be loaded."""
         from transformers.modeling_utils import PreTrainedModel
 
-        local, find, set_compiler = self.local, self._find, frame_compiler_setter()
+        local, find, set_compiler = self.local, self._find, torch_private.frame_compiler_setter()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -113,9 +105,9 @@ class ModelFinder:
             finally:
                 local.root = None
 
-        skip_frame(call)
+        torch_private.skip_frame(call)
         self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
-        self._wrappers.callback(hide_hooks())
+        self._wrappers.callback(torch_private.hide_hooks())
 
     def watch_generate(self) -> None:
         """Wrap `GenerationMixin.generate`; transformers.generation.utils must be loaded."""
@@ -144,29 +136,31 @@ class ModelFinder:
         session = StandaloneCalls(self.writer, self.recorder, self.numbers, level=self.job.level)
         session.__enter__()
         self._standalone = session
-        session.use_levels(self._levels)
+        session.use_levels(self._run.levels)
 
     # -- a model ---------------------------------------------------------------------------------
 
     def _find(self, model: nn.Module) -> FoundSession | None:
         """Return the session of a model, created at its first call; None if it has none."""
         if model in self._found:
-            return self._session_with_hooks(model, self._found[model])
+            return self._with_hooks(model, self._found[model])
         if self._is_over:
             return None
         with self._lock:
             for collected in [one for one in self._open if one.is_model_deleted]:
                 self._end_session(collected)
-            session = self._found[model] = self._begin_session(model, self._unique_name(model))
+            name = str(model_facts(model)["name"])
+            names = chain([name], (f"{name} ({n})" for n in count(2)))
+            taken = {facts["name"] for facts in self._facts}
+            unique = next(candidate for candidate in names if candidate not in taken)
+            session = self._found[model] = self._begin_session(model, unique)
             if session is not None:
                 self._facts.append({**model_facts(model), "name": session.model_name})
                 with suppress(TraceWriteError):
                     self.writer.update_run(model=self._facts[0], models=self._facts)
         return session
 
-    def _session_with_hooks(
-        self, model: nn.Module, session: FoundSession | None
-    ) -> FoundSession | None:
+    def _with_hooks(self, model: nn.Module, session: FoundSession | None) -> FoundSession | None:
         """Return a known model's session, or a new one if the program removed its hooks."""
         if session is None or self._is_over or session.generate_depth:
             return session
@@ -184,29 +178,18 @@ class ModelFinder:
             again = self._found[model] = self._begin_session(model, session.model_name, n)
         return again
 
-    def _begin_session(
-        self, model: nn.Module, name: str, n_restores: int = 0
-    ) -> FoundSession | None:
+    def _begin_session(self, model: nn.Module, name: str, n: int = 0) -> FoundSession | None:
         try:
-            session = FoundSession(model, self, name, n_restores)
+            session = FoundSession(model, self, name, n)
             session.__enter__()
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             self.event("not-recorded", f"A {type(model).__name__} cannot be watched: {message}")
             return None
-        session.barrier = self._barrier
-        session.use_levels(self._levels)
-        session.break_on(self._breakpoints)
+        self._run.attach_session(session)
         self._sessions.append(session)
         self._open.append(session)
         return session
-
-    def _unique_name(self, model: nn.Module) -> str:
-        """Return a name that no other model of this program has."""
-        name = str(model_facts(model)["name"])
-        taken = {facts["name"] for facts in self._facts}
-        candidates = (f"{name} ({n})" if n > 1 else name for n in count(1))
-        return next(candidate for candidate in candidates if candidate not in taken)
 
     def _end_session(self, session: FoundSession) -> None:
         self._open.remove(session)
@@ -278,12 +261,9 @@ class ModelFinder:
 
 
 class FoundSession(WatchSession):
-    """The session of a model that was found. It prints nothing on the program's stderr.
+    """The session of a model that was found; it prints nothing, and reports no removed hooks."""
 
-    It does not report removed hooks at its end either: they are checked before each forward.
-    """
-
-    prints = False
+    prints = False  # nor are removed hooks reported: they are checked before each forward
 
     def __init__(self, model: nn.Module, finder: ModelFinder, name: str, n_restores: int) -> None:
         self._finder, declared = finder, finder.job.declaration
@@ -301,9 +281,7 @@ class FoundSession(WatchSession):
             name=name,
         )
 
-    def _on_forward_start(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Otherwise the model is a part of another model.
         if getattr(self._finder.local, "root", None) == id(module):
             super()._on_forward_start(module, args, kwargs)
@@ -312,8 +290,7 @@ class FoundSession(WatchSession):
         tokenizer = SafeAdapter(self._finder.tokenizers.match(self._model))
         self.context.text_of = tokenizer.text_of
         self._declared_prompt = replace(self._declared_prompt, tokenizer=tokenizer)
-        has_texts = any(spec.text for spec in self._declared_prompt.segments)
-        if has_texts and not tokenizer.has_text:
+        if not tokenizer.has_text and any(one.text for one in self._declared_prompt.segments):
             text = (
                 "No tokenizer was found in the program, so declared texts cannot be searched in "
                 "the prompt. Declare spans of positions instead."
@@ -338,4 +315,4 @@ class FoundSession(WatchSession):
             was_left = self.exit_exception_id in errors
             return was_left, self._step.started if was_left else 0.0
         pending = self._pending
-        return False, 0.0 if pending is None else pending.finished.context.started
+        return False, 0.0 if pending is None else pending.context.started

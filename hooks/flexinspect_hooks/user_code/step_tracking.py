@@ -18,11 +18,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect_hooks.capture.step_clock import StepContext, StepEvent
-from flexinspect_hooks.observers.input_rows import InputRows
+from flexinspect_hooks.observers.inputs_hook import InputRows
 
 SEVERAL_ROWS = "chunked-input"
 UNKNOWN_CACHE = "unknown-cache"
 OTHER_CACHE = "cache-switched"
+
+
+_EVENT_TEXTS = {
+    SEVERAL_ROWS: "The forward received {n} rows after {cached} cached keys: a prompt in chunks, a "
+    "further turn, or proposals of an assistant. They are recorded as input; whether the model "
+    "chose some of them is not known.",
+    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not the length of the generation "
+    "before: a new generation begins, and its first {cached} tokens are not known.",
+    OTHER_CACHE: "The cache belongs to generation {owner}, and another generation ran meanwhile: "
+    "the continuation is recorded as a new generation, which begins after {cached} keys.",
+}
+
+
+ReadIds = Callable[[], Sequence[int] | None]
 
 
 class StepPlace(Struct, frozen=True):
@@ -43,12 +57,25 @@ class StepPlace(Struct, frozen=True):
     note: str = ""
     owner: int | None = None
 
+    def input_events(self, step: StepContext, rows: InputRows) -> list[StepEvent]:
+        """Return the events about the place and the input of a forward."""
+        events: list[StepEvent] = []
+        if self.note:
+            facts = {"n": step.q_len, "cached": step.kv_before, "owner": self.owner}
+            events.append((self.note, _EVENT_TEXTS[self.note].format(**facts)))
+        if not self.begins_generation:
+            return events
+        if rows.batch > 1:
+            text = f"The batch has {rows.batch} sequences; only row 0 of the batch is recorded."
+            events.append(("batched-input", text))
+        if rows.ids is None:
+            text = "The forward received no token ids, so there are no tokens to show."
+            events.append(("no-input-ids", text))
+        return events
+
 
 class _TrackerState(Struct, frozen=True):
-    """The open generation. `length` keys will be in the cache after the last forward.
-
-    `whole` is the sequence, while every forward gets all of it.
-    """
+    """The open generation: keys cached after the last forward, and the sequence if passed whole."""
 
     generation: int = -1
     step: int = -1
@@ -58,10 +85,7 @@ class _TrackerState(Struct, frozen=True):
 
 
 class StepTracker:
-    """Follows one model's forwards, in order.
-
-    `numbers` gives each generation its number; models that are recorded together share it.
-    """
+    """Follows one model's forwards, in order; models that are recorded together share numbers."""
 
     def __init__(self, generation_numbers: Iterator[int] | None = None) -> None:
         self._numbers = count() if generation_numbers is None else generation_numbers
@@ -91,13 +115,7 @@ class StepTracker:
         """Undo the last `locate`, because the forward did not return; it may be tried again."""
         self._state = self._before
 
-    def locate(
-        self,
-        n_rows: int,
-        cached: int,
-        ids: Callable[[], Sequence[int] | None],
-        owner: int | None = None,
-    ) -> StepPlace:
+    def locate(self, n_rows: int, cached: int, ids: ReadIds, owner: int | None = None) -> StepPlace:
         """Return the place of a forward of `n_rows` rows; the next one is placed after it.
 
         `cached` keys are in its cache already, which generation `owner` filled (None if not known).
@@ -116,13 +134,8 @@ class StepTracker:
             place = StepPlace(number, 0, True, cached, n_rows, note=note, owner=owner)
         is_whole = place.begins_generation or state.whole is not None
         self._before = state
-        self._state = _TrackerState(
-            generation=place.generation,
-            step=place.step,
-            length=cached + n_rows,
-            whole=whole if is_whole else None,
-            is_open=True,
-        )
+        known, length = whole if is_whole else None, cached + n_rows
+        self._state = _TrackerState(place.generation, place.step, length, known, is_open=True)
         return place
 
     def _next_step(
@@ -162,31 +175,3 @@ class CacheOwners:
         # Tuples, None, and a class with slots do not support weak references, and are ignored.
         with suppress(TypeError):
             self._known[cache] = generation
-
-
-_EVENT_TEXTS = {
-    SEVERAL_ROWS: "The forward received {n} rows after {cached} cached keys: a prompt in chunks, a "
-    "further turn, or proposals of an assistant. They are recorded as input; whether the model "
-    "chose some of them is not known.",
-    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not the length of the generation "
-    "before: a new generation begins, and its first {cached} tokens are not known.",
-    OTHER_CACHE: "The cache belongs to generation {owner}, and another generation ran meanwhile: "
-    "the continuation is recorded as a new generation, which begins after {cached} keys.",
-}
-
-
-def input_events(step: StepContext, place: StepPlace, rows: InputRows) -> list[StepEvent]:
-    """Return the events about the place and the input of a forward."""
-    events: list[StepEvent] = []
-    if place.note:
-        facts = {"n": step.q_len, "cached": step.kv_before, "owner": place.owner}
-        events.append((place.note, _EVENT_TEXTS[place.note].format(**facts)))
-    if not place.begins_generation:
-        return events
-    if rows.batch > 1:
-        text = f"The batch has {rows.batch} sequences; only row 0 of the batch is recorded."
-        events.append(("batched-input", text))
-    if rows.ids is None:
-        text = "The forward received no token ids, so there are no tokens to show."
-        events.append(("no-input-ids", text))
-    return events

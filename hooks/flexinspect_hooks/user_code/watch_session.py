@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import RLock, get_ident
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from flexinspect.control import messages as control
 from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
@@ -36,27 +34,24 @@ from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
 from flexinspect_hooks.observers.attention.kernel_calls import set_unrecorded
-from flexinspect_hooks.observers.input_rows import ArgumentNames, InputRows
+from flexinspect_hooks.observers.inputs_hook import ArgumentNames, InputRows
 from flexinspect_hooks.observers.logits_hook import reduce_chosen
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
-from flexinspect_hooks.user_code.generation_builder import (
-    DeclaredPrompt,
-    GenerationBuilder,
-    config_facts,
-)
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
 from flexinspect_hooks.user_code.program import strip_own_frames
-from flexinspect_hooks.user_code.step_tracking import (
-    CacheOwners,
-    StepPlace,
-    StepTracker,
-    input_events,
-)
+from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
 
 THREAD_OVERLAP = (
     "A forward of another thread began while one of this generation was running. One thread is "
     "recorded at a time; the other thread's forwards were not recorded."
+)
+
+
+NOT_FOLLOWED = (
+    "Beam search and assisted generation are not followed: their steps are recorded without the "
+    "tokens that they chose."
 )
 
 
@@ -81,12 +76,10 @@ class WatchSession(CaptureSession):
         generation_numbers: Iterator[int] | None = None,
         name: str = "",
     ) -> None:
-        text_of = declared_prompt.tokenizer.text_of
-        super().__init__(
-            model, sink, level=level, layers=layers, text_of=text_of, recorder=recorder
-        )
+        decode = declared_prompt.tokenizer.text_of
+        super().__init__(model, sink, level=level, layers=layers, text_of=decode, recorder=recorder)
         self.context.sees_kernels = True
-        self._declared_prompt = replace(declared_prompt, config=config_facts(model))
+        self._declared_prompt = declared_prompt.with_config(model)
         self._names = ArgumentNames(model)
         self._tracker = StepTracker(generation_numbers)
         self.model_name = name
@@ -96,7 +89,9 @@ class WatchSession(CaptureSession):
         """The generation whose overlap was reported last; -1 stands for no generation."""
         self._builder: GenerationBuilder | None = None
         self._input_tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
-        self._pending: PendingStep | None = None
+        self._pending: FinishedStep | None = None
+        """The step whose forward has returned and whose token is not known yet."""
+        self._pending_row: Tensor | None = None  # its newest row of logits, if on an accelerator
         self._printed: set[str] = set()
         self.recorded_error: BaseException | None = None
         """The last exception that is in the trace."""
@@ -111,9 +106,7 @@ class WatchSession(CaptureSession):
 
     # -- a forward -------------------------------------------------------------------------------
 
-    def _on_forward_start(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._model:
             return  # a compiled model is not recorded; a copy of the model is another model
         with self._thread_lock:
@@ -125,10 +118,7 @@ class WatchSession(CaptureSession):
                 self._open_step(args, kwargs)
 
     def _is_other_thread_active(self) -> bool:
-        """Whether the session records another thread, which is still alive.
-
-        Hold `_thread_lock` from this check until the forward is open.
-        """
+        """Whether another live thread is recorded; hold `_thread_lock` until the step is open."""
         others = {self._generate_thread, self.context.thread} - {0, get_ident()}
         return bool(others) and any(thread in sys._current_frames() for thread in others)
 
@@ -164,9 +154,7 @@ class WatchSession(CaptureSession):
         # The time before the step's start, in which its place was found, counts as well.
         self.total_s += step.started - started - self._paused_s
 
-    def _locate_step(
-        self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
-    ) -> StepContext:
+    def _locate_step(self, args: Any, arguments: dict[str, Any], started: float) -> StepContext:
         """Find the generation and step of a forward, finish the step before, and open this one."""
         self._n_forwards += 1
         n_rows = query_length(args, arguments)
@@ -193,27 +181,20 @@ class WatchSession(CaptureSession):
         step = self._clock.open(args, arguments, self.level)
         step.arguments = arguments
         step.is_scored = False  # how a loop processes the logits before it chooses is not known
-        step.events += input_events(step, place, rows)
+        step.events += place.input_events(step, rows)
         if place.begins_generation:
             self._add_begin_events(step, place, builder.problems)
         is_input = not (place.begins_generation or place.is_chosen) and place.n_new > 0
         self._input_tokens = partial(builder.append_tokens, rows, place.pos) if is_input else tuple
         return step
 
-    def _add_begin_events(
-        self, step: StepContext, place: StepPlace, problems: Sequence[str]
-    ) -> None:
-        """Add the events of a generation that begins with this step."""
+    def _add_begin_events(self, step: StepContext, place: StepPlace, problems: list[str]) -> None:
         if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:
             cached = self._prompt[0, : place.pos].tolist()
             text = f"By its length the cache holds the first {place.pos} tokens of the prompt."
             self._event(CACHED_PROMPT_EVENT, text, step, {"prompt": cached})
         if self.generate_depth and not self._is_followed:
-            text = (
-                "Beam search and assisted generation are not followed: their steps are recorded "
-                "without the tokens that they chose."
-            )
-            step.events.append(("generate-not-followed", text))
+            step.events.append(("generate-not-followed", NOT_FOLLOWED))
         for problem in problems:
             step.events.append(("segments-not-found", problem))
             self._print_once(problem)
@@ -233,41 +214,37 @@ class WatchSession(CaptureSession):
             step.output = output
             self._owners.set_owner(getattr(output, "past_key_values", None), step.generation)
             finished = self._reduce(step)
+            finished.tokens = self._input_tokens
         except Exception as error:
             self._step_unread(error)
             return
         self._step, self._is_broken = None, False
-        on_device = row if row is not None and row.device.type != "cpu" else None
         ended = time.perf_counter()
         step.capture_s += ended - started
-        self._pending = PendingStep(finished, on_device, self._input_tokens, ended)
+        step.wall_ms = (ended - step.started) * 1e3
+        self._pending = finished
+        self._pending_row = row if row is not None and row.device.type != "cpu" else None
 
     def _finish_step(self, rows: InputRows | None, pos: int, now: float | None = None) -> None:
-        """Queue the pending step for the writer thread; `rows` end with the token that it chose.
-
-        `rows` is None if the token is not known. `pos` is the token's position.
-        """
-        pending, self._pending, builder = self._pending, None, self._builder
-        if pending is None or builder is None:
+        """Queue the pending step; `rows` end with its token, at `pos`, if that is known."""
+        finished, self._pending, builder = self._pending, None, self._builder
+        row, self._pending_row = self._pending_row, None
+        if finished is None or builder is None:
             return
         started = time.perf_counter()
-        finished, row, input_tokens, ended = pending
-        ended, step = ended if now is None else now, finished.context
-        step.wall_ms = (ended - step.started) * 1e3
+        step, input_tokens = finished.context, finished.tokens
+        if now is not None:
+            step.wall_ms = (now - step.started) * 1e3
         if rows is not None and rows.ids is not None and row is not None:
             reduce_chosen(row, rows.ids[-1:], finished.buffer)
-        self._start_copy(finished)
 
         def tokens() -> tuple[TokenRecord, ...]:
             chosen = builder.append_tokens(rows, pos, step.step) if rows is not None else ()
             return (*input_tokens(), *chosen)
 
         finished.tokens = tokens
-        step.capture_s += time.perf_counter() - started
-        self.recorder.put(finished)
-        self.place = control.StepRef(step.generation, 0, step.step)
-        self.capture_s += step.capture_s
-        self.total_s += ended - step.started
+        self._queue_step(finished, started)
+        self.total_s += step.wall_ms / 1e3
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -314,19 +291,14 @@ class WatchSession(CaptureSession):
     def close(self, state: str, error: BaseException | None) -> None:
         """Finish, and report if no forward was recorded, or if the program removed hooks."""
         self.finish(state, error)
+        unseen = []
         if self.prints and not self.has_hooks_installed:
-            self._report_unseen(
-                f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."
-            )
+            unseen = [f"{HOOKS_REMOVED}: later forwards were not recorded, or only in part."]
         if not self._n_forwards:
-            self._report_unseen(
-                "No forward of this model was seen: it was not called, or only through a part of "
-                "it, or inside a compiled graph."
-            )
-
-    def _report_unseen(self, text: str) -> None:
-        self._event(UNSEEN_LAYERS, text)
-        self._print_once(text)
+            unseen.append(NO_FORWARDS)
+        for text in unseen:
+            self._event(UNSEEN_LAYERS, text)
+            self._print_once(text)
 
     @property
     def has_hooks_installed(self) -> bool:
@@ -339,7 +311,7 @@ class WatchSession(CaptureSession):
             return
         self.recorded_error, builder, pending = error, self._builder, self._pending
         strip_own_frames(error)
-        last = self._step or (pending.finished.context if pending is not None else None)
+        last = self._step or (pending.context if pending is not None else None)
         generation = builder.record.generation if builder is not None else None
         step = last.step if last is not None else None
         data = {"traceback": "".join(traceback.format_exception(error))}
@@ -354,10 +326,7 @@ class WatchSession(CaptureSession):
     # -- a call of generate ----------------------------------------------------------------------
 
     def watch_generate(self) -> None:
-        """Wrap the model's `generate`, if any, to know its prompt and its result.
-
-        The wrapper is removed with the hooks.
-        """
+        """Wrap the model's `generate`, if any, to know its prompt and its result."""
         model, call = self._model, self.call_generate
         original = getattr(model, "generate", None)
         if not callable(original):
@@ -372,9 +341,7 @@ class WatchSession(CaptureSession):
         # A bound method, so that a copy of the model calls its own `generate`, not this model's.
         self._removes.append((None, patch(model, "generate", MethodType(generate, model))))
 
-    def call_generate(
-        self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_generate(self, generate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model's `generate` (bound), and record it as one generation."""
         if kwargs.get("custom_generate") is not None:  # another decoding loop
             return generate(*args, **kwargs)
@@ -445,15 +412,6 @@ class WatchSession(CaptureSession):
             self._finish_step(InputRows(last, 1, with_mask=False, buffer=buffer), pos)
 
 
-class PendingStep(NamedTuple):
-    """A step whose forward has returned and whose token is not known yet."""
-
-    finished: FinishedStep
-    row: Tensor | None
-    input_tokens: Callable[[], tuple[TokenRecord, ...]]
-    ended: float
-
-
 # -- helpers for a model that code of the user runs ------------------------------------------------
 
 
@@ -461,10 +419,7 @@ _UNFOLLOWED_ARGUMENTS = ("assistant_model", "prompt_lookup_num_tokens", "penalty
 
 
 def _follows_row_0(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `generate` appends to row 0 the token that row 0 chose, one at a time.
-
-    Beam search, assisted generation, prompt look-up and contrastive search do not.
-    """
+    """Whether `generate` appends the token that row 0 chose: no beams, assistants or look-ups."""
     configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
 
     def option(name: str) -> Any:
@@ -475,4 +430,8 @@ def _follows_row_0(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     return is_single and not any(option(name) for name in _UNFOLLOWED_ARGUMENTS)
 
 
+NO_FORWARDS = (
+    "No forward of this model was seen: it was not called, or only through a part of it, or inside "
+    "a compiled graph."
+)
 HOOKS_REMOVED = "The program removed hooks of flexinspect from the model"

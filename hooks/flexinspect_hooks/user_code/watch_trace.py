@@ -1,12 +1,17 @@
-"""What `watch` and `watch_training` share: the trace of a `with` block, from path to end."""
+"""`flexinspect.watch`, and what it shares with `watch_training`: the trace of a `with` block.
+
+`watch` records a model that code of the user runs, without changes to that code.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from html import escape
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -14,17 +19,27 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 import torch
 from torch import nn
 
+from flexinspect.analysis.summary import TraceSummary, summarize_trace
+from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
-from flexinspect.core.text import print_message
+from flexinspect.core.text import escape_unprintable, print_message
+from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records.finding import Finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect_hooks.capture.model_layers import model_facts
-from flexinspect_hooks.capture.new_trace import new_writer, run_manifest
+from flexinspect_hooks.breakpoints import actions
+from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
+from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
+from flexinspect_hooks.capture.new_trace import create_trace
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
+from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
+from flexinspect_hooks.control.server import CaptureControl
+from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
 from flexinspect_hooks.sessions.capture_session import check_level
+from flexinspect_hooks.user_code import generation_builder
 from flexinspect_hooks.user_code.program import end_state
+from flexinspect_hooks.user_code.watch_session import WatchSession
 
 
 class _Session(Protocol):
@@ -35,15 +50,14 @@ class _Session(Protocol):
 
 
 S = TypeVar("S", bound=_Session)
+Calls = list[Callable[[], object]]
 
 
 class WatchedTrace(ABC, Generic[S]):
     """The handle of a trace at `path` that is recorded while a `with` block runs."""
 
-    _watched: ClassVar[set[int]]
-    """`id` of each model that is being watched."""
-    _function: ClassVar[str]
-    """The public function that makes the handle."""
+    _watched: ClassVar[set[int]]  # `id` of each model that is being watched
+    _function: ClassVar[str]  # the public function that makes the handle
     _messages: ClassVar[tuple[str, str]]
     """What is said of a second block, and of a model that is being watched already."""
     _facts: ClassVar[Mapping[str, Any]]
@@ -60,9 +74,7 @@ class WatchedTrace(ABC, Generic[S]):
         """Start a session that records into `writer`."""
 
     @abstractmethod
-    def _end_calls(
-        self, session: S, state: str, error: BaseException | None
-    ) -> list[Callable[[], object]]:
+    def _end_calls(self, session: S, state: str, error: BaseException | None) -> Calls:
         """Calls that end the session, of which each is done though others fail."""
 
     def __enter__(self) -> Self:
@@ -73,10 +85,10 @@ class WatchedTrace(ABC, Generic[S]):
             raise UsageError(busy)
         import transformers  # noqa: F401 (its version is in the manifest)
 
-        facts = {"model": model_facts(self._model), "threads": torch.get_num_threads()}
+        facts: dict[str, Any] = {"model": model_facts(self._model), **self._facts}
+        facts["threads"] = torch.get_num_threads()
         git = git_state(Path.cwd())
-        manifest = run_manifest(sys.argv, self._level, git, **facts, **self._facts)
-        writer = new_writer(self.path, manifest)
+        writer = create_trace(self.path, sys.argv, self._level, git, **facts)
         try:
             self._session = self._begin(writer)
         except BaseException:
@@ -95,11 +107,16 @@ class WatchedTrace(ABC, Generic[S]):
         assert writer is not None
         self._watched.discard(id(self._model))
         self._session = None
-        run_all_safely(
-            *self._end_calls(session, state, error),
-            lambda: self._conclude(session, writer),
-            lambda: writer.close(state),
-        )
+        calls = self._end_calls(session, state, error)
+        calls += [lambda: self._conclude(session, writer), lambda: writer.close(state)]
+        for call in calls:
+            try:
+                call()
+            except Exception as failure:  # must not replace an exception of the user
+                message = repr(failure)
+                if isinstance(failure, FlexInspectError):
+                    message = failure.sentence()
+                print_message(f"the trace could not be ended properly: {message}")
 
     def _conclude(self, session: S, writer: TraceWriter, **facts: Any) -> None:
         """Report a failure to record, and write the cost and `facts` into the manifest."""
@@ -136,16 +153,12 @@ class WatchedTrace(ABC, Generic[S]):
 
 
 def free_path(out: str | Path | None, prefix: str) -> Path:
-    """Return the path of a new trace: `out`, or PREFIX-DATE-TIME.flextrace, numbered if it exists.
-
-    Raises `UsageError` for an `out` that exists.
-    """
+    """Return `out` (`UsageError` if it exists), or a new PREFIX-DATE-TIME.flextrace."""
     if out is not None:
-        if Path(out).exists():
-            raise UsageError(
-                f"{Path(out)} exists already.", hint="Choose another out, or remove it."
-            )
-        return Path(out)
+        path = Path(out)
+        if path.exists():
+            raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
+        return path
     return numbered_path(Path(time.strftime(f"{prefix}-%Y%m%d-%H%M%S.flextrace")))
 
 
@@ -157,11 +170,152 @@ def numbered_path(path: Path) -> Path:
     return free
 
 
-def run_all_safely(*calls: Callable[[], object]) -> None:
-    """Run all calls, and print their errors: these must not replace an exception of the user."""
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            message = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
-            print_message(f"the trace could not be ended properly: {message}")
+# -- watch -----------------------------------------------------------------------------------------
+
+
+def watch(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    out: str | Path | None = None,
+    level: str = "advanced",
+    segments: Iterable[generation_builder.SegmentArgument] | None = None,
+    mask: str | MaskSpec | None = None,
+    layers: Sequence[int] | None = None,
+    breakpoints: Iterable[str] = (),
+    on_break: actions.OnBreakOption = None,
+    control: bool = False,
+) -> Watch:
+    """Record every forward of `model` while the `with` block runs, whatever code calls it.
+
+    `out` is the trace, which must not exist (default: watch-DATE-TIME.flextrace in the current
+    folder). `segments` are spans (start, stop, label) of the prompt's positions, or texts, or
+    (text, label), which are searched in the prompt. `mask` is the declared mask, a preset's name or
+    a `MaskSpec`, to compare with the executed mask. `layers` are those whose activations are stored
+    at level extreme (default: all).
+
+    With `control` the `flexinspect ctl` command and other clients can pause the model, and change
+    the level.
+
+    `breakpoints` are conditions as in docs/breakpoints.md. At a hit `on_break` is called with a
+    `BreakpointHit`, in the model's thread; "pdb" opens Python's debugger in the user's frame. By
+    default the model pauses with `control`; without it, pdb opens if there is a terminal, else the
+    hit is printed on stderr.
+
+    Raises `UsageError` for an unknown level, preset or layer, an `out` that exists, an invalid
+    segment, and a breakpoint that cannot be parsed.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
+    check_level(level)
+    generation_builder.check_declared_mask(mask)
+    specs, chosen = generation_builder.parse_segments(segments), _check_layers(layers, model)
+    prompt = generation_builder.DeclaredPrompt(_tokenizer_adapter(tokenizer), specs, mask)
+    open_session = partial(WatchSession, model, declared_prompt=prompt, layers=chosen)
+    on_hit = None if control and on_break is None else actions.hit_callback(on_break)
+    watched = Watch(model, free_path(out, "watch"), level, open_session, on_hit, control=control)
+    for text in breakpoints:
+        watched.breakpoints.add(text)
+    return watched
+
+
+class Watch(WatchedTrace[WatchSession]):
+    """The handle of a watched model: a context manager, and a summary of its trace."""
+
+    _watched: ClassVar[set[int]] = set()
+    _function = "watch"
+    _messages = ("This watch is over.", "This model is being watched already: one watch at a time.")
+    _facts: ClassVar[Mapping[str, Any]] = {"watch": True, "graphs_counted": True}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: Path,
+        level: str,
+        open_session: Callable[..., WatchSession],
+        on_hit: actions.HitCallback | None,
+        *,
+        control: bool,
+    ) -> None:
+        super().__init__(model, path, level)
+        self._open_session, self._on_hit, self._is_controlled = open_session, on_hit, control
+        self._running: CaptureControl | None = None
+        self.breakpoints = BreakpointStore()
+        """The breakpoints that are set; more may be added at any time."""
+
+    # -- while watching --------------------------------------------------------------------------
+
+    def _begin(self, writer: TraceWriter) -> WatchSession:
+        session = self._open_session(sink=writer, level=self._level)
+        session.__enter__()
+        session.watch_generate()
+        put, action = session.recorder.put, None
+        if self._is_controlled:
+            stored_layers = ",".join(map(str, session.context.layers))
+            levels = SessionLevels(session.level, stored_layers)
+            title, trace = type(self._model).__name__, str(writer.recording_path)
+            targets = ControlTargets("watch", title, trace, levels, breakpoints=self.breakpoints)
+            self._running = running = CaptureControl(targets, print_message)
+            session.use_levels(levels)
+            session.barrier = running.barrier
+            running.attach_recorder(session.recorder)
+            running.start()
+            action = actions.PauseAction(running.barrier, print_message, put)
+        stop = action if self._on_hit is None else actions.CallbackAction(self._on_hit)
+        assert stop is not None  # without control there is a function to call
+        session.break_on(BreakpointEvaluator(self.breakpoints, stop, put))
+        return session
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        session = self._session
+        if self._running is not None:
+            self._running.close()
+        super().__exit__(kind, error, trace)
+        if error is None and session is not None:
+            session.pass_breakpoints()
+
+    def _end_calls(self, session: WatchSession, state: str, error: BaseException | None) -> Calls:
+        return [lambda: session.close(state, error), session.__exit__]
+
+    # -- summary ---------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return self._render(TraceSummary.text, str)
+
+    def _repr_html_(self) -> str:
+        return self._render(TraceSummary.html, escape)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the summary in IPython. `repr` does not, because debuggers call it."""
+        printer.text("..." if cycle else str(self))
+
+    def _render(self, render: Callable[[TraceSummary], str], quote: Callable[[str], str]) -> str:
+        if self._writer is None:
+            path = escape_unprintable(str(self.path))
+            return quote(f"Nothing is recorded yet; the trace will be {path}.")
+        with self.reader() as reader:
+            return render(summarize_trace(reader, self.path))
+
+
+def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
+    if tokenizer is None:
+        return IdAdapter()
+    try:
+        return Vocabulary(tokenizer)
+    except Exception as error:
+        raise UsageError(
+            f"The tokenizer ({type(tokenizer).__name__}) cannot be used: "
+            f"{type(error).__name__}: {error}",
+            hint="Pass a transformers tokenizer, or None to show token ids in place of text.",
+        ) from error
+
+
+def _check_layers(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    known = set(attention_layers(model).values())
+    unknown = sorted(set(layers) - known)
+    if unknown:
+        has = f"0 to {max(known)}" if known else "none"
+        raise UsageError(f"The model has no attention layer {unknown[0]} (it has {has}).")
+    return tuple(layers)

@@ -148,7 +148,8 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
         nonlocal n_settled
         n_settled += 1
 
-    gate = StepBarrier(drain=settle)
+    gate = StepBarrier()
+    gate.drain = settle
     book = BreakpointStore()
     BreakpointEvaluator(book, PauseAction(gate, quietly, quietly))
 
@@ -209,7 +210,8 @@ def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses
     None
 ):
     said, events, told = list[str](), list[EventRecord](), list[str]()
-    gate = StepBarrier(record_event=lambda kind, text, place, facts: told.append(kind))
+    gate = StepBarrier()
+    gate.record_event = lambda kind, text, place, facts: told.append(kind)
     book = BreakpointStore()
     book.add("finding text.*")
     book.add("entropy > 3")

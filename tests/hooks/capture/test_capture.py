@@ -79,7 +79,7 @@ def chooser(session: CaptureSession, prompt: Prompt, seen: list[torch.Tensor] | 
             seen.append(choice.logits.clone())
         pos = len(prompt.ids) + choice.step
         token = TokenRecord(pos, choice.token_id, "", "", pos, 6, step=choice.step)
-        session.on_token_chosen(token, choice.chosen, choice.scores)
+        session.on_token_chosen(token, choice.scores)
 
     return chose
 

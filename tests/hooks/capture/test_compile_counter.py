@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexinspect_hooks.capture.compile_counter import RECOMPILE_LIMIT, GraphCount
+from flexinspect_hooks.sessions.capture_session import RECOMPILE_LIMIT, GraphCount
 
 
 def brief(events: list[Any]) -> list[tuple[str, str]]:

@@ -66,7 +66,6 @@ def record_run(
         text = f"w{choice.step}"
         session.on_token_chosen(
             TokenRecord(pos, choice.token_id, text, text, pos, 8, step=choice.step),
-            choice.chosen,
             choice.scores,
         )
         on_step(choice.step)

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.controlled import FakeLevels, FakeModel, FakeRewindTarget
+from support.controlled import FakeModel, fake_targets
 
-from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions
-from flexinspect_hooks.control.control_protocols import ControlTargets
-from flexinspect_hooks.control.handlers import CaptureInfo
-from flexinspect_hooks.control.server import ControlServer
+from flexinspect_hooks.control.server import CaptureControl
 
 TOKEN = "a-token-of-the-tests"
 
@@ -34,7 +31,7 @@ def runtime_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Served:
     """A served step barrier, its model, and clients over the socket and over TCP."""
 
-    server: ControlServer
+    server: CaptureControl
     model: FakeModel
     client: ControlClient
     tcp: ControlClient
@@ -48,11 +45,9 @@ class Served:
 def served() -> Iterator[Served]:
     model = FakeModel()
     model.settle()
-    targets = ControlTargets(
-        model.barrier, FakeLevels(), BreakpointStore(), FakeRewindTarget().estimate_cost
+    server = CaptureControl(
+        fake_targets(model), lambda _: None, serving=ServeOptions("127.0.0.1", 0, TOKEN)
     )
-    info = CaptureInfo("generation", "no model", "/nowhere.flextrace")
-    server = ControlServer(targets, info, ServeOptions("127.0.0.1", 0, TOKEN))
     server.start()
     address = server.address
     yield Served(

@@ -17,15 +17,12 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support.controlled import FakeLevels, FakeModel, FakeRewindTarget
+from support.controlled import FakeModel, fake_targets
 from support.paths import DOCS
 
-from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.control.discovery import ServeOptions
-from flexinspect_hooks.control.control_protocols import ControlTargets
-from flexinspect_hooks.control.handlers import CaptureInfo
 from flexinspect_hooks.control.http_app import openapi_document
-from flexinspect_hooks.control.server import ControlServer
+from flexinspect_hooks.control.server import CaptureControl
 
 TOKEN = "a-token-of-the-tests"
 PAGE = DOCS / "openapi.json"
@@ -40,11 +37,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         model = FakeModel()
         model.settle()
-        targets = ControlTargets(
-            model.barrier, FakeLevels(), BreakpointStore(), FakeRewindTarget().estimate_cost
+        server = CaptureControl(
+            fake_targets(model), lambda _: None, serving=ServeOptions("127.0.0.1", 0, TOKEN)
         )
-        info = CaptureInfo("generation", "no model", "/nowhere.flextrace")
-        server = ControlServer(targets, info, ServeOptions("127.0.0.1", 0, TOKEN))
         server.start()
         yield server.address.url
         server.close()

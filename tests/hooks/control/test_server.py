@@ -28,7 +28,7 @@ from flexinspect_hooks.control.control_protocols import (
     register_counter,
     unregister_counter,
 )
-from flexinspect_hooks.control.server import CaptureControl, ControlServer
+from flexinspect_hooks.control.server import CaptureControl
 
 TOKEN = "a-token-of-the-tests"
 
@@ -113,8 +113,8 @@ def test_a_body_that_is_too_large_is_refused_with_and_without_content_length(ser
 def test_idle_connections_are_closed_and_their_number_is_limited(
     monkeypatch: pytest.MonkeyPatch, served: Any
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.IDLE_S", 1.0)
-    monkeypatch.setattr("flexinspect_hooks.control.embedded_server.MOST_CONNECTIONS", 2)
+    monkeypatch.setattr("flexinspect_hooks.control.http_app.IDLE_S", 1.0)
+    monkeypatch.setattr("flexinspect_hooks.control.http_app.MOST_CONNECTIONS", 2)
     address, started_at = ("127.0.0.1", urlsplit(served.url).port), time.monotonic()
     idle = [socket.create_connection(address, timeout=10) for _ in range(3)]
     idle[0].sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
@@ -137,9 +137,7 @@ def test_a_port_in_use_is_a_usage_error(served: Any) -> None:
     port = urlsplit(served.url).port
     assert port is not None
     with pytest.raises(UsageError, match=f"127.0.0.1:{port} is not available"):
-        ControlServer(
-            served.server._targets, served.server._info, ServeOptions("127.0.0.1", port, TOKEN)
-        )
+        CaptureControl(served.server.targets, print, serving=ServeOptions("127.0.0.1", port, TOKEN))
 
 
 @pytest.mark.parametrize(
@@ -175,10 +173,9 @@ def test_a_run_without_a_socket_continues_with_a_note(
         "flexinspect.control.discovery.new_socket_path",
         lambda folder: folder / ("x" * 120 + ".sock"),
     )
-    info, levels = served.server._info, served.server._targets.levels
-    running = CaptureControl(info, levels, is_served=True, serving=None, report=lambda _: None)
+    running = CaptureControl(served.server.targets, print)
     assert "cannot be created: AF_UNIX path too long" in running.note
-    assert running.url == ""
+    assert running.address.url == ""
 
 
 def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
@@ -415,11 +412,11 @@ def test_a_server_that_cannot_load_is_reported_and_unregistered(
 ) -> None:
     served.client.status()  # its own libraries are loaded by now
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if a file of the user shadowed it
-    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.embedded_server", raising=False)
-    failures: list[Exception] = []
-    server = ControlServer(served.server._targets, served.server._info)
-    server.start(failures.append)
-    wait_for(lambda: bool(failures))
-    assert isinstance(failures[0], ImportError)
+    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.http_app", raising=False)
+    reports: list[str] = []
+    server = CaptureControl(served.server.targets, reports.append)
+    server.start()
+    wait_for(lambda: bool(reports))
+    assert reports[0].startswith("This run cannot be controlled: ModuleNotFoundError: ")
     assert [entry.address for entry in discovery.running()] == [served.server.address]
     server.close()

@@ -22,8 +22,8 @@ from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.records.step import GenerationRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.control.control_protocols import SessionLevels
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 NEW = 8
 PAUSE_S = 1.0

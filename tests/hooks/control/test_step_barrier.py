@@ -203,7 +203,8 @@ def test_other_threads_wait_for_a_paused_one_and_take_no_rewind_commands() -> No
 
 def test_wait_for_evaluation_writes_a_step_before_the_next_one_starts() -> None:
     written = []
-    barrier = StepBarrier(drain=lambda: written.append("drained"))
+    barrier = StepBarrier()
+    barrier.drain = lambda: written.append("drained")
     barrier.between_steps(StepRef(0, 0, -1))
     barrier.wait_for_evaluation(True)
     barrier.between_steps(StepRef(0, 0, 0))

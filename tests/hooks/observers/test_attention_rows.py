@@ -44,7 +44,7 @@ def record(path: Path, model: Any, prompt: Prompt, *, patch: bool = True) -> Sou
         def chose(choice: Choice) -> None:
             pos = len(prompt.ids) + choice.step
             token = TokenRecord(pos, choice.token_id, "x", "x", pos, 6, step=choice.step)
-            session.on_token_chosen(token, choice.chosen, choice.scores)
+            session.on_token_chosen(token, choice.scores)
 
         with session:
             session.begin_generation(

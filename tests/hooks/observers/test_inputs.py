@@ -30,7 +30,7 @@ from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
 from flexinspect_hooks.observers.inputs_hook import InputsHook
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.user_code.watch import Watch
+from flexinspect_hooks.user_code.watch_trace import Watch
 
 Out = Callable[..., Watch]
 
@@ -242,7 +242,7 @@ def test_inputs_of_the_built_in_generation_are_recorded_too(llama: Any, prompt: 
         def chose(choice: Choice) -> None:
             place = n + choice.step
             token = TokenRecord(place, choice.token_id, "", "", place, 6, step=choice.step)
-            session.on_token_chosen(token, choice.chosen, choice.scores)
+            session.on_token_chosen(token, choice.scores)
 
         with FlexPatch(llama, source):
             generate(llama, prompt, max_new_tokens=2, on_choice=chose)

@@ -123,7 +123,7 @@ def capture(
         logits.append(choice.logits.clone())
         pos = len(prompt.ids) + choice.step
         token = TokenRecord(pos, choice.token_id, "", "", pos, 6, step=choice.step)
-        session.on_token_chosen(token, choice.chosen, choice.scores)
+        session.on_token_chosen(token, choice.scores)
 
     with session:
         session.begin_generation(GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ()))
@@ -297,7 +297,7 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
         )
 
     clock = StepClock()
-    clock.begin(0)
+    clock.set_next_step(0)
     step = clock.open((torch.zeros(1, 9, dtype=torch.int64),), {}, "advanced")
     refs = [call(0, 4), call(1, 2), call(2, 4), call(3, 2)]
     masks = MaskStore(CPU).capture_masks(refs, step, StepBuffer(CPU))
@@ -465,7 +465,7 @@ def forward(model: Any, prompt: Prompt, mask: Tensor, backend: str) -> tuple[Mem
         session.begin_generation(GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ()))
         logits = model(torch.tensor([prompt.ids]), attention_mask=mask).logits[0, -1]
         token = TokenRecord(len(prompt.ids), 5, "", "", len(prompt.ids), 6, step=0)
-        session.on_token_chosen(token, torch.tensor(5))
+        session.on_token_chosen(token)
     assert sink.events == []
     return sink, logits
 
@@ -622,7 +622,7 @@ def test_a_call_records_its_soft_cap(prompt: Prompt, patch: bool) -> None:
         with FlexPatch(model, source) if patch else nullcontext():
             model(torch.tensor([prompt.ids]))
         token = TokenRecord(len(prompt.ids), 5, "", "", len(prompt.ids), 6, step=0)
-        session.on_token_chosen(token, torch.tensor(5))
+        session.on_token_chosen(token)
     assert [call.softcap for call in sink.steps[0].calls] == [7.0] * LAYERS
 
 

@@ -27,11 +27,11 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.breakpoints.actions import PauseAction
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
+from flexinspect_hooks.control.control_protocols import SessionLevels
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
 from flexinspect_hooks.loading.model_loader import LoadedModel, load
 from flexinspect_hooks.sessions.capture_session import CaptureSession
-from flexinspect_hooks.sessions.session_levels import SessionLevels
 
 NEW = 8
 
@@ -328,13 +328,11 @@ def test_the_cost_is_estimated_before(new_run: Callable[..., Run]) -> None:
             EditMask(at(2), (MaskEdit("preset", name="causal"),)),
             EditMask(at(2), (MaskEdit("row", row=45, is_open=False),)),
         ):
-            costs.append(handler.estimate_cost(QueuedRewind(0, command)))
+            costs.append(handler.estimate_cost(command))
         with pytest.raises(MaskError, match="does not change"):
-            handler.estimate_cost(
-                QueuedRewind(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),)))
-            )
+            handler.estimate_cost(EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),)))
         with pytest.raises(UsageError, match="no step 50"):
-            handler.estimate_cost(QueuedRewind(0, Restore(at(50))))
+            handler.estimate_cost(Restore(at(50)))
 
     reader = run.go(ScriptedBarrier(then=ask))
     assert costs[0].sentence.startswith("the cache is cropped; the caches will hold ")
@@ -344,7 +342,7 @@ def test_the_cost_is_estimated_before(new_run: Callable[..., Run]) -> None:
     assert all(not cost.is_expensive and cost.bytes for cost in costs)
     assert len(reader.branches(0)) == 1  # asking changes nothing
     with pytest.raises(UsageError, match="No generation is running"):
-        run.ensemble.rewind_handler.estimate_cost(QueuedRewind(0, Restore(at(2))))
+        run.ensemble.rewind_handler.estimate_cost(Restore(at(2)))
 
 
 def test_a_review_afterwards_finds_nothing_new_in_branches(new_run: Callable[..., Run]) -> None:

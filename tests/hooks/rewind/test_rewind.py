@@ -24,7 +24,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.job import SamplingOptions
-from flexinspect_hooks.rewind.cache_store import (
+from flexinspect_hooks.rewind.branch_state import (
     MAX_STORED_CACHES,
     cache_bytes,
     n_rows_of,

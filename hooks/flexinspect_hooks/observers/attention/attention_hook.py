@@ -8,7 +8,7 @@ are intercepted as well (`kernel_calls`), because such code may call them direct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,41 +18,14 @@ from torch import Tensor, nn
 
 from flexinspect.core.text import plural
 from flexinspect.records.step import ArrayRecord, BuildRecord, CallRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.hook import (
-    CaptureContext,
-    Hook,
-    Remove,
-    StepDraft,
-    put_activation,
-    record_activations,
-)
+from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
+from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
-from flexinspect_hooks.observers.attention.call_checks import (
-    CallFields,
-    put_batch_rows,
-    put_user_call_checks,
-    record_batch_rows,
-    record_user_call_checks,
-)
-from flexinspect_hooks.observers.attention.call_references import (
-    AttentionCall,
-    CapturedMask,
-    call_of_kernel,
-)
-from flexinspect_hooks.observers.attention.kernel_calls import (
-    SDPA,
-    KernelCall,
-    KernelCalls,
-    call_unobserved,
-)
+from flexinspect_hooks.observers.attention import call_checks, segment_attention
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall, KernelCalls
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
-from flexinspect_hooks.observers.attention.segment_attention import (
-    SegmentAttentionReducer,
-    lost_calls,
-    merge_group_results,
-)
 from flexinspect_hooks.python_internals.patching import patch
 
 UNSEEN_LAYERS = "not-recorded"
@@ -69,7 +42,7 @@ _KNOWN_BACKENDS = (*_BACKEND_PATHS, BACKEND)
 class _AttentionStep(NamedTuple):
     """What the writer thread gets about a step's calls: no tensors."""
 
-    calls: tuple[CallFields, ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()
     masks: tuple[CapturedMask, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
 
@@ -78,17 +51,25 @@ class AttentionHook(Hook):
     """Records each attention call of the watched model, for any backend."""
 
     name = "attention"
-    is_standalone = False
-    """Whether the calls are standalone, so that the number of filled keys is not known."""
-    _wrapped_functions: dict[tuple[str, int], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Observe the kernels in code of the user, and the registry except for standalone calls."""
+        self._context = context
+        self._refs: list[AttentionCall] = []
+        self._n_layers_seen = 0
+        self._mask_store = MaskStore(context.device)
+        self._compared_masks: set[tuple[Any, ...]] = set()
+        self._segment_reducer = segment_attention.SegmentAttentionReducer(context.device)
+        self.kernels = KernelCalls(context) if context.sees_kernels else None
+        self._wrapped_functions: dict[tuple[str, int], Callable[..., Any]] = {}
+        removes = self.kernels.install() if self.kernels is not None else []
+        return removes if context.is_standalone else [self._wrap_registry(), *removes]
+
+    def _wrap_registry(self) -> Remove:
         """Replace the look-up of attention functions on transformers' shared registry."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
-        self.prepare(context)
-        original = REGISTRY.get_interface
-        wrapped = self._wrapped_functions
+        original, wrapped = REGISTRY.get_interface, self._wrapped_functions
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
@@ -100,22 +81,10 @@ class AttentionHook(Hook):
                 wrapped[key] = self._wrap_function(attn_implementation, function)
             return wrapped[key]
 
-        remove = patch(REGISTRY, "get_interface", get_interface)
-        return [remove, *(self._kernels.install() if self._kernels is not None else ())]
-
-    def prepare(self, context: CaptureContext) -> None:
-        """Set up the state without installing anything."""
-        self._context = context
-        self._refs: list[AttentionCall] = []
-        self._n_layers_seen = 0
-        self._mask_store = MaskStore(context.device)
-        self._compared_masks: set[tuple[Any, ...]] = set()
-        self._segment_reducer = SegmentAttentionReducer(context.device)
-        self._kernels = KernelCalls(context) if context.sees_kernels else None
-        self._wrapped_functions = {}
+        return patch(REGISTRY, "get_interface", get_interface)
 
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        context, layer_of, kernels = self._context, self._context.layer_of, self._kernels
+        context, layer_of, kernels = self._context, self._context.layer_of, self.kernels
         name = BACKEND if backend.startswith(BACKEND) else backend
         path = _BACKEND_PATHS.get(name, "other")
         own_module = getattr(function, "__module__", None) or ""
@@ -148,7 +117,7 @@ class AttentionHook(Hook):
         try:
             if is_whole:
                 call.suppressed_exception = kernels.suppressed_exception(call.layer)
-                out = call_unobserved(call.run, call.value)
+                out = kernels.call_unobserved(call.run, call.value)
             else:
                 out = call.run(call.value)
         except Exception as error:
@@ -182,8 +151,8 @@ class AttentionHook(Hook):
     def open(self, step: StepContext) -> None:
         """Drop references that an aborted step may have left."""
         self._refs.clear()
-        if self._kernels is not None:
-            self._kernels.open(step)
+        if self.kernels is not None:
+            self.kernels.open(step)
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _AttentionStep | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
@@ -200,22 +169,22 @@ class AttentionHook(Hook):
         masks = self._mask_store.capture_masks(refs, step, buffer)
         if step.level != "basic":
             self._segment_reducer.reduce(refs, step.kv_after, buffer)
-            put_batch_rows(refs, self._compared_masks, buffer)
-            if self._kernels is not None:
-                filled = None if self.is_standalone else step.kv_after
-                put_user_call_checks(refs, step, filled, buffer)
+            call_checks.put_batch_rows(refs, self._compared_masks, buffer)
+            if self.kernels is not None:
+                filled = None if self._context.is_standalone else step.kv_after
+                call_checks.put_user_call_checks(refs, step, filled, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
         for mask in masks:
-            mask.drop_tensors()
+            mask.cells = mask.averaged = mask.bias = mask.mask_mod_blocks = None
         return _AttentionStep(tuple(ref.record_fields() for ref in refs), masks, builds)
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
         """Return the calls of a step and the masks built for it, and drop them."""
         builds: tuple[BuildRecord, ...] = ()
-        if self._kernels is not None:
-            self._add_direct_calls(self._kernels.take_since(0), step)
-            builds = self._kernels.take_builds()
+        if self.kernels is not None:
+            self._add_direct_calls(self.kernels.take_since(0), step)
+            builds = self.kernels.take_builds()
         refs, self._refs = self._refs, []
         return refs, builds
 
@@ -252,7 +221,7 @@ class AttentionHook(Hook):
                 continue
             rows = ref.query.shape[2]
             for name, tensor in (("q", ref.query), ("k", ref.key), ("v", ref.value)):
-                put_activation(buffer, f"{name}.{ref.layer}", tensor[0, :, -rows:])
+                buffer.put_activation(f"{name}.{ref.layer}", tensor[0, :, -rows:])
 
     def record(
         self, step: StepContext, kept: _AttentionStep | None, values: Values, draft: StepDraft
@@ -264,11 +233,11 @@ class AttentionHook(Hook):
         for mask in kept.masks:
             self._mask_store.record(mask, values, draft)
         # No rule needs equal batch rows of standalone calls.
-        reports_equal = not self.is_standalone
-        record_batch_rows(values, kept.masks, step, draft, reports_equal=reports_equal)
-        rows = merge_group_results(values, len(kept.calls))
+        is_standalone = self._context.is_standalone
+        call_checks.record_batch_rows(values, kept.masks, draft, reports_equal=not is_standalone)
+        rows = segment_attention.merge_group_results(values, len(kept.calls))
         errors = rows["lse_error"].tolist() if rows else []
-        lost = _report_lost_rows(values, kept.calls, step, draft)
+        lost = _report_lost_rows(values, kept.calls, draft)
         for index, call in enumerate(kept.calls):
             call["mask"] = kept.masks[call["mask"]].fingerprint
             if errors and index not in lost and call["check_kind"]:
@@ -280,23 +249,23 @@ class AttentionHook(Hook):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
-        record_user_call_checks(values, kept.calls, step, draft)
+        call_checks.record_user_call_checks(values, kept.calls, draft)
         if step.level == "extreme":
-            record_activations(values, ("q", "k", "v"), draft)
+            draft.add_activations(values, ("q", "k", "v"))
 
 
-def _report_lost_rows(
-    values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
-) -> set[int]:
-    """Return the calls whose newest row is lost, and record an event for them (writer thread)."""
-    lost = lost_calls(values, len(calls))
+def _report_lost_rows(values: Values, calls: call_checks.CallFields, draft: StepDraft) -> set[int]:
+    """Return the calls whose keys were modified before their newest row was recomputed."""
+    lost: set[int] = set()
+    for members in with_prefix(values, segment_attention.LOST_PREFIX):
+        lost |= set(map(int, members[1:].split(","))) if members else set(range(len(calls)))
     if lost:
         layers = sorted({calls[index]["layer"] for index in lost})
         text = (
             f"Keys or values of layers {layers} were modified before their newest row was "
             "recomputed: its segment attention, LSE and LSE check are missing."
         )
-        draft.add_event(step, KEYS_CHANGED, text, {"layers": layers})
+        draft.add_event(KEYS_CHANGED, text, {"layers": layers})
     return lost
 
 
@@ -330,5 +299,5 @@ def _with_output(call: AttentionCall, output: Tensor) -> AttentionCall:
 
 
 def _calls_of_kernels(calls: Iterable[KernelCall], backend: str) -> list[AttentionCall]:
-    refs = (call_of_kernel(call, backend) for call in calls)
+    refs = (AttentionCall.of_kernel(call, backend) for call in calls)
     return [ref for ref in refs if ref is not None]

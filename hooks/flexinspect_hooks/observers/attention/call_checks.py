@@ -22,7 +22,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.debugger.python_mods import are_mods_debugged
 from flexinspect_hooks.generation.mask_source import evaluate_mask_mod
-from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, Calls, CapturedMask
 from flexinspect_hooks.observers.attention.segment_attention import newest_weights
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 
@@ -31,15 +31,15 @@ RESCALED = "scores-rescaled"
 BATCH_ROWS = "batch-rows"
 SLOTS_STREAM = "attention.slots"
 
-CallFields = dict[str, Any]
-"""The fields of a `CallRecord`; see `AttentionCall.record_fields`."""
+CallFields = Sequence[dict[str, Any]]
+"""The fields of the `CallRecord` of each call; see `AttentionCall.record_fields`."""
 
 _REPEATS_PREFIX, _SCALES_PREFIX = "repeats/", "scales/"
 _BATCH_PREFIX, _SLOTS_PREFIX = "batchrows/", "slots/"
 
 
 def put_user_call_checks(
-    refs: Sequence[AttentionCall], step: StepContext, filled: int | None, buffer: StepBuffer
+    refs: Calls, step: StepContext, filled: int | None, buffer: StepBuffer
 ) -> None:
     """Put what is checked of calls in code of the user; `filled` is as in `_put_slots`."""
     if step.phase == "prefill":
@@ -52,20 +52,14 @@ def put_user_call_checks(
     _put_slots(refs, filled, buffer)
 
 
-def record_user_call_checks(
-    values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
-) -> None:
+def record_user_call_checks(values: Values, calls: CallFields, draft: StepDraft) -> None:
     """Record what `put_user_call_checks` found (writer thread)."""
-    tiled = [
-        calls[int(number)]
-        for number, orders in with_prefix(values, _REPEATS_PREFIX).items()
-        if orders[1] and not orders[0]
-    ]
-    if tiled:
+    repeats = with_prefix(values, _REPEATS_PREFIX).items()
+    if tiled := [calls[int(number)] for number, orders in repeats if orders[1] and not orders[0]]:
         layers = sorted({call["layer"] for call in tiled})
         text = f"The keys of layers {layers} were repeated as a whole, not head by head."
-        draft.add_event(step, KEYS_TILED, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
-    _record_scales(values, calls, step, draft)
+        draft.add_event(KEYS_TILED, text, {"layers": layers, "q_heads": tiled[0]["q_heads"]})
+    _record_scales(values, calls, draft)
     slots = with_prefix(values, _SLOTS_PREFIX)
     if any(row[1] or row[3] for row in slots.values()):
         array = np.zeros((len(calls), 5), np.float32)
@@ -110,8 +104,7 @@ def _compare_orders(newest: Tensor, groups: int) -> Tensor:
 _SCALE_TOLERANCE = 0.02
 """Largest relative deviation of a vector from a multiple of another, or of a scale from another."""
 
-_SCORES = (-40.0, 2.0, 300.0)
-"""Large enough for a soft cap to show."""
+_SCORES = (-40.0, 2.0, 300.0)  # large enough for a soft cap to show
 
 
 class _ScaledCall(NamedTuple):
@@ -123,7 +116,7 @@ class _ScaledCall(NamedTuple):
     slopes: Tensor
 
 
-def _put_scales(refs: Sequence[AttentionCall], buffer: StepBuffer) -> None:
+def _put_scales(refs: Calls, buffer: StepBuffer) -> None:
     """Put the scales of each call that can be compared; see `_factors`."""
     known: dict[int, Tensor | None] = {}
     groups: dict[tuple[int, torch.dtype], list[_ScaledCall]] = {}
@@ -166,12 +159,8 @@ def _score_mod_slopes(score_mod: Callable[..., Any], ref: AttentionCall) -> Tens
     It is called at (batch, head, q_idx, kv_idx) of three cells that a causal mask leaves open.
     """
     device, (batch, heads, q_len, _) = ref.query.device, ref.query.shape
-    last_q, last_kv = q_len - 1, ref.key.shape[2] - 1
-    sample = (
-        (0, 0, last_q, last_kv),
-        (batch - 1, heads - 1, last_q, 0),
-        (0, heads - 1, last_q // 2, 0),
-    )
+    q, h = q_len - 1, heads - 1
+    sample = ((0, 0, q, ref.key.shape[2] - 1), (batch - 1, h, q, 0), (0, h, q // 2, 0))
     scores, cells = torch.tensor(_SCORES, device=device), torch.tensor(sample, device=device)
     try:
         with torch.no_grad():
@@ -211,25 +200,19 @@ def _multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return factor, error
 
 
-def _record_scales(
-    values: Values, calls: Sequence[CallFields], step: StepContext, draft: StepDraft
-) -> None:
+def _record_scales(values: Values, calls: CallFields, draft: StepDraft) -> None:
     """Record an event for the layers whose scores have another scale."""
-    rescaled: dict[int, tuple[float, float]] = {}
-    for rows in with_prefix(values, _SCALES_PREFIX).values():
-        for number, factor, mod, error in rows.tolist():
-            if error < _SCALE_TOLERANCE and abs(factor - 1) > _SCALE_TOLERANCE:
-                rescaled[int(number)] = factor, mod
+    known = [row for rows in with_prefix(values, _SCALES_PREFIX).values() for row in rows.tolist()]
+    rescaled = [row for row in known if row[3] < _SCALE_TOLERANCE < abs(row[1] - 1)]
     if not rescaled:
         return
-    first = min(rescaled)
-    factor, mod = rescaled[first]
-    layers = sorted({calls[number]["layer"] for number in rescaled})
+    first, factor, mod, _ = min(rescaled)
+    layers = sorted({calls[int(number)]["layer"] for number, *_ in rescaled})
     text = f"The scores of layers {layers} are scaled by {factor:.4g} times what they asked for."
-    data = {"layers": layers, "factor": factor, "scale": calls[first]["scale"]}
+    data = {"layers": layers, "factor": factor, "scale": calls[int(first)]["scale"]}
     if abs(mod - 1) > _SCALE_TOLERANCE:
         data["score_mod"] = mod
-    draft.add_event(step, RESCALED, text, data)
+    draft.add_event(RESCALED, text, data)
 
 
 # -- key slots that hold no token of the sequence --------------------------------------------------
@@ -238,7 +221,7 @@ def _record_scales(
 # standalone calls. An ordinary step costs one comparison per distinct mask.
 
 
-def _put_slots(refs: Sequence[AttentionCall], filled: int | None, buffer: StepBuffer) -> None:
+def _put_slots(refs: Calls, filled: int | None, buffer: StepBuffer) -> None:
     """Put five numbers for each call whose newest row attends to slots from `filled` on.
 
     With `filled` None any slot may be empty. The numbers: open keys of the newest row; all-zero
@@ -247,9 +230,7 @@ def _put_slots(refs: Sequence[AttentionCall], filled: int | None, buffer: StepBu
     """
     distinct = {ref.captured.number: ref.captured for ref in refs}
     suspects = {number for number, mask in distinct.items() if _is_open(mask, filled)}
-    if not suspects:
-        return
-    for index, ref in enumerate(refs):
+    for index, ref in enumerate(refs) if suspects else ():
         if ref.captured.number not in suspects or ref.unknown_scores:
             continue
         if filled is None and ref.query.shape[2] >= ref.key.shape[2]:
@@ -297,13 +278,8 @@ MAX_SAMPLE_CELLS = 1 << 22
 """Most cells, over all batch rows, that are evaluated; larger samples are skipped."""
 
 
-def put_batch_rows(
-    refs: Sequence[AttentionCall], compared: set[tuple[Any, ...]], buffer: StepBuffer
-) -> None:
-    """Put a summary of the batch rows of each new mask; calls with one batch row have none.
-
-    `compared` are the masks that were compared before in this generation.
-    """
+def put_batch_rows(refs: Calls, compared: set[tuple[Any, ...]], buffer: StepBuffer) -> None:
+    """Put a summary of the batch rows of each mask that is not in `compared` yet."""
     if refs[0].query.shape[0] < 2:
         return
     first_of_mask: dict[int, AttentionCall] = {}
@@ -370,17 +346,9 @@ def _summarize_rows(cells: Tensor, rows: Tensor, mask: CapturedMask) -> Tensor:
 
 
 def record_batch_rows(
-    values: Values,
-    masks: Sequence[CapturedMask],
-    step: StepContext,
-    draft: StepDraft,
-    *,
-    reports_equal: bool,
+    values: Values, masks: Sequence[CapturedMask], draft: StepDraft, *, reports_equal: bool
 ) -> None:
-    """Record an event for each mask whose batch rows differ (writer thread).
-
-    With `reports_equal` also for each mask that was compared and does not differ.
-    """
+    """Record an event for each mask whose batch rows differ, or are equal if `reports_equal`."""
     for mask in masks:
         rows = values.get(f"{_BATCH_PREFIX}{mask.number}")
         if rows is None or not (reports_equal or rows[:, 0].any()):
@@ -398,4 +366,4 @@ def record_batch_rows(
                 "newest_from": rows[:, 5].tolist(),
             }
         data["differ"] = differ
-        draft.add_event(step, BATCH_ROWS, text, data)
+        draft.add_event(BATCH_ROWS, text, data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,8 @@ class CapturedMask(Struct):
     heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
     heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
     `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`.
-    These four tensors are dropped before the writer thread gets the mask and sets `fingerprint`.
+    These four tensors are dropped before the writer thread gets the mask (its values go through the
+    buffer) and sets `fingerprint`.
     """
 
     number: int
@@ -46,10 +47,6 @@ class CapturedMask(Struct):
     bias: Tensor | None = None
     mask_mod_blocks: Tensor | None = None
     fingerprint: str = ""
-
-    def drop_tensors(self) -> None:
-        """Drop the tensors; the writer thread gets them through the buffer."""
-        self.cells = self.averaged = self.bias = self.mask_mod_blocks = None
 
 
 class AttentionCall(Struct, eq=False):
@@ -85,6 +82,31 @@ class AttentionCall(Struct, eq=False):
     layer_call: AttentionCall | None = None
     captured: CapturedMask = None  # type: ignore[assignment]  # set when the step is reduced
     check_kind: str | None = None
+
+    @classmethod
+    def of_kernel(cls, call: KernelCall, backend: str) -> AttentionCall | None:
+        """Return a kernel call in a layer as that layer's, None if not of tensors (B, H, L, D)."""
+        arguments, is_flex = call.arguments, call.name == FLEX
+        tensors: list[Any] = [arguments.get(name) for name in ("query", "key", "value")]
+        out, lse = _split_output(call.output)
+        if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (*tensors, out)):
+            return None
+        if call.layer is None or call.module is None:
+            return None
+        query, key, value = tensors
+        mask = arguments.get("block_mask" if is_flex else "attn_mask")
+        return cls(
+            *(call.layer, backend, call.path, call.module, query, key, value),
+            args=(mask,),
+            kwargs={"scaling": arguments.get("scale")},
+            output=out.transpose(1, 2),
+            lse=lse,
+            causal=False if is_flex else bool(arguments.get("is_causal")),
+            unknown_scores=bool(arguments.get("score_mod" if is_flex else "dropout_p")),
+            mask_passed_to_layer=call.mask_passed_to_layer,
+            suppressed_exception=call.suppressed_exception,
+            kernel=call,
+        )
 
     def run(self, value: Tensor) -> Any:
         """Call the attention function with `value`, (B, kv heads, keys, D); returns its result."""
@@ -140,6 +162,9 @@ class AttentionCall(Struct, eq=False):
         }
 
 
+Calls = Sequence[AttentionCall]
+
+
 def _passed_mask_text(ref: AttentionCall) -> str | None:
     """Describe the mask that the layer received; None if it is the mask of the call.
 
@@ -159,11 +184,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _sliding_window(ref: AttentionCall) -> int | None:
-    """Return the number of keys in the layer's sliding window, None without one.
-
-    From the argument that transformers passes; a kernel call in code of the user has none, so
-    there the module's attribute counts.
-    """
+    """Return the keys in a layer's window, by the argument or else the module; None without."""
     window = ref.kwargs.get("sliding_window", SAME_MASK)
     if window is SAME_MASK:
         try:
@@ -193,31 +214,6 @@ def describe_mask(mask: Any) -> str:
     if isinstance(mask, Tensor):
         return f"{_dtype_name(mask.dtype)} {tuple(mask.shape)}"
     return type(mask).__name__
-
-
-def call_of_kernel(call: KernelCall, backend: str) -> AttentionCall | None:
-    """Return a kernel call in a layer as that layer's, None if not of tensors (B, H, L, D)."""
-    arguments, is_flex = call.arguments, call.name == FLEX
-    tensors: list[Any] = [arguments.get(name) for name in ("query", "key", "value")]
-    out, lse = _split_output(call.output)
-    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (*tensors, out)):
-        return None
-    if call.layer is None or call.module is None:
-        return None
-    query, key, value = tensors
-    mask = arguments.get("block_mask" if is_flex else "attn_mask")
-    return AttentionCall(
-        *(call.layer, backend, call.path, call.module, query, key, value),
-        args=(mask,),
-        kwargs={"scaling": arguments.get("scale")},
-        output=out.transpose(1, 2),
-        lse=lse,
-        causal=False if is_flex else bool(arguments.get("is_causal")),
-        unknown_scores=bool(arguments.get("score_mod" if is_flex else "dropout_p")),
-        mask_passed_to_layer=call.mask_passed_to_layer,
-        suppressed_exception=call.suppressed_exception,
-        kernel=call,
-    )
 
 
 def _split_output(output: Any) -> tuple[Any, Tensor | None]:

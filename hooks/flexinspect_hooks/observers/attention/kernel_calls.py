@@ -38,13 +38,9 @@ from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.python_mods import on_compiled_call, with_python_mods
 from flexinspect_hooks.observers.memory_hook import peak_bytes
+from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_name
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.python_internals.torch_private import (
-    eval_frame_callback_getter,
-    module_call_code,
-    skip_code,
-)
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
 
@@ -114,6 +110,8 @@ def observe_kernels(observer: KernelCalls) -> Remove:
     def remove() -> None:
         if observer in _observers:
             _observers.remove(observer)
+            if not _observers:
+                unassigned_builds.clear()
             while _restores and not _observers:
                 _restores.pop()()
 
@@ -136,16 +134,14 @@ def _track_uncompiled(function: Callable[..., Any]) -> Remove:
         _thread.ran_plain = True
         return function(*args, **kwargs)
 
-    skip_code(cast(FunctionType, noted).__code__)
+    torch_private.skip_code(cast(FunctionType, noted).__code__)
     return patch(flex_module, _UNCOMPILED_ONLY, noted)
 
 
 # -- a call ------------------------------------------------------------------------------------
 
 
-def _observed_call(
-    name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any
-) -> Any:
+def _observed_call(name: str, own: Any, names: tuple[str, ...], args: Any, kw: Any) -> Any:
     """Make the call and pass it to an observer; dynamo compiles nothing but the kernel's own code.
 
     `own` is the kernel and `names` are those of its parameters.
@@ -198,9 +194,9 @@ def _apply(function: Callable[..., Any], *args: Any) -> Any:
 _apply_uncompiled: Callable[..., Any] = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
 """Calls a function that dynamo would compile otherwise."""
 
-_eval_frame_callback = eval_frame_callback_getter()
+_eval_frame_callback = torch_private.eval_frame_callback_getter()
 
-skip_code(_observed_call.__code__)
+torch_private.skip_code(_observed_call.__code__)
 
 
 # -- Python functions --------------------------------------------------------------------------
@@ -222,7 +218,7 @@ def _detour(function: FunctionType) -> Remove:
             return own(*args, **kwargs)
         return _observed_call(name, own, names, args, kwargs)
 
-    skip_code(observe.__code__)
+    torch_private.skip_code(observe.__code__)
     function.__globals__[hidden] = observe
     function.__code__ = _detour_code(function, hidden)
 
@@ -251,7 +247,7 @@ def _detour_code(function: FunctionType, hidden: str) -> CodeType:
     code: CodeType = namespace[function.__name__].__code__.replace(
         co_filename=own.co_filename, co_firstlineno=own.co_firstlineno
     )
-    skip_code(code)
+    torch_private.skip_code(code)
     return code
 
 
@@ -268,7 +264,7 @@ def _rebind(function: Callable[..., Any]) -> Remove:
             return function(*args, **kwargs)
         return _observed_call(SDPA, function, _SDPA_NAMES, args, kwargs)
 
-    skip_code(scaled_dot_product_attention.__code__)
+    torch_private.skip_code(scaled_dot_product_attention.__code__)
     functools.update_wrapper(scaled_dot_product_attention, function)
     for module, name in list(_references(function)):
         setattr(module, name, scaled_dot_product_attention)
@@ -292,23 +288,10 @@ def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
 # -- the calls of one model -----------------------------------------------------------------------
 
 
-_active: list[KernelCalls] = []
-"""All instances that observe the kernels now."""
-
-
-def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
-    """Make a call whose kernel calls are not recorded, because the call itself is."""
-    _thread.is_quiet = True
-    try:
-        return function(*args)
-    finally:
-        _thread.is_quiet = False
-
-
 def is_forward_running() -> bool:
     """Whether this thread runs a forward of a watched model, recorded or not."""
     is_unrecorded = getattr(_thread, "is_unrecorded", False)
-    return is_unrecorded or any(calls.context.is_open for calls in _active)
+    return is_unrecorded or any(calls.context.is_open for calls in _observers)
 
 
 def set_unrecorded(*, is_unrecorded: bool) -> None:
@@ -316,15 +299,12 @@ def set_unrecorded(*, is_unrecorded: bool) -> None:
     _thread.is_unrecorded = is_unrecorded
 
 
-_unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
+unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
 """Masks that were built outside of a step; the next recorded step of any model takes them."""
 
 
 class KernelCalls(Struct, eq=False):
-    """Observes the kernels while the model's forward runs, and masks built outside of a forward.
-
-    `done` are the calls of the step so far, until the hook that reduces the step takes them.
-    """
+    """Observes kernels in the model's forward, and masks built outside; `done` are the calls."""
 
     context: CaptureContext
     done: list[KernelCall] = field(default_factory=list)
@@ -336,10 +316,9 @@ class KernelCalls(Struct, eq=False):
     _root: int = 0
 
     def install(self) -> Iterable[Remove]:
-        """Observe the kernels, and whether the model's forward returns.
-
-        The layer of a kernel call is read from the stack, so that layers need no hooks.
-        """
+        """Observe the kernels, whose layer is read from the stack, and failed forwards."""
+        if self.context.is_standalone:
+            return [observe_kernels(self)]
         self._root = id(self.context.model)
 
         def close(module: nn.Module, args: Any, output: Any) -> None:
@@ -354,21 +333,7 @@ class KernelCalls(Struct, eq=False):
 
         # A function: a copy of the model copies its hooks, and with a method this object too.
         hook = self.context.model.register_forward_hook(close, always_call=True)
-        return [self.observe(), hook.remove]
-
-    def observe(self) -> Remove:
-        """Observe the kernels only; returns a function that stops it."""
-        stop_observing = observe_kernels(self)
-        _active.append(self)
-
-        def remove() -> None:
-            stop_observing()
-            if self in _active:
-                _active.remove(self)
-            if not _active:
-                _unassigned_builds.clear()
-
-        return remove
+        return [observe_kernels(self), hook.remove]
 
     def open(self, step: StepContext) -> None:
         """Drop the state of the step before."""
@@ -378,27 +343,37 @@ class KernelCalls(Struct, eq=False):
         self._errors.clear()
         self._outer_exception = sys.exception()
 
+    @staticmethod
+    def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
+        """Make a call whose kernel calls are not recorded, because the call itself is."""
+        _thread.is_quiet = True
+        try:
+            return function(*args)
+        finally:
+            _thread.is_quiet = False
+
     def take_since(self, mark: int) -> list[KernelCall]:
         """Return the calls after the first `mark`, and drop them."""
         calls = self.done[mark:]
         del self.done[mark:]
         return calls
 
-    def unassigned_builds(self) -> tuple[BuildRecord, ...]:
-        """Return the masks that were built outside of a step, since the last recorded step."""
-        return tuple(_unassigned_builds)
-
     def take_builds(self) -> tuple[BuildRecord, ...]:
         """Return the masks that were built for the step, before it and in it, and drop them."""
-        builds = (*self.unassigned_builds(), *self._builds)
-        _unassigned_builds.clear()
+        builds = (*unassigned_builds, *self._builds)
+        unassigned_builds.clear()
         self._builds.clear()
         return builds
 
     # -- the observer ----------------------------------------------------------------------------
 
     def accepts(self, name: str) -> bool:
-        """Accept the calls of the open step, and masks that are built outside of any forward."""
+        """Accept the calls of the open step, and masks that are built outside of any forward.
+
+        Of standalone calls, accept FlexAttention and such masks.
+        """
+        if self.context.is_standalone:
+            return name in (FLEX, BUILD) and not is_forward_running()
         if self.context.is_open:
             return not getattr(_thread, "is_quiet", False)
         return name == BUILD and not is_forward_running()
@@ -428,7 +403,7 @@ class KernelCalls(Struct, eq=False):
         if call.compiled:
             last_kernel_call.end_kernel_call()
         if call.name == BUILD:
-            builds = self._builds if self.context.is_open else _unassigned_builds
+            builds = self._builds if self.context.is_open else unassigned_builds
             builds.append(self._build_record(call))
             return
         if call.compiled and call.name == FLEX and getattr(_thread, "ran_plain", False):
@@ -439,10 +414,9 @@ class KernelCalls(Struct, eq=False):
             self.context.on_kernel(call)
 
     def failed(self, call: KernelCall, error: BaseException) -> None:
-        """Record an event at once, because the step may never be recorded.
-
-        Each message is recorded once per layer.
-        """
+        """Record an event at once, once per message and layer; the step may never be recorded."""
+        if self.context.is_standalone:  # drop the masks that were built for it
+            self.take_builds()
         if call.compiled:
             last_kernel_call.end_kernel_call()
         message = summarize_error(error)
@@ -480,17 +454,11 @@ class KernelCalls(Struct, eq=False):
         )
 
 
-_MODULE_CALL = module_call_code()
+_MODULE_CALL = torch_private.module_call_code()
 
 
-def _current_layer(
-    layer_of: Mapping[int, int], root: int
-) -> tuple[int | None, nn.Module | None, Any]:
-    """Return the innermost attention layer whose forward is running, read from the stack.
-
-    Its number, its module and the mask that it received. The search ends at the model itself, whose
-    id is `root`.
-    """
+def _current_layer(layer_of: Mapping[int, int], root: int) -> tuple[int | None, Any, Any]:
+    """Return number, module and mask of the innermost attention layer on the stack below `root`."""
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:
         frame = caller

@@ -26,11 +26,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generation.mask_source import head_groups
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
-from flexinspect_hooks.python_internals.mask_mod_identity import (
-    mask_mod_identity,
-    mask_mod_name,
-    mask_mod_source,
-)
+from flexinspect_hooks.python_internals import mask_mod_identity as mask_mods
 
 MAX_CELLS = 1 << 26
 """Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
@@ -105,7 +101,7 @@ class MaskStore:
             **{name: getattr(mask, name) for name in _SIZE_NAMES},
             block_q=block_q,
             block_kv=block_kv,
-            mask_mod=None if mask.mask_mod is None else mask_mod_name(mask.mask_mod),
+            mask_mod=None if mask.mask_mod is None else mask_mods.mask_mod_name(mask.mask_mod),
             cells=_merge_equal_heads(arrays.get("cells")),
             uniform_rows=_merge_equal_heads(averaged if np.any(averaged) else None),
             partial=partial,
@@ -115,7 +111,7 @@ class MaskStore:
         mask.fingerprint = fingerprint = _fingerprint(record, mask)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
-            source = None if mask.mask_mod is None else mask_mod_source(mask.mask_mod)
+            source = None if mask.mask_mod is None else mask_mods.mask_mod_source(mask.mask_mod)
             draft.masks.append(replace(record, fingerprint=fingerprint, mask_mod_source=source))
 
     def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> Sequence[_Grid | None]:
@@ -164,7 +160,8 @@ def _describe_mask(ref: AttentionCall, number: int, step: StepContext) -> Captur
         size_q, size_kv = received.BLOCK_SIZE
         mask.kind, mask.block = "block", (int(size_q), int(size_kv))
         mask.batch, mask.heads = received.kv_num_blocks.shape[:2]
-        mask.mask_mod, mask.identity = received.mask_mod, mask_mod_identity(received.mask_mod)
+        mask.mask_mod = received.mask_mod
+        mask.identity = mask_mods.mask_mod_identity(received.mask_mod)
     elif isinstance(received, Tensor) and received.dim() >= 2:
         received = _expand_dense_mask(received, q_len, kv_len)
         mask.kind = "bool" if received.dtype is torch.bool else "float"

@@ -21,7 +21,7 @@ from torch import Tensor
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
-from flexinspect_hooks.observers.attention.call_references import AttentionCall
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, Calls
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 
@@ -49,7 +49,7 @@ class SegmentAttentionReducer:
             self._segments = segment_membership(max(2 * n_keys, 1024), self._borders)
         return self._segments[:n_keys]
 
-    def reduce(self, refs: Sequence[AttentionCall], kv_after: int, buffer: StepBuffer) -> None:
+    def reduce(self, refs: Calls, kv_after: int, buffer: StepBuffer) -> None:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), lse_error (layers).
 
         `lse_error` is the error of the LSE check. Sets `check_kind` of each call whose row can be
@@ -66,9 +66,7 @@ class SegmentAttentionReducer:
             suffix = "/" + ",".join(map(str, members)) if len(members) < len(refs) else ""
             self._reduce_group([refs[i] for i in members], suffix, kv_after, buffer)
 
-    def _reduce_group(
-        self, refs: Sequence[AttentionCall], suffix: str, kv_after: int, buffer: StepBuffer
-    ) -> None:
+    def _reduce_group(self, refs: Calls, suffix: str, kv_after: int, buffer: StepBuffer) -> None:
         """Reduce the newest rows of layers that share a mask and a shape."""
         first, mask, n_keys = refs[0], refs[0].captured, refs[0].key.shape[2]
         newest = cast(Tensor, mask.cells)[:, -1]
@@ -128,16 +126,9 @@ def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
     return out
 
 
-def lost_calls(values: Values, n_calls: int) -> set[int]:
-    """Return the calls whose rows were not recomputed because their keys were modified before."""
-    lost: set[int] = set()
-    for members in with_prefix(values, _LOST_PREFIX):
-        lost |= set(map(int, members[1:].split(","))) if members else set(range(n_calls))
-    return lost
-
-
 _ATTENTION_PREFIX = "attention/"
-_LOST_PREFIX = "attention-lost"
+LOST_PREFIX = "attention-lost"
+"""Prefix of a value that only reports which rows were lost, because keys were modified before."""
 _UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
 
@@ -154,10 +145,7 @@ they would slow the model down (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD i
 
 
 class _DeferredTensors:
-    """Keys and values that wait to be read; they count while this object is alive.
-
-    The lock is needed because models may decode in several threads.
-    """
+    """Keys and values that wait to be read, while this lives; models may run in threads."""
 
     _all: ClassVar[WeakSet[_DeferredTensors]] = WeakSet()
     _lock: ClassVar[Lock] = Lock()
@@ -173,12 +161,8 @@ class _DeferredTensors:
         with cls._lock:
             return n_bytes + sum(entry.n_bytes for entry in cls._all) <= MAX_DEFERRED_BYTES
 
-    def were_modified(self) -> bool:
-        """Whether one of the tensors was modified in place."""
-        return any(tensor_version(tensor) for tensor in self.tensors)
 
-
-def _defer_tensors(refs: Sequence[AttentionCall]) -> _DeferredTensors | None:
+def _defer_tensors(refs: Calls) -> _DeferredTensors | None:
     """Return keys and values if they may be read later: small tensors that are not modified.
 
     A cache that grows by copies does not modify the tensors of a step. A cache that is filled in
@@ -201,7 +185,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float32 else tensor.float()
 
 
-def _queries(refs: Sequence[AttentionCall]) -> Tensor:
+def _queries(refs: Calls) -> Tensor:
     """Return the newest rows' scaled queries, batch 0, float32 (layers, kv heads, group, D)."""
     first = refs[0]
     kv_heads, head_dim = first.key.shape[1], first.key.shape[3]
@@ -213,8 +197,7 @@ def _queries(refs: Sequence[AttentionCall]) -> Tensor:
     return queries.view(len(refs), kv_heads, -1, head_dim)
 
 
-def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
-    """Return the newest rows' outputs, float32 (layers, q heads, D)."""
+def _outputs(refs: Calls) -> Tensor:
     if refs[0].output.shape[0] == refs[0].output.shape[1] == 1:
         return torch.cat([ref.output[0] for ref in refs]).float()
     return torch.stack([ref.output[0, -1] for ref in refs]).float()
@@ -266,8 +249,8 @@ def _reduce_rows(
             recomputed = layer_products(xp, grouped(weights, values), values)
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
         out["lse_error"] = output_error(xp, recomputed, outputs)
-    if deferred is not None and deferred.were_modified():
-        return {f"{_LOST_PREFIX}{suffix}": xp.ones(())}
+    if deferred is not None and any(map(tensor_version, deferred.tensors)):
+        return {f"{LOST_PREFIX}{suffix}": xp.ones(())}
     return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
 
 

@@ -24,14 +24,12 @@ from flexinspect.records import protocol
 from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import OutputRecord
 from flexinspect_hooks.breakpoints.actions import StoppedAtBreakpointError
-from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
-from flexinspect_hooks.python_internals.threads import keep_running_when_stopped
+from flexinspect_hooks.python_internals.threads import background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 from flexinspect_hooks.user_code import program
-from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
 
 if TYPE_CHECKING:
     from flexinspect_hooks.user_code.model_discovery import ModelFinder
@@ -62,13 +60,10 @@ class ProgramCapture(CapturedRun):
         self._finder: ModelFinder | None = None
         self._finder_lock = threading.Lock()
         self._pending_calls: deque[str] = deque()
-        self._tokenizers = TokenizerTracker()
+        self.tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
-        """Run the program; its exceptions propagate. The trace is closed at the interpreter's exit.
-
-        Not earlier, because threads and exit functions of the program may still use models.
-        """
+        """Run the program. The trace is closed at exit, as its threads may still use models."""
         self._children = program.ChildProcessCounter(self._on_fork)
         self._import_hooks = PostImportHooks(
             {
@@ -76,16 +71,14 @@ class ProgramCapture(CapturedRun):
                 "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._call_finder("watch_generate"),
-                "transformers.tokenization_utils_base": self._tokenizers.watch,
+                "transformers.tokenization_utils_base": self.tokenizers.watch,
                 "multiprocessing.process": self._children.watch_multiprocessing,
             },
             on_import_begin=self._on_import_begin,
             on_error=self._on_import_error,
         )
         atexit.register(self._close)
-        name = "flexinspect-control"
-        listener = threading.Thread(target=self._read_messages, name=name, daemon=True)
-        keep_running_when_stopped(listener).start()
+        background_thread("flexinspect-control", self._read_messages).start()
         self._debugging.begin(self.writer.recording_path, self.record_event)
         self.record_event("phase", _RUNNING)
         self._import_hooks.install()
@@ -123,7 +116,7 @@ class ProgramCapture(CapturedRun):
                 if self._finder is None:
                     from flexinspect_hooks.user_code.model_discovery import ModelFinder
 
-                    self._finder = ModelFinder(self.job, self, self._tokenizers)
+                    self._finder = ModelFinder(self)
                 if self._pending_calls:
                     getattr(self._finder, self._pending_calls.popleft())()
             finally:
@@ -187,22 +180,17 @@ class ProgramCapture(CapturedRun):
         if self._finder is not None:
             self._finder.on_program_failed(error)
         elif not isinstance(error, SystemExit):
-            import traceback
-
-            text = "".join(traceback.format_exception(error))
-            self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+            self.record_error(error)
 
     def _close(self) -> None:
-        """Close the trace, at the end of the process."""
         if os.getpid() != self._pid:
             return
         self._is_closing = True
         self.control.close()
-        last_kernel_call.stop_recording_calls()
-        self._debugging.end()
+        self.end_observation()
         cost = self._finder.close() if self._finder is not None else None
         self._import_hooks.remove()
-        self._tokenizers.end()
+        self.tokenizers.end()
         self._children.end()
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
@@ -245,19 +233,16 @@ class ProgramCapture(CapturedRun):
 
     def _on_fork(self) -> None:
         """Remove all hooks in a forked child, because the trace belongs to its parent."""
-        self.control.close_in_child()
+        self.control.close_sockets()
         self._import_hooks.remove()
-        self._tokenizers.end()
+        self.tokenizers.end()
         self._children.end()
         if self._finder is not None:
             self._finder.discard()
 
 
 def main(number: int) -> int:
-    """Run the job that comes through the socket with this file descriptor; return the exit code.
-
-    If the program runs, its own end is the end of the process.
-    """
+    """Run the job of the socket with this descriptor. A program's end is that of the process."""
     control = LauncherConnection(number)
     try:
         job = ScriptJob.from_json(control.first_line())
