@@ -129,10 +129,9 @@ def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) ->
         for row in reader.generations():
             if row.sample_id == sample:
                 return row.generation
-        raise UsageError(
-            f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored.",
-            hint="Use the trace of a run with the same data and --max-samples.",
-        )
+        what = f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored."
+        hint = "Use the trace of a run with the same data and --max-samples."
+        raise UsageError(what, hint=hint)
     for number in numbers if prompt_hash else ():
         ids = [token.token_id for token in reader.tokens(number) if token.step is None]
         joined = ",".join(map(str, ids)).encode()

@@ -11,7 +11,6 @@ neither answer nor write to the trace. A stop of a dead process does not count.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import struct
@@ -19,8 +18,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from flexinspect.core.environment import is_recorder_alive
 
@@ -67,9 +66,16 @@ class LastCallWriter:
 
     def enter(self, place: CallPlace, q_len: int, kv_len: int, what: str) -> None:
         """Note a call that begins; a forked child, which shares the file, must not call this."""
-        if self._map is None and not self._open():
+        if self._is_closed:
             return
-        assert self._map is not None
+        if self._map is None:
+            try:
+                with self._path.open("w+b") as file:
+                    file.truncate(_SIZE)
+                    self._map = mmap.mmap(file.fileno(), _SIZE)
+            except (OSError, ValueError):
+                self._is_closed = True
+                return
         if what != self._what:
             text = what.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
             self._map[_HEADER.size : _HEADER.size + len(text)] = text
@@ -90,17 +96,6 @@ class LastCallWriter:
             mapped.close()
             with suppress(OSError):
                 self._path.unlink()
-
-    def _open(self) -> bool:
-        if self._is_closed:
-            return False
-        try:
-            with self._path.open("w+b") as file:
-                file.truncate(_SIZE)
-                self._map = mmap.mmap(file.fileno(), _SIZE)
-        except (OSError, ValueError):
-            self._is_closed = True
-        return self._map is not None
 
 
 def take_last_call(trace: Path) -> LastKernelCall | None:
@@ -136,19 +131,16 @@ class DebuggerStop(Struct, frozen=True):
     since: float
     reason: str = ""
 
-    def sentence(self, now: float | None = None) -> str:
-        """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3"."""
+    def sentence(self, now: float | None = None, *, with_time: bool = True) -> str:
+        """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3".
+
+        Without its duration the sentence does not change with time.
+        """
         seconds = max((now or time.time()) - self.since, 0)
-        return self._sentence(f" for {seconds:.0f} s")
-
-    def sentence_without_time(self) -> str:
-        """Return the sentence without the duration, so that it does not change with time."""
-        return self._sentence("")
-
-    def _sentence(self, time: str) -> str:
+        duration = f" for {seconds:.0f} s" if with_time else ""
         where = f"{self.function} ({Path(self.file).name}:{self.line})"
         reason = f": {self.reason}" if self.reason else ""
-        return f"held by {self.debugger} in {where}{time}{reason}"
+        return f"held by {self.debugger} in {where}{duration}{reason}"
 
 
 def stop_path(trace: Path) -> Path:
@@ -161,7 +153,7 @@ def write_stop(trace: Path, stop: DebuggerStop) -> None:
     path = stop_path(trace)
     part = path.with_name(path.name + "-part")
     with suppress(OSError):
-        part.write_text(json.dumps(asdict(stop)), encoding="utf-8")
+        part.write_bytes(msgspec.json.encode(stop))
         part.replace(path)
 
 
@@ -178,8 +170,8 @@ def read_stop(trace: Path) -> DebuggerStop | None:
     removed.
     """
     try:
-        stop = DebuggerStop(**json.loads(stop_path(trace).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        stop = msgspec.json.decode(stop_path(trace).read_bytes(), type=DebuggerStop)
+    except (OSError, ValueError):
         return None
     if is_recorder_alive({"pid": stop.pid, "started_at": stop.since}):
         return stop

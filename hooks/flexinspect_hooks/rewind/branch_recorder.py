@@ -16,7 +16,7 @@ from flexinspect.records.step import (
     GenerationRecord,
     TokenRecord,
 )
-from flexinspect.trace.queries.branch_queries import with_declared_mask
+from flexinspect.trace.queries import with_declared_mask
 from flexinspect_hooks.generation.decoding import Choice
 from flexinspect_hooks.gradients.after_generation import FinishedBranch, TokenGradients
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
