@@ -110,7 +110,7 @@ class BrokenRunCheck(Struct, frozen=True):
         return "; ".join(parts)
 
 
-def check_broken_runs(on_built: BuiltCallback = lambda name: None) -> list[BrokenRunCheck]:
+def check_broken_runs(on_built: BuiltCallback | None = None) -> list[BrokenRunCheck]:
     """Build all broken runs with their repaired runs, run every rule, and check the findings."""
     with tempfile.TemporaryDirectory(prefix="flexinspect-check-") as name:
         folder = Path(name)
@@ -120,7 +120,8 @@ def check_broken_runs(on_built: BuiltCallback = lambda name: None) -> list[Broke
         )
         shares = [_trace_paths(folder, order[n::MAX_PROCESSES]) for n in range(MAX_PROCESSES)]
         with ThreadPoolExecutor(MAX_PROCESSES) as pool:
-            failed = pool.map(lambda share: list(_build_in_process(share, on_built)), shares)
+            callback = on_built or (lambda name: None)
+            failed = pool.map(lambda share: list(_build_in_process(share, callback)), shares)
             errors = dict(chain.from_iterable(failed))
         return [_check_broken_run(run, folder, errors) for run in BROKEN_RUNS]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -33,8 +33,8 @@ from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
 from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
-from flexinspect.trace.follower import NewStep, TraceFollower, TraceUpdate
-from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
+from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
+from flexinspect.trace.query_results import GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
 
 _SHOWN_ANSWERS = 3
@@ -221,22 +221,22 @@ class RunProgress:
             if self._live is None:
                 self.print_line(f"{event.text} …")
 
-    def show(self, updates: Iterable[TraceUpdate], reader: TraceReader) -> None:
+    def show(self, updates: TraceUpdates, reader: TraceReader) -> None:
         """Show what is new in the trace: a generation's question, steps as they are stored."""
-        for update in updates:
-            if isinstance(update, EventRow):
-                self.on_event(update.event)
-            elif isinstance(update, NewStep):
-                self._add_step(update.step, update.tokens)
-                for line in _step_lines(update.step, reader) if self.verbose else ():
+        for row in updates.events:
+            self.on_event(row.event)
+        for change in updates.changes:
+            if isinstance(change, NewGeneration):
+                self._begin_generation()
+                question = _question(change.generation, reader)
+                self.print_line(f"generation {change.generation.generation}: {question}")
+            elif isinstance(change, NewStep):
+                self._add_step(change.step, change.tokens)
+                for line in _step_lines(change.step, reader) if self.verbose else ():
                     self.print_line(line)
                 self._draw()
-            elif update.has_ended:
-                self._draw(now=True)
             else:
-                self._begin_generation()
-                question = _question(update.generation, reader)
-                self.print_line(f"generation {update.generation.generation}: {question}")
+                self._draw(now=True)
 
     def _add_step(self, step: StepRow, tokens: list[TokenRecord]) -> None:
         self._n_tokens += len(tokens)

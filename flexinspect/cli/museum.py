@@ -101,7 +101,7 @@ def _check(*, as_json: bool) -> int:
 
     is_quiet = as_json or not sys.stderr.isatty()
     checks = check_broken_runs(
-        lambda name: None if is_quiet else print("built", name, file=sys.stderr)
+        None if is_quiet else lambda name: print("built", name, file=sys.stderr)
     )
     is_good = all(check.is_good for check in checks)
     if as_json:

@@ -151,7 +151,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
-    from flexinspect.records.step import GRADIENT_TARGETS
+    from flexinspect.records.token_gradients import GRADIENT_TARGETS
 
     group = _add_group(parser, "decoding (greedy unless a sampling flag is given)")
     group.add_argument("--max-new-tokens", type=positive_int, help="default: 32")

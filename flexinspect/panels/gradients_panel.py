@@ -28,7 +28,7 @@ from flexinspect.panels.token_window import (
 )
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import PARAMETER_PARTS, GradientRecord, GradientStat
+from flexinspect.records.token_gradients import PARAMETER_PARTS, GradientRecord, GradientStat
 from flexinspect.rules.training.token_gradient_rule import GradientsRule
 from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.reader import steps_with_gradients

@@ -88,10 +88,7 @@ def compose_prompt(
     """
     if positions not in POSITION_MODES:
         raise UsageError(f"--positions {positions} is unknown; use {' or '.join(POSITION_MODES)}.")
-    pieces = [
-        ("bos", SegmentKind.BOS, parts.bos),
-        ("shared", SegmentKind.SHARED, parts.shared),
-    ]
+    pieces = [("bos", SegmentKind.BOS, parts.bos), ("shared", SegmentKind.SHARED, parts.shared)]
     for number, paraphrase in enumerate(parts.paraphrases, start=1):
         pieces.append((f"paraphrase {number}", SegmentKind.PARAPHRASE, paraphrase))
         pieces.append((f"separator {number}", SegmentKind.SEPARATOR, parts.separator))

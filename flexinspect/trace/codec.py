@@ -22,9 +22,10 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from flexinspect.records import step as step_records
-from flexinspect.records import training_step
+from flexinspect.records import token_gradients, training_step
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient
 from flexinspect.trace import query_results, schema
 from flexinspect.trace.query_results import BranchRow, EventRow, FindingRow, OutputRow
@@ -244,6 +245,7 @@ _READERS_BY_KIND |= {f"{kind}?": _or_none(_READERS_BY_KIND[kind]) for kind in sc
 # The text of a list of numbers is JSON already, at a third of the price of `json.dumps`.
 _WRITERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "bool": int,
+    "real?": lambda value: _NAN_TEXT if value != value else value,
     **dict.fromkeys(schema.JSON_KINDS, to_json),
     "ints": lambda values: str([*map(int, values)]),
     "floats": lambda values: (
@@ -275,7 +277,7 @@ class RowFormat(Generic[R]):
         stop: int | None = None,
         **conversions: tuple[Callable[[Any], Any], Callable[[Any], Any]],
     ) -> None:
-        self.table, self.skip, self.stop = table, skip, stop
+        self.table, self.skip = table, skip
         self._record = record
         self._names = table.names[skip:stop]
         self._kinds = tuple(table.kinds.values())[skip:]
@@ -288,13 +290,11 @@ class RowFormat(Generic[R]):
         writers |= {name: write for name, (write, _) in conversions.items()}
         self._writers = [(self._names.index(name), write) for name, write in writers.items()]
         self._readers = [(self._names.index(n), read) for n, (_, read) in conversions.items()]
-        self._nan_columns = [i for i, kind in enumerate(kinds.values()) if kind == "real?"]
         self._padding = (None,) * (len(table.kinds) - skip - len(kinds))
         # An attrgetter reads all fields of a record in C; this runs at every step.
         self._get_values = attrgetter(*self._names)
-        is_plain = not (self._writers or self._nan_columns or self._padding)
         self.encode: Callable[[Any], Sequence[Any]] = (
-            self._get_values if is_plain else self._encode_converted
+            self._encode_converted if self._writers or self._padding else self._get_values
         )
         """Returns the columns from `skip` on of anything that has the fields."""
 
@@ -302,9 +302,6 @@ class RowFormat(Generic[R]):
         row = [*self._get_values(record), *self._padding]
         for index, write in self._writers:
             row[index] = write(row[index])
-        for index in self._nan_columns:
-            if row[index] != row[index]:
-                row[index] = _NAN_TEXT
         return row
 
     def read_values(self, row: SqlRow) -> list[Any]:
@@ -357,8 +354,8 @@ BUILD_ROWS = RowFormat(step_records.BuildRecord, schema.BUILDS, skip=4)
 LAYER_STAT_ROWS = RowFormat(step_records.LayerStatRecord, schema.LAYER_STATS, skip=4)
 MEMORY_ROWS = RowFormat(step_records.MemoryRecord, schema.MEMORY, skip=3)
 MASK_ROWS = RowFormat(step_records.MaskRecord, schema.MASKS, skip=3)
-GRADIENT_ROWS = RowFormat(step_records.GradientRecord, schema.GRADIENTS)
-GRADIENT_STAT_ROWS = RowFormat(step_records.GradientStat, schema.GRADS, skip=3)
+GRADIENT_ROWS = RowFormat(GradientRecord, schema.GRADIENTS)
+GRADIENT_STAT_ROWS = RowFormat(token_gradients.GradientStat, schema.GRADS, skip=3)
 TRAINING_ROWS = RowFormat(
     training_step.TrainingStepRecord,
     schema.TRAINING_STEPS,
@@ -460,7 +457,7 @@ def _insert_arrays(
     return _insert_values(schema.ARRAYS, flat, batch=_MAX_ARRAYS_PER_INSERT)
 
 
-def encode_gradients(record: step_records.GradientRecord) -> list[Statement]:
+def encode_gradients(record: GradientRecord) -> list[Statement]:
     """Return the statements of a token's gradients; its step may have been written long ago."""
     key = (record.generation, record.branch, record.step)
     names = ("tokens", "layers")
@@ -500,7 +497,7 @@ def encode_branch_start(
 def encode_generation_end(record: step_records.GenerationEnd) -> list[Statement]:
     """Return the statements that end a branch of a generation and replace its segments."""
     which = (record.generation, record.branch)
-    ended_at = record.ended_at if record.ended_at == record.ended_at else _NAN_TEXT
+    ended_at = _WRITERS_BY_KIND["real?"](record.ended_at)
     how = (record.state, record.answer, record.stop_reason, ended_at)
     out: list[Statement] = [(schema.END_BRANCH, [*how, *which])]
     if record.segments:

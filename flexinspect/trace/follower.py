@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
 
 
-class GenerationChange(Struct, frozen=True):
-    """A generation started or ended."""
+class NewGeneration(Struct, frozen=True):
+    """A generation started."""
 
     generation: GenerationRow
-    has_ended: bool
 
 
 class NewStep(Struct, frozen=True):
@@ -25,7 +24,17 @@ class NewStep(Struct, frozen=True):
     tokens: list[TokenRecord]
 
 
-TraceUpdate = EventRow | GenerationChange | NewStep
+class FinishedGeneration(Struct, frozen=True):
+    """A generation ended."""
+
+    generation: GenerationRow
+
+
+class TraceUpdates(Struct):
+    """What one poll found: events, and changes of generations in order."""
+
+    events: list[EventRow] = field(default_factory=list)
+    changes: list[NewGeneration | NewStep | FinishedGeneration] = field(default_factory=list)
 
 
 class TraceFollower:
@@ -43,34 +52,36 @@ class TraceFollower:
         """Close the trace."""
         self.reader.close()
 
-    def poll(self) -> list[TraceUpdate]:
-        """Return what is new, events first; cheap when nothing is."""
+    def poll(self) -> TraceUpdates:
+        """Return what is new; cheap when nothing is."""
         if not self._is_first_poll and not self.reader.changed():
-            return []
+            return TraceUpdates()
         self._is_first_poll = False
+        updates = TraceUpdates()
         with self.reader.snapshot():
-            updates: list[TraceUpdate] = []
-            for row in self.reader.events(self._last_event):
-                updates.append(row)
-                self._last_event = row.id
+            updates.events = self.reader.events(self._last_event)
+            if updates.events:
+                self._last_event = updates.events[-1].id
             while self._read_generation(updates):
                 pass
         return updates
 
-    def _read_generation(self, updates: list[TraceUpdate]) -> bool:
+    def _read_generation(self, updates: TraceUpdates) -> bool:
         """Read the current generation; True when it has ended and there may be a next one."""
         rows = self.reader.generations()
         if len(rows) <= self._generation:
             return False
         row = rows[self._generation]
         if not self._is_announced:
-            updates.append(GenerationChange(row, has_ended=False))
+            updates.changes.append(NewGeneration(row))
             self._is_announced = True
-        for step in self.reader.steps(self._generation, start=self._next_step):
-            updates.append(NewStep(step, self.reader.step_tokens(self._generation, step.step)))
+        steps = self.reader.steps(self._generation, start=self._next_step)
+        for step in steps:
+            tokens = self.reader.step_tokens(self._generation, step.step)
+            updates.changes.append(NewStep(step, tokens))
             self._next_step = step.step + 1
         if row.state == "recording":
             return False
-        updates.append(GenerationChange(row, has_ended=True))
+        updates.changes.append(FinishedGeneration(row))
         self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
         return True

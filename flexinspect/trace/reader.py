@@ -23,6 +23,7 @@ from flexinspect.core.errors import TraceError
 from flexinspect.records import step as records
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
+from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
 from flexinspect.trace import arrays, codec, data_frames, schema
 from flexinspect.trace import query_results as results
@@ -281,9 +282,7 @@ class TraceReader:
         """Return the memory at the end of a step, None when not captured."""
         return next(iter(self._records_of_step(codec.MEMORY_ROWS, generation, step, branch)), None)
 
-    def gradients(
-        self, generation: int, step: int, branch: int = 0
-    ) -> records.GradientRecord | None:
+    def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
         """Return the gradients of the token that a step generated, None when not recorded."""
         key = (generation, branch, step)
         found = self._records(codec.GRADIENT_ROWS, WHERE_STEP, key)
@@ -613,7 +612,7 @@ def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) 
 
 def read_all_gradients(
     reader: TraceReader, generation: int, branch: int = 0
-) -> Iterator[records.GradientRecord]:
+) -> Iterator[GradientRecord]:
     """Yield the gradients of a branch, step by step."""
     steps = steps_with_gradients(reader, generation, branch)
     yield from filter(None, (reader.gradients(generation, step, branch) for step in steps))

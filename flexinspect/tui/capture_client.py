@@ -98,7 +98,7 @@ class CaptureClient:
 
     def _debugger_stop(self) -> str:
         stop = read_stop(self._session.path) if self._session.path is not None else None
-        return f"The model is {stop.sentence(with_time=False)}." if stop is not None else ""
+        return f"The model is {stop.sentence_without_time()}." if stop is not None else ""
 
     def _find_client(self) -> ControlClient | None:
         from flexinspect.control.client import ControlClient

@@ -9,7 +9,7 @@ import torch
 
 from flexinspect.masks import algebra
 from flexinspect.records.prompt import Prompt, compose_prompt
-from flexinspect.records.step import GradientRecord, GradientStat
+from flexinspect.records.token_gradients import GradientRecord, GradientStat
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch

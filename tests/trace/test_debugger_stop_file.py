@@ -29,7 +29,7 @@ def held(**changes: object) -> DebuggerStop:
 
 def test_the_sentence_without_time_does_not_change_during_a_stop(tmp_path: Path) -> None:
     stop = held(reason="step == 3")
-    assert stop.sentence(with_time=False) == "held by debugpy in rule (my_mask.py:3): step == 3"
+    assert stop.sentence_without_time() == "held by debugpy in rule (my_mask.py:3): step == 3"
     assert stop.sentence(stop.since + 40) == (
         "held by debugpy in rule (my_mask.py:3) for 40 s: step == 3"
     )

@@ -16,7 +16,6 @@ from flexinspect.trace.file.earlier_versions import NEW_EVENT_KINDS, NEW_VALUES,
 from flexinspect.trace.file.salvage import is_repairable, repair_copy
 from flexinspect.trace.file.writer import RuleReview, append_reviews, review_statements
 from flexinspect.trace.follower import TraceFollower
-from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.trace_dump import DumpSelection, dump_json
 
@@ -106,9 +105,8 @@ def test_a_trace_of_version_1_is_followed_while_it_is_recorded(tmp_path: Path) -
     path = unpack("interrupted", tmp_path)
     follower = TraceFollower(path)
     updates = follower.poll()
-    events = [update for update in updates if isinstance(update, EventRow)]
-    assert len(updates) > len(events)
-    assert not {row.event.kind for row in events} & {*NEW_EVENT_KINDS}
+    assert updates.changes
+    assert not {row.event.kind for row in updates.events} & {*NEW_EVENT_KINDS}
     follower.close()
 
 

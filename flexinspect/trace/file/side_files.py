@@ -11,6 +11,7 @@ neither answer nor write to the trace. A stop of a dead process does not count.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
@@ -18,8 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from flexinspect.core.environment import is_recorder_alive
 
@@ -131,16 +132,19 @@ class DebuggerStop(Struct, frozen=True):
     since: float
     reason: str = ""
 
-    def sentence(self, now: float | None = None, *, with_time: bool = True) -> str:
-        """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3".
-
-        Without its duration the sentence does not change with time.
-        """
+    def sentence(self, now: float | None = None) -> str:
+        """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3"."""
         seconds = max((now or time.time()) - self.since, 0)
-        duration = f" for {seconds:.0f} s" if with_time else ""
+        return self._sentence(f" for {seconds:.0f} s")
+
+    def sentence_without_time(self) -> str:
+        """Return the sentence without the duration, so that it does not change with time."""
+        return self._sentence("")
+
+    def _sentence(self, time: str) -> str:
         where = f"{self.function} ({Path(self.file).name}:{self.line})"
         reason = f": {self.reason}" if self.reason else ""
-        return f"held by {self.debugger} in {where}{duration}{reason}"
+        return f"held by {self.debugger} in {where}{time}{reason}"
 
 
 def stop_path(trace: Path) -> Path:
@@ -153,7 +157,7 @@ def write_stop(trace: Path, stop: DebuggerStop) -> None:
     path = stop_path(trace)
     part = path.with_name(path.name + "-part")
     with suppress(OSError):
-        part.write_bytes(msgspec.json.encode(stop))
+        part.write_text(json.dumps(asdict(stop)), encoding="utf-8")
         part.replace(path)
 
 
@@ -170,8 +174,8 @@ def read_stop(trace: Path) -> DebuggerStop | None:
     removed.
     """
     try:
-        stop = msgspec.json.decode(stop_path(trace).read_bytes(), type=DebuggerStop)
-    except (OSError, ValueError):
+        stop = DebuggerStop(**json.loads(stop_path(trace).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
     if is_recorder_alive({"pid": stop.pid, "started_at": stop.since}):
         return stop

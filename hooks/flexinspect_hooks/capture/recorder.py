@@ -21,10 +21,10 @@ from flexinspect.records.step import (
     EventRecord,
     GenerationEnd,
     GenerationRecord,
-    GradientRecord,
     StepRecord,
     TokenRecord,
 )
+from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path

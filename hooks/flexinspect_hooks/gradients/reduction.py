@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.step import GradientStat
+from flexinspect.records.token_gradients import GradientStat
 
 NORM_CHUNK_SIZE = 1 << 20
 """Values that are converted to float64 and summed at once."""
