@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,8 +196,7 @@ def _replay_branch(
         each.on_generation_end()
 
 
-def _finding_key(finding: Finding) -> tuple[Any, ...]:
-    return finding.id, finding.branch, finding.step, finding.layer, finding.head, finding.sentence
+_finding_key = attrgetter("id", "branch", "step", "layer", "head", "sentence")
 
 
 class _RuleReplay:

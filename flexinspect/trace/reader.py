@@ -115,6 +115,7 @@ class TraceReader:
         self.path = Path(path).absolute()
         self.known_lineages: dict[tuple[int, int], Lineage] = {}
         self._connections = TraceConnections(self.path)
+        self._query = self._connections.query
         self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
@@ -498,9 +499,6 @@ class TraceReader:
         They begin with the groups that the run declared at its start.
         """
         return tuple(str(name) for _, name in self._query(_NEWEST_GROUPS_SQL, (generation,)))
-
-    def _query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
-        return self._connections.query(sql, params)
 
     def _read(
         self, make: Callable[[Sequence[Any]], T], sql: str, params: Sequence[Any] = ()

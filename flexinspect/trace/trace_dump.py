@@ -59,11 +59,8 @@ class DumpSelection(Struct, frozen=True):
         """Return the selected steps of a branch."""
         place = (branch.generation, branch.branch)
         first, stop = (0, None) if self.step is None else (self.step, self.step + 1)
-        return self._pages(
-            lambda after: self.reader.steps(*place, after + 1, stop, limit=PAGE_ROWS),
-            "step",
-            first - 1,
-        )
+        fetch = partial(self.reader.steps, *place, stop=stop, limit=PAGE_ROWS)
+        return self._pages(lambda after: fetch(start=after + 1), "step", first - 1)
 
     def tokens(self, branch: BranchRow) -> Iterator[records.TokenRecord]:
         """Return the tokens of a branch, of the selected step only if one is selected."""

@@ -91,8 +91,8 @@ class Report(Struct, frozen=True):
     def reaches(self, threshold: Severity | None) -> bool:
         """Tell whether a finding is at least as severe as `threshold`; never for None."""
         order = list(Severity)
-        worst = min((order.index(f.severity) for f in self.findings), default=len(order))
-        return threshold is not None and worst <= order.index(threshold)
+        failing = order[: order.index(threshold) + 1] if threshold is not None else []
+        return any(finding.severity in failing for finding in self.findings)
 
     def groups(self) -> list[ReportGroup]:
         """Return the findings by severity and id, worst first."""
@@ -159,14 +159,9 @@ def finding_places(finding: Finding) -> list[tuple[str, int]]:
 
     Branch 0 is left out.
     """
-    places = (
-        ("generation", finding.generation),
-        ("branch", finding.branch or None),
-        ("step", finding.step),
-        ("layer", finding.layer),
-        ("head", finding.head),
-    )
-    return [(name, number) for name, number in places if number is not None]
+    names = ("generation", "branch", "step", "layer", "head")
+    places = ((name, getattr(finding, name)) for name in names)
+    return [(name, n) for name, n in places if n is not None and (n or name != "branch")]
 
 
 def format_times(n: int) -> str:
