@@ -103,10 +103,8 @@ def proof_finding(
 ) -> Finding:
     """Return a finding of a proof with the texts of its kind; `fields` are others of `Finding`."""
     kind = PROOF_FINDINGS[finding_id]
-    severity = severity or kind.severity
-    return fill_from_kind(
-        kind, Finding(finding_id, severity, sentence, layers=tuple(layers), **fields)
-    )
+    fields["layers"] = tuple(layers)
+    return fill_from_kind(kind, Finding(finding_id, severity or kind.severity, sentence, **fields))
 
 
 def format_amount(value: float) -> str:
