@@ -17,14 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.records.step import Candidate, TokenRecord
-from flexinspect.trace.queries.branch_queries import visible_lineage
-from flexinspect.trace.queries.range_queries import (
-    branch_of_step,
-    chosen_tokens,
-    lineage,
-    step_bounds,
-)
-from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace import queries
 from flexinspect.trace.query_results import BranchRow
 from flexinspect.trace.reader import TraceReader
 
@@ -102,7 +95,7 @@ def token_pairs(
 ) -> list[TokenPair]:
     """Return the tokens of two branches at the positions `start <= pos < stop`, in order."""
     left, right = (
-        {token.pos: token for token in read_tokens(reader, generation, branch, start, stop)}
+        {token.pos: token for token in queries.read_tokens(reader, generation, branch, start, stop)}
         for branch in (one, other)
     )
     return [TokenPair(p, left.get(p), right.get(p)) for p in sorted(left.keys() | right.keys())]
@@ -111,7 +104,7 @@ def token_pairs(
 def common_steps(reader: TraceReader, generation: int, one: int, other: int) -> int:
     """Return the number of steps that two branches share before their forks."""
     left, right = (
-        {(number, first) for number, first, _ in lineage(reader, generation, branch)}
+        {(number, first) for number, first, _ in queries.lineage(reader, generation, branch)}
         for branch in (one, other)
     )
     return min((first for _, first in left ^ right), default=1 << 62)
@@ -123,11 +116,13 @@ def first_difference(reader: TraceReader, generation: int, one: int, other: int)
     A branch that ends earlier differs at the first step that it does not have.
     """
     start = common_steps(reader, generation, one, other)
-    ends = [step_bounds(reader, generation, branch) for branch in (one, other)]
+    ends = [queries.step_bounds(reader, generation, branch) for branch in (one, other)]
     lasts = [end[1] for end in ends if end is not None]
     if len(lasts) < 2 or start > max(lasts):
         return None
-    left, right = (chosen_tokens(reader, generation, start, 1 << 62, each) for each in (one, other))
+    left, right = (
+        queries.chosen_tokens(reader, generation, start, 1 << 62, each) for each in (one, other)
+    )
     steps = sorted(left.keys() | right.keys())
     return next((step for step in steps if left.get(step) != right.get(step)), None)
 
@@ -155,7 +150,7 @@ def step_change(
     reader: TraceReader, generation: int, step: int, one: int, other: int
 ) -> StepChange | None:
     """Return how a step's distribution differs between branches, None if a branch has none."""
-    branches = [branch_of_step(reader, generation, step, branch) for branch in (one, other)]
+    branches = [queries.branch_of_step(reader, generation, step, branch) for branch in (one, other)]
     left, right = (reader.candidates(generation, step, branch) for branch in branches)
     if not left or not right:
         return None
@@ -279,13 +274,13 @@ def mask_rows(
     reader: TraceReader, generation: int, step: int, branch: int, find: FindStepMask
 ) -> MaskRows | None:
     """Return the executed mask of all rows up to a step, None if none of its cells is known."""
-    row = reader.step(generation, step, branch_of_step(reader, generation, step, branch))
+    row = reader.step(generation, step, queries.branch_of_step(reader, generation, step, branch))
     if row is None:
         return None
     cells = np.zeros((row.kv_after, row.kv_after), np.bool_)
     known = np.zeros(row.kv_after, np.bool_)
     found_layer = None
-    for owner, first, stop in reversed(visible_lineage(reader, generation, branch, step)):
+    for owner, first, stop in reversed(queries.visible_lineage(reader, generation, branch, step)):
         for at in range(first, step + 1 if stop is None else min(stop, step + 1)):
             mask = find(owner, at)
             if mask is None:

@@ -32,14 +32,13 @@ BuiltCallback = Callable[[str], None]
 """Called with the name of each broken run that was built or failed."""
 
 
-def build_broken_runs(paths: Mapping[str, Path], on_built: BuiltCallback | None = None) -> None:
+def build_broken_runs(paths: Mapping[str, Path]) -> None:
     """Build broken runs by name as traces; a name that begins with "!" is the repaired run.
 
-    `on_built` is called with each name when it is done. Raises `FlexInspectError` for the first one
-    that failed.
+    Raises `FlexInspectError` for the first one that failed.
     """
-    errors = dict(_build_in_process(paths, on_built or (lambda name: None)))
-    for name, error in errors.items():
+    errors = list(_build_in_process(paths, lambda name: None))
+    for name, error in errors:
         raise FlexInspectError(f"The broken run {name} could not be built: {error}.")
 
 
@@ -111,23 +110,20 @@ class BrokenRunCheck(Struct, frozen=True):
         return "; ".join(parts)
 
 
-def check_broken_runs(
-    on_built: BuiltCallback | None = None, runs: Iterable[BrokenRun] = BROKEN_RUNS
-) -> list[BrokenRunCheck]:
+def check_broken_runs(on_built: BuiltCallback | None = None) -> list[BrokenRunCheck]:
     """Build all broken runs with their repaired runs, run every rule, and check the findings."""
-    runs = list(runs)
     with tempfile.TemporaryDirectory(prefix="flexinspect-check-") as name:
         folder = Path(name)
         # A memory peak shows only above all earlier ones of its process, so those runs come first.
-        order = sorted(runs, key=lambda run: not any("memory." in id_ for id_ in run.expected))
-        shares = [order[n::MAX_PROCESSES] for n in range(MAX_PROCESSES)]
+        order = sorted(
+            BROKEN_RUNS, key=lambda run: not any("memory." in id_ for id_ in run.expected)
+        )
+        shares = [_trace_paths(folder, order[n::MAX_PROCESSES]) for n in range(MAX_PROCESSES)]
         with ThreadPoolExecutor(MAX_PROCESSES) as pool:
             callback = on_built or (lambda name: None)
-            failed = pool.map(
-                lambda share: list(_build_in_process(_trace_paths(folder, share), callback)), shares
-            )
+            failed = pool.map(lambda share: list(_build_in_process(share, callback)), shares)
             errors = dict(chain.from_iterable(failed))
-        return [_check_broken_run(run, folder, errors) for run in runs]
+        return [_check_broken_run(run, folder, errors) for run in BROKEN_RUNS]
 
 
 def _trace_paths(folder: Path, runs: Iterable[BrokenRun]) -> dict[str, Path]:
@@ -153,9 +149,8 @@ def _check_broken_run(run: BrokenRun, folder: Path, errors: Mapping[str, str]) -
 def _reviewed_ids(path: Path) -> tuple[set[str], set[str]]:
     """Return the ids of a trace's notes, and of its other findings, after all rules have run."""
     with open_trace(path) as reader:
-        result = review(reader, load_rules().rules)
-        if result.unstored:
-            reader.add_reviews(review_statements(result.unstored))
+        if unstored := review(reader, load_rules().rules).unstored:
+            reader.add_reviews(review_statements(unstored))
         found = reader.findings()
-        notes = {finding.id for finding in found if finding.severity is Severity.NOTE}
-        return notes, {finding.id for finding in found if finding.severity is not Severity.NOTE}
+    notes = {finding.id for finding in found if finding.severity is Severity.NOTE}
+    return notes, {finding.id for finding in found if finding.severity is not Severity.NOTE}

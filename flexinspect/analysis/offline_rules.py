@@ -14,34 +14,27 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.records.finding import Finding, Repeat
-from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
+from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules
 from flexinspect.trace.codec import from_json, to_json
 from flexinspect.trace.file.writer import RuleReview, append_reviews
 from flexinspect.trace.query_results import BranchRow, GenerationRow
-from flexinspect.trace.reader import TraceReader, open_trace, read_all_gradients
-from flexinspect.trace.replay import (
-    branch_start_record,
-    generation_at_start,
-    is_standalone,
-    replay,
-    replay_parents,
-    replay_steps,
-)
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.replay import branch_start_record, is_standalone, replay, replay_parents
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the number of finished steps and the number of all steps."""
@@ -156,21 +149,9 @@ def _replay_generation(
     row, started_at = task.generation, time.time()
     known = {_finding_key(f) for f in reader.findings() if f.generation == row.generation}
     rules = [*((rule, None) for rule in task.rules), *((r, known) for r in task.end_only_rules)]
-    replays = [_RuleReplay(rule, base, is_standalone(row), known) for rule, known in rules]
-    streams = {stream for each in replays for stream in each.rule.streams}
-    start, n_steps = generation_at_start(reader, row), 0
-    for each in replays:
-        each.on_generation_start(start)
-    for record in replay(reader, row.generation, streams):
-        for each in replays:
-            each.on_record(record)
-        if isinstance(record, StepRecord):
-            n_steps += 1
-            on_step_done(n_steps)
-    for each in replays:
-        each.on_generation_end()
-    for branch in reader.branches(row.generation)[1:]:
-        _replay_branch(reader, row, branch, replays, streams)
+    replays = [_RuleReplay(rule, is_standalone(row), known) for rule, known in rules]
+    for branch in reader.branches(row.generation):
+        _replay_branch(reader, row, branch, replays, base, on_step_done)
     return [
         RuleReview(
             rule=each.rule.name,
@@ -189,60 +170,54 @@ def _replay_branch(
     generation: GenerationRow,
     row: BranchRow,
     replays: Sequence[_RuleReplay],
-    streams: Collection[str],
+    base: RuleContext,
+    on_step_done: Callable[[int], None],
 ) -> None:
-    """Replay one branch for new instances of all rules, and add their results to `replays`."""
-    number, context = generation.generation, RuleContext(find_mask=reader.mask)
+    """Replay one branch for all rules, and add their results to `replays`.
+
+    `on_step_done` is called after each step of the first branch.
+    """
+    number, n_steps = generation.generation, 0
+    streams = {stream for each in replays for stream in each.rule.streams}
+    context = RuleContext(find_mask=reader.mask) if row.branch else base
     start = branch_start_record(reader, generation, row)
     for each in replays:
         each.start_branch(row.branch, context)
-        each.on_generation_start(start)
-        if row.change.get("recomputed") is not True:
+        each.events += each.runner.on_generation_start(start)
+        if row.branch and row.change.get("recomputed") is not True:
             each.events += replay_parents(reader, number, row.branch, each.runner)
-    records: Iterable[StepRecord | GradientRecord] = chain(
-        replay_steps(reader, number, row.branch, streams),
-        read_all_gradients(reader, number, row.branch),
-    )
-    for record in records:
+    for record in replay(reader, number, streams, row.branch):
         for each in replays:
             each.on_record(record)
+        if isinstance(record, StepRecord) and not row.branch:
+            n_steps += 1
+            on_step_done(n_steps)
     for each in replays:
         each.on_generation_end()
 
 
-def _finding_key(finding: Finding) -> tuple[Any, ...]:
-    return finding.id, finding.branch, finding.step, finding.layer, finding.head, finding.sentence
+_finding_key = attrgetter("id", "branch", "step", "layer", "head", "sentence")
 
 
 class _RuleReplay:
     """One rule with its own runner, so that its findings and its time are known.
 
-    If `known_findings` is set, only findings at the end that are not among them count.
+    If `known` is set, only findings at the end that are not among these count.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        context: RuleContext,
-        is_standalone: bool,
-        known_findings: set[tuple[Any, ...]] | None,
-    ) -> None:
-        self.rule, self._is_standalone, self._known = rule, is_standalone, known_findings
-        self.runner = RuleRunner([rule], is_standalone=is_standalone, context=context)
+    def __init__(self, rule: Rule, is_standalone: bool, known: set[tuple[Any, ...]] | None) -> None:
+        self.rule, self._is_standalone, self._known = rule, is_standalone, known
         self.wall_s = 0.0
         self.found: list[Finding] = []
         self.events: list[EventRecord] = []
-        self._n_found_before = 0  # findings of other branches
 
     def start_branch(self, branch: int, context: RuleContext) -> None:
-        """Continue with a branch, for which the rule has no state yet."""
+        """Begin with a branch. The rule has no state of it yet."""
+        rule = type(self.rule)() if branch else self.rule
         self.runner = RuleRunner(
-            [type(self.rule)()], is_standalone=self._is_standalone, context=context, branch=branch
+            [rule], is_standalone=self._is_standalone, context=context, branch=branch
         )
-        self._n_found_before = len(self.found)
-
-    def on_generation_start(self, generation: GenerationRecord) -> None:
-        self.events += self.runner.on_generation_start(generation)
+        self._n_found_before = len(self.found)  # findings of other branches
 
     def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> None:
         started = time.perf_counter()
@@ -280,17 +255,9 @@ def review_command(path: Path) -> list[str]:
     return [sys.executable, "-m", "flexinspect.analysis.offline_rules", str(path)]
 
 
-def review_to_json(review: Review) -> str:
-    """Return a review as text, for `review_from_json`."""
-    return to_json({**asdict(review), "unstored": [asdict(one) for one in review.unstored]})
-
-
 def review_from_json(text: str) -> Review:
     """Return the review that the command printed. Raises `ValueError` for anything else."""
-    try:
-        return msgspec.convert(from_json(text), Review)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"not a review: {error}") from None
+    return msgspec.convert(from_json(text), Review)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -302,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
             done = review(reader)
     except FlexInspectError as error:
         done = Review(0, (), error.message)
-    print(review_to_json(done))
+    print(to_json(done))
     return 0
 
 

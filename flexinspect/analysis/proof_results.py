@@ -103,10 +103,8 @@ def proof_finding(
 ) -> Finding:
     """Return a finding of a proof with the texts of its kind; `fields` are others of `Finding`."""
     kind = PROOF_FINDINGS[finding_id]
-    severity = severity or kind.severity
-    return fill_from_kind(
-        kind, Finding(finding_id, severity, sentence, layers=tuple(layers), **fields)
-    )
+    fields["layers"] = tuple(layers)
+    return fill_from_kind(kind, Finding(finding_id, severity or kind.severity, sentence, **fields))
 
 
 def format_amount(value: float) -> str:
@@ -129,10 +127,9 @@ def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) ->
         for row in reader.generations():
             if row.sample_id == sample:
                 return row.generation
-        raise UsageError(
-            f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored.",
-            hint="Use the trace of a run with the same data and --max-samples.",
-        )
+        what = f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored."
+        hint = "Use the trace of a run with the same data and --max-samples."
+        raise UsageError(what, hint=hint)
     for number in numbers if prompt_hash else ():
         ids = [token.token_id for token in reader.tokens(number) if token.step is None]
         joined = ",".join(map(str, ids)).encode()

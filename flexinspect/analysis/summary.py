@@ -86,16 +86,15 @@ def summarize_trace(reader: TraceReader, path: Path) -> TraceSummary:
 
 def _findings_table(findings: tuple[Finding, ...]) -> str:
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in ("severity", "where", "finding"))
-    rows = "".join(f"<tr>{_finding_row(finding)}</tr>" for finding in findings)
+    rows = ""
+    for finding in findings:
+        badge = f"padding: 0 6px; border-radius: 3px; {_BADGES[finding.severity]}"
+        cells = (
+            f'<span style="{badge}">{finding.severity}</span>',
+            escape(describe_place(finding)),
+            escape(escape_unprintable(finding.sentence)),
+        )
+        row = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells)
+        rows += f"<tr>{row}</tr>"
     style = "border-collapse: collapse; margin: 6px 0; color: inherit; background: transparent"
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-
-
-def _finding_row(finding: Finding) -> str:
-    badge = f"padding: 0 6px; border-radius: 3px; {_BADGES[finding.severity]}"
-    cells = (
-        f'<span style="{badge}">{finding.severity}</span>',
-        escape(describe_place(finding)),
-        escape(escape_unprintable(finding.sentence)),
-    )
-    return "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells)

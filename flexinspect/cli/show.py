@@ -134,7 +134,7 @@ def _check_options(options: dict[str, str], panels: Sequence[Panel[Any, Any]]) -
 def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
     """Return the requested place; what was not requested is the first one in the trace."""
     from flexinspect.panels.base import TracePlace
-    from flexinspect.trace.queries.range_queries import branch_of_step, lineage, step_bounds
+    from flexinspect.trace.queries import branch_of_step, lineage, step_bounds
 
     generations = [row.generation for row in reader.generations()]
     generation = _choose_number("generation", args.generation, generations, "The trace")

@@ -83,10 +83,10 @@ def limit_positions(positions: Positions) -> tuple[int, ...]:
     return tuple(positions[:MAX_LISTED_POSITIONS].tolist())
 
 
-def format_ranges(values: Sequence[int]) -> str:
-    """Return ascending numbers as `0-3, 5`."""
+def format_ranges(values: Iterable[int]) -> str:
+    """Return numbers in any order as `0-3, 5`: ascending, each once."""
     runs: list[list[int]] = []
-    for value in values:
+    for value in sorted(set(values)):
         if runs and value == runs[-1][1] + 1:
             runs[-1][1] = value
         else:

@@ -32,7 +32,7 @@ from flexinspect.panels.base import (
     TracePlace,
 )
 from flexinspect.panels.panel_source import Source
-from flexinspect.trace.queries.range_queries import branch_of_step, step_bounds
+from flexinspect.trace.queries import branch_of_step, step_bounds
 from flexinspect.trace.query_results import BranchRow
 from flexinspect.trace.reader import TraceReader
 

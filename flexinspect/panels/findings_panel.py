@@ -19,7 +19,7 @@ from flexinspect.analysis.reports.collect import (
     format_times,
     read_position_texts,
 )
-from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.core.text import escape_unprintable, format_ranges, plural
 from flexinspect.drawing.text_lines import Pen, clip_text, first_visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
@@ -34,7 +34,7 @@ from flexinspect.panels.base import (
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
-from flexinspect.trace.queries.range_queries import (
+from flexinspect.trace.queries import (
     FIRST_POSITION,
     LAST_POSITION,
     FindingGroup,
@@ -43,7 +43,6 @@ from flexinspect.trace.queries.range_queries import (
     finding_in_group,
     finding_position,
     findings_counter,
-    format_ranges,
     worst_finding,
 )
 from flexinspect.trace.query_results import FindingRow

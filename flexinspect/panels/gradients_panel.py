@@ -30,7 +30,7 @@ from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
 from flexinspect.records.token_gradients import PARAMETER_PARTS, GradientRecord, GradientStat
 from flexinspect.rules.training.token_gradient_rule import GradientsRule
-from flexinspect.trace.queries.range_queries import branch_of_step
+from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.reader import steps_with_gradients
 
 LABEL_WIDTH = 12

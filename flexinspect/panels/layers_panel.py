@@ -27,7 +27,7 @@ from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Req
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, drop_cut_span, load_step_window
 from flexinspect.records.step import LayerStatRecord
-from flexinspect.trace.queries.range_queries import (
+from flexinspect.trace.queries import (
     NonfiniteOutput,
     StatCell,
     Statistic,

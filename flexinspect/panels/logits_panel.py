@@ -28,7 +28,7 @@ from flexinspect.panels.timeline import (
     timeline_columns,
 )
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
-from flexinspect.trace.queries.range_queries import branch_of_step, step_range
+from flexinspect.trace.queries import branch_of_step, step_range
 from flexinspect.trace.query_results import StepRow
 
 SERIES: Mapping[str, Callable[[StepRow], float | None]] = {

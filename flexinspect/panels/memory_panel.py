@@ -31,7 +31,7 @@ from flexinspect.panels.timeline import (
 from flexinspect.panels.token_window import load_segments
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MemoryRecord
-from flexinspect.trace.queries.range_queries import branch_of_step, memory_range
+from flexinspect.trace.queries import branch_of_step, memory_range
 from flexinspect.trace.query_results import StepRow
 
 FIGURES: Mapping[str, Callable[[MemoryRecord], int | None]] = {

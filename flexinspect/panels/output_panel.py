@@ -16,7 +16,7 @@ from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import CURSOR_MOVES, Help, Missing, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.trace.queries.search_queries import last_output
+from flexinspect.trace.queries import last_output
 from flexinspect.trace.query_results import OutputRow
 
 MAX_DESCRIBED_LINES = 500

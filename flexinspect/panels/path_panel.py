@@ -13,7 +13,13 @@ from msgspec import Struct, field
 from rich.style import Style
 from textual.strip import Strip
 
-from flexinspect.core.text import capitalize, escape_unprintable, format_numbers, plural
+from flexinspect.core.text import (
+    capitalize,
+    escape_unprintable,
+    format_numbers,
+    format_ranges,
+    plural,
+)
 from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible, merge_spans
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
@@ -30,11 +36,10 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, step_window
 from flexinspect.records import prompt
 from flexinspect.records.step import PATHS, BuildRecord, MaskRecord
-from flexinspect.trace.queries.range_queries import (
+from flexinspect.trace.queries import (
     StepPath,
     branch_of_step,
     events_between,
-    format_ranges,
     newest_step,
     step_events,
     step_paths,

@@ -37,13 +37,13 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.file.location import COMPANION_SUFFIXES
-from flexinspect.trace.queries.range_queries import (
+from flexinspect.trace.queries import (
     branch_of_step,
     decode_phase_time,
     newest_step,
+    read_tokens,
     step_range,
 )
-from flexinspect.trace.queries.search_queries import read_tokens
 from flexinspect.trace.query_results import BranchRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
 

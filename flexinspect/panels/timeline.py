@@ -13,7 +13,7 @@ from flexinspect.drawing.plots import timeline
 from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible, join_blocks
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Navigate, NoOptions, Panel, Request, TracePlace
-from flexinspect.trace.queries.range_queries import step_bounds
+from flexinspect.trace.queries import step_bounds
 from flexinspect.trace.reader import TraceReader
 
 MAX_WINDOW_STEPS = 256

@@ -12,8 +12,7 @@ from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
-from flexinspect.trace.queries.range_queries import branch_of_step, lineage, step_range
-from flexinspect.trace.queries.search_queries import last_pos, read_tokens
+from flexinspect.trace.queries import branch_of_step, last_pos, lineage, read_tokens, step_range
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 

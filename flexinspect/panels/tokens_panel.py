@@ -25,7 +25,7 @@ from flexinspect.panels.token_window import (
 )
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
-from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.queries import read_tokens
 from flexinspect.trace.query_results import GenerationRow
 
 Colour = Literal["probability", "entropy", "segment"]

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 import msgspec
@@ -40,34 +41,24 @@ def check_debugger(options: DebuggerOptions, *, is_exposed: bool) -> bool:
     that is in use, for waiting without debugpy, and for pdb without a terminal or beside debugpy.
     """
     if options.wait and options.port is None:
-        raise UsageError(
-            "--wait-for-client waits for a client of debugpy, and --debugpy is not given.",
-            hint="Add --debugpy 5678.",
-        )
+        what = "--wait-for-client waits for a client of debugpy, and --debugpy is not given."
+        raise UsageError(what, hint="Add --debugpy 5678.")
     if options.port is not None and options.pdb:
-        raise UsageError(
-            "--pdb and --debugpy exclude each other: one debugger traces the process.",
-            hint="Leave one of them out.",
-        )
+        what = "--pdb and --debugpy exclude each other: one debugger traces the process."
+        raise UsageError(what, hint="Leave one of them out.")
     if options.pdb and options.tty is None:
-        raise UsageError(
-            "--pdb needs a terminal, and there is none here.",
-            hint="Run it in a terminal, or attach with --debugpy 5678.",
-        )
+        hint = "Run it in a terminal, or attach with --debugpy 5678."
+        raise UsageError("--pdb needs a terminal, and there is none here.", hint=hint)
     if options.port is None:
         return False
-    is_open = not is_loopback(options.host)
+    address, is_open = format_address(options.host, options.port), not is_loopback(options.host)
     if is_open and not is_exposed:
-        raise UsageError(
-            f"--debugpy {format_address(options.host, options.port)} would let other machines "
-            "attach, and a client can run any code in the process.",
-            hint="Use 127.0.0.1 (an SSH tunnel reaches it), or confirm with --debugpy-expose.",
-        )
+        hint = "Use 127.0.0.1 (an SSH tunnel reaches it), or confirm with --debugpy-expose."
+        danger = "would let other machines attach, and a client can run any code in the process"
+        raise UsageError(f"--debugpy {address} {danger}.", hint=hint)
     if problem := bind_problem(options.host, options.port):
-        raise UsageError(
-            f"--debugpy cannot listen on {format_address(options.host, options.port)}: {problem}.",
-            hint="Choose another port; --debugpy 0 takes any free one.",
-        )
+        hint = "Choose another port; --debugpy 0 takes any free one."
+        raise UsageError(f"--debugpy cannot listen on {address}: {problem}.", hint=hint)
     return is_open
 
 
@@ -79,12 +70,10 @@ def listening_message(host: str, port: int, *, waiting: bool) -> str:
 
 def controlling_terminal() -> str | None:
     """Return the name of the terminal of stdin and stderr, None when they are not on one."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return None
-    try:
-        return os.ttyname(sys.stdin.fileno())
-    except OSError:
-        return None
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        with suppress(OSError):
+            return os.ttyname(sys.stdin.fileno())
+    return None
 
 
 class PromptTexts(Struct, frozen=True):
@@ -208,11 +197,9 @@ def _parse_ranges(text: str, flag: str, hint: str) -> Iterator[tuple[str, int, i
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            what = flag.rpartition("-")[2]
-            raise UsageError(
-                f"{flag} {text} is not a list of {what}: '{part}' is not a number or range.",
-                hint=hint,
-            )
+            problem = f"'{part}' is not a number or range"
+            what = f"{flag} {text} is not a list of {flag.rpartition('-')[2]}: {problem}."
+            raise UsageError(what, hint=hint)
         low, high = (int(n.lstrip("0")[:8] or 0) for n in (first, last if dash else first))
         yield part, min(low, _MAX_NUMBER), min(high, _MAX_NUMBER)
 
@@ -225,10 +212,8 @@ def parse_steps(text: str) -> frozenset[int] | None:
     hint = "Write for instance --grads-steps 0,5-7, or all."
     for part, low, high in _parse_ranges(text, "--grads-steps", hint):
         if max(low, high) == _MAX_NUMBER:
-            raise UsageError(
-                f"--grads-steps {text}: no generation has a step as late as in '{part}'.",
-                hint="Write all for every step.",
-            )
+            what = f"--grads-steps {text}: no generation has a step as late as in '{part}'."
+            raise UsageError(what, hint="Write all for every step.")
         chosen.update(range(low, high + 1))
     if not chosen:
         raise UsageError(f"--grads-steps {text} names no step.", hint="Write 5-7, not 7-5.")
@@ -251,7 +236,6 @@ def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
             )
         chosen.update(range(low, high + 1))
     if not chosen:
-        raise UsageError(
-            f"--layers {text} names no layer.", hint="Write for instance --layers 0-3."
-        )
+        hint = "Write for instance --layers 0-3."
+        raise UsageError(f"--layers {text} names no layer.", hint=hint)
     return tuple(sorted(chosen))

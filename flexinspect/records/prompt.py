@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, convert, field, to_builtins
 from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
@@ -88,39 +88,23 @@ def compose_prompt(
     """
     if positions not in POSITION_MODES:
         raise UsageError(f"--positions {positions} is unknown; use {' or '.join(POSITION_MODES)}.")
+    pieces = [("bos", SegmentKind.BOS, parts.bos), ("shared", SegmentKind.SHARED, parts.shared)]
+    for number, paraphrase in enumerate(parts.paraphrases, start=1):
+        pieces.append((f"paraphrase {number}", SegmentKind.PARAPHRASE, paraphrase))
+        pieces.append((f"separator {number}", SegmentKind.SEPARATOR, parts.separator))
     ids: list[int] = []
     segments: list[Segment] = []
-    _append_segment(ids, segments, parts.bos, "bos", SegmentKind.BOS)
-    _append_segment(ids, segments, parts.shared, "shared", SegmentKind.SHARED)
-    for number, paraphrase in enumerate(parts.paraphrases, start=1):
-        _append_segment(ids, segments, paraphrase, f"paraphrase {number}", SegmentKind.PARAPHRASE)
-        _append_segment(
-            ids, segments, parts.separator, f"separator {number}", SegmentKind.SEPARATOR
-        )
-    _append_segment(ids, segments, parts.cue, "cue", SegmentKind.CUE)
+    for label, kind, piece in [*pieces, ("cue", SegmentKind.CUE, parts.cue)]:
+        if piece:
+            is_attached = kind is SegmentKind.SEPARATOR and segments
+            owner = segments[-1].owner if is_attached else len(segments)
+            segments.append(Segment(len(ids), len(ids) + len(piece), label, kind, owner))
+            ids += piece
     if not ids:
         raise UsageError("The prompt has no tokens: give at least one non-empty --prompt.")
-    generated = Segment(
-        len(ids), len(ids) + max_new_tokens, "generated", SegmentKind.GENERATED, len(segments)
-    )
-    whole = (*segments, generated)
-    return Prompt(tuple(ids), tuple(_position_ids(whole, positions)), whole)
-
-
-def _append_segment(
-    ids: list[int],
-    segments: list[Segment],
-    part_ids: Sequence[int],
-    label: str,
-    kind: SegmentKind,
-) -> None:
-    if not part_ids:
-        return
-    owner = len(segments)
-    if kind is SegmentKind.SEPARATOR and segments:
-        owner = segments[-1].owner
-    segments.append(Segment(len(ids), len(ids) + len(part_ids), label, kind, owner))
-    ids.extend(part_ids)
+    stop = len(ids) + max_new_tokens
+    segments.append(Segment(len(ids), stop, "generated", SegmentKind.GENERATED, len(segments)))
+    return Prompt(tuple(ids), tuple(_position_ids(segments, positions)), tuple(segments))
 
 
 def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
@@ -129,16 +113,13 @@ def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
         return list(range(n_prompt))
     prefix = sum(len(s) for s in segments if s.kind in (SegmentKind.BOS, SegmentKind.SHARED))
     out: list[int] = []
-    longest, here = prefix, prefix
+    longest = here = prefix
     for segment in segments[:-1]:
         if segment.kind in (SegmentKind.BOS, SegmentKind.SHARED):
-            out.extend(range(segment.start, segment.stop))
+            out += range(segment.start, segment.stop)
             continue
-        if segment.kind is SegmentKind.PARAPHRASE:
-            here = prefix
-        elif segment.kind is SegmentKind.CUE:
-            here = longest
-        out.extend(range(here, here + len(segment)))
+        here = {SegmentKind.PARAPHRASE: prefix, SegmentKind.CUE: longest}.get(segment.kind, here)
+        out += range(here, here + len(segment))
         here += len(segment)
         longest = max(longest, here)
     return out
@@ -146,10 +127,8 @@ def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
 
 def segment_index(segments: Sequence[Segment], pos: int) -> int:
     """Return the index of the segment that contains `pos` (the last one beyond all segments)."""
-    for index, segment in enumerate(segments):
-        if segment.start <= pos < segment.stop:
-            return index
-    return len(segments) - 1
+    at = (index for index, segment in enumerate(segments) if segment.start <= pos < segment.stop)
+    return next(at, len(segments) - 1)
 
 
 def close_generated_segment(segments: Sequence[Segment], n_tokens: int) -> tuple[Segment, ...]:
@@ -167,14 +146,14 @@ class DeclaredSegment(Struct, frozen=True):
     `start` and `stop` of a text are 0; its `ids` are empty if there was no tokenizer.
     """
 
-    label: str
+    label: str = ""
     start: int = 0
     stop: int = 0
     text: str | None = None
     ids: tuple[int, ...] = ()
 
 
-class TokenizerFacts(Struct, frozen=True):
+class TokenizerFacts(Struct, frozen=True, omit_defaults=True):
     """The special tokens of a tokenizer, or of the model's configuration.
 
     `adds_bos` is whether the tokenizer prepends a BOS by default (None without a tokenizer),
@@ -199,16 +178,8 @@ def declaration_entries(
     segments: Sequence[DeclaredSegment], tokenizer: TokenizerFacts
 ) -> dict[str, Any]:
     """Return segments and tokenizer facts as entries of `GenerationRecord.declared`, if any."""
-    facts = {
-        "bos": tokenizer.bos,
-        "eos": list(tokenizer.eos) or None,
-        "pad": tokenizer.pad,
-        "adds_bos": tokenizer.adds_bos,
-        "adds_eos": tokenizer.adds_eos or None,
-        "special": dict(tokenizer.special) or None,
-    }
-    words = {name: value for name, value in facts.items() if value is not None}
-    parts = {"segments": [_segment_to_json(piece) for piece in segments], "tokenizer": words}
+    facts = to_builtins(tokenizer)
+    parts = {"segments": [_segment_to_json(each) for each in segments], "tokenizer": facts}
     return {name: part for name, part in parts.items() if part}
 
 
@@ -220,29 +191,12 @@ def _segment_to_json(segment: DeclaredSegment) -> dict[str, Any]:
 
 def declared_segments(declared: Mapping[str, Any]) -> tuple[DeclaredSegment, ...]:
     """Return the segments of a declaration, in order."""
-    return tuple(
-        DeclaredSegment(
-            label=str(piece.get("label", "")),
-            start=int(piece.get("start", 0)),
-            stop=int(piece.get("stop", 0)),
-            text=piece.get("text"),
-            ids=tuple(piece.get("ids", ())),
-        )
-        for piece in declared.get("segments", ())
-    )
+    return convert(declared.get("segments", ()), tuple[DeclaredSegment, ...])
 
 
 def declared_tokenizer(declared: Mapping[str, Any]) -> TokenizerFacts:
     """Return the tokenizer facts of a declaration."""
-    words = declared.get("tokenizer", {})
-    return TokenizerFacts(
-        bos=words.get("bos"),
-        eos=tuple(words.get("eos", ())),
-        pad=words.get("pad"),
-        adds_bos=words.get("adds_bos"),
-        adds_eos=bool(words.get("adds_eos", False)),
-        special=dict(words.get("special", {})),
-    )
+    return convert(declared.get("tokenizer", {}), TokenizerFacts)
 
 
 def find_id_spans(ids: Sequence[int], within: Sequence[int], after: int = 0) -> Iterator[Span]:

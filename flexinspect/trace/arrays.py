@@ -33,31 +33,17 @@ _DTYPE_NAMES = {np.dtype(name): name for name in STORED_DTYPES}
 """Their names by type, because numpy computes `dtype.name` on each access (8 µs)."""
 
 
-class _ThreadCompressor(threading.local):
-    """A compressor takes 20 µs to make and must not be shared between threads."""
+_thread = threading.local()
+"""Holds each thread's compressor, which takes 20 µs to make and must not be shared."""
 
-    def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=1)
-
-
-_thread_compressor = _ThreadCompressor()
 _MAX_DIMS = 32
 _MAX_BYTES = 1 << 40
 
 
-class EncodedArray(Struct, frozen=True):
-    """An array as the trace stores it, in `chunks` of at most `CHUNK_BYTES` bytes."""
-
-    dtype: str
-    item: str
-    shape: str
-    codec: str
-    chunks: tuple[memoryview, ...]
-
-
 class ArrayChunk(Struct, frozen=True):
-    """One row of the table of arrays, without its key."""
+    """One row of the table of arrays: a part of an array, `number` counting from 0."""
 
+    number: int
     dtype: str
     item: str
     shape: str
@@ -66,10 +52,13 @@ class ArrayChunk(Struct, frozen=True):
     data: bytes
 
 
-def encode_array(array: Array, dtype: str | None = None) -> EncodedArray:
-    """Return `array` in its stored form; `dtype` names its true type if numpy has none for it.
+def encode_array(
+    array: Array, dtype: str | None = None
+) -> tuple[tuple[str, str, str, str], list[memoryview]]:
+    """Return dtype, item, shape and codec of `array` in its stored form, and its chunks.
 
-    Raises `TraceWriteError` for arrays that are not of numbers or bools.
+    `dtype` names its true type if numpy has none for it. Raises `TraceWriteError` for arrays that
+    are not of numbers or bools.
     """
     item = _DTYPE_NAMES.get(array.dtype) or array.dtype.name
     if item not in STORED_DTYPES:
@@ -77,28 +66,32 @@ def encode_array(array: Array, dtype: str | None = None) -> EncodedArray:
             f"An array of {array.dtype} cannot be recorded: a trace holds only numbers and bools."
         )
     if item == "bool":
-        codec, data = _encode_bits(array)
+        codec, data = "bits", np.packbits(array, axis=None).tobytes()
+        if len(data) >= MIN_COMPRESS_BYTES:
+            if not hasattr(_thread, "compressor"):
+                _thread.compressor = zstandard.ZstdCompressor(level=1)
+            squeezed = _thread.compressor.compress(data)
+            codec, data = ("bits+zstd", squeezed) if len(squeezed) < len(data) else (codec, data)
     else:
         codec, data = "raw", np.asarray(array, STORED_DTYPES[item]).tobytes()
     starts = range(0, max(len(data), 1), CHUNK_BYTES)
-    chunks = tuple(memoryview(data)[start : start + CHUNK_BYTES] for start in starts)
-    return EncodedArray(dtype or item, item, str(list(array.shape)), codec, chunks)
+    chunks = [memoryview(data)[start : start + CHUNK_BYTES] for start in starts]
+    return (dtype or item, item, str(list(array.shape)), codec), chunks
 
 
 def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, str]:
     """Return the array that `chunks` hold, and the name of its true type.
 
-    Raises `TraceError` with `array_name` when a checksum or a length is wrong.
+    Raises `TraceError` with `array_name` when a part is missing or a checksum or length is wrong.
     """
     first = chunks[0]
+    if [chunk.number for chunk in chunks] != list(range(len(chunks))):
+        raise damaged_array(array_name, "a part of it is missing")
     shape = _parse_shape(first.shape, array_name)
     item = STORED_DTYPES.get(first.item)
     if item is None or first.codec not in CODECS:
         raise damaged_array(array_name, f"its type is {first.item!r} and its codec {first.codec!r}")
-    for chunk in chunks:
-        if zlib.crc32(chunk.data) != chunk.checksum:
-            raise damaged_array(array_name, "a checksum does not match its bytes")
-    data = first.data if len(chunks) == 1 else b"".join(chunk.data for chunk in chunks)
+    data = b"".join(checked_data(chunk, array_name) for chunk in chunks)
     if first.codec != "raw":
         return _decode_bits(data, first.codec, shape, array_name), first.dtype
     if len(data) != math.prod(shape) * item.itemsize:
@@ -106,6 +99,13 @@ def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, 
         raise damaged_array(array_name, what)
     array = np.frombuffer(data, item).reshape(shape)
     return array.astype(item.newbyteorder("="), copy=False), first.dtype
+
+
+def checked_data(chunk: ArrayChunk, array_name: str) -> bytes:
+    """Return the bytes of a chunk. Raises `TraceError` when its checksum is wrong."""
+    if zlib.crc32(chunk.data) != chunk.checksum:
+        raise damaged_array(array_name, "a checksum does not match its bytes")
+    return chunk.data
 
 
 def widen_bfloat16(array: Array, dtype: str) -> Array:
@@ -122,14 +122,6 @@ def damaged_array(array_name: str, reason: str) -> TraceError:
         f"The trace is damaged: {array_name} cannot be read, because {reason}.",
         hint="Other steps may still be readable; copy the file again if you can.",
     )
-
-
-def _encode_bits(array: Array) -> tuple[str, bytes]:
-    bits = np.packbits(array, axis=None).tobytes()
-    if len(bits) < MIN_COMPRESS_BYTES:
-        return "bits", bits
-    squeezed = _thread_compressor.compressor.compress(bits)
-    return ("bits+zstd", squeezed) if len(squeezed) < len(bits) else ("bits", bits)
 
 
 def _parse_shape(text: str, where: str) -> tuple[int, ...]:
@@ -150,17 +142,13 @@ def _decode_bits(data: bytes, codec: str, shape: tuple[int, ...], where: str) ->
     if n_bytes > _MAX_BYTES:
         raise damaged_array(where, f"its shape {list(shape)} is larger than any recorded array")
     if codec == "bits+zstd":
-        data = _decompress(data, n_bytes, where)
+        try:
+            if zstandard.frame_content_size(data) != n_bytes:
+                raise damaged_array(where, "it does not decompress to the size of its shape")
+            data = zstandard.ZstdDecompressor().decompress(data)
+        except (zstandard.ZstdError, MemoryError):
+            raise damaged_array(where, "its bytes do not decompress") from None
     if len(data) != n_bytes:
         raise damaged_array(where, f"{len(data)} bytes are not {list(shape)} of bits")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=n_cells)
     return bits.astype(np.bool_).reshape(shape)
-
-
-def _decompress(data: bytes, n_bytes: int, where: str) -> bytes:
-    try:
-        if zstandard.frame_content_size(data) != n_bytes:
-            raise damaged_array(where, "it does not decompress to the size of its shape")
-        return zstandard.ZstdDecompressor().decompress(data)
-    except (zstandard.ZstdError, MemoryError):
-        raise damaged_array(where, "its bytes do not decompress") from None

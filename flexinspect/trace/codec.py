@@ -25,7 +25,6 @@ from flexinspect.records import step as step_records
 from flexinspect.records import token_gradients, training_step
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import EventRecord, GenerationEnd, OutputRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient
 from flexinspect.trace import query_results, schema
@@ -179,17 +178,7 @@ def _reader_of_types(*types: type) -> Callable[[Any], Any]:
 
 
 def _read_real(value: Any) -> float:
-    if type(value) is float:
-        return value
-    if value is None:
-        return math.nan
-    raise ValueError(f"a {type(value).__name__}")
-
-
-def _read_optional_real(value: Any) -> float | None:
-    if value is None or type(value) is float:
-        return value
-    if type(value) is int:  # an ANY column keeps an int as one
+    if type(value) in (float, int):  # an ANY column keeps an int as one
         return float(value)
     if value == _NAN_TEXT:
         return math.nan
@@ -238,8 +227,8 @@ _READERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "int": _reader_of_types(int),
     "int?": _reader_of_types(int, type(None)),
     "bool": _read_bool,
-    "real": _read_real,
-    "real?": _read_optional_real,
+    "real": lambda value: math.nan if value is None else _read_real(value),
+    "real?": lambda value: None if value is None else _read_real(value),
     "text": _reader_of_types(str),
     "text?": _reader_of_types(str, type(None)),
     "json": _read_json,
@@ -256,6 +245,7 @@ _READERS_BY_KIND |= {f"{kind}?": _or_none(_READERS_BY_KIND[kind]) for kind in sc
 # The text of a list of numbers is JSON already, at a third of the price of `json.dumps`.
 _WRITERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "bool": int,
+    "real?": lambda value: _NAN_TEXT if value != value else value,
     **dict.fromkeys(schema.JSON_KINDS, to_json),
     "ints": lambda values: str([*map(int, values)]),
     "floats": lambda values: (
@@ -287,26 +277,24 @@ class RowFormat(Generic[R]):
         stop: int | None = None,
         **conversions: tuple[Callable[[Any], Any], Callable[[Any], Any]],
     ) -> None:
-        self.table, self.skip, self.stop = table, skip, stop
+        self.table, self.skip = table, skip
         self._record = record
-        self._kinds = tuple(column.kind for column in table.columns[skip:])
-        columns = table.columns[skip:stop]
-        self._names = tuple(column.name for column in columns)
+        self._names = table.names[skip:stop]
+        self._kinds = tuple(table.kinds.values())[skip:]
         fields_ = cast(Any, record).__struct_fields__
         if not {*fields_}.issuperset(self._names):
             raise TypeError(f"the columns of {table.name} are not the fields of {record.__name__}")
         self._is_positional = self._names == fields_[: len(self._names)]
-        writers = {c.name: _WRITERS_BY_KIND[c.kind] for c in columns if c.kind in _WRITERS_BY_KIND}
+        kinds = {name: table.kinds[name] for name in self._names}
+        writers = {n: _WRITERS_BY_KIND[k] for n, k in kinds.items() if k in _WRITERS_BY_KIND}
         writers |= {name: write for name, (write, _) in conversions.items()}
         self._writers = [(self._names.index(name), write) for name, write in writers.items()]
         self._readers = [(self._names.index(n), read) for n, (_, read) in conversions.items()]
-        self._nan_columns = [i for i, column in enumerate(columns) if column.kind == "real?"]
-        self._padding = (None,) * (len(table.columns) - skip - len(columns))
+        self._padding = (None,) * (len(table.kinds) - skip - len(kinds))
         # An attrgetter reads all fields of a record in C; this runs at every step.
         self._get_values = attrgetter(*self._names)
-        is_plain = not (self._writers or self._nan_columns or self._padding)
         self.encode: Callable[[Any], Sequence[Any]] = (
-            self._get_values if is_plain else self._encode_converted
+            self._encode_converted if self._writers or self._padding else self._get_values
         )
         """Returns the columns from `skip` on of anything that has the fields."""
 
@@ -314,9 +302,6 @@ class RowFormat(Generic[R]):
         row = [*self._get_values(record), *self._padding]
         for index, write in self._writers:
             row[index] = write(row[index])
-        for index in self._nan_columns:
-            if row[index] != row[index]:
-                row[index] = _NAN_TEXT
         return row
 
     def read_values(self, row: SqlRow) -> list[Any]:
@@ -377,10 +362,10 @@ TRAINING_ROWS = RowFormat(
     skip=3,
     anomaly_origin=(_or_none(lambda origin: to_json(asdict(origin))), _or_none(_read_origin)),
 )
-_OUTPUT_ROWS = RowFormat(OutputRecord, schema.OUTPUT, skip=1)
+_OUTPUT_ROWS = RowFormat(step_records.OutputRecord, schema.OUTPUT, skip=1)
 _PARAMETER_ROWS = RowFormat(ParameterGradient, schema.GRADS, skip=3, stop=8)
 _FINDING_ROWS = RowFormat(Finding, schema.FINDINGS, skip=1, severity=_enum_conversion(Severity))
-_EVENT_ROWS = RowFormat(EventRecord, schema.EVENTS, skip=4)
+_EVENT_ROWS = RowFormat(step_records.EventRecord, schema.EVENTS, skip=4)
 _STEP_ROWS = RowFormat(query_results.StepRow, schema.STEPS, stop=_HISTOGRAM_COLUMNS)
 _LOGITS_ROWS = RowFormat(step_records.LogitsRecord, schema.STEPS, skip=_FIRST_LOGITS_COLUMN)
 STEP_SCALARS = schema.STEPS.names[: schema.STEPS.names.index("first_pos")]
@@ -406,7 +391,7 @@ def _insert_values(
 ) -> list[Statement]:
     """Return the INSERTs of rows, whose values follow each other in `flat`."""
     skip = int(table.is_numbered_by_sqlite)
-    width = len(table.columns) - skip
+    width = len(table.kinds) - skip
     size = batch * width
     parts = [flat[i : i + size] for i in range(0, len(flat), size)] if len(flat) > size else [flat]
     return [(insert_sql(table, len(part) // width, skip=skip), part) for part in parts if part]
@@ -415,7 +400,7 @@ def _insert_values(
 # -- statements that write records ----------------------------------------------------------------
 
 
-def encode_step(record: StepRecord, known_masks: Collection[str]) -> list[Statement]:
+def encode_step(record: step_records.StepRecord, known_masks: Collection[str]) -> list[Statement]:
     """Return the statements of a step, without masks whose fingerprint is in `known_masks`."""
     key = (record.generation, record.branch, record.step)
     logits, training = record.logits, record.training
@@ -445,7 +430,7 @@ def encode_step(record: StepRecord, known_masks: Collection[str]) -> list[Statem
 
 
 def _insert_masks_and_arrays(
-    key: RowKey, record: StepRecord, known_masks: Collection[str]
+    key: RowKey, record: step_records.StepRecord, known_masks: Collection[str]
 ) -> list[Statement]:
     masks = {m.fingerprint: m for m in record.masks if m.fingerprint not in known_masks}
     arrays: list[tuple[Any, ...]] = [
@@ -466,9 +451,8 @@ def _insert_arrays(
     flat: list[Any] = []
     present = (each for each in arrays if each[3] is not None)
     for number, (*about, array, dtype) in enumerate(present, first_number):
-        stored = encode_array(array, dtype)
-        form = (stored.dtype, stored.item, stored.shape, stored.codec)
-        for chunk, data in enumerate(stored.chunks):
+        form, chunks = encode_array(array, dtype)
+        for chunk, data in enumerate(chunks):
             flat += (*key, number, chunk, *about, *form, zlib.crc32(data), data)
     return _insert_values(schema.ARRAYS, flat, batch=_MAX_ARRAYS_PER_INSERT)
 
@@ -510,10 +494,10 @@ def encode_branch_start(
     return _insert(BRANCH_ROWS, (), (row,)) + _insert(SEGMENT_ROWS, place[:2], segments)
 
 
-def encode_generation_end(record: GenerationEnd) -> list[Statement]:
+def encode_generation_end(record: step_records.GenerationEnd) -> list[Statement]:
     """Return the statements that end a branch of a generation and replace its segments."""
     which = (record.generation, record.branch)
-    ended_at = record.ended_at if record.ended_at == record.ended_at else _NAN_TEXT
+    ended_at = _WRITERS_BY_KIND["real?"](record.ended_at)
     how = (record.state, record.answer, record.stop_reason, ended_at)
     out: list[Statement] = [(schema.END_BRANCH, [*how, *which])]
     if record.segments:
@@ -553,7 +537,9 @@ def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
     return out
 
 
-def encode_events(records: Iterable[EventRecord], key: RowKey | None = None) -> list[Statement]:
+def encode_events(
+    records: Iterable[step_records.EventRecord], key: RowKey | None = None
+) -> list[Statement]:
     """Return the statements of events. Those of a step (`key`) take missing places from it."""
     out: list[Statement] = []
     for record in records:
@@ -565,7 +551,7 @@ def encode_events(records: Iterable[EventRecord], key: RowKey | None = None) -> 
     return out
 
 
-def encode_output(records: Iterable[OutputRecord]) -> list[Statement]:
+def encode_output(records: Iterable[step_records.OutputRecord]) -> list[Statement]:
     """Return the statements of what the program printed."""
     return _insert(_OUTPUT_ROWS, (), [*records])
 
@@ -575,7 +561,7 @@ def encode_output(records: Iterable[OutputRecord]) -> list[Statement]:
 
 def decode_generation(row: SqlRow) -> query_results.GenerationRow:
     """Return a generation from its columns, then those of its first branch."""
-    n_columns = len(schema.GENERATIONS.columns)
+    n_columns = len(schema.GENERATIONS.kinds)
     branch = BRANCH_ROWS.decode(row[n_columns:])
     names = ("state", "answer", "stop_reason", "ended_at")
     of_branch = {name: getattr(branch, name) for name in names}
@@ -611,7 +597,7 @@ def decode_event(row: SqlRow) -> EventRow:
     return EventRow(number, branch, _EVENT_ROWS.decode(row[4:], generation=generation, step=step))
 
 
-_EVENT_KEY_KINDS = tuple(column.kind for column in schema.EVENTS.columns[:4])
+_EVENT_KEY_KINDS = tuple(schema.EVENTS.kinds.values())[:4]
 
 
 def decode_output(row: SqlRow) -> OutputRow:
@@ -626,10 +612,10 @@ def decode_array_info(row: SqlRow) -> query_results.ArrayInfo:
 
 
 def decode_chunk(row: SqlRow) -> ArrayChunk:
-    """Return a chunk from dtype, item, shape (still text), codec, checksum and data."""
+    """Return a chunk from its number, dtype, item, shape (as text), codec, checksum and data."""
     from flexinspect.trace.arrays import ArrayChunk
 
-    if [type(value) for value in row] != [str, str, str, str, int, bytes]:
+    if [type(value) for value in row] != [int, str, str, str, str, int, bytes]:
         raise DamagedValueError("a row of arrays holds a value of a wrong type")
     return ArrayChunk(*row)
 

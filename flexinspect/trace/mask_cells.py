@@ -8,7 +8,6 @@ each other without padding. Also here: small arrays of many masks, and the masks
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -23,6 +22,7 @@ from msgspec import Struct
 from flexinspect.records.step import Array
 from flexinspect.trace import arrays, codec
 from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.schema import WHERE_STEP
 
 PackedMask = npt.NDArray[np.uint8]
 MAX_UNPACKED_CELLS = 1 << 22  # cells that are unpacked at once
@@ -38,8 +38,8 @@ _FIND_CELLS_SQL = (
     "ORDER BY a.chunk LIMIT 1"
 )
 _CHUNK_SQL = (
-    "SELECT dtype, item, shape, codec, checksum, data FROM arrays WHERE generation = ? "
-    "AND branch = ? AND step = ? AND number = ? AND chunk = ?"
+    "SELECT chunk, dtype, item, shape, codec, checksum, data FROM arrays "
+    f"{WHERE_STEP} AND number = ? AND chunk = ?"
 )
 _MASK_ARRAYS_SQL = (
     "SELECT m.fingerprint, a.chunk, a.dtype, a.item, a.shape, a.codec, a.checksum, a.data "
@@ -49,9 +49,9 @@ _MASK_ARRAYS_SQL = (
 
 
 class StoredCells(Struct, frozen=True):
-    """Where a trace stores the cells of a mask, and their shape."""
+    """Where a trace stores the cells of a mask, and their shape; `name` is for messages."""
 
-    fingerprint: str
+    name: str
     key: tuple[int, ...]
     heads: int
     n_rows: int
@@ -69,20 +69,16 @@ def find_mask_cells(reader: TraceReader, fingerprint: str) -> StoredCells | None
     if not rows:
         return None
     *key, item, shape, form = rows[0]
+    name = f"the cells of mask {fingerprint!r} in {reader.path}"
     lengths_ok = (
         isinstance(shape, list)
         and len(shape) == 3
         and all(type(length) is int and 0 <= length < 1 << 40 for length in shape)
     )
     if item != "bool" or form not in ("bits", "bits+zstd") or not lengths_ok:
-        where = _cells_name(reader, fingerprint)
-        raise arrays.damaged_array(where, "it does not have the form of a mask")
+        raise arrays.damaged_array(name, "it does not have the form of a mask")
     heads, n_rows, n_keys = shape
-    return StoredCells(fingerprint, tuple(key), heads, n_rows, n_keys, form)
-
-
-def _cells_name(reader: TraceReader, fingerprint: str) -> str:
-    return f"the cells of mask {fingerprint!r} in {reader.path}"
+    return StoredCells(name, tuple(key), heads, n_rows, n_keys, form)
 
 
 def read_packed_rows(
@@ -108,8 +104,8 @@ class _BitStream:
     """The bits of a stored array, in order."""
 
     def __init__(self, reader: TraceReader, cells: StoredCells) -> None:
-        self._where = _cells_name(reader, cells.fingerprint)
-        chunks = io.BufferedReader(_ChunkFile(reader, cells, self._where))
+        self._where = cells.name
+        chunks = io.BufferedReader(_ChunkFile(reader, cells))
         self._source: Any = chunks
         if cells.codec == "bits+zstd":
             with self._decompression_errors():
@@ -165,8 +161,8 @@ class _BitStream:
 class _ChunkFile(io.RawIOBase):
     """The stored bytes of an array as a file, one checked chunk in memory at a time."""
 
-    def __init__(self, reader: TraceReader, cells: StoredCells, where: str) -> None:
-        self._reader, self._key, self._where = reader, cells.key, where
+    def __init__(self, reader: TraceReader, cells: StoredCells) -> None:
+        self._reader, self._key, self._where = reader, cells.key, cells.name
         self._next_chunk = 0
         self._data = memoryview(b"")
 
@@ -183,9 +179,7 @@ class _ChunkFile(io.RawIOBase):
     def _load_chunk(self) -> None:
         key = (*self._key, self._next_chunk)
         for chunk in self._reader._read(codec.decode_chunk, _CHUNK_SQL, key):
-            if zlib.crc32(chunk.data) != chunk.checksum:
-                raise arrays.damaged_array(self._where, "a checksum does not match its bytes")
-            self._data = memoryview(chunk.data)
+            self._data = memoryview(arrays.checked_data(chunk, self._where))
             self._next_chunk += 1
         if self._next_chunk == 0:
             raise arrays.damaged_array(self._where, "a part of it is missing")
@@ -200,19 +194,16 @@ def read_mask_arrays(
     """
     names = list(dict.fromkeys(fingerprints))
 
-    def make(row: Sequence[Any]) -> tuple[str, int, arrays.ArrayChunk]:
-        return str(row[0]), row[1], codec.decode_chunk(row[2:])
+    def make(row: Sequence[Any]) -> tuple[str, arrays.ArrayChunk]:
+        return str(row[0]), codec.decode_chunk(row[1:])
 
     for start in range(0, len(names), _MASKS_PER_QUERY):
         some = names[start : start + _MASKS_PER_QUERY]
         sql = _MASK_ARRAYS_SQL.format(", ".join("?" * len(some)))
         rows = reader._read(make, sql, (*some, stream))
         for name, group in groupby(rows, key=itemgetter(0)):
-            _, numbers, chunks = zip(*group, strict=True)
             where = f"{stream!r} of mask {name!r} in {reader.path}"
-            if list(numbers) != list(range(len(numbers))):
-                raise arrays.damaged_array(where, "a part of it is missing")
-            yield name, arrays.decode_array(chunks, where)[0]
+            yield name, arrays.decode_array([chunk for _, chunk in group], where)[0]
 
 
 def max_mask_heads(reader: TraceReader, fingerprints: Sequence[str]) -> int:

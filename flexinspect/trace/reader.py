@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -22,7 +23,6 @@ from flexinspect.core.errors import TraceError
 from flexinspect.records import step as records
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import MASK_ARRAYS, TRAIN, ArrayRecord, MaskRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
 from flexinspect.trace import arrays, codec, data_frames, schema
@@ -30,7 +30,7 @@ from flexinspect.trace import query_results as results
 from flexinspect.trace.codec import RowFormat, Statement
 from flexinspect.trace.file.connections import ReviewKey, TraceConnections, in_wal_mode
 from flexinspect.trace.query_results import StepRow
-from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEP, Table, select_sql
+from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEP, WHERE_STEPS
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def open_trace(path: str | Path) -> TraceReader:
 STEPS_PER_READ = 64  # steps that `load_steps` reads at most, by default
 ALL_STREAMS = ("*",)  # the streams that mean all arrays of a step
 
-_ROWS_OF_STEP: Mapping[str, codec.RowFormat[Any]] = {
+_ROWS_OF_STEP: Mapping[str, RowFormat[Any]] = {
     "candidates": codec.CANDIDATE_ROWS,
     "inputs": codec.INPUTS_ROWS,
     "calls": codec.CALL_ROWS,
@@ -101,12 +101,7 @@ _ROWS_OF_STEP: Mapping[str, codec.RowFormat[Any]] = {
     "memory": codec.MEMORY_ROWS,
     "masks": codec.MASK_ROWS,
 }
-_SEVERAL_PER_STEP = ("tokens", "calls", "builds", "layer_stats", "arrays", "events")
-_ONE_PER_STEP = ("inputs", "memory")
-"""The fields of a step's record: of its own row, several of another table, and at most one."""
-
-_STEP_RANGE = f"{WHERE_BRANCH} AND step >= ? AND step <= ?"
-_ARRAY_KEY_KINDS = ("int", "int", "text", "int?", "text?", "int")
+_ARRAY_KEY_KINDS = ("int", "text", "int?", "text?", "int")
 
 
 class TraceReader:
@@ -120,6 +115,7 @@ class TraceReader:
         self.path = Path(path).absolute()
         self.known_lineages: dict[tuple[int, int], Lineage] = {}
         self._connections = TraceConnections(self.path)
+        self._query = self._connections.query
         self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
@@ -226,12 +222,9 @@ class TraceReader:
 
     def n_steps(self, generation: int, branch: int = 0) -> int:
         """Return the number of steps from the first to the last one recorded so far."""
+        first = self.steps(generation, branch, limit=1)
         last = self.last_step(generation, branch)
-        if last is None:
-            return 0
-        sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step LIMIT 1"
-        first = self._read_int(sql, (generation, branch))
-        return 0 if first is None else last - first + 1
+        return last - first[0].step + 1 if first and last is not None else 0
 
     def last_step(self, generation: int, branch: int = 0) -> int | None:
         """Return the number of the last step recorded so far, None when there is none."""
@@ -248,7 +241,7 @@ class TraceReader:
         limit: int = -1,
     ) -> list[results.StepRow]:
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
-        rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
+        rest = f"{WHERE_STEPS} ORDER BY step LIMIT ?"
         params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
         return self._select(codec.decode_step, schema.STEPS, rest, params, stop=-3)
 
@@ -298,27 +291,21 @@ class TraceReader:
             return None
         stats = self._records(codec.GRADIENT_STAT_ROWS, f"{WHERE_STEP} ORDER BY layer, name", key)
         condition = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
-        by_stream = {each.stream: each.array for each in self._step_arrays(key, condition)}
-        tokens, layers = by_stream.get("grads.tokens"), by_stream.get("grads.layers")
-        return replace(found[0], stats=tuple(stats), tokens=tokens, layers=layers)
+        found_arrays = self._step_arrays(key, condition)
+        fields = {each.stream.removeprefix("grads."): each.array for each in found_arrays}
+        return replace(found[0], stats=tuple(stats), **fields)
 
-    def mask_summaries(
+    def fingerprints(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
-    ) -> list[records.MaskRecord]:
-        """Return masks without their arrays, in the order in which they first occurred.
+    ) -> list[str]:
+        """Return the fingerprints of masks, in the order in which they first occurred.
 
         All masks of the trace, or those that first occurred in a branch of a generation, or in one
         step of it.
         """
         where, params = _place_condition(generation, branch, step)
-        return self._records(codec.MASK_ROWS, f"{where} {_MASK_ORDER}", params)
-
-    def fingerprints(
-        self, generation: int | None = None, step: int | None = None, branch: int = 0
-    ) -> list[str]:
-        """Return only the fingerprints of the masks that `mask_summaries` returns."""
-        where, params = _place_condition(generation, branch, step)
-        rows = self._query(f"SELECT fingerprint FROM masks {where} {_MASK_ORDER}", params)
+        order = "ORDER BY generation, branch, step, fingerprint"
+        rows = self._query(f"SELECT fingerprint FROM masks {where} {order}", params)
         return [str(name) for (name,) in rows]
 
     def mask_summary(self, fingerprint: str) -> records.MaskRecord | None:
@@ -332,7 +319,7 @@ class TraceReader:
         if summary is None:
             return None
         sql = "SELECT generation, branch, step FROM masks WHERE fingerprint = ?"
-        key = self._query(sql, (fingerprint,))[0]
+        (key,) = self._query(sql, (fingerprint,))
         where = f"{WHERE_STEP} AND owner = ?"
         return with_arrays(summary, read_arrays(self, key[0], where, (*key, fingerprint)))
 
@@ -456,7 +443,7 @@ class TraceReader:
         self, generation: int, branch: int = 0, start: int = 0, stop: int | None = None
     ) -> dict[int, TrainingStepRecord]:
         """Return the training steps `start <= step < stop` by number, without their gradients."""
-        rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step"
+        rest = f"{WHERE_STEPS} ORDER BY step"
         params = (generation, branch, start, OPEN_END if stop is None else stop)
         return dict(self._records_by_step(codec.TRAINING_ROWS, rest, params))
 
@@ -513,9 +500,6 @@ class TraceReader:
         """
         return tuple(str(name) for _, name in self._query(_NEWEST_GROUPS_SQL, (generation,)))
 
-    def _query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
-        return self._connections.query(sql, params)
-
     def _read(
         self, make: Callable[[Sequence[Any]], T], sql: str, params: Sequence[Any] = ()
     ) -> list[T]:
@@ -537,7 +521,7 @@ class TraceReader:
     def _select(
         self,
         make: Callable[[Sequence[Any]], T],
-        table: Table,
+        table: schema.Table,
         rest: str,
         params: Sequence[Any] = (),
         *,
@@ -545,7 +529,7 @@ class TraceReader:
         stop: int | None = None,
     ) -> list[T]:
         """Return what `make` makes of the rows of a table that `rest` (behind FROM) selects."""
-        return self._read(make, select_sql(table, rest, skip=skip, stop=stop), params)
+        return self._read(make, schema.select_sql(table, rest, skip=skip, stop=stop), params)
 
     def _records(self, rows: RowFormat[T], rest: str, params: Sequence[Any] = ()) -> list[T]:
         return self._select(rows.decode, rows.table, rest, params, skip=rows.skip)
@@ -585,9 +569,6 @@ class TraceReader:
         except codec.DamagedValueError as damage:
             hint = "Other steps may still be readable; copy the file again if you can."
             raise TraceError(f"{self.path} is damaged: {damage}.", hint=hint) from None
-
-
-_MASK_ORDER = "ORDER BY generation, branch, step, fingerprint"
 
 
 def _place_condition(
@@ -631,10 +612,8 @@ def read_all_gradients(
     reader: TraceReader, generation: int, branch: int = 0
 ) -> Iterator[GradientRecord]:
     """Yield the gradients of a branch, step by step."""
-    for step in steps_with_gradients(reader, generation, branch):
-        record = reader.gradients(generation, step, branch)
-        if record is not None:
-            yield record
+    steps = steps_with_gradients(reader, generation, branch)
+    yield from filter(None, (reader.gradients(generation, step, branch) for step in steps))
 
 
 # -- steps as whole records ------------------------------------------------------------------------
@@ -645,7 +624,7 @@ class StoredArray(Struct, frozen=True):
 
     step: int
     owner: str | None
-    record: ArrayRecord
+    record: records.ArrayRecord
 
 
 def load_steps(
@@ -657,14 +636,14 @@ def load_steps(
     *,
     streams: Collection[str] = (),
     limit: int = STEPS_PER_READ,
-) -> list[StepRecord]:
+) -> list[records.StepRecord]:
     """Return the recorded steps `start <= step < stop` (None: to the end), at most `limit`.
 
     They are as `TraceWriter.write_step` received them, but without findings. Masks have all their
     arrays; of the steps' own arrays only those of `streams` are read (`ALL_STREAMS`: all). Raises
     `TraceError` when the file is damaged.
     """
-    rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
+    rest = f"{WHERE_STEPS} ORDER BY step LIMIT ?"
     params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
     rows = reader._select(
         lambda row: (codec.decode_step(row), codec.decode_logits(row)), schema.STEPS, rest, params
@@ -674,16 +653,15 @@ def load_steps(
     tables = _read_tables(reader, [step for step, _ in rows], streams)
     found = []
     for step, logits in rows:
-        of = {name: tuple(by_step.get(step.step, ())) for name, by_step in tables.items()}
-        fields: dict[str, Any] = {name: getattr(step, name) for name in codec.STEP_SCALARS}
-        fields |= {name: of[name] for name in _SEVERAL_PER_STEP}
-        fields |= {name: next(iter(of[name]), None) for name in _ONE_PER_STEP}
-        fields["masks"] = tuple(with_arrays(mask, of["stored"]) for mask in of["masks"])
-        if logits is not None:
-            fields["logits"] = replace(logits, candidates=of["candidates"])
-        if step.phase == TRAIN:
-            fields["training"] = reader.training_step(generation, step.step, branch)
-        found.append(StepRecord(**fields))
+        of: dict[str, Any] = {name: tuple(rows_of[step.step]) for name, rows_of in tables.items()}
+        of |= {name: next(iter(of[name]), None) for name in ("inputs", "memory")}
+        stored, candidates = of.pop("stored"), of.pop("candidates")
+        of["masks"] = tuple(with_arrays(mask, stored) for mask in of["masks"])
+        of["logits"] = logits and replace(logits, candidates=candidates)
+        if step.phase == records.TRAIN:
+            of["training"] = reader.training_step(generation, step.step, branch)
+        scalars = {name: getattr(step, name) for name in codec.STEP_SCALARS}
+        found.append(records.StepRecord(**scalars, **of))
     return found
 
 
@@ -694,29 +672,24 @@ def read_arrays(
 
     Raises `TraceError` when a part, a checksum or a length is wrong.
     """
-    sql = f"{schema.READ_ARRAYS} {where} {schema.ARRAY_ORDER}"
 
     def make(row: Sequence[Any]) -> tuple[list[Any], arrays.ArrayChunk]:
-        return codec.decode_values(_ARRAY_KEY_KINDS, row[:6], "arrays"), codec.decode_chunk(row[6:])
+        return codec.decode_values(_ARRAY_KEY_KINDS, row[:5], "arrays"), codec.decode_chunk(row[5:])
 
-    rows = reader._read(make, sql, params)
-    for (step, _), group in itertools.groupby(rows, key=lambda row: row[0][:2]):
-        keys, chunks = zip(*group, strict=True)
-        _, _, stream, layer, owner, _ = keys[0]
+    rows = reader._read(make, schema.READ_ARRAYS.format(where), params)
+    for (step, stream, layer, owner, _), group in itertools.groupby(rows, key=itemgetter(0)):
         name = f"{stream!r} of step {step} of generation {generation} in {reader.path}"
-        if [key[-1] for key in keys] != list(range(len(keys))):
-            raise arrays.damaged_array(name, "a part of it is missing")
-        array, dtype = arrays.decode_array(chunks, name)
+        array, dtype = arrays.decode_array([chunk for _, chunk in group], name)
         true_dtype = None if dtype == array.dtype.name else dtype
-        yield StoredArray(step, owner, ArrayRecord(stream, array, layer, true_dtype))
+        yield StoredArray(step, owner, records.ArrayRecord(stream, array, layer, true_dtype))
 
 
-def with_arrays(mask: MaskRecord, stored: Iterable[StoredArray]) -> MaskRecord:
+def with_arrays(mask: records.MaskRecord, stored: Iterable[StoredArray]) -> records.MaskRecord:
     """Return a mask with those of the arrays that it owns."""
     by_stream = {
         each.record.stream: each.record.array for each in stored if each.owner == mask.fingerprint
     }
-    fields: dict[str, Any] = {name: by_stream.get(f"mask.{name}") for name in MASK_ARRAYS}
+    fields: dict[str, Any] = {name: by_stream.get(f"mask.{name}") for name in records.MASK_ARRAYS}
     return replace(mask, **fields)
 
 
@@ -728,27 +701,26 @@ def _read_tables(
     "stored" are the arrays of masks and steps, "arrays" only the arrays of steps.
     """
     branch = (steps[0].generation, steps[0].branch)
-    place = (*branch, steps[0].step, steps[-1].step)
+    place = (*branch, steps[0].step, steps[-1].step + 1)
     names = (*_ROWS_OF_STEP, "stored", "arrays", "tokens", "events")
     tables: dict[str, dict[int | None, list[Any]]] = {name: defaultdict(list) for name in names}
     for name, rows in _ROWS_OF_STEP.items():
-        rest = f"{_STEP_RANGE} ORDER BY {', '.join(rows.table.key[2:])}"
+        rest = f"{WHERE_STEPS} ORDER BY {', '.join(rows.table.key[2:])}"
         for step, record in reader._records_by_step(rows, rest, place):
             tables[name][step].append(record)
     wanted = [] if "*" in streams else sorted(streams)
     own = "true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})"
-    where = f"{_STEP_RANGE} AND (owner IS NOT NULL OR {own})"
+    where = f"{WHERE_STEPS} AND (owner IS NOT NULL OR {own})"
     for stored in read_arrays(reader, branch[0], where, (*place, *wanted)):
         tables["stored"][stored.step].append(stored)
         if stored.owner is None:
             tables["arrays"][stored.step].append(stored.record)
     chosen = [pos for step in steps for pos in (step.first_pos, step.last_pos) if pos is not None]
     if chosen:
-        rest = f"{WHERE_BRANCH} AND pos >= ? AND pos <= ? ORDER BY pos"
-        for token in reader._records(codec.TOKEN_ROWS, rest, (*branch, min(chosen), max(chosen))):
+        for token in reader.tokens(*branch, min(chosen), max(chosen) + 1):
             tables["tokens"][token.step].append(token)
     # Only events that were written with a step have a branch.
-    rest = f"{_STEP_RANGE} ORDER BY event"
+    rest = f"{WHERE_STEPS} ORDER BY event"
     for row in reader._select(codec.decode_event, schema.EVENTS, rest, place):
         tables["events"][row.event.step].append(row.event)
     return tables

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,11 +18,10 @@ from flexinspect.records import step as steps
 from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.engine import RuleRunner
-from flexinspect.trace.queries.branch_queries import generation_in_branch
-from flexinspect.trace.queries.range_queries import lineage
-from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.queries import generation_in_branch, lineage, read_tokens
 from flexinspect.trace.query_results import BranchRow, GenerationRow
 from flexinspect.trace.reader import TraceReader, load_steps, read_all_gradients
+from flexinspect.trace.schema import GENERATIONS
 
 
 def is_standalone(generation: GenerationRow) -> bool:
@@ -31,40 +31,23 @@ def is_standalone(generation: GenerationRow) -> bool:
     return name in outside or name.startswith(steps.STANDALONE_CALLS)
 
 
-def generation_at_start(reader: TraceReader, row: GenerationRow) -> GenerationRecord:
-    """Return a generation as it was at its start: prompt tokens, segments and declaration."""
-    tokens = reader.tokens(row.generation)
-    return GenerationRecord(
-        generation=row.generation,
-        sample_id=row.sample_id,
-        mask=row.mask,
-        positions=row.positions,
-        segments=tuple(reader.segments(row.generation)),
-        tokens=tuple(token for token in tokens if token.step is None),
-        expected=row.expected,
-        declared=row.declared,
-        started_at=row.started_at,
-        model=row.model,
-    )
-
-
 def replay(
-    reader: TraceReader, generation: int, streams: Collection[str] = ()
+    reader: TraceReader, generation: int, streams: Collection[str] = (), branch: int = 0
 ) -> Iterator[StepRecord | EventRecord | GradientRecord]:
-    """Yield the steps of a generation's first branch, and its events that belong to no step.
+    """Yield the own steps of a branch, and for branch 0 the events that belong to no step.
 
     Both come in the order in which they were recorded, and the gradients of tokens after all steps.
-    `replay_steps` yields the steps of other branches. Of the steps' own arrays only those of
-    `streams` are loaded (`ALL_STREAMS`: all); findings are left out. Raises `TraceError`.
+    Of the steps' own arrays only those of `streams` are loaded (`ALL_STREAMS`: all); findings are
+    left out. Raises `TraceError`.
     """
-    rows = reader.events(generation=generation)
+    rows = [] if branch else reader.events(generation=generation)
     events = deque(row.event for row in rows if row.branch is None)
-    for step in replay_steps(reader, generation, 0, streams):
+    for step in replay_steps(reader, generation, branch, streams):
         ended_at = step.started_at + step.wall_ms / 1e3
         while events and not events[0].at > ended_at:
             yield events.popleft()
         yield step
-    yield from read_all_gradients(reader, generation)
+    yield from read_all_gradients(reader, generation, branch)
     yield from events
 
 
@@ -82,11 +65,9 @@ def replay_parents_from_path(
     path: Path, generation: int, branch: int, runner: RuleRunner
 ) -> list[EventRecord]:
     """Do as `replay_parents`, with the trace at `path`; without effect if it cannot be read."""
-    try:
-        with TraceReader(path) as reader:
-            return list(replay_parents(reader, generation, branch, runner))
-    except TraceError:
-        return []
+    with suppress(TraceError), TraceReader(path) as reader:
+        return replay_parents(reader, generation, branch, runner)
+    return []
 
 
 def replay_parents(
@@ -108,11 +89,9 @@ def replay_parents(
 
 def read_step(path: Path, generation: int, step: int, branch: int) -> StepRecord | None:
     """Return a recorded step of the trace at `path`, None if it cannot be read."""
-    try:
-        with TraceReader(path) as reader:
-            return reader.record(generation, step, branch)
-    except TraceError:
-        return None
+    with suppress(TraceError), TraceReader(path) as reader:
+        return reader.record(generation, step, branch)
+    return None
 
 
 def branch_start_record(
@@ -122,13 +101,17 @@ def branch_start_record(
 
     Where the branch recomputes all keys, the generated tokens before the fork count as prompt.
     """
-    start = generation_at_start(reader, generation_in_branch(reader, generation, row.branch))
-    if row.change.get("recomputed") is not True:
-        return start
-    fork_step = row.fork_step or 0
-    recomputed = [
-        replace(token, step=None)
-        for token in read_tokens(reader, generation.generation, row.branch)
-        if token.step is not None and token.step < fork_step
-    ]
-    return replace(start, tokens=(*start.tokens, *recomputed))
+    about = generation_in_branch(reader, generation, row.branch)
+    prompt = [token for token in reader.tokens(about.generation) if token.step is None]
+    if row.change.get("recomputed") is True:
+        fork_step = row.fork_step or 0
+        prompt += [
+            replace(token, step=None)
+            for token in read_tokens(reader, about.generation, row.branch)
+            if token.step is not None and token.step < fork_step
+        ]
+    return GenerationRecord(
+        **{name: getattr(about, name) for name in GENERATIONS.names},
+        segments=tuple(reader.segments(about.generation)),
+        tokens=tuple(prompt),
+    )

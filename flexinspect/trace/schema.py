@@ -6,6 +6,7 @@ each table, column and stream means. A test checks that it lists the tables that
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from msgspec import Struct
@@ -34,16 +35,9 @@ SQL_TYPES = {
 In a "real?" column NULL means "none", and NaN is the text 'nan'."""
 
 
-class Column(Struct, frozen=True):
-    """A column: its name and its kind (a key of `SQL_TYPES`)."""
-
-    name: str
-    kind: str
-
-
 # by identity: a table is a cache key per step
 class Table(Struct, frozen=True, eq=False):
-    """A table of the trace. `key` is its primary key.
+    """A table of the trace. `key` is its primary key, `kinds` are those of its columns, by name.
 
     `clustered` tables have no rowid: they are stored in the order of their key, so the rows of a
     step are neighbours. Tables with wide rows (arrays) have a rowid, because a clustered table
@@ -52,13 +46,13 @@ class Table(Struct, frozen=True, eq=False):
 
     name: str
     key: tuple[str, ...]
-    columns: tuple[Column, ...]
+    kinds: Mapping[str, str]
     clustered: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the columns, in order."""
-        return tuple(column.name for column in self.columns)
+        return tuple(self.kinds)
 
     @property
     def is_numbered_by_sqlite(self) -> bool:
@@ -72,8 +66,10 @@ class Table(Struct, frozen=True, eq=False):
         """
         # INTEGER alone (not "INTEGER NOT NULL") is what makes a single key the rowid itself.
         rowid = self.key[0] if self.is_numbered_by_sqlite else None
-        types = {c.name: "INTEGER" if c.name == rowid else SQL_TYPES[c.kind] for c in self.columns}
-        lines = [f"  {name} {type_}," for name, type_ in types.items()]
+        lines = [
+            f"  {name} {'INTEGER' if name == rowid else SQL_TYPES[kind]},"
+            for name, kind in self.kinds.items()
+        ]
         options = "STRICT, WITHOUT ROWID" if self.clustered else "STRICT"
         key = f"  PRIMARY KEY ({', '.join(self.key)})"
         return "\n".join([f"CREATE TABLE {self.name} (", *lines, key, f") {options}"])
@@ -89,8 +85,7 @@ def define_table(name: str, key: str, columns: str, *, clustered: bool = True) -
     """
     kinds = dict(column.split() for column in columns.split(","))
     place = [n for n in key.split() if n in ("generation", "branch", "step") and n not in kinds]
-    kinds = dict.fromkeys(place, "int") | kinds
-    table = Table(name, tuple(key.split()), tuple(map(Column, kinds, kinds.values())), clustered)
+    table = Table(name, tuple(key.split()), dict.fromkeys(place, "int") | kinds, clustered)
     TABLES.append(table)
     return table
 
@@ -268,6 +263,7 @@ FIRST_GRADIENT_ARRAY = 1 << 20
 
 WHERE_BRANCH = "WHERE generation = ? AND branch = ?"
 WHERE_STEP = f"{WHERE_BRANCH} AND step = ?"
+WHERE_STEPS = f"{WHERE_BRANCH} AND step >= ? AND step < ?"
 OPEN_END = 1 << 62
 """Stands for the end of a range that is open: no step and no position is as large."""
 
@@ -292,10 +288,9 @@ LIST_ARRAYS = (
     "GROUP BY number ORDER BY number"
 )
 READ_ARRAYS = (
-    "SELECT step, number, stream, layer, owner, chunk, dtype, item, shape, codec, checksum, data "
-    "FROM arrays"
+    "SELECT step, stream, layer, owner, number, chunk, dtype, item, shape, codec, checksum, data "
+    "FROM arrays {} ORDER BY generation, branch, step, number, chunk"
 )
-ARRAY_ORDER = "ORDER BY generation, branch, step, number, chunk"
 DROP_SEGMENTS = f"DELETE FROM segments {WHERE_BRANCH}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -58,11 +59,8 @@ class DumpSelection(Struct, frozen=True):
         """Return the selected steps of a branch."""
         place = (branch.generation, branch.branch)
         first, stop = (0, None) if self.step is None else (self.step, self.step + 1)
-        return self._pages(
-            lambda after: self.reader.steps(*place, after + 1, stop, limit=PAGE_ROWS),
-            "step",
-            first - 1,
-        )
+        fetch = partial(self.reader.steps, *place, stop=stop, limit=PAGE_ROWS)
+        return self._pages(lambda after: fetch(start=after + 1), "step", first - 1)
 
     def tokens(self, branch: BranchRow) -> Iterator[records.TokenRecord]:
         """Return the tokens of a branch, of the selected step only if one is selected."""
@@ -131,25 +129,32 @@ def dump_json(what: DumpSelection) -> Iterator[str]:
     """
     what.check()
     reader, branches = what.reader, list(what.branches())
-    yield f'{{"run": {plain_json(reader.run())}'
-    yield from _json_section("generations", map(_fields, what.generations()))
-    yield from _json_section("branches", map(_fields, branches))
     segments = (
         _place(branch) | {"segment": number} | _fields(row)
         for branch in branches
         for number, row in enumerate(reader.segments(branch.generation, branch.branch))
     )
-    yield from _json_section("segments", segments)
-    tokens = (_place(branch) | _fields(row) for branch in branches for row in what.tokens(branch))
-    yield from _json_section("tokens", tokens)
-    steps = (_step_dict(reader, row) for branch in branches for row in what.steps(branch))
-    yield from _json_section("steps", steps)
     masks = (_fields(mask, without=MASK_ARRAYS) | mask_facts(mask) for mask in what.masks())
-    yield from _json_section("masks", masks)
-    yield from _json_section("findings", map(_fields, what.findings()))
     events = ({"id": r.id} | _fields(r.event) | {"branch": r.branch} for r in what.events())
-    yield from _json_section("events", events)
-    yield from _json_section("output", ({"id": r.id} | _fields(r.output) for r in what.output()))
+    sections: dict[str, Iterable[dict[str, Any]]] = {
+        "generations": map(_fields, what.generations()),
+        "branches": map(_fields, branches),
+        "segments": segments,
+        "tokens": (_place(b) | _fields(row) for b in branches for row in what.tokens(b)),
+        "steps": (_step_dict(reader, row) for branch in branches for row in what.steps(branch)),
+        "masks": masks,
+        "findings": map(_fields, what.findings()),
+        "events": events,
+        "output": ({"id": r.id} | _fields(r.output) for r in what.output()),
+    }
+    yield f'{{"run": {plain_json(reader.run())}'
+    for name, rows in sections.items():
+        yield f',\n"{name}": ['
+        separator = "\n"
+        for row in rows:
+            yield separator + plain_json(row)
+            separator = ",\n"
+        yield "]"
     yield "}\n"
 
 
@@ -164,15 +169,6 @@ def mask_facts(mask: records.MaskRecord) -> dict[str, dict[str, Any] | None]:
         if (array := getattr(mask, name)) is not None:
             facts[name] = {"shape": list(array.shape), "open": int((array != 0).sum())}
     return facts
-
-
-def _json_section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    yield f',\n"{name}": ['
-    separator = "\n"
-    for row in rows:
-        yield separator + plain_json(row)
-        separator = ",\n"
-    yield "]"
 
 
 def _fields(record: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -240,20 +236,16 @@ def _trace_lines(what: DumpSelection) -> Iterator[str]:
         yield from _generation_lines(generation)
         for branch in reader.branches(generation.generation):
             yield from _branch_lines(what, branch)
-    yield from _titled_lines("masks", (line for mask in what.masks() for line in _mask_lines(mask)))
-    yield from _titled_lines(
-        "findings", (line for found in what.findings() for line in _finding_lines(found))
+    sections: tuple[tuple[str, Iterator[Any], Callable[[Any], Iterator[str]]], ...] = (
+        ("masks", what.masks(), _mask_lines),
+        ("findings", what.findings(), _finding_lines),
+        ("events", what.events(), _event_lines),
+        ("output", what.output(), _output_lines),
     )
-    yield from _titled_lines("events", map(_event_line, what.events()))
-    yield from _titled_lines("output", map(_output_line, what.output()))
-
-
-def _titled_lines(title: str, lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines):
-        if not number:
-            yield ""
-            yield title
-        yield "  " + line
+    for title, rows, lines_of in sections:
+        for number, row in enumerate(rows):
+            yield from () if number else ("", title)
+            yield from ("  " + line for line in lines_of(row))
 
 
 def _fill(template: str, record: Any, **others: Any) -> str:
@@ -261,30 +253,21 @@ def _fill(template: str, record: Any, **others: Any) -> str:
     return template.format_map(_Cells(record, others))
 
 
-class _Cells(Struct, frozen=True):
-    """The cells of a record's fields, by name."""
+class _Cells(dict[str, Any]):
+    """The cells of a record's fields, each made when a template asks for it."""
 
-    record: Any
-    others: Mapping[str, Any]
+    def __init__(self, record: Any, others: Mapping[str, Any]) -> None:
+        super().__init__(others)
+        self._record = record
 
-    def __getitem__(self, name: str) -> str:
-        if name in self.others:
-            return str(self.others[name])
-        value = getattr(self.record, name)
-        if name == "at" or name.endswith("_at"):
-            return _format_time(value)
-        if isinstance(value, Mapping):
-            return plain_json(dict(value))
-        return _format_cell(_field_cell(name, value))
+    def __missing__(self, name: str) -> str:
+        return _format_cell(_field_cell(name, getattr(self._record, name)))
 
 
 def _generation_lines(row: GenerationRow) -> Iterator[str]:
     model = "  model {model}" if row.model else ""
-    yield _fill(
-        f"generation {{generation}}  sample {{sample_id}}  mask {{mask}}{model}  "
-        "positions {positions}",
-        row,
-    )
+    names = f"sample {{sample_id}}  mask {{mask}}{model}  positions {{positions}}"
+    yield _fill(f"generation {{generation}}  {names}", row)
     yield _fill("  started   {started_at}", row)
     yield f"  expected  {' | '.join(map(quote_visible, row.expected))}"
     yield _fill("  declared  {declared}", row)
@@ -326,6 +309,8 @@ _CALL_NAMES = (
     "layer path backend mask batch q_heads kv_heads q_len kv_len head_dim dtype scale "
     "lse_error check_kind mask_passed_to_layer suppressed_exception causal window"
 )
+_BUILD_NAMES = "layer batch heads q_len kv_len wall_ms peak_growth mask_mod"
+_STAT_NAMES = "layer module n_nan n_inf bad_row min max mean std norm"
 
 
 def _step_lines(reader: TraceReader, row: StepRow) -> Iterator[str]:
@@ -348,10 +333,8 @@ def _step_lines(reader: TraceReader, row: StepRow) -> Iterator[str]:
     if row.phase == TRAIN and (training := reader.training_step(*key)):
         yield from _training_lines(training)
     yield from _record_table("calls", _CALL_NAMES, reader.calls(*key), indent=6)
-    names = "layer batch heads q_len kv_len wall_ms peak_growth mask_mod"
-    yield from _record_table("builds", names, reader.builds(*key), indent=6)
-    names = "layer module n_nan n_inf bad_row min max mean std norm"
-    yield from _record_table("layer_stats", names, reader.layer_stats(*key), indent=6)
+    yield from _record_table("builds", _BUILD_NAMES, reader.builds(*key), indent=6)
+    yield from _record_table("layer_stats", _STAT_NAMES, reader.layer_stats(*key), indent=6)
     if gradients := reader.gradients(*key):
         to = "" if gradients.runner_up_id is None else f" to {gradients.runner_up_id}"
         yield _fill(_GRADIENTS_LINE, gradients, to=to)
@@ -367,9 +350,8 @@ def _training_lines(row: TrainingStepRecord) -> Iterator[str]:
     rates = " ".join(_format_cell(None if one != one else one) for one in row.learning_rates) or "-"
     loss = "{loss} ({loss_source})" if row.has_loss else "-"
     yield _fill(f"      training loss {loss}  lr {rates}  detail {{detail}}", row)
-    yield _fill(
-        "      norm     {total_norm}  before clipping {norm_before_clip}  limit {max_norm}", row
-    )
+    norms = "{total_norm}  before clipping {norm_before_clip}  limit {max_norm}"
+    yield _fill(f"      norm     {norms}", row)
     counts = "{n_exploding} explode  {n_vanishing} vanish  {n_dead} dead"
     yield _fill(f"      params   {{n_parameters}}  {counts}  {{n_nonfinite}} not finite", row)
     if row.anomaly_origin is not None:
@@ -378,13 +360,10 @@ def _training_lines(row: TrainingStepRecord) -> Iterator[str]:
 
 
 def _inputs_lines(row: records.InputsRecord) -> Iterator[str]:
-    runs = " ".join(
-        f"{first}-{first + n - 1}" if n > 1 else str(first) for first, n in row.positions
-    )
-    yield f"      inputs   batch {row.batch}  positions {runs or '-'}"
-    before, after = (
-        " ".join(map(str, lengths)) or "-" for lengths in (row.cached_before, row.cached_after)
-    )
+    runs = (f"{first}-{first + n - 1}" if n > 1 else str(first) for first, n in row.positions)
+    yield f"      inputs   batch {row.batch}  positions {' '.join(runs) or '-'}"
+    lengths = (row.cached_before, row.cached_after)
+    before, after = (" ".join(map(str, each)) or "-" for each in lengths)
     yield f"      cached   before {before}  after {after}"
 
 
@@ -400,8 +379,7 @@ def _mask_lines(mask: records.MaskRecord) -> Iterator[str]:
 
 
 def _finding_lines(found: Finding) -> Iterator[str]:
-    names = ("generation", "branch", "step", "layer", "head")
-    where = _place_text(**{name: getattr(found, name) for name in names})
+    where = _place_text(found, "generation", "branch", "step", "layer", "head")
     yield _fill("{severity}  {id}{where}", found, where=where)
     yield _fill("  {sentence}", found)
     positions = list(found.positions)
@@ -413,35 +391,27 @@ def _finding_lines(found: Finding) -> Iterator[str]:
         yield _fill("  query {query}", found)
 
 
-def _place_text(**places: int | None) -> str:
-    return "".join(f"  {name} {value}" for name, value in places.items() if value is not None)
+def _event_lines(row: EventRow) -> Iterator[str]:
+    branch = "" if row.branch is None else f"  branch {row.branch}"
+    where = _place_text(row.event, "generation") + branch + _place_text(row.event, "step")
+    others = {"number": row.id, "where": where, "text": escape_unprintable(row.event.text)}
+    yield _fill("{number}  {at}{where}  {kind}  {text}  {data}", row.event, **others)
 
 
-def _output_line(row: OutputRow) -> str:
-    where = _place_text(generation=row.output.generation, step=row.output.step)
-    return _fill("{number}  {at}{where}  {stream}  {text}", row.output, number=row.id, where=where)
+def _output_lines(row: OutputRow) -> Iterator[str]:
+    where = _place_text(row.output, "generation", "step")
+    yield _fill("{number}  {at}{where}  {stream}  {text}", row.output, number=row.id, where=where)
 
 
-def _event_line(row: EventRow) -> str:
-    event = row.event
-    where = _place_text(generation=event.generation, branch=row.branch, step=event.step)
-    others = {"number": row.id, "where": where, "text": escape_unprintable(event.text)}
-    return _fill("{number}  {at}{where}  {kind}  {text}  {data}", event, **others)
+def _place_text(record: Any, *names: str) -> str:
+    places = ((name, getattr(record, name)) for name in names)
+    return "".join(f"  {name} {value}" for name, value in places if value is not None)
 
 
 def _format_cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.7g}" if isinstance(value, float) else str(value)
-
-
-def _format_time(at: float | None) -> str:
-    if at is None:
-        return "-"
-    try:
-        return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
-    except (ValueError, OverflowError, OSError):
-        return _format_cell(at)
 
 
 def _record_table(title: str, names: str, records: Iterable[Any], *, indent: int) -> Iterator[str]:
@@ -454,6 +424,11 @@ def _record_table(title: str, names: str, records: Iterable[Any], *, indent: int
 def _field_cell(name: str, value: Any) -> Any:
     if name in _QUOTED_FIELDS:
         return quote_visible(value)
+    if isinstance(value, Mapping):
+        return plain_json(dict(value))
+    if value is not None and (name == "at" or name.endswith("_at")):
+        with suppress(ValueError, OverflowError, OSError):
+            return datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
     if name == "shape":
         return " × ".join(map(str, value)) or "scalar"
     if name == "special":
@@ -466,12 +441,11 @@ def _titled_table(
 ) -> Iterator[str]:
     """Yield a titled table in pages, so that it may be long; nothing when there are no rows."""
     remaining = iter(rows)
-    is_first = True
     while page := list(islice(remaining, PAGE_ROWS)):
-        if is_first:
+        if title:
             yield " " * indent + title
-        yield from _table_lines(heads if is_first else (), page, indent=indent + 2)
-        is_first = False
+        yield from _table_lines(heads, page, indent=indent + 2)
+        title, heads = "", ()
 
 
 def _table_lines(

@@ -21,8 +21,7 @@ from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.panel_source import Source
-from flexinspect.trace.queries.range_queries import step_bounds
-from flexinspect.trace.queries.search_queries import n_generations, newest_events
+from flexinspect.trace.queries import n_generations, newest_events, step_bounds
 from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import TraceReader
 

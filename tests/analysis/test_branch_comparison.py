@@ -13,7 +13,7 @@ from support.traces import N_PROMPT, RUN, SEGMENTS, sample_generation, sample_st
 from flexinspect.analysis import branch_comparison
 from flexinspect.records.step import Candidate, GenerationEnd, MaskRecord, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.queries.search_queries import find_text, last_pos, read_tokens, token_ranges
+from flexinspect.trace.queries import find_text, last_pos, read_tokens, token_ranges
 from flexinspect.trace.reader import TraceReader
 
 

@@ -275,7 +275,7 @@ def test_the_separate_process_prints_its_review(path: Path) -> None:
 def test_a_review_survives_a_round_trip_through_json(path: Path) -> None:
     with open_trace(path) as reader:
         done = review(reader, [Slow(), Broken()], store=False)
-    text = reviewing.review_to_json(done)
+    text = reviewing.to_json(done)
     assert repr(reviewing.review_from_json(text)) == repr(done)
     with pytest.raises(ValueError, match="not a review"):
         reviewing.review_from_json(json.dumps({"findings": []}))

@@ -321,8 +321,9 @@ def test_findings_stand_in_the_summary_and_in_the_json(tmp_path: Path) -> None:
     assert all(one["severity"] != "error" for one in findings.values())
     assert finding["positions"] == [5]
     with open_trace(tmp_path / "own.flextrace") as reader:
-        names = {mask.mask_mod for mask in reader.mask_summaries()}
-        sources = {mask.mask_mod_source for mask in reader.mask_summaries()}
+        masks = list(filter(None, map(reader.mask_summary, reader.fingerprints())))
+        names = {mask.mask_mod for mask in masks}
+        sources = {mask.mask_mod_source for mask in masks}
     assert names == {"my_masks.deaf"}
     assert sources == {f"{tmp_path / 'my_masks.py'}:1"}
 

@@ -25,7 +25,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, TokenRecord
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.queries.range_queries import NumberRange
+from flexinspect.trace.queries import NumberRange
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import open_trace
 

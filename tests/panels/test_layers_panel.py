@@ -27,7 +27,7 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, LayerStatRecord, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.queries.range_queries import (
+from flexinspect.trace.queries import (
     first_nonfinite_output,
     layer_stats_range,
     step_bounds,

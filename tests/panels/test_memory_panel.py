@@ -16,7 +16,7 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, MemoryRecord, StepRecord, TokenRecord
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.queries.range_queries import memory_range
+from flexinspect.trace.queries import memory_range
 from flexinspect.trace.reader import open_trace
 
 PANEL = MemoryPanel()

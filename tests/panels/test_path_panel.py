@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from flexinspect.core.text import format_ranges
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace
 from flexinspect.panels.panel_source import Source
@@ -31,7 +32,7 @@ from flexinspect.records.step import (
     StepRecord,
 )
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.queries.range_queries import StepPath, format_ranges, lineage, step_paths
+from flexinspect.trace.queries import StepPath, lineage, step_paths
 from flexinspect.trace.reader import open_trace
 
 PANEL = PathPanel()

@@ -65,8 +65,8 @@ def wanted_types(table: str, library: str) -> dict[str, Any]:
     (found,) = (each for each in schema.TABLES if each.name == table)
     of_kind: dict[str, Any] = PANDAS if library == "pandas" else POLARS
     text = "string" if library == "pandas" else polars.String
-    columns = [column for column in found.columns if column.kind != "blob"]
-    return {column.name: of_kind.get(column.kind, text) for column in columns}
+    kinds = {name: kind for name, kind in found.kinds.items() if kind != "blob"}
+    return {name: of_kind.get(kind, text) for name, kind in kinds.items()}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

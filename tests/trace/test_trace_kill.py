@@ -22,7 +22,7 @@ import os, sys
 from support.trace_samples import generation, end, step
 from flexinspect.trace.file import writer as module
 module.WAL_LIMIT_PAGES = int(sys.argv[2])
-module.WAL_TIDY_PAGES = 0
+module.WAL_TIDY_BYTES = 0
 steps_each = int(sys.argv[3])
 writer = module.TraceWriter.create(sys.argv[1], {"model": "demo"})
 os.write(1, b"ready\\n")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +13,7 @@ from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
-from flexinspect.trace.queries.range_queries import NumberRange, lineage
+from flexinspect.trace.queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
@@ -89,15 +91,13 @@ class Report(Struct, frozen=True):
     def reaches(self, threshold: Severity | None) -> bool:
         """Tell whether a finding is at least as severe as `threshold`; never for None."""
         order = list(Severity)
-        worst = min((order.index(f.severity) for f in self.findings), default=len(order))
-        return threshold is not None and worst <= order.index(threshold)
+        failing = order[: order.index(threshold) + 1] if threshold is not None else []
+        return any(finding.severity in failing for finding in self.findings)
 
     def groups(self) -> list[ReportGroup]:
         """Return the findings by severity and id, worst first."""
-        found: dict[tuple[Severity, str], list[Finding]] = {}
-        for finding in self.findings:
-            found.setdefault((finding.severity, finding.id), []).append(finding)
-        return [ReportGroup(id_, severity, tuple(same)) for (severity, id_), same in found.items()]
+        groups = groupby(self.findings, key=attrgetter("id", "severity"))
+        return [ReportGroup(*key, tuple(findings)) for key, findings in groups]
 
 
 def collect_report(
@@ -110,9 +110,8 @@ def collect_report(
     generations = reader.generations()
     if finding_filter.generation not in (None, *(row.generation for row in generations)):
         known = f"0 to {len(generations) - 1}" if generations else "none"
-        raise UsageError(
-            f"The trace has no generation {finding_filter.generation}.", hint=f"It has {known}."
-        )
+        what = f"The trace has no generation {finding_filter.generation}."
+        raise UsageError(what, hint=f"It has {known}.")
     selected = (finding for finding in reader.findings() if finding_filter.matches(finding))
     findings = sort_by_severity(sorted(selected, key=lambda f: (f.id, f.generation)))
     # The findings panel shares this module, and needs no rules to show its first screen.
@@ -160,14 +159,9 @@ def finding_places(finding: Finding) -> list[tuple[str, int]]:
 
     Branch 0 is left out.
     """
-    places = (
-        ("generation", finding.generation),
-        ("branch", finding.branch or None),
-        ("step", finding.step),
-        ("layer", finding.layer),
-        ("head", finding.head),
-    )
-    return [(name, number) for name, number in places if number is not None]
+    names = ("generation", "branch", "step", "layer", "head")
+    places = ((name, getattr(finding, name)) for name in names)
+    return [(name, n) for name, n in places if n is not None and (n or name != "branch")]
 
 
 def format_times(n: int) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 from xml.etree import ElementTree as Xml
 
-from msgspec.structs import asdict
-
 from flexinspect.analysis.reports import collect
 from flexinspect.core import __version__
 from flexinspect.core.text import escape_unprintable
@@ -38,16 +36,10 @@ def as_json(report: collect.Report) -> dict[str, Any]:
 
 def _finding_dict(finding: Finding, texts: collect.PositionTexts) -> dict[str, Any]:
     text_of = dict(texts)
-    fields = {
-        **asdict(finding),
-        "severity": str(finding.severity),
-        "layers": list(finding.layers),
-        "positions": [{"pos": pos, "text": text_of.get(pos)} for pos in finding.positions],
-        "evidence": simplify(dict(finding.evidence), float_name),
-        "page": collect.finding_page(finding.id),
-    }
+    positions = [{"pos": pos, "text": text_of.get(pos)} for pos in finding.positions]
+    fields = {**simplify(finding, float_name), "positions": positions}
     del fields["series"]
-    return fields
+    return {**fields, "page": collect.finding_page(finding.id)}
 
 
 def as_junit(report: collect.Report, threshold: Severity | None) -> str:
@@ -59,33 +51,27 @@ def as_junit(report: collect.Report, threshold: Severity | None) -> str:
     by_id: dict[str, list[Finding]] = {id_: [] for id_ in sorted(rule_of)}
     for finding in report.findings:
         by_id.setdefault(finding.id, []).append(finding)
+    order = list(Severity)
+    failing = order[: order.index(threshold) + 1] if threshold is not None else []
     trace = escape_unprintable(report.trace.name)
     suite = Xml.Element("testsuite", name=trace, errors="0", skipped="0")
     for id_, found in by_id.items():
-        suite.append(_test_case(id_, rule_of.get(id_, "unknown"), found, threshold))
+        rule = rule_of.get(id_, "unknown")
+        case = Xml.SubElement(suite, "testcase", classname=f"flexinspect.{rule}", name=id_)
+        bad = [finding for finding in found if finding.severity in failing]
+        others = [finding for finding in found if finding.severity not in failing]
+        if bad:
+            message = escape_unprintable(bad[0].sentence)
+            failure = Xml.SubElement(case, "failure", type=str(bad[0].severity), message=message)
+            failure.text = "\n\n".join(map(_failure_text, bad))
+        if others:
+            Xml.SubElement(case, "system-out").text = "\n\n".join(map(_failure_text, others))
     suite.set("tests", str(len(by_id)))
     suite.set("failures", str(len(suite.findall("testcase/failure"))))
     suites = Xml.Element("testsuites", {k: v for k, v in suite.attrib.items() if k != "skipped"})
     suites.append(suite)
     Xml.indent(suites)
     return Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _test_case(
-    id_: str, rule: str, found: list[Finding], threshold: Severity | None
-) -> Xml.Element:
-    case = Xml.Element("testcase", classname=f"flexinspect.{rule}", name=id_)
-    order = list(Severity)
-    failing = order[: order.index(threshold) + 1] if threshold is not None else []
-    bad = [finding for finding in found if finding.severity in failing]
-    others = [finding for finding in found if finding.severity not in failing]
-    if bad:
-        message = escape_unprintable(bad[0].sentence)
-        failure = Xml.SubElement(case, "failure", type=str(bad[0].severity), message=message)
-        failure.text = "\n\n".join(map(_failure_text, bad))
-    if others:
-        Xml.SubElement(case, "system-out").text = "\n\n".join(map(_failure_text, others))
-    return case
 
 
 def _failure_text(finding: Finding) -> str:

@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from flexinspect.analysis.reports.collect import (
-    PositionTexts,
-    Report,
-    ReportGroup,
-    describe_place,
-    finding_page,
-    format_thousands,
-)
+from flexinspect.analysis.reports import collect
+from flexinspect.analysis.reports.collect import describe_place, format_thousands
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
@@ -25,11 +19,16 @@ _MAX_VALUE_LENGTH = 160
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: collect.Report, console: Console) -> None:
     """Print all groups, worst first, with their explanation, and the counts at the end."""
     texts = dict(zip(map(id, report.findings), report.position_texts, strict=True))
     for group in report.groups():
-        _print_paragraph(console, _group_heading(group))
+        heading = Text.assemble(
+            (str(group.severity), _STYLES[group.severity]),
+            (f"  {escape_unprintable(group.id)}", "bold"),
+            (f"  {escape_unprintable(group.describe_extent())}", "dim"),
+        )
+        _print_paragraph(console, heading)
         for text in _group_lines(group, texts.get(id(group.findings[0]), ())):
             _print_paragraph(console, text, indent=2)
         console.print()
@@ -45,13 +44,7 @@ def _print_paragraph(console: Console, text: Text, *, indent: int = 0) -> None:
         console.print(Text(" " * indent) + line, soft_wrap=True)
 
 
-def _group_heading(group: ReportGroup) -> Text:
-    head = Text(f"{group.severity}", style=_STYLES[group.severity])
-    head = Text.assemble(head, (f"  {escape_unprintable(group.id)}", "bold"))
-    return head.append(f"  {escape_unprintable(group.describe_extent())}", style="dim")
-
-
-def _group_lines(group: ReportGroup, texts: PositionTexts) -> Iterator[Text]:
+def _group_lines(group: collect.ReportGroup, texts: collect.PositionTexts) -> Iterator[Text]:
     first = group.findings[0]
     yield Text(escape_unprintable(first.sentence))
     yield from (_labelled_line(name, text) for name, text in _evidence_lines(first, texts))
@@ -59,14 +52,14 @@ def _group_lines(group: ReportGroup, texts: PositionTexts) -> Iterator[Text]:
     for name in ("why", "confirm", "fix", "query"):
         if text := getattr(first, name):
             yield _labelled_line(name, escape_unprintable(text))
-    yield _labelled_line("page", finding_page(escape_unprintable(group.id)))
+    yield _labelled_line("page", collect.finding_page(escape_unprintable(group.id)))
 
 
 def _labelled_line(name: str, text: str) -> Text:
     return Text.assemble((f"{name}  ", "cyan"), text)
 
 
-def _evidence_lines(finding: Finding, texts: PositionTexts) -> Iterator[tuple[str, str]]:
+def _evidence_lines(finding: Finding, texts: collect.PositionTexts) -> Iterator[tuple[str, str]]:
     yield "at", describe_place(finding)
     if texts:
         named = ", ".join(
@@ -80,7 +73,7 @@ def _evidence_lines(finding: Finding, texts: PositionTexts) -> Iterator[tuple[st
         yield "evidence", " · ".join(facts[:MAX_EVIDENCE])
 
 
-def _other_sentences(group: ReportGroup) -> list[Text]:
+def _other_sentences(group: collect.ReportGroup) -> list[Text]:
     """Return the sentences that differ from the first, each once."""
     first, *rest = group.findings
     by_sentence = {f.sentence: f for f in reversed(rest) if f.sentence != first.sentence}
@@ -94,7 +87,7 @@ def _other_sentences(group: ReportGroup) -> list[Text]:
     return lines
 
 
-def _totals_line(report: Report) -> Text:
+def _totals_line(report: collect.Report) -> Text:
     counts = [
         f"{format_thousands(n)} {severity}{'' if n == 1 else 's'}"
         for severity in Severity

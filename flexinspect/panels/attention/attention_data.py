@@ -38,7 +38,7 @@ from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_cells
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.trace.queries.range_queries import lineage
+from flexinspect.trace.queries import lineage
 from flexinspect.trace.query_results import ArrayInfo
 
 ENTROPY, SINK = "entropy", "sink"

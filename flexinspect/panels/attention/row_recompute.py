@@ -25,7 +25,7 @@ from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
 from flexinspect.trace.mask_cells import find_mask_cells, read_mask_arrays, read_packed_rows
-from flexinspect.trace.queries.range_queries import branch_of_step
+from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 

@@ -31,9 +31,7 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import CallRecord, MaskRecord
-from flexinspect.trace.queries.branch_queries import generation_in_branch
-from flexinspect.trace.queries.range_queries import branch_of_step
-from flexinspect.trace.queries.search_queries import n_generations
+from flexinspect.trace.queries import branch_of_step, generation_in_branch, n_generations
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 

@@ -37,7 +37,7 @@ from flexinspect.trace.mask_cells import (
     read_packed_rows,
     read_step_calls,
 )
-from flexinspect.trace.queries.branch_queries import visible_lineage
+from flexinspect.trace.queries import visible_lineage
 
 MAX_PACKED_BYTES = 16 << 20
 """Bytes of packed cells up to which a mask is cached as a whole; of a larger one, bands of rows."""

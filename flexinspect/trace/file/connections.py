@@ -5,18 +5,19 @@ from __future__ import annotations
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from flexinspect.core.errors import TraceError, TruncatedTraceError
+from flexinspect.trace.codec import Statement
 from flexinspect.trace.file.earlier_versions import OLDEST_VERSION, compatibility_selects
 from flexinspect.trace.schema import APPLICATION_ID, EVENTS, FINDINGS, REVIEWS, VERSION
 
 ReviewKey = tuple[str, int]  # a rule and a generation that it has reviewed
-Overlay = Mapping[ReviewKey, Sequence[tuple[str, Sequence[Any]]]]
+Overlay = Mapping[ReviewKey, Sequence[Statement]]
 """By review, the statements that would write it and its findings."""
 
 READ_BUSY_S = 2.0  # how long a query waits for a program that has locked the file exclusively
@@ -62,7 +63,7 @@ class TraceConnections:
         self._poll_version: object = None
         self._close_after_query = False
         self._saw_wal = False
-        self._overlay: dict[ReviewKey, Sequence[tuple[str, Sequence[Any]]]] = {}
+        self._overlay: Overlay = {}
         self._overlaid_state: object = None
         self.version = check_header(path)
         self.changed()
@@ -159,21 +160,20 @@ class TraceConnections:
             remove_stray_wal(self.path)
 
     def _thread_connection(self) -> _ThreadConnection:
-        if not hasattr(self._local, "handle"):
-            self._local.handle = _ThreadConnection()
+        handle: _ThreadConnection | None = getattr(self._local, "handle", None)
+        if handle is None:
+            handle = self._local.handle = _ThreadConnection()
             with self._guard:
-                self._handles.add(self._local.handle)
-        handle: _ThreadConnection = self._local.handle
+                self._handles.add(handle)
         return handle
 
     def _open_connection(self, handle: _ThreadConnection) -> sqlite3.Connection:
         if handle.db is not None and (handle.epoch == self._epoch or handle.in_snapshot):
             return handle.db
         handle.close()
-        if self._close_after_query and not in_wal_mode(self.path):
-            self._close_after_query = False
-        handle.epoch = self._epoch
+        self._close_after_query = self._close_after_query and in_wal_mode(self.path)
         self._saw_wal = self._saw_wal or in_wal_mode(self.path)
+        handle.epoch = self._epoch
         handle.db = connect(self.path, self._overlay)
         return handle.db
 
@@ -190,7 +190,7 @@ def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
     try:
         return _connect_uri(f"{path.as_uri()}?mode=ro", overlay)
     except sqlite3.OperationalError:
-        if not in_wal_mode(path) or _wal_bytes(path):
+        if not in_wal_mode(path) or wal_bytes(path):
             raise
         return _connect_uri(f"{path.as_uri()}?immutable=1", overlay)
 
@@ -225,8 +225,27 @@ def _apply_overlay(db: sqlite3.Connection, overlay: Overlay) -> None:
         db.execute(f"CREATE TEMP VIEW {name} AS {whole}")
     done = set(db.execute("SELECT rule, generation FROM temp.reviews")) if overlay else set()
     for key, statements in overlay.items():
-        for sql, params in () if key in done else statements:
-            db.execute(sql, params)
+        execute_all(db, () if key in done else statements)
+
+
+def execute_all(db: sqlite3.Connection, statements: Iterable[Statement]) -> None:
+    """Execute statements (SQL and parameters) in order."""
+    for sql, params in statements:
+        db.execute(sql, params)
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Run the body in one transaction, which an exception rolls back."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        raise
 
 
 def in_wal_mode(path: Path) -> bool:
@@ -251,7 +270,8 @@ def wal_path(path: Path) -> Path:
     return path.with_name(path.name + "-wal")
 
 
-def _wal_bytes(path: Path) -> int:
+def wal_bytes(path: Path) -> int:
+    """Return the size of the WAL of a trace, 0 if it has none."""
     try:
         return wal_path(path).stat().st_size
     except OSError:
@@ -264,13 +284,15 @@ def check_header(path: Path) -> int:
     Raises `TraceError` unless it is the header of a trace of a supported version.
     """
     head, size = _read_header(path)
+    what = f"{path} is damaged: it is cut short at {size} bytes."
+    cut_short = TruncatedTraceError(what, path, hint=_COPY_HINT)
     if not head:
         raise TraceError(f"{path} is empty.", hint="The recording never started; run it again.")
     hint = "Traces end in .flextrace and are made by 'flexinspect run'."
     if not head.startswith(_SQLITE_MAGIC):
         raise TraceError(f"{path} is not a trace: it is not a SQLite file.", hint=hint)
     if len(head) < HEADER_BYTES:
-        raise _cut_short_error(path, size)
+        raise cut_short
     if not is_trace_header(head):
         raise TraceError(f"{path} is a SQLite file of another program, not a trace.", hint=hint)
     version = int.from_bytes(head[60:64], "big")
@@ -283,7 +305,7 @@ def check_header(path: Path) -> int:
         raise TraceError(f"{which}, which this program no longer reads.", hint=hint)
     # In WAL mode the header may be ahead of the file while a writer folds its WAL into it.
     if head[18] == 1 and size < declared_bytes(head):
-        raise _cut_short_error(path, size)
+        raise cut_short
     return version
 
 
@@ -320,36 +342,30 @@ def declared_bytes(head: bytes) -> int:
     return int.from_bytes(head[28:32], "big") * page_bytes(head)
 
 
-def _cut_short_error(path: Path, size: int) -> TruncatedTraceError:
-    what = f"{path} is damaged: it is cut short at {size} bytes."
-    return TruncatedTraceError(what, path, hint=_COPY_HINT)
-
-
 @contextmanager
 def trace_errors(path: Path) -> Iterator[None]:
     """Raise a `TraceError` for any error of SQLite about the file."""
     try:
         yield
     except sqlite3.Error as error:
-        raise _trace_error(path, error) from error
+        name = getattr(error, "sqlite_errorname", "")
+        what, hint = f"{path} is damaged: {printable_error(error)}.", _COPY_HINT
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            what, hint = (
+                f"{path} is locked by another program.",
+                "Close that program and try again.",
+            )
+        elif name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and wal_bytes(path):
+            what = f"{path} was not finished, and its -wal file cannot be read in this folder."
+            hint = "Copy both files to a writable folder and open the copy."
+        elif name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
+            what, hint = f"{path} cannot be opened ({error}).", "Check its permissions."
+        raise TraceError(what, hint=hint) from error
     except UnicodeError as error:  # SQLite quoted a part of the file in its message
         what = f"{path} is damaged: its text is not readable."
         raise TraceError(what, hint=_COPY_HINT) from error
     except (OSError, MemoryError, OverflowError) as error:
         raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY_HINT) from error
-
-
-def _trace_error(path: Path, error: sqlite3.Error) -> TraceError:
-    name = getattr(error, "sqlite_errorname", "")
-    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        hint = "Close that program and try again."
-        return TraceError(f"{path} is locked by another program.", hint=hint)
-    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and _wal_bytes(path):
-        what = f"{path} was not finished, and its -wal file cannot be read in this folder."
-        return TraceError(what, hint="Copy both files to a writable folder and open the copy.")
-    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
-        return TraceError(f"{path} cannot be opened ({error}).", hint="Check its permissions.")
-    return TraceError(f"{path} is damaged: {printable_error(error)}.", hint=_COPY_HINT)
 
 
 def printable_error(error: sqlite3.Error) -> str:

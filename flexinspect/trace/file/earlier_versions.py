@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Mapping
 
 from flexinspect.trace import schema
-from flexinspect.trace.schema import Column, Table
+from flexinspect.trace.schema import Table
 
 OLDEST_VERSION = 1  # the oldest version that can be read
 Names = Mapping[str, str]
@@ -117,23 +117,21 @@ def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
         stored = columns.get(each.name, set())
         if not stored and each.name not in ADDED_TABLES:
             continue
-        parts = [_column_sql(each, column, stored, is_old=is_old) for column in each.columns]
+        parts = [_column_sql(each, name, stored, is_old=is_old) for name in each.kinds]
         if parts != list(each.names):
             source = f"FROM main.{each.name}" if stored else "WHERE 0"
             selects[each.name] = f"SELECT {', '.join(parts)} {source}"
     return selects
 
 
-def _column_sql(table: Table, column: Column, stored: set[str], *, is_old: bool) -> str:
-    name = column.name
-    if name not in stored:
-        name = OLD_COLUMNS.get(table.name, {}).get(name, name)
-    sql = name if name in stored else _DEFAULT_LITERALS.get(column.kind, "NULL")
+def _column_sql(table: Table, column: str, stored: set[str], *, is_old: bool) -> str:
+    name = column if column in stored else OLD_COLUMNS.get(table.name, {}).get(column, column)
+    sql = name if name in stored else _DEFAULT_LITERALS.get(table.kinds[column], "NULL")
     if is_old:
-        place = (table.name, column.name)
+        place = (table.name, column)
         if place in NEW_VALUES:
             cases = (f"WHEN '{old}' THEN '{new}'" for old, new in NEW_VALUES[place].items())
             sql = f"CASE {sql} {' '.join(cases)} ELSE {sql} END"
         for old, new in NEW_JSON_KEYS.get(place, {}).items():
             sql = f"""replace({sql}, '"{old}":', '"{new}":')"""
-    return sql if sql == column.name else f"{sql} AS {column.name}"
+    return sql if sql == column else f"{sql} AS {column}"

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from operator import itemgetter
 from pathlib import Path
 
 from flexinspect.core.environment import is_recorder_alive
@@ -24,7 +25,7 @@ from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
 from flexinspect.trace import codec
-from flexinspect.trace.file.connections import HEADER_BYTES, is_trace_header
+from flexinspect.trace.file import connections
 from flexinspect.trace.file.side_files import LAST_CALL_SUFFIX, STOP_SUFFIX
 
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -45,16 +46,10 @@ def network_file_system(folder: Path) -> str | None:
     """Return the name of the network file system that holds `folder`, or None for a local disk."""
     if folder.drive.startswith("\\\\"):
         return "network share"
-    kind = _file_system_of(folder.resolve())
+    folder = folder.resolve()
+    mounts = [(len(at.parts), kind) for at, kind in _mounts() if folder.is_relative_to(at)]
+    kind = max(reversed(mounts), default=(0, ""), key=itemgetter(0))[1].lower()
     return kind if kind in NETWORK_FILE_SYSTEMS else None
-
-
-def _file_system_of(folder: Path) -> str:
-    best, kind = -1, ""
-    for point, name in _mounts():
-        if folder.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), name.lower()
-    return kind
 
 
 def _mounts() -> list[tuple[Path, str]]:
@@ -115,8 +110,8 @@ def _remove_companions(path: Path) -> None:
 
 def _is_trace_file(path: Path) -> bool:
     with path.open("rb") as file:
-        head = file.read(HEADER_BYTES)
-    return not head or is_trace_header(head)
+        head = file.read(connections.HEADER_BYTES)
+    return not head or connections.is_trace_header(head)
 
 
 def _path_error(path: Path, error: OSError) -> TraceWriteError:
@@ -194,17 +189,15 @@ def close_dead_trace(path: Path, reason: str, pid: int, explain: ExplainEnd | No
     """
     with suppress(sqlite3.Error), closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(f"PRAGMA busy_timeout = {CLOSE_BUSY_MS}")
-        db.execute("BEGIN IMMEDIATE")
-        known = dict(db.execute("SELECT key, value FROM run WHERE key IN ('pid', 'state')"))
-        if known != {"pid": codec.to_json(pid), "state": codec.to_json("recording")}:
-            return False
-        facts = {"ended_at": time.time(), "reason": reason}
-        last_step = db.execute(_LAST_STEP_SQL).fetchone() or (None, None)
-        event, findings = (explain(*last_step) if explain else None) or (None, ())
-        statements = codec.encode_events([event] if event else []) + codec.encode_findings(findings)
-        for sql, params in statements + codec.encode_trace_end("failed", facts):
-            db.execute(sql, params)
-        db.execute("COMMIT")
+        with connections.transaction(db):
+            known = dict(db.execute("SELECT key, value FROM run WHERE key IN ('pid', 'state')"))
+            if known != {"pid": codec.to_json(pid), "state": codec.to_json("recording")}:
+                return False
+            last_step = db.execute(_LAST_STEP_SQL).fetchone() or (None, None)
+            event, findings = (explain(*last_step) if explain else None) or (None, ())
+            facts = {"ended_at": time.time(), "reason": reason}
+            ends = codec.encode_events([event] if event else []) + codec.encode_findings(findings)
+            connections.execute_all(db, ends + codec.encode_trace_end("failed", facts))
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         return bool(db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete")
     return False

@@ -11,17 +11,12 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 
 from flexinspect.trace import schema
-from flexinspect.trace.file.connections import (
-    HEADER_BYTES,
-    declared_bytes,
-    is_trace_header,
-    page_bytes,
-)
+from flexinspect.trace.file import connections
 
 MAX_COPIED_BYTES = 2 << 30  # size in bytes above which a damaged file is not copied
 MAX_COUNTING_S = 2.0  # seconds spent at most on counting the readable rows of a file
@@ -37,7 +32,7 @@ def is_repairable(path: Path) -> bool:
     A lost schema can be rebuilt if this build writes the same schema.
     """
     try:
-        return _missing_bytes(path) > 0 and _missing_schema(path) is not None
+        return _lost_pages(path) is not None
     except OSError:
         return False
 
@@ -55,23 +50,24 @@ def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | 
     None for a file that is not cut short or has the schema of another build, when there is no space
     for a copy, and when `stop`, which is called between chunks, returns True.
     """
-    if not is_repairable(path):
-        return None
     folder: Path | None = None
     try:
+        lost = _lost_pages(path)
+        if lost is None:
+            return None
         folder = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX))
         copy = folder / path.name
         with path.open("rb") as source, copy.open("wb") as target:
-            head = source.read(HEADER_BYTES)
+            head = source.read(connections.HEADER_BYTES)
             source.seek(0)
             while (piece := source.read(_COPY_CHUNK)) and not stop():
                 target.write(piece)
-            page = page_bytes(head)
+            page = connections.page_bytes(head)
             target.truncate(target.tell() // page * page)
-            for number, data in (_missing_schema(path) or {}).items():
+            for number, data in lost.items():
                 target.seek((number - 1) * page)
                 target.write(data)
-            target.truncate(declared_bytes(head))
+            target.truncate(connections.declared_bytes(head))
     except OSError:
         copy = None
     if folder is not None and (copy is None or stop()):
@@ -80,24 +76,22 @@ def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | 
     return copy
 
 
-def _missing_bytes(path: Path) -> int:
-    """Return by how many bytes a trace is shorter than its header says, 0 for any other file."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
-        size = path.stat().st_size
-    except OSError:
-        return 0
-    wanted = declared_bytes(head) if len(head) == HEADER_BYTES and is_trace_header(head) else 0
-    fits = 0 < size <= MAX_COPIED_BYTES and wanted <= 4 * MAX_COPIED_BYTES
-    return max(wanted - size, 0) if fits else 0
+def _lost_pages(path: Path) -> dict[int, bytes] | None:
+    """Return the `missing_schema_pages` of a trace that was cut short, None for any other file.
 
-
-def _missing_schema(path: Path) -> dict[int, bytes] | None:
-    """Return the `missing_schema_pages` of a file. Raises `OSError`."""
+    Raises `OSError`.
+    """
+    size = path.stat().st_size
     with path.open("rb") as file:
         kept = file.read(_SCHEMA_BYTES)
-    page = page_bytes(kept)
+    wanted = (
+        connections.declared_bytes(kept)
+        if len(kept) >= connections.HEADER_BYTES and connections.is_trace_header(kept)
+        else 0
+    )
+    if not size < wanted <= 4 * MAX_COPIED_BYTES or size > MAX_COPIED_BYTES:
+        return None
+    page = connections.page_bytes(kept)
     return missing_schema_pages(kept[: len(kept) // page * page], page)
 
 
@@ -140,30 +134,27 @@ def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
         ran_out = ran_out or time.monotonic() > end
         return ran_out
 
-    try:
-        with closing(_open_damaged(path)) as db:
-            db.set_progress_handler(is_over, _PROGRESS_INTERVAL)
-            db.execute("PRAGMA trusted_schema=OFF")
-            # With this pragma SQLite does not refuse a file that is cut short; nothing is written.
-            db.execute("PRAGMA writable_schema=ON")
-            for table in schema.TABLES:
-                number = _count_rows(db, table.name)
-                if number:
-                    found[table.name] = f"at least {number}" if ran_out else f"{number}"
-                if ran_out:
-                    break
-    except (sqlite3.Error, OSError, ValueError):
-        pass
+    with suppress(sqlite3.Error, OSError, ValueError), closing(_open_damaged(path)) as db:
+        db.set_progress_handler(is_over, _PROGRESS_INTERVAL)
+        db.execute("PRAGMA trusted_schema=OFF")
+        # With this pragma SQLite does not refuse a file that is cut short; nothing is written.
+        db.execute("PRAGMA writable_schema=ON")
+        for table in schema.TABLES:
+            number = _count_rows(db, table.name)
+            if number:
+                found[table.name] = f"at least {number}" if ran_out else f"{number}"
+            if ran_out:
+                break
     return found, ran_out
 
 
 def _open_damaged(path: Path) -> sqlite3.Connection:
     """Open a file; if its schema is cut off, open it in memory with a rebuilt schema."""
-    lost = _missing_schema(path) if _missing_bytes(path) else None
+    lost = _lost_pages(path)
     if not lost:
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
     kept = path.read_bytes()
-    page = page_bytes(kept)
+    page = connections.page_bytes(kept)
     whole = bytearray(kept[: len(kept) // page * page].ljust(max(lost) * page, b"\0"))
     for number, data in lost.items():
         whole[(number - 1) * page : number * page] = data
@@ -181,14 +172,11 @@ _IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND rootpage > 0 A
 def _count_rows(db: sqlite3.Connection, table: str) -> int:
     """Count the rows before the first page that cannot be read."""
     number = 0
-    try:
-        if db.execute(_IS_TABLE, (table,)).fetchone() is None:
-            return 0
-        # A constant, so that damage in the payload does not end the count.
-        for _ in db.execute(f"SELECT 1 FROM {table}"):
-            number += 1
-    except sqlite3.Error:
-        pass
+    with suppress(sqlite3.Error):
+        if db.execute(_IS_TABLE, (table,)).fetchone() is not None:
+            # A constant, so that damage in the payload does not end the count.
+            for _ in db.execute(f"SELECT 1 FROM {table}"):
+                number += 1
     return number
 
 
@@ -208,7 +196,8 @@ def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes] | None
     ours = _empty_trace()
     numbers = _schema_page_numbers(ours[:page])
     alike = all(
-        available[part] == ours[part] for part in (_SCHEMA_COOKIE, slice(HEADER_BYTES, page))
+        available[part] == ours[part]
+        for part in (_SCHEMA_COOKIE, slice(connections.HEADER_BYTES, page))
     )
     if wanted is None or wanted != numbers or not alike:
         return None
@@ -232,13 +221,21 @@ def _empty_trace() -> bytes:
 
 def _schema_page_numbers(first: bytes) -> list[int] | None:
     """Return the page numbers of the schema, from the first page; None if it is not readable."""
-    if len(first) <= HEADER_BYTES + 12 or first[HEADER_BYTES] not in (_INTERIOR_PAGE, _LEAF_PAGE):
+    if len(first) <= connections.HEADER_BYTES + 12 or first[connections.HEADER_BYTES] not in (
+        _INTERIOR_PAGE,
+        _LEAF_PAGE,
+    ):
         return None
-    if first[HEADER_BYTES] == _LEAF_PAGE:
+    if first[connections.HEADER_BYTES] == _LEAF_PAGE:
         return [1]
-    n_cells = _read_int(first, HEADER_BYTES + 3, 2)
-    cells = (_read_int(first, HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells))
-    return [*(_read_int(first, cell, 4) for cell in cells), _read_int(first, HEADER_BYTES + 8, 4)]
+    n_cells = _read_int(first, connections.HEADER_BYTES + 3, 2)
+    cells = (
+        _read_int(first, connections.HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells)
+    )
+    return [
+        *(_read_int(first, cell, 4) for cell in cells),
+        _read_int(first, connections.HEADER_BYTES + 8, 4),
+    ]
 
 
 def _read_int(page: bytes, start: int, size: int) -> int:

@@ -67,9 +67,16 @@ class LastCallWriter:
 
     def enter(self, place: CallPlace, q_len: int, kv_len: int, what: str) -> None:
         """Note a call that begins; a forked child, which shares the file, must not call this."""
-        if self._map is None and not self._open():
+        if self._is_closed:
             return
-        assert self._map is not None
+        if self._map is None:
+            try:
+                with self._path.open("w+b") as file:
+                    file.truncate(_SIZE)
+                    self._map = mmap.mmap(file.fileno(), _SIZE)
+            except (OSError, ValueError):
+                self._is_closed = True
+                return
         if what != self._what:
             text = what.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
             self._map[_HEADER.size : _HEADER.size + len(text)] = text
@@ -90,17 +97,6 @@ class LastCallWriter:
             mapped.close()
             with suppress(OSError):
                 self._path.unlink()
-
-    def _open(self) -> bool:
-        if self._is_closed:
-            return False
-        try:
-            with self._path.open("w+b") as file:
-                file.truncate(_SIZE)
-                self._map = mmap.mmap(file.fileno(), _SIZE)
-        except (OSError, ValueError):
-            self._is_closed = True
-        return self._map is not None
 
 
 def take_last_call(trace: Path) -> LastKernelCall | None:

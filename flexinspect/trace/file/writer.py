@@ -11,32 +11,24 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from msgspec import Struct
 
 from flexinspect.core.errors import TraceWriteError
+from flexinspect.records import step as step_records
 from flexinspect.records.finding import Finding, Repeat
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import (
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    OutputRecord,
-    StepRecord,
-)
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
-from flexinspect.trace.file import location
-from flexinspect.trace.file.connections import ReviewKey, check_header, printable_error, wal_path
+from flexinspect.trace.file import connections, location
 from flexinspect.trace.file.salvage import is_repaired_copy
 
-WAL_TIDY_PAGES = 1_024
-"""Pages (4 MiB) of WAL above which it is folded into the file between two generations."""
+WAL_TIDY_BYTES = 4 << 20  # size of the WAL above which it is folded in between two generations
 
 WAL_LIMIT_PAGES = 16_384
 """Pages (64 MiB) of WAL above which a commit folds them into the file, even within a generation."""
@@ -99,11 +91,11 @@ class TraceWriter:
         """Set facts of the manifest. Raises `TraceWriteError`."""
         self._write(codec.encode_run_facts(facts), "the manifest")
 
-    def write_event(self, event: EventRecord) -> None:
+    def write_event(self, event: step_records.EventRecord) -> None:
         """Record an event that is not part of a step's record. Raises `TraceWriteError`."""
         self._write(codec.encode_events((event,)), f"an event ({event.kind})")
 
-    def write_output(self, records: Iterable[OutputRecord]) -> None:
+    def write_output(self, records: Iterable[step_records.OutputRecord]) -> None:
         """Record what the program printed, in order. Raises `TraceWriteError`."""
         self._write(codec.encode_output(records), "the program's output")
 
@@ -119,12 +111,14 @@ class TraceWriter:
         """Count repeated findings at (generation, branch, step). Raises `TraceWriteError`."""
         self._write(codec.encode_repeats(records, place), "repeated findings")
 
-    def begin_generation(self, record: GenerationRecord) -> None:
+    def begin_generation(self, record: step_records.GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""
         with self._lock:
-            wal = wal_path(self.recording_path)
-            with suppress(sqlite3.Error, OSError):  # between generations no step waits for it
-                if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
+            with suppress(sqlite3.Error):  # between generations no step waits for it
+                if (
+                    not self._is_stopped()
+                    and connections.wal_bytes(self.recording_path) > WAL_TIDY_BYTES
+                ):
                     self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             self._commit(codec.encode_generation_start(record), f"generation {record.generation}")
 
@@ -146,7 +140,7 @@ class TraceWriter:
         statements = codec.encode_branch_start(*place, time.time(), change, segments)
         self._write(statements, f"branch {branch} of generation {generation}")
 
-    def write_step(self, record: StepRecord) -> None:
+    def write_step(self, record: step_records.StepRecord) -> None:
         """Record one step in one transaction.
 
         Raises `TraceWriteError` once when recording has to stop (see `failed`); later calls do
@@ -156,7 +150,7 @@ class TraceWriter:
         with self._lock:
             self._write_batch([record])
 
-    def write_steps(self, records: Sequence[StepRecord]) -> None:
+    def write_steps(self, records: Sequence[step_records.StepRecord]) -> None:
         """Record several waiting steps in one transaction.
 
         Committing is more than half of the cost of a step, and consecutive steps dirty the same
@@ -173,23 +167,7 @@ class TraceWriter:
                     raise
         self._write_one_by_one(records)
 
-    def _write_batch(self, records: Sequence[StepRecord]) -> None:
-        if self._is_stopped():
-            return
-        what = f"step {records[0].step} of generation {records[0].generation}"
-        known = self._known_masks
-        if len(records) > 1:
-            what = f"steps {records[0].step} to {records[-1].step}"
-            known = set(known)  # a batch that is refused leaves no masks behind
-        statements: list[Statement] = []
-        for record in records:
-            statements += codec.encode_step(record, known)
-            if known is not self._known_masks:
-                known.update(mask.fingerprint for mask in record.masks)
-        self._commit(statements, what)
-        self._known_masks.update(mask.fingerprint for each in records for mask in each.masks)
-
-    def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
+    def _write_one_by_one(self, records: Sequence[step_records.StepRecord]) -> None:
         refused: list[TraceWriteError] = []
         stored: list[int] = []
         for number, record in enumerate(records):
@@ -206,7 +184,23 @@ class TraceWriter:
             raised.others = tuple(error.message for error in refused)
             raise raised
 
-    def end_generation(self, record: GenerationEnd) -> None:
+    def _write_batch(self, records: Sequence[step_records.StepRecord]) -> None:
+        if self._is_stopped():
+            return
+        what = f"step {records[0].step} of generation {records[0].generation}"
+        known = self._known_masks
+        if len(records) > 1:
+            what = f"steps {records[0].step} to {records[-1].step}"
+            known = set(known)  # a batch that is refused leaves no masks behind
+        statements: list[Statement] = []
+        for record in records:
+            statements += codec.encode_step(record, known)
+            if known is not self._known_masks:
+                known.update(mask.fingerprint for mask in record.masks)
+        self._commit(statements, what)
+        self._known_masks.update(mask.fingerprint for each in records for mask in each.masks)
+
+    def end_generation(self, record: step_records.GenerationEnd) -> None:
         """Record how a branch ended, with its final segments. Raises `TraceWriteError`."""
         what = f"the end of generation {record.generation}"
         self._write(codec.encode_generation_end(record), what)
@@ -250,10 +244,10 @@ class TraceWriter:
         with self._lock:
             self._commit(statements, what)
 
-    def _commit(self, statements: Sequence[Statement], what: str) -> bool:
-        """Run the statements in one transaction; return False if recording has stopped."""
+    def _commit(self, statements: Sequence[Statement], what: str) -> None:
+        """Run the statements in one transaction, unless recording has stopped."""
         if self._is_stopped():
-            return False
+            return
         try:
             self._bind_and_run(statements)
         except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
@@ -265,7 +259,6 @@ class TraceWriter:
             self._reason = f"Recording to {self.recording_path} stopped at {what}: {reason}."
             kept = "Everything recorded so far stays readable; the generation itself continues."
             raise TraceWriteError(self._reason, hint=f"{kept} {remedy}".rstrip()) from error
-        return True
 
     def _bind_and_run(self, statements: Sequence[Statement]) -> None:
         if not self._converts_values:
@@ -279,9 +272,8 @@ class TraceWriter:
         self._transaction([(sql, list(map(bindable, params))) for sql, params in statements])
 
     def _transaction(self, statements: Sequence[Statement]) -> None:
-        with transaction(self._db):
-            for sql, params in statements:
-                self._db.execute(sql, params)
+        with connections.transaction(self._db):
+            connections.execute_all(self._db, statements)
 
     def _fold_wal(self) -> bool:
         """Fold the WAL into the file; return False when a reader or the disk prevents it."""
@@ -343,29 +335,13 @@ def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
     # recognizable as a trace from the first moment.
     db.execute("PRAGMA journal_mode = OFF")
     db.execute("PRAGMA synchronous = OFF")
-    db.execute("BEGIN")
-    for sql in schema.create_statements():
-        db.execute(sql)
-    for sql, params in codec.encode_run_facts(run):
-        db.execute(sql, params)
-    db.execute("COMMIT")
+    with connections.transaction(db):
+        for sql in schema.create_statements():
+            db.execute(sql)
+        connections.execute_all(db, codec.encode_run_facts(run))
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
-
-
-@contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Run the body in one transaction, which an exception rolls back."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        with suppress(sqlite3.Error):
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-        raise
 
 
 _PROBLEMS = (
@@ -387,7 +363,7 @@ def _write_problem(error: sqlite3.Error) -> tuple[str, str]:
     for names, reason, remedy in _PROBLEMS:
         if name.startswith(names):
             return reason.format(error), remedy
-    return printable_error(error), ""
+    return connections.printable_error(error), ""
 
 
 class RuleReview(Struct, frozen=True):
@@ -396,7 +372,7 @@ class RuleReview(Struct, frozen=True):
     rule: str
     generation: int
     findings: tuple[Finding, ...]
-    events: tuple[EventRecord, ...]
+    events: tuple[step_records.EventRecord, ...]
     at: float
     wall_ms: float
 
@@ -408,7 +384,7 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
     and not written twice. Raises `TraceWriteError`, with nothing written, when the trace is being
     recorded or cannot be written to; `TraceError` when it is not a trace.
     """
-    version = check_header(path)
+    version = connections.check_header(path)
     if version < schema.VERSION:
         raise _append_error(path, f"it has version {version} of the format, which is only read")
     if is_repaired_copy(path):
@@ -422,21 +398,18 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
         uri, timeout = f"{path.absolute().as_uri()}?mode=rw", APPEND_BUSY_S
         db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
         with closing(db):
-            _write_reviews(db, reviews)
+            db.execute("PRAGMA trusted_schema = OFF")
+            with connections.transaction(db):
+                done = set(db.execute("SELECT rule, generation FROM reviews"))
+                for key, statements in review_statements(reviews).items():
+                    connections.execute_all(db, () if key in done else statements)
     except sqlite3.Error as error:
         raise _append_error(path, _write_problem(error)[0]) from error
 
 
-def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> None:
-    db.execute("PRAGMA trusted_schema = OFF")
-    with transaction(db):
-        done = set(db.execute("SELECT rule, generation FROM reviews"))
-        for key, parts in review_statements(reviews).items():
-            for sql, params in () if key in done else parts:
-                db.execute(sql, params)
-
-
-def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Statement]]:
+def review_statements(
+    reviews: Iterable[RuleReview],
+) -> dict[connections.ReviewKey, list[Statement]]:
     """Return the statements that write these reviews, by rule and generation."""
     insert = schema.insert_sql(schema.REVIEWS, 1)
     return {
@@ -454,12 +427,10 @@ def _append_error(path: Path, why: str) -> TraceWriteError:
     return TraceWriteError(f"The findings are not stored in {path}: {why}.", hint=hint)
 
 
-def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> None:
+def add_run_facts(path: Path, facts: Mapping[str, Any], event: step_records.EventRecord) -> None:
     """Add facts to the manifest of a finished trace, and an event about them.
 
     Raises `sqlite3.Error`; only for a trace that this program has just made.
     """
-    out = codec.encode_run_facts(facts) + codec.encode_events((event,))
-    with closing(sqlite3.connect(path, isolation_level=None)) as db, transaction(db):
-        for sql, params in out:
-            db.execute(sql, params)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db, connections.transaction(db):
+        connections.execute_all(db, codec.encode_run_facts(facts) + codec.encode_events((event,)))

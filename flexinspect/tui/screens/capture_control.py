@@ -24,7 +24,7 @@ from textual.screen import Screen
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
-from flexinspect.trace.queries.range_queries import branch_of_step
+from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread

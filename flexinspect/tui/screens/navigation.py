@@ -14,7 +14,7 @@ from flexinspect.core.keyboard import all_keys
 from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.panel_registry import panel_names
 from flexinspect.panels.token_window import current_pos
-from flexinspect.trace.queries.search_queries import find_text
+from flexinspect.trace.queries import find_text
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.trace_session import RunStatus
 

@@ -177,7 +177,7 @@ class FindingCounter(BaselineCounter):
 
     def _read(self) -> AnomalyCounts:
         # Imported here because it loads numpy, which the user's program may want to load first.
-        from flexinspect.trace.queries.search_queries import n_steps_and_findings
+        from flexinspect.trace.queries import n_steps_and_findings
         from flexinspect.trace.reader import TraceReader
 
         try:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from flexinspect.records import step as records
 from flexinspect.records.prompt import Prompt, close_generated_segment
-from flexinspect.trace.queries.branch_queries import with_declared_mask
+from flexinspect.trace.queries import with_declared_mask
 from flexinspect_hooks.generation.decoding import Choice
 from flexinspect_hooks.gradients.after_generation import FinishedBranch, TokenGradients
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record

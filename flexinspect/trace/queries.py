@@ -1,25 +1,26 @@
-"""Queries of ranges of steps: attention paths, findings, events, layer statistics, memory.
+"""Queries of steps, findings, events, branches and tokens.
 
-All of them are bounded: by a range of steps, by a limit, or by counting inside SQLite. A branch is
-read with its parents' steps before the fork, so that a range has no gaps. Every function raises
-`TraceError` when the file is damaged.
+All of them are bounded: by a range, by a limit, or by counting inside SQLite. A branch is read with
+its parents' steps before the fork, so that a range has no gaps. Every function raises `TraceError`
+when the file is damaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from flexinspect.core import text
+from flexinspect.masks.algebra import SPEC_FIELDS
 from flexinspect.records.finding import Severity
-from flexinspect.records.step import LayerStatRecord, MemoryRecord
+from flexinspect.records.step import LayerStatRecord, MemoryRecord, TokenRecord
 from flexinspect.trace import codec, schema
-from flexinspect.trace.query_results import EventRow, FindingRow, StepRow
+from flexinspect.trace.query_results import EventRow, FindingRow, GenerationRow, StepRow
 from flexinspect.trace.reader import Lineage, TraceReader
-from flexinspect.trace.schema import WHERE_BRANCH
+from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEPS
 
 
 class StepPath(Struct, frozen=True):
@@ -38,19 +39,16 @@ def step_paths(
 
     Steps before the fork of a branch are those of its parent. Raises `TraceError`.
     """
-    sql = (
-        f"SELECT step, path, mask, group_concat(layer) FROM calls {WHERE_BRANCH} "
-        "AND step >= ? AND step < ? GROUP BY step, path, mask"
-    )
+    columns = "step, path, mask"
+    sql = f"SELECT {columns}, group_concat(layer) FROM calls {WHERE_STEPS} GROUP BY {columns}"
     kinds = ("int", "text", "text?", "text")
 
     def make(row: Sequence[Any]) -> StepPath:
         step, path, mask, layers = codec.decode_values(kinds, row, "calls")
         return StepPath(step, path, mask, _parse_layers(layers))
 
-    found: list[StepPath] = []
-    for place in _branch_ranges(reader, generation, start, stop, branch):
-        found += reader._read(make, sql, (generation, *place))
+    places = _branch_ranges(reader, generation, start, stop, branch)
+    found = (path for place in places for path in reader._read(make, sql, place))
     return sorted(found, key=lambda path: (path.step, path.layers))
 
 
@@ -181,7 +179,7 @@ of findings of a whole generation is None; a missing layer or head is -1."""
 
 
 FIRST_POSITION: FindingPosition = (-1, -1, None, -1, -1, -1)
-LAST_POSITION: FindingPosition = (1 << 62, 0, None, -1, -1, -1)
+LAST_POSITION: FindingPosition = (OPEN_END, 0, None, -1, -1, -1)
 
 
 def finding_position(row: FindingRow) -> FindingPosition:
@@ -191,50 +189,27 @@ def finding_position(row: FindingRow) -> FindingPosition:
     return finding.generation, finding.branch, finding.step, layer, head, row.id
 
 
+_FINDING_ORDER = ("coalesce(layer, -1)", "coalesce(head, -1)", "finding")
+
+
 def adjacent_finding(
     reader: TraceReader, here: FindingPosition, direction: int
 ) -> FindingRow | None:
     """Return the finding after (direction 1) or before (-1) `here`, by a few index look-ups."""
-    key = here[:3]
-    found = _finding_in_step(reader, key, direction, here[3:])
-    if found is not None:
-        return found
-    beyond = _next_step_with_findings(reader, key, direction)
-    return _finding_in_step(reader, beyond, direction) if beyond is not None else None
-
-
-_FINDING_ORDER = ("coalesce(layer, -1)", "coalesce(head, -1)", "finding")
-
-
-def _finding_in_step(
-    reader: TraceReader, key: tuple[int, int, int | None], direction: int, after: Sequence[int] = ()
-) -> FindingRow | None:
+    step = here[2]
     sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
-    test = f"AND ({', '.join(_FINDING_ORDER)}) {sign} (?, ?, ?)" if after else ""
-    by = ", ".join(f"{part} {order}" for part in _FINDING_ORDER)
-    rest = f"{WHERE_BRANCH} AND step IS ? {test} ORDER BY {by} LIMIT 1"
-    return _first_finding(reader, rest, (*key, *after))
-
-
-def _next_step_with_findings(
-    reader: TraceReader, key: tuple[int, int, int | None], direction: int
-) -> tuple[int, int, int | None] | None:
-    """Return the next step with findings; findings of a whole generation precede its steps."""
-    generation, branch, step = key
-    sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
-    by = f"ORDER BY generation {order}, branch {order}, step {order} LIMIT 1"
-    tries: list[tuple[str, Sequence[int | None]]] = []
+    parts = ("generation", "branch", "step", *_FINDING_ORDER)
+    by = ", ".join(f"{part} {order}" for part in parts)
+    in_step = f"{WHERE_BRANCH} AND step IS ? AND ({', '.join(_FINDING_ORDER)}) {sign} (?, ?, ?)"
+    tries: list[tuple[str, Sequence[int | None]]] = [(in_step, here)]
     if step is not None:
-        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", key))
-    if (step is None) == (direction > 0):
+        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", here[:3]))
+    if (step is None) == (direction > 0):  # findings of a whole generation precede its steps
         some = "IS NOT NULL" if direction > 0 else "IS NULL"
-        tries.append((f"{WHERE_BRANCH} AND step {some}", (generation, branch)))
-    tries.append((f"WHERE (generation, branch) {sign} (?, ?)", (generation, branch)))
-    for where, params in tries:
-        sql = f"SELECT generation, branch, step FROM findings {where} {by}"
-        for found in reader._read_values(("int", "int", "int?"), sql, params, "findings"):
-            return found[0], found[1], found[2]
-    return None
+        tries.append((f"{WHERE_BRANCH} AND step {some}", here[:2]))
+    tries.append((f"WHERE (generation, branch) {sign} (?, ?)", here[:2]))
+    found = (_first_finding(reader, f"{where} ORDER BY {by} LIMIT 1", key) for where, key in tries)
+    return next((row for row in found if row is not None), None)
 
 
 def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
@@ -273,11 +248,6 @@ def _matching_events(
     return reader._select(codec.decode_event, schema.EVENTS, rest, (*params, like, like, limit))
 
 
-def format_ranges(numbers: Iterable[int]) -> str:
-    """Return numbers in any order as "0-3, 7": ascending, each once."""
-    return text.format_ranges(sorted(set(numbers)))
-
-
 # -- steps ----------------------------------------------------------------------------------------
 
 
@@ -286,7 +256,6 @@ Statistic = Literal["norm", "max", "mean", "std", "bad"]
 """
 
 MAX_STAT_ROWS = 1 << 16  # rows of layer statistics that one query returns at most
-_STEP_RANGE_SQL = f"{WHERE_BRANCH} AND step >= ? AND step < ?"
 _STATISTIC_SQL: dict[Statistic, str] = {
     "norm": "norm",
     "max": "max(abs(min), abs(max))",  # NULL, which stands for NaN, if either is
@@ -326,10 +295,8 @@ def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[
     last = newest_step(reader, generation, branch)
     if last is None:
         return None
-    oldest = lineage(reader, generation, branch)[-1][0]
-    sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step LIMIT 1"
-    first = reader._read_int(sql, (generation, oldest))
-    return last if first is None else first, last
+    first = reader.steps(generation, lineage(reader, generation, branch)[-1][0], limit=1)
+    return first[0].step if first else last, last
 
 
 def newest_step(reader: TraceReader, generation: int, branch: int = 0) -> int | None:
@@ -345,20 +312,18 @@ def step_range(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> list[StepRow]:
     """Return the steps `start <= step < stop` of a branch and its parents, in order."""
-    found: list[StepRow] = []
-    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
-        found += reader.steps(generation, number, low, high)
-    return found
+    places = _branch_ranges(reader, generation, start, stop, branch)
+    return [row for place in places for row in reader.steps(*place)]
 
 
 def chosen_tokens(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> dict[int, int | None]:
     """Return the token that each step `start <= step < stop` chose, None where it is not known."""
-    sql = f"SELECT step, chosen_id FROM steps {_STEP_RANGE_SQL}"
+    sql = f"SELECT step, chosen_id FROM steps {WHERE_STEPS}"
     found: dict[int, int | None] = {}
     for place in _branch_ranges(reader, generation, start, stop, branch):
-        rows = reader._read_values(("int", "int?"), sql, (generation, *place), "steps")
+        rows = reader._read_values(("int", "int?"), sql, place, "steps")
         found.update((step, chosen) for step, chosen in rows)
     return found
 
@@ -374,10 +339,10 @@ def memory_range(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> dict[int, MemoryRecord]:
     """Return the memory at the end of each step `start <= step < stop` that has it."""
-    rest = f"{_STEP_RANGE_SQL} ORDER BY step"
+    rest = f"{WHERE_STEPS} ORDER BY step"
     found: dict[int, MemoryRecord] = {}
     for place in _branch_ranges(reader, generation, start, stop, branch):
-        found.update(reader._records_by_step(codec.MEMORY_ROWS, rest, (generation, *place)))
+        found.update(reader._records_by_step(codec.MEMORY_ROWS, rest, place))
     return found
 
 
@@ -396,12 +361,12 @@ def layer_stats_range(
     """
     sql = (
         f"SELECT step, layer, module, {_STATISTIC_SQL[statistic]}, n_nan + n_inf FROM layer_stats "
-        f"{_STEP_RANGE_SQL} ORDER BY step, number LIMIT ?"
+        f"{WHERE_STEPS} ORDER BY step, number LIMIT ?"
     )
     kinds = ("int", "int", "text", "real", "int")
     found: list[StatCell] = []
     for place in _branch_ranges(reader, generation, start, stop, branch):
-        params = (generation, *place, MAX_STAT_ROWS - len(found))
+        params = (*place, MAX_STAT_ROWS - len(found))
         rows = reader._read_values(kinds, sql, params, "layer_stats")
         found += [StatCell(*row) for row in rows]
     return found
@@ -415,16 +380,160 @@ def first_nonfinite_output(
     Reads two narrow columns of the own steps `start <= step < stop` of one branch, up to the first
     such step.
     """
-    rest = f"{_STEP_RANGE_SQL} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
+    rest = f"{WHERE_STEPS} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
     rows = reader._records_by_step(codec.LAYER_STAT_ROWS, rest, (generation, branch, start, stop))
     return NonfiniteOutput(*rows[0]) if rows else None
 
 
 def _branch_ranges(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (branch, first step, step after the last) of a range, in order of steps."""
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (generation, branch, first step, step after the last) of a range, in order of steps."""
     for number, first, end in reversed(lineage(reader, generation, branch)):
         low, high = max(first, start), stop if end is None else min(end, stop)
         if low < high:
-            yield number, low, high
+            yield generation, number, low, high
+
+
+# -- branches -------------------------------------------------------------------------------------
+
+
+MASK_KEYS = frozenset({"preset", "separators", *SPEC_FIELDS, "mask_mod"})
+"""The keys of a declaration that describe the declared mask."""
+
+
+def generation_in_branch(reader: TraceReader, about: GenerationRow, branch: int) -> GenerationRow:
+    """Return a generation with the mask that is declared in a branch: the one edited last."""
+    if not branch:
+        return about
+    rows = {row.branch: row.change for row in reader.branches(about.generation)}
+    for number, _, _ in lineage(reader, about.generation, branch):
+        mask = rows.get(number, {}).get("declared")
+        if isinstance(mask, Mapping):
+            return replace(about, declared=with_declared_mask(about.declared, mask))
+    return about
+
+
+def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a declaration with another mask."""
+    rest = {key: value for key, value in declared.items() if key not in MASK_KEYS}
+    return {**rest, **mask}
+
+
+def visible_lineage(reader: TraceReader, generation: int, branch: int, step: int) -> Lineage:
+    """Return the part of a branch's lineage whose keys are in the cache at a step.
+
+    A branch that recomputed all keys, under an edited mask, uses none of its parents' keys.
+    """
+    family = lineage(reader, generation, branch)
+    if len(family) > 1:
+        rows = reader.branches(generation)
+        recomputed = {row.branch for row in rows if row.change.get("recomputed") is True}
+        for index, (number, first, _) in enumerate(family):
+            if number in recomputed and step >= first:
+                return family[: index + 1]
+    return family
+
+
+# -- the sequence, and counters -------------------------------------------------------------------
+
+
+def token_ranges(trace: TraceReader, generation: int, branch: int = 0) -> Lineage:
+    """Return (branch, first position, position after the last) of the parts of a sequence.
+
+    Oldest parent first; the branch itself comes last and may still grow (None). A parent's tokens
+    end where the first own step of its fork chose one.
+    """
+    parts: list[tuple[int, int, int | None]] = []
+    start = 0
+    family = lineage(trace, generation, branch)
+    for (number, _, _), (fork, step, _) in zip(family[:0:-1], family[-2::-1], strict=True):
+        row = trace.step(generation, step, fork) or trace.step(generation, step, number)
+        stop = None if row is None else row.first_pos
+        parts.append((number, start, stop))
+        start = start if stop is None else stop
+    return (*parts, (branch, start, None))
+
+
+def read_tokens(
+    trace: TraceReader,
+    generation: int,
+    branch: int = 0,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    limit: int = -1,
+) -> list[TokenRecord]:
+    """Return the tokens at `start <= pos < stop` (None: to the end), parents' before the fork."""
+    found: list[TokenRecord] = []
+    for number, first, end in token_ranges(trace, generation, branch):
+        low = max(start, first)
+        high = end if stop is None else stop if end is None else min(stop, end)
+        left = limit - len(found) if limit >= 0 else -1
+        if left and (high is None or low < high):
+            found += trace.tokens(generation, number, low, high, limit=left)
+    return found
+
+
+def last_pos(trace: TraceReader, generation: int, branch: int = 0) -> int | None:
+    """Return the highest position recorded so far, None when there is none."""
+    sql = f"SELECT pos FROM tokens {WHERE_BRANCH} AND pos < ? ORDER BY pos DESC LIMIT 1"
+    for number, _, stop in reversed(token_ranges(trace, generation, branch)):
+        found = trace._read_int(sql, (generation, number, OPEN_END if stop is None else stop))
+        if found is not None:
+            return found
+    return None
+
+
+def n_generations(trace: TraceReader) -> int:
+    """Return the number of generations recorded so far."""
+    sql = "SELECT generation FROM generations ORDER BY generation DESC LIMIT 1"
+    last = trace._read_int(sql)
+    return 0 if last is None else last + 1
+
+
+def n_steps_and_findings(trace: TraceReader) -> tuple[int, int]:
+    """Return how many steps and how many findings are recorded so far."""
+    sql = "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM findings)"
+    ((steps, findings),) = trace._query(sql)
+    return int(steps), int(findings)
+
+
+def find_text(
+    trace: TraceReader,
+    text: str,
+    generation: int,
+    branch: int = 0,
+    *,
+    after: int = -1,
+    only_generated: bool = False,
+) -> tuple[int, int | None] | None:
+    """Return (position, step that chose it) of the next token whose text contains `text`.
+
+    The case of ASCII letters is ignored. The search begins after the position `after` and wraps
+    around; None when no token matches.
+    """
+    chosen = " AND step IS NOT NULL" if only_generated else ""
+    sql = (
+        f"SELECT pos, step FROM tokens {WHERE_BRANCH} AND pos >= ? AND pos < ? "
+        f"AND (instr(lower(text), lower(?)) OR token = ?){chosen} ORDER BY pos LIMIT 1"
+    )
+    parts = token_ranges(trace, generation, branch)
+    for low, high in ((after + 1, OPEN_END), (0, after + 1)):
+        for number, first, end in parts:
+            span = (max(low, first), high if end is None else min(high, end))
+            params = (generation, number, *span, text, text)
+            for pos, step in trace._read_values(("int", "int?"), sql, params, "tokens"):
+                return pos, step
+    return None
+
+
+def newest_events(trace: TraceReader, kind: str, after_id: int, limit: int) -> list[EventRow]:
+    """Return the newest events of a kind whose number is above `after_id`, in order."""
+    rest = "WHERE kind = ? AND event > ? ORDER BY event DESC LIMIT ?"
+    return trace._select(codec.decode_event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
+
+
+def last_output(trace: TraceReader) -> int | None:
+    """Return the number of the newest piece of output, None when the program printed nothing."""
+    return trace._read_int("SELECT number FROM output ORDER BY number DESC LIMIT 1")
