@@ -51,12 +51,12 @@ def complete(
     ]
 
 
-Suggestions = Iterable[tuple[str, str]]
+_Suggestions = Iterable[tuple[str, str]]
 
 
 def _suggestions(
     before: list[str], modules: Collection[str], finding_ids: Collection[str]
-) -> Suggestions:
+) -> _Suggestions:
     """Return the possible next words after these pieces, each with its meaning."""
     last = before[-1] if before else ""
     name = before[-2] if len(before) > 1 else ""
@@ -86,7 +86,7 @@ def _suggestions(
     return [*words, *grammar.OBSERVATIONS.items(), finding, negation]
 
 
-def _value_suggestions(before: list[str], name: str) -> Suggestions:
+def _value_suggestions(before: list[str], name: str) -> _Suggestions:
     if name == grammar.FINDING or (len(before) > 2 and before[-3] == grammar.FINDING):
         return [(severity, "a severity") for severity in grammar.SEVERITIES]
     word = grammar.VALUE_NAMES.get(name)
@@ -95,10 +95,9 @@ def _value_suggestions(before: list[str], name: str) -> Suggestions:
     return [(grammar.quote(choice), "") for choice in word.choices]
 
 
-def _unit_suggestions(before: list[str]) -> Suggestions:
+def _unit_suggestions(before: list[str]) -> _Suggestions:
     """Return units of memory after a number that a memory value is compared with."""
     name = grammar.VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
-    is_memory = (
-        name is not None and name.kind is grammar.ValueKind.BYTES and before[-1][:1].isdigit()
-    )
+    is_bytes = name is not None and name.kind is grammar.ValueKind.BYTES
+    is_memory = is_bytes and before[-1][:1].isdigit()
     return [(unit, "") for unit in grammar.UNITS if is_memory and unit.endswith("iB")]

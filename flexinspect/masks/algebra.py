@@ -45,13 +45,16 @@ class MaskSpec(Struct, frozen=True):
         """Return the region of a row."""
         return int(np.searchsorted(self.starts, q_idx, side="right")) - 1
 
+    def intervals(self, q_idx: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the prefix stop and the local start of each row."""
+        region = np.searchsorted(self.starts, q_idx, side="right") - 1
+        return np.asarray(self.prefix_stops)[region], np.asarray(self.local_starts)[region]
+
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
         """Return the mask, bool of shape (n_q, n_kv), for the rows from `q_offset` on."""
         q_idx = np.arange(q_offset, q_offset + n_q)[:, None]
         kv_idx = np.arange(q_offset + n_q if n_kv is None else n_kv)[None]
-        region = np.searchsorted(self.starts, q_idx, side="right") - 1
-        prefix_stop = np.asarray(self.prefix_stops)[region]
-        local_start = np.asarray(self.local_starts)[region]
+        prefix_stop, local_start = self.intervals(q_idx)
         mask: BoolArray = (kv_idx <= q_idx) & ((kv_idx < prefix_stop) | (kv_idx >= local_start))
         return mask
 

@@ -38,11 +38,6 @@ and more, but may give less.
 """
 
 
-def check_tolerance(kind: str | None, dtype: str) -> float:
-    """Return the value above which a check of this kind fails, for queries of this dtype."""
-    return _OUTPUT_TOLERANCE.get(dtype, LSE_TOLERANCE) if kind == "output" else LSE_TOLERANCE
-
-
 class LseCheck(Struct, frozen=True):
     """How far recomputed attention is from the executed one; `value` is None if it is not known.
 
@@ -68,7 +63,8 @@ class LseCheck(Struct, frozen=True):
     @property
     def tolerance(self) -> float:
         """The largest value that rounding explains."""
-        return check_tolerance(self.kind, self.dtype)
+        is_lse = self.kind != "output"
+        return LSE_TOLERANCE if is_lse else _OUTPUT_TOLERANCE.get(self.dtype, LSE_TOLERANCE)
 
     def describe(self) -> str:
         """Return "LSE error 3e-06" or "not checked", with the tolerance if the value is coarse."""

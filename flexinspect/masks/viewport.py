@@ -85,8 +85,8 @@ def _fold(
     scale: tuple[int, int],
 ) -> None:
     """Add `values`, whose first one is at `at`, to pixels of `scale` values from `start`."""
-    rows = _axis_pixels(at[0], values.shape[0], start[0], scale[0], out.shape[0])
-    keys = _axis_pixels(at[1], values.shape[1], start[1], scale[1], out.shape[1])
+    axes = zip(at, values.shape, start, scale, out.shape, strict=True)
+    rows, keys = (_axis_pixels(*axis) for axis in axes)
     if rows is None or keys is None:
         return
     (row_span, row_edges, row), (key_span, key_edges, key) = rows, keys

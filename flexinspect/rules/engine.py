@@ -89,8 +89,12 @@ class Rule:
     context: RuleContext
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the state of the last generation; the steps of `context.generation` follow."""
+        """Begin a generation, whose steps follow; see `reset`."""
         self.context = context
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the state of the last generation; `context.generation` is the new one."""
 
     def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Return the findings of a step. Steps come in order, each once."""
@@ -231,15 +235,14 @@ class RuleRunner:
 
     def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> RuleResults:
         """Run the rules on a step, on an event outside of the steps, or on a token's gradients."""
+        if isinstance(record, StepRecord):
+            findings, failures = self._run_step(record)
+            return self._split_repeats(link_causes(findings), failures)
         if isinstance(record, EventRecord):
             where = f"the event '{record.kind}'"
             return self._split_repeats(*self._call_rules(lambda rule: rule.on_event(record), where))
-        if isinstance(record, GradientRecord):
-            where = f"the gradients of step {record.step}"
-            call = self._call_rules(lambda rule: rule.on_gradients(record), where)
-            return self._split_repeats(*call)
-        findings, failures = self._run_step(record)
-        return self._split_repeats(link_causes(findings), failures)
+        where = f"the gradients of step {record.step}"
+        return self._split_repeats(*self._call_rules(lambda rule: rule.on_gradients(record), where))
 
     def replay_parent_step(self, step: StepRecord) -> tuple[EventRecord, ...]:
         """Run the rules on a step of the parent branch for their state alone.

@@ -11,7 +11,7 @@ fuse.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -82,9 +82,8 @@ class DecodingRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("decode.no-offset", "decode.self-unseen", "decode.stale-row")
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset the rows of the last generation."""
-        super().on_generation_start(context)
         self._prompt_views: dict[int, StepMaskView] = {}
         """By layer, the last two rows of the prompt; empty if capture began with a filled cache."""
         self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}  # by branch
@@ -129,9 +128,8 @@ class DecodingRule(Rule):
         # For a call of one row that sees only key 0 of several, this is a warning. For more rows it
         # may be intended, so it is a note.
         n_rows, n_keys = view.cells.shape[1:]
-        if n_rows >= n_keys or n_keys < 3 or view.cells[:, -1, n_rows:].any():
-            return
-        if not (view.cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
+        is_small = n_rows < n_keys >= 3 and not view.cells[:, -1, n_rows:].any()
+        if not is_small or (view.cells != np.tri(n_rows, n_keys, dtype=np.bool_)).any():
             return
         rows, keys = f"The {n_rows} rows of this call see 1 to {n_rows}", "ones"
         if n_rows == 1:
@@ -141,7 +139,6 @@ class DecodingRule(Rule):
             f"{n_keys - n_rows} keys come before them (with that offset the last row would see "
             f"{n_keys})."
         )
-        expected = {"keys": n_keys, "seen": n_rows, "expected": n_keys}
         yield self.finding(
             step,
             "decode.no-offset",
@@ -149,7 +146,7 @@ class DecodingRule(Rule):
             severity=Severity.WARNING if n_rows == 1 else Severity.NOTE,
             layers=view.layers[:1],
             positions=(view.newest_pos,),
-            evidence={**expected, "mask": view.fingerprint},
+            evidence={"keys": n_keys, "seen": n_rows, "expected": n_keys, "mask": view.fingerprint},
         )
 
     def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
@@ -161,26 +158,29 @@ class DecodingRule(Rule):
         if not positions or self._is_declared_closed(positions[0], positions[0]):
             return
         layers = {layer for view in strict[positions] for layer in view.layers}
-        cells, one = strict[positions][0].cells, len(positions) == 1
-        rows, where = np.array(positions), format_step_layers(layers, step)
-        first = self.context.format_first_position(rows)
-        is_whole = len(rows) + 1 >= cells.shape[1]
-        verb = "does not see itself" if one else "do not see themselves"
+        cells, rows = strict[positions][0].cells, np.array(positions)
+        first, where = self.context.format_first_position(rows), format_step_layers(layers, step)
+        verb, they = "do not see themselves", "they see"
+        if len(rows) == 1:
+            verb, they = "does not see itself", "it sees"
         sentence = (
-            f"No row of the prompt sees itself in {where}, although rows see earlier keys "
-            f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too small."
-            if is_whole
-            else f"{self.context.format_rows(rows)} {verb} in {where}, although "
-            f"{'it sees' if one else 'they see'} earlier keys and the other rows see themselves; "
-            f"{first}."
+            f"{self.context.format_rows(rows)} {verb} in {where}, although {they} earlier keys and "
+            f"the other rows see themselves; {first}."
         )
-        # If only the first row sees itself, which would see nothing otherwise, it may be meant.
-        may_be_meant = is_whole and bool(cells[:, 0, 0].any())
+        severity = Severity.WARNING
+        if len(rows) + 1 >= cells.shape[1]:
+            sentence = (
+                f"No row of the prompt sees itself in {where}, although rows see earlier keys "
+                f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too "
+                "small."
+            )
+            # The first row would see nothing otherwise, so it may be meant if only it sees itself.
+            severity = Severity.NOTE if cells[:, 0, 0].any() else Severity.WARNING
         yield self.finding(
             step,
             "decode.self-unseen",
             sentence,
-            severity=Severity.NOTE if may_be_meant else Severity.WARNING,
+            severity=severity,
             layers=layers,
             positions=positions,
             series="strict",
@@ -188,16 +188,12 @@ class DecodingRule(Rule):
 
     def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
         """Return why a row does not see itself, unless rows of the prompt do not either."""
-        row = view.cells[:, -1]
+        row, pos = view.cells[:, -1], view.newest_pos
         heads = np.flatnonzero(~row[:, view.newest_key])
         layers = self._unlike_prompt(view, heads, 0)
         keys = np.flatnonzero(row[heads[0], : view.newest_key])
         # `mask.empty-row` reports rows that see nothing at all.
-        if (
-            not layers
-            or not len(keys)
-            or self._is_declared_closed(view.newest_pos, view.newest_pos)
-        ):
+        if not layers or not len(keys) or self._is_declared_closed(pos, pos):
             return
         some_heads = tuple(heads.tolist()) if len(heads) < len(row) else ()
         newest = _FaultyRow(step, view, layers, some_heads, keys)
@@ -295,7 +291,12 @@ class DecodingRule(Rule):
     def _row_finding(
         self, finding_id: str, newest: _FaultyRow, sentence: str, severity: Severity | None = None
     ) -> Finding:
+        view, expected = newest.view, self._count_expected_keys(newest)
         step_before, seen_before, _ = self._last_newest_row(newest) or (None, None, None)
+        facts: dict[str, Any] = {"keys": view.newest_key + 1, "seen": len(newest.keys)}
+        facts |= {"expected": expected, "last_key_seen": newest.last_key_pos}
+        facts |= {"seen_before": seen_before, "step_before": step_before}
+        facts |= {"heads": list(newest.heads) or "all", "mask": view.fingerprint}
         return self.finding(
             newest.step,
             finding_id,
@@ -303,17 +304,8 @@ class DecodingRule(Rule):
             severity=severity,
             layers=newest.layers,
             head=newest.heads[0] if len(newest.heads) == 1 else None,
-            positions=(newest.view.newest_pos,),
-            evidence={
-                "keys": newest.view.newest_key + 1,
-                "seen": len(newest.keys),
-                "expected": self._count_expected_keys(newest),
-                "last_key_seen": newest.last_key_pos,
-                "seen_before": seen_before,
-                "step_before": step_before,
-                "heads": list(newest.heads) or "all",
-                "mask": newest.view.fingerprint,
-            },
+            positions=(view.newest_pos,),
+            evidence=facts,
             series=newest.series,
         )
 
@@ -373,15 +365,13 @@ class RowRolesRule(Rule):
     name = "row_roles"
     findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset the rows of the last generation."""
-        super().on_generation_start(context)
-        declared, self._assumption = context.declared_mask, ""
+        declared, self._assumption = self.context.declared_mask, ""
         if declared is not None and declared.assumed:
-            self._assumption = (
-                "; no mask was declared, so the segments are assumed to be isolated in the prompt"
-            )
-        segments = () if declared is None else context.segments
+            assumed = "so the segments are assumed to be isolated in the prompt"
+            self._assumption = f"; no mask was declared, {assumed}"
+        segments = () if declared is None else self.context.segments
         self._paraphrases = mask_views.paraphrase_segments(segments)
         self._checked: set[str] = set()
         self._n_seen: dict[int, int] = {}  # by layer, keys that the last newest row saw
@@ -399,11 +389,10 @@ class RowRolesRule(Rule):
             yield from self._check_generated(step, views)
         elif step.kv_before == 0:
             last = self.context.segment_at(self.context.n_prompt - 1)
-            is_cue = last is not None and last.kind is SegmentKind.CUE
             for view in views:
                 n_seen = int(np.count_nonzero(view.newest_row))
                 self._n_seen.update(dict.fromkeys(view.layers, n_seen))
-                if is_cue:
+                if last is not None and last.kind is SegmentKind.CUE:
                     seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
                     self._cue.update(dict.fromkeys(view.layers, seen))
 
@@ -449,6 +438,8 @@ class RowRolesRule(Rule):
             f"{plural(seen, 'key')} of {abbreviate_labels(labels)}, of which the other "
             f"{n_isolated} {rest} none{self._assumption}."
         )
+        facts: dict[str, Any] = {"segment": own.label, "rows": len(rows), "rows_apart": n_isolated}
+        facts |= {"keys_seen": seen, "segments_seen": labels, "assumed": self._assumption != ""}
         return self.finding(
             step,
             "decode.prompt-row-generated",
@@ -456,14 +447,7 @@ class RowRolesRule(Rule):
             severity=Severity.WARNING if self._assumption else None,
             layers=layers,
             positions=rows,
-            evidence={
-                "segment": own.label,
-                "rows": len(rows),
-                "rows_apart": n_isolated,
-                "keys_seen": seen,
-                "segments_seen": labels,
-                "assumed": self._assumption != "",
-            },
+            evidence=facts,
             series=f"{own.start} {rows[0]} {layers}",
         )
 
@@ -519,6 +503,11 @@ class RowRolesRule(Rule):
         severity = Severity.WARNING if self._assumption else Severity.ERROR
         if self._assumption and not self._cue and list(missed) == self._paraphrases[:-1]:
             severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
+        facts: dict[str, Any] = {
+            "missed": labels,
+            "keys_missed": sum(map(len, missed)),
+            "seen": len(keys),
+        }
         return self.finding(
             step,
             "decode.generated-row-isolated",
@@ -526,12 +515,6 @@ class RowRolesRule(Rule):
             severity=severity,
             layers=layers,
             positions=(last,),
-            evidence={
-                "missed": labels,
-                "keys_missed": sum(map(len, missed)),
-                "seen": len(keys),
-                "keys": last + 1,
-                "assumed": self._assumption != "",
-            },
+            evidence={**facts, "keys": last + 1, "assumed": self._assumption != ""},
             series=f"{[segment.start for segment in missed]} {layers}",
         )

@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
+from flexinspect.masks.attention_row import kv_head_of
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers, step_array
+from flexinspect.rules.context import format_step_layers, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import call_layers, format_mask_mod, layers_of
 
 KEYS_TILED_EVENT = "keys-tiled"
-_MaskCalls = tuple[MaskRecord, list[CallRecord]]
 _MAX_NAMED_HEADS = 8
 """Up to this many heads with a mask of their own, a sentence names the KV head of each."""
 
@@ -51,12 +51,12 @@ class HeadsRule(Rule):
                 yield self.finding(
                     step, id_, sentence, layers=layers, head=1, evidence=data, series="tiled"
                 )
-        alike: dict[tuple[str | None, tuple[int, ...]], _MaskCalls] = {}
+        # Layers that each build their own mask share one finding.
+        alike: dict[tuple[str | None, tuple[int, ...]], tuple[MaskRecord, list[CallRecord]]] = {}
         for mask in step.masks:
             if mask.cells is not None and len(mask.cells) > 1:
                 calls = [call for call in step.calls if call.mask == mask.fingerprint]
                 if calls and (odd := find_odd_heads(mask.cells)):
-                    # Layers that each build their own mask share one finding.
                     alike.setdefault((mask.mask_mod, tuple(odd)), (mask, []))[1].extend(calls)
         for (_, odd_heads), (mask, calls) in alike.items():
             yield self._by_head_finding(step, mask, calls, odd_heads)
@@ -75,20 +75,12 @@ class HeadsRule(Rule):
             f"the remaining {plural(call.q_heads - len(odd), 'query head')}; h counts query "
             f"heads{groups}."
         )
+        facts: dict[str, Any] = {"mask": mask.fingerprint, "heads": list(odd)}
+        facts["key_heads"] = sorted({kv_head_of(n, call.q_heads, call.kv_heads) for n in odd})
+        facts |= {"q_heads": call.q_heads, "kv_heads": call.kv_heads}
+        id_, series = "mask.by-head", f"{mask.mask_mod} {list(odd)}"
         return self.finding(
-            step,
-            "mask.by-head",
-            sentence,
-            layers=layers,
-            head=odd[0],
-            evidence={
-                "mask": mask.fingerprint,
-                "heads": list(odd),
-                "key_heads": sorted({_key_head(call, head) for head in odd}),
-                "q_heads": call.q_heads,
-                "kv_heads": call.kv_heads,
-            },
-            series=f"{mask.mask_mod} {list(odd)}",
+            step, id_, sentence, layers=layers, head=odd[0], evidence=facts, series=series
         )
 
 
@@ -99,17 +91,15 @@ def find_odd_heads(cells: BoolArray) -> list[int]:
     return [head for head, bits in enumerate(packed) if bits != usual]
 
 
-def _key_head(call: CallRecord, head: int) -> int:
-    return head * call.kv_heads // call.q_heads
-
-
 def _format_odd_heads(call: CallRecord, odd: Sequence[int]) -> str:
     """Return `query head 3 -> kv head 1`, or only the heads if each has a KV head of its own."""
     if len(odd) > _MAX_NAMED_HEADS:
         return f"query heads {format_ranges(odd)}"
     if call.q_heads == call.kv_heads:
         return format_numbers("head", odd)
-    return ", ".join(f"query head {head} -> kv head {_key_head(call, head)}" for head in odd)
+    kv_heads = [kv_head_of(head, call.q_heads, call.kv_heads) for head in odd]
+    pairs = zip(odd, kv_heads, strict=True)
+    return ", ".join(f"query head {head} -> kv head {kv_head}" for head, kv_head in pairs)
 
 
 BATCH_ROWS_EVENT = "batch-rows"
@@ -125,9 +115,9 @@ class BatchRowsRule(Rule):
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return findings from the step's events about the batch rows of its masks."""
-        for event in step.events:
-            if event.kind == BATCH_ROWS_EVENT and event.data["differ"]:
-                yield from self._check_event(step, event.data)
+        for data in _batch_row_events(step):
+            if data["differ"]:
+                yield from self._check_event(step, data)
 
     def _check_event(self, step: StepRecord, data: Mapping[str, Any]) -> Iterator[Finding]:
         calls = [call for call in step.calls if call.mask == data["mask"]]
@@ -160,6 +150,11 @@ class BatchRowsRule(Rule):
             evidence=data,
             series=finding_id,
         )
+
+
+def _batch_row_events(step: StepRecord) -> list[Mapping[str, Any]]:
+    """Return the data of a step's events about the batch rows of its masks."""
+    return [event.data for event in step.events if event.kind == BATCH_ROWS_EVENT]
 
 
 def _describe_ignored_batch(step: StepRecord, mask: MaskRecord, data: Mapping[str, Any]) -> str:
@@ -195,9 +190,8 @@ class BatchPaddingRule(Rule):
     streams = ("inputs.mask", "inputs.ids")
     findings = finding_kinds("mask.batch-padding")
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset the known padding."""
-        super().on_generation_start(context)
         self._pads: PadCounts | None = None
         self._has_padding_mask = False
         self._checked_phases: set[bool] = set()
@@ -212,8 +206,7 @@ class BatchPaddingRule(Rule):
         if self._pads is None or len(self._pads) != inputs.batch:
             return
         is_decode = step.q_len == 1
-        has_sample = any(event.kind == BATCH_ROWS_EVENT for event in step.events)
-        if has_sample and is_decode not in self._checked_phases:
+        if _batch_row_events(step) and is_decode not in self._checked_phases:
             self._checked_phases.add(is_decode)
             yield from self._check_calls(step, self._pads)
 
@@ -253,25 +246,22 @@ class BatchPaddingRule(Rule):
         if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
             return None
         start = max(step.kv_after - mask.kv_len, 0)
-        for event in step.events:
-            if event.kind == BATCH_ROWS_EVENT and event.data["mask"] == call.mask:
-                if not event.data["differ"]:
-                    keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
-                    return np.full(batch, start + int(keys[0])) if len(keys) else None
-                made_for_one = mask.kind == "block" and event.data["made_for"] == 1
-                if made_for_one or "newest_from" not in event.data:
-                    return None
-                return start + np.asarray(event.data["newest_from"], np.int64)
-        return None  # the capture did not compare the other batch rows of this mask
+        data = next((data for data in _batch_row_events(step) if data["mask"] == call.mask), None)
+        if data is None:
+            return None  # the capture did not compare the other batch rows of this mask
+        if not data["differ"]:
+            keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
+            return np.full(batch, start + int(keys[0])) if len(keys) else None
+        if (mask.kind == "block" and data["made_for"] == 1) or "newest_from" not in data:
+            return None
+        return start + np.asarray(data["newest_from"], np.int64)
 
     def _padding_finding(
         self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: PadCounts
     ) -> Finding:
-        layers, n_pads = layers_of(calls), int(pads[rows[0]])
-        source, severity = "", None
+        layers, n_pads, source = layers_of(calls), int(pads[rows[0]]), ""
         if not self._has_padding_mask:
             source = " (counted by token ids, because the model received no attention mask)"
-            severity = Severity.WARNING
         sentence = (
             f"In {format_step_layers(layers, step)} batch {_format_batch_rows(rows)} of "
             f"{len(pads)} {'sees' if len(rows) == 1 else 'see'} padding keys in step {step.step}: "
@@ -282,7 +272,7 @@ class BatchPaddingRule(Rule):
             step,
             "mask.batch-padding",
             sentence,
-            severity=severity,
+            severity=None if self._has_padding_mask else Severity.WARNING,
             layers=layers,
             positions=range(min(n_pads, _MAX_PADDED_POSITIONS)),
             evidence={"rows": list(rows), "pads": [int(pads[row]) for row in rows]},

@@ -6,7 +6,7 @@ milliseconds per 2000 x 2000 cells, and the row of a decode step a few microseco
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,9 @@ from msgspec.structs import replace
 
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec, row_chunks
-from flexinspect.masks.counting import BIT_COUNTS, PackedMask, pack_spec
+from flexinspect.masks.counting import BIT_COUNTS, PackedMask, PositionGroups, pack_spec
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.rules.masks.mask_views import slice_flags
 
 IntArray = npt.NDArray[np.int64]
 
@@ -40,6 +42,15 @@ class CellFrame(Struct, frozen=True):
     window: int | None = None
     rows: BoolArray | None = None
     keys: BoolArray | None = None
+
+    def select(self, flags: BoolArray, n_rows: int, *, fill: bool = True) -> CellFrame:
+        """Return the frame of the rows and keys at the positions that are True in `flags`.
+
+        Positions after the end of `flags` are selected if `fill` is true.
+        """
+        rows = slice_flags(flags, self.q_offset, n_rows, fill=fill)
+        keys = slice_flags(flags, self.kv_offset, self.n_keys, fill=fill)
+        return replace(self, rows=rows, keys=keys)
 
 
 class CellDifference(Struct):
@@ -141,19 +152,8 @@ def _iter_packed_rows(
         yield start, ran, expected, np.where(sees[:, None], counting, np.uint8(0))
 
 
-class SegmentParts(Struct, frozen=True):
-    """The first position of each segment, and whether it should be isolated from the others."""
-
-    starts: IntArray
-    is_isolated: BoolArray
-
-    def find(self, positions: IntArray) -> IntArray:
-        """Return the index of the segment of each position."""
-        return np.maximum(np.searchsorted(self.starts, positions, side="right") - 1, 0)
-
-
 def find_difference(
-    cells: BoolArray, spec: MaskSpec, frame: CellFrame, parts: SegmentParts
+    cells: BoolArray, spec: MaskSpec, frame: CellFrame, segments: Sequence[Segment]
 ) -> CellDifference:
     """Return how cells, bool (rows, keys), differ from a spec; slow, for cells that do differ."""
     out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
@@ -170,44 +170,39 @@ def find_difference(
         out.n_closed += int(np.count_nonzero(counts & ~ran))
         last = np.where(ran.any(axis=1), key_idx[-1] - ran[:, ::-1].argmax(axis=1), -1)
         out.last_keys += last.tolist()
-        _add_leaked(out, leaked, q_idx, key_idx, parts)
-        _add_lost(out, lost, q_idx, key_idx)
+        row, key = np.nonzero(leaked)
+        if len(row):
+            _add_leaked(out, q_idx[row], key_idx[key], segments)
+        row, key = np.nonzero(lost)
+        if len(row):
+            rows, keys = q_idx[row], key_idx[key]
+            out.lost += len(rows)
+            out.losing_rows += np.unique(rows).tolist()
+            out.nearest_lost = min(out.nearest_lost, int((rows - keys).min()))
+            out.first_lost = out.first_lost or (int(rows[0]), int(keys[0]))
     return out
 
 
 def _add_leaked(
-    out: CellDifference, leaked: BoolArray, q_idx: IntArray, key_idx: IntArray, parts: SegmentParts
+    out: CellDifference, rows: IntArray, keys: IntArray, segments: Sequence[Segment]
 ) -> None:
-    rows, keys = np.nonzero(leaked)
-    if not len(rows):
-        return
+    """Add leaked cells, given as the positions of their rows and keys."""
     out.leaked += len(rows)
-    out.future += int(np.count_nonzero(key_idx[keys] > q_idx[rows]))
-    out.leaking_rows += q_idx[leaked.any(axis=1)].tolist()
-    if out.first_leaked is None:
-        out.first_leaked = int(q_idx[rows[0]]), int(key_idx[keys[0]])
-    width = len(parts.starts)
-    row_part, key_part = parts.find(q_idx)[rows], parts.find(key_idx)[keys]
-    for pair, n in enumerate(np.bincount(row_part * width + key_part).tolist()):
+    out.future += int(np.count_nonzero(keys > rows))
+    out.leaking_rows += np.unique(rows).tolist()
+    out.first_leaked = out.first_leaked or (int(rows[0]), int(keys[0]))
+    starts = tuple(segment.start for segment in segments) or (0,)
+    row_part, key_part = (PositionGroups(starts).group_of(each) for each in (rows, keys))
+    for pair, n in enumerate(np.bincount(row_part * len(starts) + key_part).tolist()):
         if n:
-            where = (pair // width, pair % width)
+            where = divmod(pair, len(starts))
             out.leaked_by_pair[where] = out.leaked_by_pair.get(where, 0) + n
-    if out.first_across is None:
-        across = parts.is_isolated[row_part] & parts.is_isolated[key_part] & (row_part != key_part)
+    if out.first_across is None and segments:
+        isolated = np.array([segment.kind is SegmentKind.PARAPHRASE for segment in segments])
+        across = isolated[row_part] & isolated[key_part] & (row_part != key_part)
         if across.any():
             at = int(across.argmax())
-            out.first_across = int(q_idx[rows[at]]), int(key_idx[keys[at]])
-
-
-def _add_lost(out: CellDifference, lost: BoolArray, q_idx: IntArray, key_idx: IntArray) -> None:
-    rows, keys = np.nonzero(lost)
-    if not len(rows):
-        return
-    out.lost += len(rows)
-    out.losing_rows += q_idx[lost.any(axis=1)].tolist()
-    out.nearest_lost = min(out.nearest_lost, int((q_idx[rows] - key_idx[keys]).min()))
-    if out.first_lost is None:
-        out.first_lost = int(q_idx[rows[0]]), int(key_idx[keys[0]])
+            out.first_across = int(rows[at]), int(keys[at])
 
 
 OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other"

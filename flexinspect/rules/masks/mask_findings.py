@@ -19,6 +19,7 @@ from flexinspect.core.text import (
     plural,
     printable,
 )
+from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
@@ -56,6 +57,12 @@ class LayerGroup(Struct, frozen=True):
         return len({call.layer for call in self.step.calls})
 
     @property
+    def cells(self) -> BoolArray:
+        """The executed cells, bool (heads, rows, keys), which must be known."""
+        assert self.mask.cells is not None
+        return self.mask.cells
+
+    @property
     def n_heads(self) -> int:
         """How many heads have a mask of their own; 1 if all share one."""
         return 1 if self.mask.cells is None else len(self.mask.cells)
@@ -76,12 +83,16 @@ class LayerGroup(Struct, frozen=True):
         """Whether these layers took another path than the others, or a fallback after an error."""
         return self.call.suppressed_exception is not None or self.usual_path != ""
 
+    def describe_layers(self) -> str:
+        """Return "layer 3", "layers 0-2" or "all 8 layers"."""
+        return format_layers(self.layers, self.n_layers)
+
     def describe_where(self, heads: Sequence[int] = ()) -> str:
         """Return "Layer 3", "All 8 layers", "Layers 0-2 in heads 0, 3 of 8"."""
         in_heads = ""
         if heads and len(heads) < self.n_heads:
             in_heads = f" in {format_numbers('head', heads)} of {self.n_heads}"
-        return capitalize(format_layers(self.layers, self.n_layers)) + in_heads
+        return capitalize(self.describe_layers()) + in_heads
 
     def describe_run(self) -> str:
         """Return what ran: "causal SDPA without a mask", "FlexAttention with mask_mod f"."""
@@ -195,13 +206,10 @@ class MaskCase(Struct, frozen=True):
         return f"{added}: every cell is open{future}"
 
     def _describe_merged(self) -> str:
-        segments = f"{self.segments} segments"
-        kept = f"{self.expected} keeps {segments} apart"
-        expected = f"there are {segments}" if self.assumed else kept
-        return (
-            f", whose mask has {plural(self.pieces, 'block-diagonal piece')}, but {expected}: "
-            f"{self._describe_worst_pair()} ({self.format_pairs(self.found.leaked)})"
-        )
+        kept = f"{self.expected} keeps {self.segments} segments apart"
+        expected = f"there are {self.segments} segments" if self.assumed else kept
+        pieces = plural(self.pieces, "block-diagonal piece")
+        return f", whose mask has {pieces}, but {expected}: {self._describe_worst_pair()}"
 
     def _describe_not_applied(self) -> str:
         group = self.group
@@ -214,10 +222,8 @@ class MaskCase(Struct, frozen=True):
         applied = f"applied in 0 of {plural(group.n_layers, 'layer')}" if is_all else "not applied"
         pairs = self.format_pairs(self.found.leaked)
         if self.assumed:
-            return (
-                f"{received}, so the isolation of the declared segments was {applied}: "
-                f"{self._describe_worst_pair()} ({pairs})"
-            )
+            isolation = f"the isolation of the declared segments was {applied}"
+            return f"{received}, so {isolation}: {self._describe_worst_pair()}"
         lost = f", and {self.found.lost} that it opens are closed" if self.found.lost else ""
         return (
             f"{received}, so {self.expected} was {applied}: {pairs} that it closes "
@@ -240,7 +246,7 @@ class MaskCase(Struct, frozen=True):
         leaked, lost = self.format_pairs(self.found.leaked), self.format_pairs(self.found.lost)
         if self.assumed:
             shifted = f", as if shifted by {self.amount:+d}" if self.pattern == MOVED else ""
-            return f": {self._describe_worst_pair()} ({leaked}{shifted})"
+            return f": {self._describe_worst_pair(shifted)}"
         if not self.found.leaked:
             return f", which closes {lost} that {name} opens{self._describe_pattern()}"
         also = f" and closes {lost} that it opens" if self.found.lost else ""
@@ -290,12 +296,13 @@ class MaskCase(Struct, frozen=True):
             return f"rows {format_ranges(rows)} see the future"
         return f"{len(rows)} rows from {rows[0]} to {rows[-1]} see the future"
 
-    def _describe_worst_pair(self) -> str:
-        """Return "paraphrase 2 sees paraphrase 1", the two segments with the most leaked pairs."""
+    def _describe_worst_pair(self, note: str = "") -> str:
+        """Return "paraphrase 2 sees paraphrase 1 (6 pairs)", the segments with the most pairs."""
         (row, key), _ = max(self.found.leaked_by_pair.items(), key=lambda item: item[1])
         rest = len({pair for pair in self.found.leaked_by_pair if pair[0] != pair[1]}) - 1
         more = f" and {plural(rest, 'more pair')} of segments leak" if rest > 0 else ""
-        return f"{self._segment_label(row)} sees {self._segment_label(key)}{more}"
+        pairs = f"({self.format_pairs(self.found.leaked)}{note})"
+        return f"{self._segment_label(row)} sees {self._segment_label(key)}{more} {pairs}"
 
     def _segment_label(self, index: int) -> str:
         if 0 <= index < len(self.context.segments):
@@ -310,15 +317,14 @@ class MaskCase(Struct, frozen=True):
         if pair is None:
             return ""
         row, key = (self._describe_position(pos) for pos in pair)
-        several = self.found.leaked > 1 or (not self.found.leaked and self.found.lost > 1)
-        return f"; {'first: ' if several else ''}{row} {sees} {key}"
+        first = "first: " if (self.found.leaked or self.found.lost) > 1 else ""
+        return f"; {first}{row} {sees} {key}"
 
     def _describe_position(self, pos: int) -> str:
-        segment = self.context.segment_at(pos)
-        label = (
-            f" ({printable(segment.label)})" if segment and len(self.context.segments) > 2 else ""
-        )
-        return self.context.format_position(pos) + label
+        segment, text = self.context.segment_at(pos), self.context.format_position(pos)
+        if segment is None or len(self.context.segments) <= 2:
+            return text
+        return f"{text} ({printable(segment.label)})"
 
 
 def count_pieces(context: RuleContext, found: CellDifference) -> tuple[int, int]:

@@ -63,19 +63,11 @@ def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMa
     views = []
     for fingerprint, calls in calls_of.items():
         mask = context.mask(fingerprint)
-        if fingerprint is None or mask is None or mask.cells is None:
-            continue
-        # The mask's own offsets do not fit: equal masks of later steps share one record.
-        first_key_pos = max(step.kv_after - mask.kv_len, 0)
-        views.append(
-            StepMaskView(
-                fingerprint=fingerprint,
-                layers=layers_of(calls),
-                cells=mask.cells,
-                first_key_pos=first_key_pos,
-                newest_key=min(step.kv_after - first_key_pos, mask.kv_len) - 1,
-            )
-        )
+        if mask is not None and mask.cells is not None:
+            # The mask's own offsets do not fit: equal masks of later steps share one record.
+            first, layers = max(step.kv_after - mask.kv_len, 0), layers_of(calls)
+            newest_key = min(step.kv_after - first, mask.kv_len) - 1
+            views.append(StepMaskView(mask.fingerprint, layers, mask.cells, first, newest_key))
     return views, bool(views) and len(views) == len(calls_of)
 
 
@@ -110,6 +102,16 @@ def format_mask_mod(mask: MaskRecord) -> str:
     return printable(mask.mask_mod or "an unnamed mask_mod")
 
 
+def visited_blocks(mask: MaskRecord) -> BoolArray | None:
+    """Return which blocks are in the tables of a block mask, bool (heads, row blocks, key blocks).
+
+    None if the tables or the sizes of the blocks are not known.
+    """
+    if mask.partial is None or None in (mask.block_q, mask.block_kv):
+        return None
+    return mask.partial if mask.full is None else mask.partial | mask.full
+
+
 def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
     """Return cells, bool (heads, rows, keys), with a single row that all share broadcast."""
     if cells.shape[1] == 1 < n_rows:
@@ -142,18 +144,10 @@ def paraphrase_segments(segments: Iterable[Segment]) -> list[Segment]:
 
 def spec_sees_segment(spec: MaskSpec, pos: int, segment: Segment) -> bool:
     """Return whether a spec opens any key of a segment for the row at a position."""
-    region = spec.region(pos)
-    stop = min(segment.stop, pos + 1)
-    if segment.start >= stop:
-        return False
-    return segment.start < spec.prefix_stops[region] or stop > max(
-        spec.local_starts[region], segment.start
-    )
+    return bool(spec.dense(1, segment.stop, q_offset=pos)[0, segment.start :].any())
 
 
 def spec_reads_key(spec: MaskSpec, pos: int, n_rows: int) -> bool:
     """Return whether a spec lets any later row, of `n_rows` rows, see the key at a position."""
-    starts, stops = np.asarray(spec.starts), np.asarray([*spec.starts[1:], n_rows])
-    later = (np.minimum(stops, n_rows) > pos + 1) & (starts < n_rows)
-    sees = (pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts))
-    return bool((later & sees).any())
+    prefix_stops, local_starts = spec.intervals(np.arange(pos + 1, n_rows))
+    return bool(((pos < prefix_stops) | (pos >= local_starts)).any())

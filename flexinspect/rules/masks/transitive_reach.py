@@ -111,11 +111,9 @@ def _is_sliding_row(mask: PackedRows, last: int, n: int) -> bool:
     """Return whether a row sees a window of keys that moved by one from the row before it."""
     # A sliding window closes distant keys, but passes them on from row to row by design.
     before, keys = (np.flatnonzero(_unpack_row(mask[row], n)) for row in (max(last - 1, 0), last))
-    return (
-        len(keys) > 1
-        and mask_views.is_sliding_window(before, last - 1, len(keys))
-        and mask_views.is_sliding_window(keys, last, len(before))
-    )
+    is_window = mask_views.is_sliding_window
+    moved = is_window(before, last - 1, len(keys)) and is_window(keys, last, len(before))
+    return len(keys) > 1 and moved
 
 
 def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
@@ -148,9 +146,9 @@ def spec_reach(
 ) -> tuple[BoolArray, BoolArray]:
     """Return which targets reach which sources, bool (targets, sources), in one layer and all."""
     n = max(segment.stop for segment in (*targets, *sources))
-    rows = pack_rows(spec.dense(n)[None], n)
     # As many layers as rows are enough. After one that adds no row, the others cost nothing.
-    inputs = [_rows_reached(dict.fromkeys(range(n), rows), source) for source in sources]
+    packed = dict.fromkeys(range(n), pack_rows(spec.dense(n)[None], n))
+    inputs = [_rows_reached(packed, source) for source in sources]
     direct, over_layers = (
         np.array([[reached[at][t.start : t.stop].any() for reached in inputs] for t in targets])
         for at in (1, -1)
@@ -172,21 +170,15 @@ class TransitiveReachRule(Rule):
     name = "reach"
     findings = finding_kinds("reach.leak", "reach.by-design")
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset the masks that were checked."""
-        super().on_generation_start(context)
         self._checked: set[tuple[tuple[int, str], ...]] = set()
-        self._targets = mask_views.paraphrase_segments(context.segments)
-        # Shared text counts only under a declared mask, which says who may see it.
-        kinds = {SegmentKind.PARAPHRASE}
-        if context.declared_spec is not None:
-            kinds.add(SegmentKind.SHARED)
-        self._sources = [
-            segment
-            for segment in context.segments
-            if segment in self._targets
-            or (segment.kind in kinds and segment.label not in mask_views.NON_PROMPT_LABELS)
-        ]
+        segments = self.context.segments
+        self._targets = self._sources = mask_views.paraphrase_segments(segments)
+        if self.context.declared_spec is not None:  # which says who may see the shared text
+            no_source, shared = mask_views.NON_PROMPT_LABELS, SegmentKind.SHARED
+            others = [s for s in segments if s.kind is shared and s.label not in no_source]
+            self._sources = sorted(self._targets + others, key=lambda segment: segment.start)
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Return the leaks of a step that computes the whole prompt, as one finding."""
@@ -222,11 +214,10 @@ class TransitiveReachRule(Rule):
     def _leak_finding(
         self, step: StepRecord, leaks: Sequence[TransitiveLeak], by_design: bool
     ) -> Finding:
-        declared, first = self.context.declared_mask, leaks[0]
+        declared, first, others = self.context.declared_mask, leaks[0], ""
         target, source = self._targets[first.target], self._sources[first.source]
-        n_others, others = len(leaks) - 1, ""
-        if n_others:
-            others = f"; the same holds for {plural(n_others, 'other pair')} of segments"
+        if len(leaks) > 1:
+            others = f"; the same holds for {plural(len(leaks) - 1, 'other pair')} of segments"
         severity, allowed = Severity.ERROR, "the declared mask isolates the two over all layers"
         if by_design:
             severity, allowed = Severity.WARNING, "the declared mask itself allows this"

@@ -17,7 +17,7 @@ from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import DeclaredMask, RuleContext, read_unpadded, step_array
+from flexinspect.rules.context import DeclaredMask, read_unpadded, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.empty_rows import count_readers
@@ -40,9 +40,8 @@ class UnreadKeysRule(Rule):
     streams = ("inputs.mask", "attention.mass")
     findings = finding_kinds("mask.orphan-key", "segments.unused")
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset what was read."""
-        super().on_generation_start(context)
         self._has_unknown_mask = False  # whether a mask is not known, so any key may have been read
         self._unread: Positions = np.zeros(0, np.intp)  # positions that no other row has read
         self._length = 0
@@ -53,7 +52,7 @@ class UnreadKeysRule(Rule):
         self._is_sliding = False  # whether windows may have moved past the unseen segments
         self._shares: dict[int, float] = {}  # by index of a segment, the largest share of attention
         self._visible_segments: set[int] = set()  # to generated rows with recorded attention
-        for number, segment in enumerate(context.segments[:-1]):
+        for number, segment in enumerate(self.context.segments[:-1]):
             if segment.kind in _READ_KINDS and segment.label not in NON_PROMPT_LABELS:
                 self._unseen_segments.append(segment)
                 self._shares[number] = 0.0
@@ -109,14 +108,13 @@ class UnreadKeysRule(Rule):
 
     def _is_padding(self, step: StepRecord, positions: Positions) -> BoolArray:
         """Return which positions are padding, by their segment or by the caller's 2D mask."""
-        segments = [self.context.segment_at(int(pos)) for pos in positions]
-        is_padding = np.array(
-            [s is not None and s.label in NON_PROMPT_LABELS for s in segments], np.bool_
-        )
-        received = read_unpadded(step)
+        is_padding, received = np.zeros(self._length, np.bool_), read_unpadded(step)
         if received is not None:
-            is_padding |= ~mask_views.slice_flags(received, 0, self._length)[positions]
-        return is_padding
+            is_padding = ~mask_views.slice_flags(received, 0, self._length)
+        for segment in self.context.segments:
+            if segment.label in NON_PROMPT_LABELS:
+                is_padding[segment.start : segment.stop] = True
+        return is_padding[positions]
 
     def _should_be_read(self, pos: int) -> bool:
         """Return whether the declared mask lets a later row read a key."""
@@ -132,23 +130,18 @@ class UnreadKeysRule(Rule):
 
     def _orphan_finding(self, keys: Positions, is_meant: bool) -> Finding:
         """Return the finding: a note under a declared mask, whose cells `mask.lost` reports."""
-        one, declared = len(keys) == 1, self.context.declared_mask
+        declared, n_layers = self.context.declared_mask, len(self._layers)
         is_warning = is_meant and declared is not None and declared.assumed
+        severity = Severity.WARNING if is_warning else Severity.NOTE
         subject = self.context.format_rows(keys).replace("row", "key", 1)
-        layers = plural(len(self._layers), "layer")
         sentence = (
-            f"{subject} ({self.context.format_first_position(keys)}) {'is' if one else 'are'} read "
-            f"by no other row, in any of the {layers} or any step: no later token depends on "
-            f"{'it' if one else 'them'}."
+            f"{subject} ({self.context.format_first_position(keys)}) {is_or_are(len(keys))} read "
+            f"by no other row, in any of the {plural(n_layers, 'layer')} or any step: no later "
+            f"token depends on {'it' if len(keys) == 1 else 'them'}."
         )
-        return self.finding(
-            None,
-            "mask.orphan-key",
-            sentence,
-            severity=Severity.WARNING if is_warning else Severity.NOTE,
-            positions=keys,
-            evidence={"keys": len(keys), "rows": self._length, "layers": len(self._layers)},
-        )
+        id_, facts = "mask.orphan-key", {"keys": len(keys), "rows": self._length}
+        facts["layers"] = n_layers
+        return self.finding(None, id_, sentence, severity=severity, positions=keys, evidence=facts)
 
     def _drop_seen_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
         """Remove the segments that a row of the cue or a generated row sees."""
@@ -184,11 +177,9 @@ class UnreadKeysRule(Rule):
             for number, share in self._shares.items()
             if number < len(shares) and not shares[number] > MIN_ATTENTION_SHARE
         }
-        self._visible_segments |= {
-            number
-            for number in self._shares
-            if any(view.sees(self.context.segments[number]) for view in views)
-        }
+        for number in self._shares:
+            if any(view.sees(self.context.segments[number]) for view in views):
+                self._visible_segments.add(number)
 
     def _check_unused_segments(self) -> Iterator[Finding]:
         """Return findings for segments never seen, and for those that got no attention."""
@@ -205,10 +196,8 @@ class UnreadKeysRule(Rule):
                 f"head{assumption}."
             )
             severity = Severity.NOTE if declared is None else Severity.WARNING
-            positions = [pos for s in unseen for pos in range(s.start, s.stop)]
-            yield self._unused_finding(
-                unseen, 0.0, sentence, severity=severity, positions=positions
-            )
+            keys = [pos for s in unseen for pos in range(s.start, s.stop)]
+            yield self._unused_finding(unseen, 0.0, sentence, severity=severity, positions=keys)
         numbers = self._shares.keys() & self._visible_segments
         weak = [self.context.segments[n] for n in sorted(numbers)]
         if weak:
