@@ -75,7 +75,6 @@ def observe_step(
 
 
 def _step_values(step: StepRecord) -> dict[str, Value]:
-    """Return the known values of a step, of its distribution, its token and its memory."""
     token = next((token for token in step.tokens if token.step == step.step), None)
     logits, memory = step.logits, step.memory
     is_chosen = logits is not None and logits.chosen_id != UNKNOWN

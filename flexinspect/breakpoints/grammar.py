@@ -600,7 +600,6 @@ class _Parser:
         self._check_choice(other, left)
 
     def _check_choice(self, name: Operand, value: _Placed) -> None:
-        """Refuse a text that is not one of the name's choices."""
         if not isinstance(name, Name) or not isinstance(value.operand, Text):
             return
         choices, written = VALUE_NAMES[name.name].choices, value.operand.value

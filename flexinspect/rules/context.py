@@ -97,6 +97,12 @@ class RuleContext:
             self._mask_bytes -= _mask_nbytes(self._masks.popitem(last=False)[1])
 
     @property
+    def pad_id(self) -> int | None:
+        """The id of the padding token, None if it is also that of the BOS or an EOS."""
+        tokenizer = prompt.declared_tokenizer(self.generation.declared)
+        return None if tokenizer.pad in (tokenizer.bos, *tokenizer.eos) else tokenizer.pad
+
+    @property
     def n_prompt(self) -> int:
         """Number of prompt positions: where the last segment, which has no end, starts."""
         return self.segments[-1].start if self.segments else 0

@@ -1,10 +1,8 @@
 """The rules for masks whose block tables, sizes or lengths do not fit.
 
-Uncompiled FlexAttention ignores the block tables, compiled FlexAttention follows them, so stale
-tables are invisible in an uncompiled debug run. FlexAttention rejects a block mask whose lengths
-differ from those of the call; the event of the failed call shows it, even if its exception was
-suppressed. It rejects neither a block mask of another batch or number of heads, nor a dense mask
-that is too large, which it reads from the upper left corner.
+Only compiled FlexAttention follows the block tables, so stale ones are invisible in an uncompiled
+debug run. FlexAttention rejects a block mask of other lengths (the event of the failed call shows
+it), but neither one of another batch or number of heads, nor a dense mask that is too large.
 """
 
 from __future__ import annotations
@@ -158,7 +156,6 @@ def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -
 
 
 def _mask_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
-    """Return the series of a finding about a mask_mod in some layers."""
     return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
 
 
@@ -273,15 +270,10 @@ class LengthsRule(Rule):
             f"({self.context.format_position(step.kv_before)}): FlexAttention reads it from row 0, "
             "so the new row gets the mask of the first token."
         )
-        yield self.finding(
-            step,
-            "lengths.mask-q",
-            sentence,
-            layers=layers_of(calls),
-            evidence={"mask_rows": rows, "rows": step.q_len, "mask_passed_to_layer": passed},
-            series="read at row 0",
-            query="length-call",  # that of the kind lists failed calls
-        )
+        # The query of the kind lists failed calls.
+        id_, layers, query = "lengths.mask-q", layers_of(calls), "length-call"
+        facts = {"mask_rows": rows, "rows": step.q_len, "mask_passed_to_layer": passed}
+        yield self.finding(step, id_, sentence, layers, facts, series="read at row 0", query=query)
 
     def _check_short_layers(self, step: StepRecord, inputs: InputsRecord) -> Iterator[Finding]:
         """Return a finding for layers that receive fewer keys than their cache holds."""

@@ -1,9 +1,8 @@
 """The rules that compare executed masks with the declared mask, and with the layer's own window.
 
-They compare `MaskRecord.cells`, the cells that the kernel applied; the mask that the layer received
-only explains the result. If no mask was declared, declared segments are assumed to be isolated
-(their leaks are warnings), and layers that are causal are checked for causality. Layers that
-executed the same mask share a finding, and repetitions at later steps are counted.
+They compare the cells that the kernel applied. If no mask was declared, declared segments are
+assumed to be isolated (their leaks are warnings), and causal layers are checked for causality.
+Layers that executed the same mask share a finding.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ class MasksRule(Rule):
         return findings
 
     def _group_calls(self, step: StepRecord) -> list[LayerGroup]:
-        """Return the known masks of a step with their layers."""
         # A layer that is not causal is compared only with a declared mask; calls that attend from
         # other rows (cross attention) are left out.
         by_mask: dict[tuple[object, ...], list[CallRecord]] = {}
@@ -143,7 +141,6 @@ class MasksRule(Rule):
         return case
 
     def _check_declared(self, group: LayerGroup, spec: MaskSpec) -> MaskCase | None:
-        """Return how the cells differ from the declared mask."""
         frame = call_frame(group.step, group.call)
         differing = self._find_differing_heads(group.mask, spec, frame)
         if differing is None or self._differs_only_in_bos(group.mask, spec, frame):
@@ -184,7 +181,6 @@ class MasksRule(Rule):
         return replace(case, assumed=True, expected=expected) if across else None
 
     def _check_causality(self, group: LayerGroup) -> MaskCase | None:
-        """Return where a causal layer sees the future."""
         step, mask, call = group.step, group.mask, group.call
         if step.q_len == 1 or not call.causal or mask.kind == "none, causal":
             return None
@@ -211,7 +207,6 @@ class MasksRule(Rule):
         return replace(case, pattern=mask_difference.OTHER, severity=severity)
 
     def _check_padding(self, group: LayerGroup, real: BoolArray) -> MaskCase | None:
-        """Return which rows see padding keys."""
         frame = call_frame(group.step, group.call)
         rows = slice_flags(real, frame.q_offset, group.step.q_len)
         padding = replace(frame, rows=rows, keys=~slice_flags(real, frame.kv_offset, frame.n_keys))
@@ -440,25 +435,24 @@ def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
 
 def count_pads(context: RuleContext) -> int:
     """Return how many padding tokens a prompt begins with, by its first segment or their ids."""
-    first = context.segments[0] if context.segments else None
-    if first is not None and first.label == "padding":
-        return first.stop
-    tokenizer = declared_tokenizer(context.generation.declared)
-    if tokenizer.pad is None or tokenizer.pad in (tokenizer.bos, *tokenizer.eos):
-        return 0
-    n = 0
-    while (token := context.token(n)) is not None and token.token_id == tokenizer.pad:
+    n_declared, n, pad = _declared_pads(context), 0, context.pad_id
+    if n_declared or pad is None:
+        return n_declared
+    while (token := context.token(n)) is not None and token.token_id == pad:
         n += 1
     # A single one does not count: some models begin every text with the pad token.
     return n if 1 < n < context.n_prompt else 0
 
 
+def _declared_pads(context: RuleContext) -> int:
+    first = context.segments[0] if context.segments else None
+    return first.stop if first is not None and first.label == "padding" else 0
+
+
 def _non_bos_flags(context: RuleContext) -> BoolArray | None:
     """Return which prompt positions are not the BOS at its beginning, None without a BOS."""
-    first = context.segments[0] if context.segments else None
-    start = first.stop if first is not None and first.label == "padding" else 0
-    token, bos = context.token(start), declared_tokenizer(context.generation.declared).bos
-    segment = context.segment_at(start)
+    start, bos = _declared_pads(context), declared_tokenizer(context.generation.declared).bos
+    token, segment = context.token(start), context.segment_at(start)
     is_declared = segment is not None and segment.kind is SegmentKind.BOS
     if not is_declared and (token is None or bos is None or token.token_id != bos):
         return None

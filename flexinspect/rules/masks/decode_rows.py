@@ -1,11 +1,9 @@
 """The rules for the rows of decode steps: the mask of another row, and of another role.
 
-The mask of a decode row is built separately from the mask of the prompt, so it may be that of row 0
-(the offset is missing), of the row before, or of the row that was newest when the mask was built.
-It is compared with the last row of the prompt in the same layer: if no row of the prompt sees
-itself, that is by design. If the spans of segments are counted wrong, a prompt row is masked as a
-generated row. If the mask forgets the generated rows, they do not see the segments that they should
-fuse.
+The mask of a decode row may be that of row 0 (the offset is missing), of the row before, or of the
+row that was newest when the mask was built. It is compared with the last row of the prompt in the
+same layer: if no row of the prompt sees itself, that is by design. If the spans of segments are
+counted wrong, a prompt row is masked as a generated row, or generated rows miss segments.
 """
 
 from __future__ import annotations
@@ -34,7 +32,8 @@ from flexinspect.rules.masks.mask_views import StepMaskView
 class _FaultyRow(NamedTuple):
     """A newest row that does not see expected keys: its layers, its heads, and the keys it sees.
 
-    `keys` are indices of keys; `heads` is empty if all heads are affected.
+    `keys` are indices of keys, `expected` is how many it should see; `heads` is empty if all heads
+    are affected.
     """
 
     step: StepRecord
@@ -42,6 +41,7 @@ class _FaultyRow(NamedTuple):
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     keys: Positions
+    expected: int
 
     @property
     def last_key_pos(self) -> int:
@@ -139,14 +139,11 @@ class DecodingRule(Rule):
             f"{n_keys - n_rows} keys come before them (with that offset the last row would see "
             f"{n_keys})."
         )
+        id_, positions = "decode.no-offset", (view.newest_pos,)
+        severity = Severity.WARNING if n_rows == 1 else Severity.NOTE
+        facts = {"keys": n_keys, "seen": n_rows, "expected": n_keys, "mask": view.fingerprint}
         yield self.finding(
-            step,
-            "decode.no-offset",
-            sentence,
-            severity=Severity.WARNING if n_rows == 1 else Severity.NOTE,
-            layers=view.layers[:1],
-            positions=(view.newest_pos,),
-            evidence={"keys": n_keys, "seen": n_rows, "expected": n_keys, "mask": view.fingerprint},
+            step, id_, sentence, view.layers[:1], facts, severity=severity, positions=positions
         )
 
     def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
@@ -176,14 +173,9 @@ class DecodingRule(Rule):
             )
             # The first row would see nothing otherwise, so it may be meant if only it sees itself.
             severity = Severity.NOTE if cells[:, 0, 0].any() else Severity.WARNING
+        id_ = "decode.self-unseen"
         yield self.finding(
-            step,
-            "decode.self-unseen",
-            sentence,
-            severity=severity,
-            layers=layers,
-            positions=positions,
-            series="strict",
+            step, id_, sentence, layers, severity=severity, positions=positions, series="strict"
         )
 
     def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
@@ -196,7 +188,8 @@ class DecodingRule(Rule):
         if not layers or not len(keys) or self._is_declared_closed(pos, pos):
             return
         some_heads = tuple(heads.tolist()) if len(heads) < len(row) else ()
-        newest = _FaultyRow(step, view, layers, some_heads, keys)
+        expected = self._count_expected_keys(view, layers[0])
+        newest = _FaultyRow(step, view, layers, some_heads, keys, expected)
         if step.kv_before and keys[-1] < step.q_len:
             yield self._no_offset_finding(newest)
         elif self._prompt_views:
@@ -214,7 +207,6 @@ class DecodingRule(Rule):
         return tuple(layers)
 
     def _is_declared_closed(self, pos: int, key: int) -> bool:
-        """Return whether the declared mask closes a cell."""
         spec = self.context.declared_spec
         return spec is not None and not spec.dense(1, pos + 1, q_offset=pos)[0, key]
 
@@ -224,8 +216,8 @@ class DecodingRule(Rule):
         sentence = (
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.seen_keys}"
-            f"{newest.where}; {self._count_expected_keys(newest)} expected{before}: the mask "
-            f"counts the rows of this step from 0, not from {step.kv_before}."
+            f"{newest.where}; {newest.expected} expected{before}: the mask counts the rows of this "
+            f"step from 0, not from {step.kv_before}."
         )
         severity = None if self._prompt_views else Severity.WARNING
         return self._row_finding("decode.no-offset", newest, sentence, severity)
@@ -253,9 +245,8 @@ class DecodingRule(Rule):
             f"The newest row of step {newest.step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
             f"{newest.where}: it sees {newest.seen_keys}, up to "
-            f"{self.context.format_position(newest.last_key_pos)}; "
-            f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
-            "themselves."
+            f"{self.context.format_position(newest.last_key_pos)}; {newest.expected} expected, "
+            "because rows of the prompt see themselves."
         )
         return self._row_finding("decode.self-unseen", newest, sentence)
 
@@ -264,7 +255,7 @@ class DecodingRule(Rule):
             f"From step {first.step.step} on, the newest row sees only keys up to "
             f"{self.context.format_position(newest.last_key_pos)}{newest.where}, while the cache "
             f"grows: in step {newest.step.step} it sees {newest.seen_keys}, but not itself; "
-            f"{self._count_expected_keys(newest)} expected."
+            f"{newest.expected} expected."
         )
         return self._row_finding("decode.stale-row", newest._replace(step=first.step), sentence)
 
@@ -278,12 +269,13 @@ class DecodingRule(Rule):
         is_declared = self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
         if not layers or not self._prompt_views or is_declared:
             return
-        newest = _FaultyRow(step, view, layers, (), keys)
+        expected = self._count_expected_keys(view, layers[0])
+        newest = _FaultyRow(step, view, layers, (), keys, expected)
         sentence = (
             f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) "
             "sees the prompt and itself, but not the "
             f"{plural(view.newest_key - n_prompt, 'token')} generated before it{newest.where}: "
-            f"{newest.seen_keys}; {self._count_expected_keys(newest)} expected."
+            f"{newest.seen_keys}; {expected} expected."
         )
         severity = Severity.WARNING if self.context.declared_spec is None else None
         yield self._row_finding("decode.stale-row", newest, sentence, severity)
@@ -291,21 +283,21 @@ class DecodingRule(Rule):
     def _row_finding(
         self, finding_id: str, newest: _FaultyRow, sentence: str, severity: Severity | None = None
     ) -> Finding:
-        view, expected = newest.view, self._count_expected_keys(newest)
+        view, heads = newest.view, newest.heads
         step_before, seen_before, _ = self._last_newest_row(newest) or (None, None, None)
         facts: dict[str, Any] = {"keys": view.newest_key + 1, "seen": len(newest.keys)}
-        facts |= {"expected": expected, "last_key_seen": newest.last_key_pos}
+        facts |= {"expected": newest.expected, "last_key_seen": newest.last_key_pos}
         facts |= {"seen_before": seen_before, "step_before": step_before}
-        facts |= {"heads": list(newest.heads) or "all", "mask": view.fingerprint}
+        facts |= {"heads": list(heads) or "all", "mask": view.fingerprint}
         return self.finding(
             newest.step,
             finding_id,
             sentence,
+            newest.layers,
+            facts,
             severity=severity,
-            layers=newest.layers,
-            head=newest.heads[0] if len(newest.heads) == 1 else None,
+            head=heads[0] if len(heads) == 1 else None,
             positions=(view.newest_pos,),
-            evidence=facts,
             series=newest.series,
         )
 
@@ -317,13 +309,12 @@ class DecodingRule(Rule):
                 return step.step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
         return None
 
-    def _count_expected_keys(self, newest: _FaultyRow) -> int:
-        """Return how many keys the row should see, by the declared mask or the last prompt row."""
-        spec, view = self.context.declared_spec, newest.view
+    def _count_expected_keys(self, view: StepMaskView, layer: int) -> int:
+        """Return how many keys a row should see, by the declared mask or the last prompt row."""
+        spec, prompt = self.context.declared_spec, self._prompt_views.get(layer)
         if spec is not None:
             row = spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[0]
             return int(np.count_nonzero(row[view.first_key_pos :]))
-        prompt = self._prompt_views.get(newest.layers[0])
         if prompt is None:
             return view.newest_key + 1
         keys, n_before = prompt.visible_positions(), int(prompt.cells[:, 0].any(axis=0).sum())
@@ -440,15 +431,10 @@ class RowRolesRule(Rule):
         )
         facts: dict[str, Any] = {"segment": own.label, "rows": len(rows), "rows_apart": n_isolated}
         facts |= {"keys_seen": seen, "segments_seen": labels, "assumed": self._assumption != ""}
+        id_, series = "decode.prompt-row-generated", f"{own.start} {rows[0]} {layers}"
+        severity = Severity.WARNING if self._assumption else None
         return self.finding(
-            step,
-            "decode.prompt-row-generated",
-            sentence,
-            severity=Severity.WARNING if self._assumption else None,
-            layers=layers,
-            positions=rows,
-            evidence=facts,
-            series=f"{own.start} {rows[0]} {layers}",
+            step, id_, sentence, layers, facts, severity=severity, positions=rows, series=series
         )
 
     def _check_generated(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:

@@ -1,8 +1,6 @@
 """The rule for rows of the executed mask that see no key at all, and the rows that read them.
 
-Such a row gets no attention output, but every row that sees its key reads its hidden state. The
-declared mask only decides whether an empty row is intended. A mask is checked when it is new to the
-trace, and the result is stored by its fingerprint.
+Such a row gets no attention output, but every row that sees its key reads its hidden state.
 """
 
 from __future__ import annotations
@@ -145,7 +143,6 @@ class EmptyRowsRule(Rule):
                 yield self._empty_finding(step, part.select(keep), calls, is_meant)
 
     def _is_declared_empty(self, positions: Positions) -> BoolArray:
-        """Return which rows the declared mask leaves empty."""
         spec = self.context.declared_spec
         if spec is None:
             return np.zeros(len(positions), np.bool_)
@@ -194,7 +191,6 @@ class EmptyRowsRule(Rule):
         return self.finding(step, "mask.empty-row", sentence, head=head, **options)
 
     def _newly_read_findings(self, step: StepRecord) -> Iterator[Finding]:
-        """Return a finding if empty rows that no row had read are read now."""
         unread = np.array(sorted(self._unread))
         counts = np.zeros(len(unread), np.int64)
         for mask in step.masks:

@@ -1,9 +1,7 @@
 """The rules for masks that depend on the head or the batch row, and for padding in a batch.
 
-Query heads that share a KV head are neighbours, and `h` in a mask_mod counts query heads. Padding
-is counted in the 2D attention mask that the model received, or else by the token ids. Cells are
-recorded of batch row 0 only. The capture compares it with a sample of the other rows, once per
-mask, and writes the result as an event.
+Cells are recorded of batch row 0 only. The capture compares it with a sample of the other rows,
+once per mask, and writes the result as an event.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.masks.attention_row import kv_head_of
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
@@ -211,19 +208,16 @@ class BatchPaddingRule(Rule):
             yield from self._check_calls(step, self._pads)
 
     def _count_pads(self, step: StepRecord) -> None:
-        """Count the padding tokens that each sequence begins with."""
         mask, ids = step_array(step, "inputs.mask"), step_array(step, "inputs.ids")
         self._pads, self._has_padding_mask = None, mask is not None
         if mask is not None:
             real = np.asarray(mask, np.bool_)
             if len(real) and real[:, -1].all():  # padded on the left
                 self._pads = _count_leading(~real)
-        elif ids is not None:
-            tokenizer = declared_tokenizer(self.context.generation.declared)
-            if tokenizer.pad is not None and tokenizer.pad not in (tokenizer.bos, *tokenizer.eos):
-                pads = _count_leading(np.asarray(ids) == tokenizer.pad)
-                # If each sequence has as many, the model may begin every text with this token.
-                self._pads = pads if pads.min() < pads.max() else None
+        elif ids is not None and self.context.pad_id is not None:
+            pads = _count_leading(np.asarray(ids) == self.context.pad_id)
+            # If each sequence has as many, the model may begin every text with this token.
+            self._pads = pads if pads.min() < pads.max() else None
 
     def _check_calls(self, step: StepRecord, pads: PadCounts) -> Iterator[Finding]:
         seeing: dict[tuple[int, ...], list[CallRecord]] = {}

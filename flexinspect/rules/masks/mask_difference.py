@@ -85,7 +85,6 @@ class CellDifference(Struct):
     leaking_rows: list[int] = field(default_factory=list)
     losing_rows: list[int] = field(default_factory=list)
     last_keys: list[int] = field(default_factory=list)
-    n_rows: int = 0
     first_row: int = 0
 
 
@@ -156,7 +155,7 @@ def find_difference(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, segments: Sequence[Segment]
 ) -> CellDifference:
     """Return how cells, bool (rows, keys), differ from a spec; slow, for cells that do differ."""
-    out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
+    out = CellDifference(first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
     for start, *packed in _iter_packed_rows(cells, spec, frame):
         ran, expected, counts = (
@@ -212,14 +211,14 @@ def classify_pattern(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, found: CellDifference
 ) -> tuple[str, int]:
     """Return what ran instead of the spec: the pattern, and its shift or window (0 for others)."""
-    if found.n_rows > 1 and not found.n_closed and found.future:
+    if len(cells) > 1 and not found.n_closed and found.future:
         return OPEN, 0
     if not count_wrong_cells(cells, algebra.causal(), frame, limit=1):
         return CAUSAL, 0
     window = replace(frame, window=found.nearest_lost)
     if not found.leaked and not count_wrong_cells(cells, spec, window, limit=1):
         return WINDOW, found.nearest_lost
-    if found.n_rows > 1 and cells.size <= _MAX_SHIFTED_CELLS:
+    if len(cells) > 1 and cells.size <= _MAX_SHIFTED_CELLS:
         enough = max((found.lost + found.leaked) // 8, 1)
         for n in _SHIFTS:
             if count_wrong_cells(cells, shift_spec(spec, n), frame, limit=enough) < enough:
@@ -241,9 +240,9 @@ def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> b
         counts &= frame.rows[rows] & frame.rows[keys]
     if (counts & ~among[keys, rows]).any():
         return False  # a row that sees a later position is not seen by the row there
-    last = len(found.last_keys) - 1
-    for row, furthest in enumerate(found.last_keys):
+    last_keys = found.last_keys
+    for row, furthest in enumerate(last_keys):
         at = furthest - frame.q_offset
-        if row < at <= last and found.last_keys[at] > furthest:
+        if row < at < len(last_keys) and last_keys[at] > furthest:
             return False
     return True

@@ -1,8 +1,4 @@
-"""The ids of `MasksRule`, its cases, and their sentences.
-
-`LayerGroup` and `MaskCase` hold what `declared_vs_executed` found; `case_sentence` turns a case
-into a sentence.
-"""
+"""The cases of `MasksRule`: what `declared_vs_executed` found, its finding id and its sentence."""
 
 from __future__ import annotations
 
@@ -232,7 +228,7 @@ class MaskCase(Struct, frozen=True):
 
     def _describe_future(self) -> str:
         pairs = f"({self.format_pairs(self.found.future)})"
-        if self.found.n_closed or self.found.n_rows < 2:
+        if self.found.n_closed or len(self.found.last_keys) < 2:
             return f", in which {self._describe_future_rows()} {pairs}"
         return f"{self._describe_all_open()} {pairs}"
 
@@ -259,13 +255,14 @@ class MaskCase(Struct, frozen=True):
         """Return " (36 of them let segment 2 see segment 1)", or "" if no segments are joined."""
         if self.found.first_across is None:
             return ""
-        kinds = [segment.kind for segment in self.context.segments]
+        kinds, pairs = [s.kind for s in self.context.segments], self.found.leaked_by_pair
         across = [
-            (n, row, key)
-            for (row, key), n in self.found.leaked_by_pair.items()
+            (row, key)
+            for row, key in pairs
             if row != key and kinds[row] is kinds[key] is SegmentKind.PARAPHRASE
         ]
-        n, row, key = max(across, key=lambda entry: entry[0])
+        row, key = max(across, key=lambda pair: pairs[pair])
+        n = pairs[row, key]
         some = "they let" if n == self.found.leaked else f"{n} of them let"
         which = "it lets" if self.found.leaked == 1 else some
         return f" ({which} {self._segment_label(row)} see {self._segment_label(key)})"
@@ -298,11 +295,12 @@ class MaskCase(Struct, frozen=True):
 
     def _describe_worst_pair(self, note: str = "") -> str:
         """Return "paraphrase 2 sees paraphrase 1 (6 pairs)", the segments with the most pairs."""
-        (row, key), _ = max(self.found.leaked_by_pair.items(), key=lambda item: item[1])
-        rest = len({pair for pair in self.found.leaked_by_pair if pair[0] != pair[1]}) - 1
+        pairs = self.found.leaked_by_pair
+        row, key = max(pairs, key=lambda pair: pairs[pair])
+        rest = sum(row != key for row, key in pairs) - 1
         more = f" and {plural(rest, 'more pair')} of segments leak" if rest > 0 else ""
-        pairs = f"({self.format_pairs(self.found.leaked)}{note})"
-        return f"{self._segment_label(row)} sees {self._segment_label(key)}{more} {pairs}"
+        count = f"({self.format_pairs(self.found.leaked)}{note})"
+        return f"{self._segment_label(row)} sees {self._segment_label(key)}{more} {count}"
 
     def _segment_label(self, index: int) -> str:
         if 0 <= index < len(self.context.segments):

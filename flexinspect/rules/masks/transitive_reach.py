@@ -1,9 +1,7 @@
-"""The rule for segments that reach each other through several layers, and its boolean closure.
+"""The rule for segments that reach each other through several layers.
 
-A row that sees a segment passes it on to every row that sees that row one layer later. For example,
-separators that see everything and are seen by all rows join segments that the mask isolates. The
-closure of the executed masks over the layers, computed on packed cells, shows from which layer on
-and through which rows.
+A row that sees a segment passes it on to every row that sees that row one layer later. The closure
+of the executed masks over the layers shows from which layer on and through which rows.
 """
 
 from __future__ import annotations
@@ -236,15 +234,11 @@ class TransitiveReachRule(Rule):
         ]
         carriers = sorted({pos for leak in leaks for pos in leak.carriers})
         is_declared = self.context.declared_spec is not None
+        id_, layers = "reach.by-design" if by_design else "reach.leak", (first.layer,)
+        facts = {"pairs": pairs, "carriers": len(carriers), "declared": is_declared}
+        series = f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}"
         return self.finding(
-            step,
-            "reach.by-design" if by_design else "reach.leak",
-            sentence,
-            severity=severity,
-            layers=(first.layer,),
-            positions=carriers,
-            evidence={"pairs": pairs, "carriers": len(carriers), "declared": is_declared},
-            series=f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}",
+            step, id_, sentence, layers, facts, severity=severity, positions=carriers, series=series
         )
 
 

@@ -107,7 +107,6 @@ class UnreadKeysRule(Rule):
         return unread
 
     def _is_padding(self, step: StepRecord, positions: Positions) -> BoolArray:
-        """Return which positions are padding, by their segment or by the caller's 2D mask."""
         is_padding, received = np.zeros(self._length, np.bool_), read_unpadded(step)
         if received is not None:
             is_padding = ~mask_views.slice_flags(received, 0, self._length)
