@@ -105,16 +105,8 @@ COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 KEYWORDS = ("and", "or", "not", "in")
 ALL_NAMES = (*VALUE_NAMES, *OBSERVATIONS, FINDING)
 
-UNITS = {
-    "B": 1,
-    "kB": 1000,
-    "KB": 1000,
-    "MB": 1000**2,
-    "GB": 1000**3,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-}
+_DECIMAL_UNITS = {"B": 1, "kB": 1000, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+UNITS = {**_DECIMAL_UNITS, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 OPTION_HELP = {
     "hits=": "stop from this hit on, for example hits=3",

@@ -198,9 +198,8 @@ def block_tables(spec: MaskSpec, n_q: int, n_kv: int, *, q_offset: int = 0) -> B
 
     A block that extends beyond the mask is never full, as in `create_block_mask`.
     """
-    return stack_block_rows(
-        spec.dense(stop - start, n_kv, q_offset=q_offset + start) for start, stop in row_chunks(n_q)
-    )
+    chunks = ((stop - start, q_offset + start) for start, stop in row_chunks(n_q))
+    return stack_block_rows(spec.dense(n, n_kv, q_offset=first) for n, first in chunks)
 
 
 def row_block_tables(spec: MaskSpec, q_idx: int, n_kv: int) -> BlockTables:

@@ -150,9 +150,8 @@ def count_cells(
     groups = groups or PositionGroups()
     n_rows = len(positions)
     names = ("open",) if declared is None else ("open", "lost", "leaked")
-    counts = {
-        name: CellCounts(np.zeros(n_rows, np.int32), n_keys, first_row % TILE) for name in names
-    }
+    offset = first_row % TILE
+    counts = {name: CellCounts(np.zeros(n_rows, np.int32), n_keys, offset) for name in names}
     columns = np.zeros(n_keys, np.int32)
     table = np.zeros((len(groups.starts), len(groups.starts)), np.int64)
     of_row = groups.group_of(positions)

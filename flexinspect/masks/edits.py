@@ -139,10 +139,8 @@ def parse_edit(text: str) -> Edit:
         *indices, verb = match.groups()
         is_open = None if verb is None else verb.lower() == "open"
         return Edit(kind, indices=tuple(map(int, indices)), is_open=is_open)
-    hint = "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', "
-    hint += (
-        "'let SEGMENT [not] see SEGMENT', 'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
-    )
+    hint = "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', 'let SEGMENT [not] "
+    hint += "see SEGMENT', 'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
     raise MaskError(f"'{text}' is not an edit of a mask.", hint=hint)
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from flexinspect.core import plugins
@@ -27,6 +27,8 @@ from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.context import RuleContext
+
+Findings = Iterator[Finding]
 
 
 class FindingKind(Struct, frozen=True):
@@ -55,12 +57,9 @@ def _read_findings_file() -> dict[str, dict[str, Any]]:
 
 def finding_kinds(*ids: str) -> dict[str, FindingKind]:
     """Return the kinds of these ids, as `findings.toml` describes them."""
-    kinds = {}
-    for id_ in ids:
-        fields = dict(_read_findings_file()[id_])
-        severity, query = Severity(fields.pop("severity")), _find_query(fields.pop("query"))
-        kinds[id_] = FindingKind(severity, **fields, query=query)
-    return kinds
+    described = {id_: _read_findings_file()[id_] for id_ in ids}
+    complete = {id_: {**f, "query": _find_query(f["query"])} for id_, f in described.items()}
+    return convert(complete, dict[str, FindingKind])
 
 
 def _find_query(query: str) -> str:

@@ -8,7 +8,7 @@ it), but neither one of another batch or number of heads, nor a dense mask that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,9 @@ from flexinspect.masks.algebra import BoolArray, block_row_states, row_chunks
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, MaskRecord, StepRecord
 from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT, event_layers
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
-from flexinspect.rules.masks.mask_views import calls_by_mask, format_call_place, layers_of
+from flexinspect.rules.masks.mask_views import Calls, calls_by_mask, format_call_place, layers_of
 
 
 class StaleBlocks(NamedTuple):
@@ -46,7 +46,7 @@ class BlockTablesRule(Rule):
     def __init__(self) -> None:
         self._stale_blocks: dict[str, StaleBlocks] = {}  # by fingerprint, for the whole run
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for masks of a step whose tables or sizes do not match."""
         for mask in step.masks:
             # The tables of a single decode row matter to a compiled kernel only.
@@ -71,7 +71,7 @@ class BlockTablesRule(Rule):
                 yield from self._check_one_block(step, mask, mask.cells)
 
     def _stale_finding(
-        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], stale: StaleBlocks
+        self, step: StepRecord, mask: MaskRecord, calls: Calls, stale: StaleBlocks
     ) -> Finding:
         n_heads, wrong = len(stale.missing), stale.missing | stale.extra
         heads: list[int] = np.flatnonzero(wrong.any(axis=(1, 2))).tolist()
@@ -107,9 +107,7 @@ class BlockTablesRule(Rule):
             series=_mask_series(mask, calls),
         )
 
-    def _check_one_block(
-        self, step: StepRecord, mask: MaskRecord, cells: BoolArray
-    ) -> Iterator[Finding]:
+    def _check_one_block(self, step: StepRecord, mask: MaskRecord, cells: BoolArray) -> Findings:
         """Return a finding if a mask is a single block of which only some cells are open."""
         visited = mask_views.visited_blocks(mask)
         if visited is None or visited.shape != (1, 1, 1) or not cells.any() or cells.all():
@@ -155,7 +153,7 @@ def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -
     return f"rows {format_ranges(rows)}, keys {format_ranges(keys)}"
 
 
-def _mask_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
+def _mask_series(mask: MaskRecord, calls: Calls) -> str:
     return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
 
 
@@ -171,7 +169,7 @@ def _wrong_sizes(mask: MaskRecord, call: CallRecord) -> list[str]:
 
 
 def _wrong_size_finding(
-    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Sequence[CallRecord]
+    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Calls
 ) -> Finding:
     """Return the finding about a mask that has `_wrong_sizes` for the first of these calls."""
     call, sizes = calls[0], {"mask_batch": mask.batch, "mask_heads": mask.heads}
@@ -211,7 +209,7 @@ class LengthsRule(Rule):
         self._lookback: dict[int, int] = {}  # by layer, how far the last prompt row sees back
         self._n_missing_keys: dict[int, int] = {}  # by layer, in the previous step
 
-    def on_event(self, event: EventRecord) -> Iterator[Finding]:
+    def on_event(self, event: EventRecord) -> Findings:
         """Return a finding if a call raised whose lengths are not those of its mask."""
         data, layers = event.data, event_layers(event)
         mismatches = _find_mismatches(data) if event.kind == KERNEL_FAILED_EVENT else []
@@ -228,11 +226,9 @@ class LengthsRule(Rule):
         error, kernel = str(data.get("error")).partition(":")[0], str(data.get("kernel"))
         sentence = f"{', and '.join(texts)}{where}: {kernel} raised {error}."
         id_, facts, query = mismatches[0][0], {**data, "cached": self._n_cached}, "length-event"
-        yield self.finding(
-            event, id_, sentence, layers=layers, evidence=facts, series=kernel, query=query
-        )
+        yield self.finding(event, id_, sentence, layers, facts, series=kernel, query=query)
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for masks and layers of a step with wrong lengths."""
         for fingerprint, same_mask in calls_by_mask(step).items():
             mask = self.context.mask(fingerprint)
@@ -253,9 +249,7 @@ class LengthsRule(Rule):
         has_cache = step.inputs is None or bool(step.inputs.cached_after)
         self._n_cached = step.kv_after if has_cache else None
 
-    def _check_dense_rows(
-        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
-    ) -> Iterator[Finding]:
+    def _check_dense_rows(self, step: StepRecord, mask: MaskRecord, calls: Calls) -> Findings:
         """Return a finding if a decode step reads a larger dense mask from its first row."""
         # For a prompt, the upper left corner of a larger mask is correct.
         passed = calls[0].mask_passed_to_layer or ""
@@ -275,7 +269,7 @@ class LengthsRule(Rule):
         facts = {"mask_rows": rows, "rows": step.q_len, "mask_passed_to_layer": passed}
         yield self.finding(step, id_, sentence, layers, facts, series="read at row 0", query=query)
 
-    def _check_short_layers(self, step: StepRecord, inputs: InputsRecord) -> Iterator[Finding]:
+    def _check_short_layers(self, step: StepRecord, inputs: InputsRecord) -> Findings:
         """Return a finding for layers that receive fewer keys than their cache holds."""
         # A sliding window explains missing keys if one more is missing at each step and if the
         # prompt did not see further back.
@@ -311,7 +305,7 @@ class LengthsRule(Rule):
         facts["cached"] = step.kv_after
         facts["reach"] = {call.layer: self._lookback.get(call.layer) for call in short}
         id_, series = "lengths.layer-keys", ",".join(str(call.layer) for call in short)
-        yield self.finding(step, id_, sentence, layers=layers, evidence=facts, series=series)
+        yield self.finding(step, id_, sentence, layers, facts, series=series)
 
 
 def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:

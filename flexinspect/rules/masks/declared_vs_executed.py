@@ -8,7 +8,7 @@ Layers that executed the same mask share a finding.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind, declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_difference, mask_findings, mask_views
 from flexinspect.rules.masks.mask_difference import CellFrame
 from flexinspect.rules.masks.mask_findings import NO_MASK, LayerGroup, MaskCase
@@ -420,17 +420,17 @@ def _merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
 
 
 def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
-    one, other = (
-        (g.mask.kind, g.call.path, g.call.window, g.call.kv_len, g.call.suppressed_exception)
-        for g in (a, b)
-    )
-    if one != other or (a.mask.cells is None and a.mask.kind != NO_MASK):
+    names = ("path", "window", "kv_len", "suppressed_exception")
+    has_same_calls = all(getattr(a.call, name) == getattr(b.call, name) for name in names)
+    if (
+        not has_same_calls
+        or a.mask.kind != b.mask.kind
+        or (a.mask.cells is None and a.mask.kind != NO_MASK)
+    ):
         return False
     pairs = ((a.mask.cells, b.mask.cells), (a.mask.uniform_rows, b.mask.uniform_rows))
-    return all(
-        first is second if first is None or second is None else np.array_equal(first, second)
-        for first, second in pairs
-    )
+    # The array of None is equal only to itself.
+    return all(np.array_equal(np.asarray(one), np.asarray(other)) for one, other in pairs)
 
 
 def count_pads(context: RuleContext) -> int:
@@ -500,7 +500,7 @@ class SlidingWindowRule(Rule):
     name = "windows"
     findings = finding_kinds("mask.window-lost")
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return a finding for each window with rows that see the first key outside of it."""
         wide: dict[int, tuple[list[int], list[CallRecord]]] = {}
         checked: dict[tuple[Any, ...], list[int]] = {}
@@ -523,9 +523,7 @@ class SlidingWindowRule(Rule):
                 f"{self.context.format_position(rows[0] - window)}."
             )
             facts = {"window": window, "rows": len(rows), "path": calls[0].path}
-            yield self.finding(
-                step, id_, sentence, layers=layers, positions=rows, evidence=facts, series=id_
-            )
+            yield self.finding(step, id_, sentence, layers, facts, positions=rows, series=id_)
 
     def _rows_beyond_window(self, step: StepRecord, call: CallRecord, window: int) -> list[int]:
         """Return the positions of rows that see the first key outside of the window."""

@@ -8,7 +8,7 @@ counted wrong, a prompt row is masked as a generated row, or generated rows miss
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from flexinspect.rules.context import (
     format_step_layers,
     read_unpadded,
 )
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.mask_views import StepMaskView
 
@@ -92,7 +92,7 @@ class DecodingRule(Rule):
         self._is_stale: dict[tuple[int, str], bool] = {}
         """Whether the next step showed that they are; both by branch and series."""
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for newest rows that do not see expected keys."""
         views, _ = mask_views.step_mask_views(step, self.context)
         if self.context.is_standalone:
@@ -123,7 +123,7 @@ class DecodingRule(Rule):
         """Return the findings that no later step decided."""
         return [finding for _, finding in self._undecided.values()]
 
-    def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
+    def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Findings:
         """Return a finding if a call has a causal mask aligned to the upper left corner."""
         # For a call of one row that sees only key 0 of several, this is a warning. For more rows it
         # may be intended, so it is a note.
@@ -146,7 +146,7 @@ class DecodingRule(Rule):
             step, id_, sentence, view.layers[:1], facts, severity=severity, positions=positions
         )
 
-    def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+    def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Findings:
         """Return a finding for prompt rows that do not see themselves, in the layers with most."""
         strict: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
@@ -178,7 +178,7 @@ class DecodingRule(Rule):
             step, id_, sentence, layers, severity=severity, positions=positions, series="strict"
         )
 
-    def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
+    def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Findings:
         """Return why a row does not see itself, unless rows of the prompt do not either."""
         row, pos = view.cells[:, -1], view.newest_pos
         heads = np.flatnonzero(~row[:, view.newest_key])
@@ -222,7 +222,7 @@ class DecodingRule(Rule):
         severity = None if self._prompt_views else Severity.WARNING
         return self._row_finding("decode.no-offset", newest, sentence, severity)
 
-    def _check_lagging_row(self, newest: _FaultyRow) -> Iterator[Finding]:
+    def _check_lagging_row(self, newest: _FaultyRow) -> Findings:
         """Return findings for a row that sees keys only up to one before its own."""
         # If the last visible key moves on with the next step, the row does not see itself; if it
         # stays, the mask is stale.
@@ -259,7 +259,7 @@ class DecodingRule(Rule):
         )
         return self._row_finding("decode.stale-row", newest._replace(step=first.step), sentence)
 
-    def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
+    def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Findings:
         """Return a finding for a row that sees the prompt and itself, but no token in between."""
         n_prompt, keys = self.context.n_prompt - view.first_key_pos, np.flatnonzero(view.newest_row)
         generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
@@ -369,7 +369,7 @@ class RowRolesRule(Rule):
         self._cue: dict[int, frozenset[int]] = {}
         """By layer: starts of the paraphrases that the last prompt row sees, if it is a cue."""
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for rows of a step that are masked for another role."""
         if len(self._paraphrases) < 2:
             return
@@ -387,7 +387,7 @@ class RowRolesRule(Rule):
                     seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
                     self._cue.update(dict.fromkeys(view.layers, seen))
 
-    def _check_prompt_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+    def _check_prompt_rows(self, step: StepRecord, views: list[StepMaskView]) -> Findings:
         """Return a finding for each segment and group of layers with the same open rows."""
         layers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for view in views:
@@ -437,7 +437,7 @@ class RowRolesRule(Rule):
             step, id_, sentence, layers, facts, severity=severity, positions=rows, series=series
         )
 
-    def _check_generated(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+    def _check_generated(self, step: StepRecord, views: list[StepMaskView]) -> Findings:
         missed: dict[tuple[Segment, ...], list[StepMaskView]] = {}
         for view in views:
             if view.newest_row[: view.newest_key + 1].all() and not view.first_key_pos:
@@ -489,11 +489,7 @@ class RowRolesRule(Rule):
         severity = Severity.WARNING if self._assumption else Severity.ERROR
         if self._assumption and not self._cue and list(missed) == self._paraphrases[:-1]:
             severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
-        facts: dict[str, Any] = {
-            "missed": labels,
-            "keys_missed": sum(map(len, missed)),
-            "seen": len(keys),
-        }
+        facts = {"missed": labels, "keys_missed": sum(map(len, missed)), "seen": len(keys)}
         return self.finding(
             step,
             "decode.generated-row-isolated",

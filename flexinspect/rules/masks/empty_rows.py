@@ -5,7 +5,6 @@ Such a row gets no attention output, but every row that sees its key reads its h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from flexinspect.core.text import Positions, format_ranges, is_or_are, plural
 from flexinspect.masks.algebra import BoolArray, row_chunks
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import broadcast_rows, calls_by_mask, visited_blocks
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import Calls, broadcast_rows, calls_by_mask, visited_blocks
 
 _MAX_NAMED_ROWS = 8  # rows of a standalone call that a sentence names
 _EMPTY_ROW_CHUNK = 256
@@ -104,7 +103,7 @@ class EmptyRowsRule(Rule):
         self._reported: dict[tuple[Any, ...], set[int]] = {}
         self._unread: set[int] = set()
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for empty rows of the step's masks that were not reported before."""
         parts = {mask.fingerprint: find_empty_rows(mask) for mask in step.masks}
         self._empty_rows |= {fingerprint: found for fingerprint, found in parts.items() if found}
@@ -118,9 +117,7 @@ class EmptyRowsRule(Rule):
             for part in self._empty_rows.get(fingerprint or "", ()):
                 yield from self._check_rows(step, part, calls)
 
-    def _check_rows(
-        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
-    ) -> Iterator[Finding]:
+    def _check_rows(self, step: StepRecord, part: EmptyRows, calls: Calls) -> Findings:
         if self.context.is_standalone:
             yield self._standalone_finding(step, part, calls[0])
             return
@@ -151,7 +148,7 @@ class EmptyRowsRule(Rule):
         return meant
 
     def _empty_finding(
-        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord], is_meant: bool
+        self, step: StepRecord, part: EmptyRows, calls: Calls, is_meant: bool
     ) -> Finding:
         positions, layers, reason = step.kv_before + part.rows, [call.layer for call in calls], ""
         if is_meant:
@@ -190,7 +187,7 @@ class EmptyRowsRule(Rule):
         head = part.heads[0] if len(part.heads) == 1 else None
         return self.finding(step, "mask.empty-row", sentence, head=head, **options)
 
-    def _newly_read_findings(self, step: StepRecord) -> Iterator[Finding]:
+    def _newly_read_findings(self, step: StepRecord) -> Findings:
         unread = np.array(sorted(self._unread))
         counts = np.zeros(len(unread), np.int64)
         for mask in step.masks:
@@ -259,10 +256,8 @@ def _format_row_output(call: CallRecord, part: EmptyRows, one: bool) -> str:
     if part.averaged.all():
         return f"{gets} the mean of all values, because closed cells are the lowest float"
     if part.averaged.any():
-        return (
-            f"{gets} the mean of all values where closed cells are the lowest float, and "
-            f"{closed} where they are -Inf"
-        )
+        mean = "the mean of all values where closed cells are the lowest float"
+        return f"{gets} {mean}, and {closed} where they are -Inf"
     if call.path.startswith("flex"):
         return f"FlexAttention gives {them} zeros (a dense softmax would give NaN)"
     if part.mask.kind == "float":

@@ -6,7 +6,7 @@ once per mask, and writes the result as an event.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from flexinspect.masks.attention_row import kv_head_of
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers, step_array
-from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import call_layers, format_mask_mod, layers_of
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import Calls, call_layers, format_mask_mod, layers_of
 
 KEYS_TILED_EVENT = "keys-tiled"
 _MAX_NAMED_HEADS = 8
@@ -33,7 +33,7 @@ class HeadsRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("mask.by-head", "attention.keys-tiled")
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for the new masks of a step, and for its events about repeated keys."""
         for event in step.events:
             if event.kind == KEYS_TILED_EVENT:
@@ -45,9 +45,7 @@ class HeadsRule(Rule):
                     "neighbour, query head 0."
                 )
                 id_, data = "attention.keys-tiled", event.data
-                yield self.finding(
-                    step, id_, sentence, layers=layers, head=1, evidence=data, series="tiled"
-                )
+                yield self.finding(step, id_, sentence, layers, data, head=1, series="tiled")
         # Layers that each build their own mask share one finding.
         alike: dict[tuple[str | None, tuple[int, ...]], tuple[MaskRecord, list[CallRecord]]] = {}
         for mask in step.masks:
@@ -59,7 +57,7 @@ class HeadsRule(Rule):
             yield self._by_head_finding(step, mask, calls, odd_heads)
 
     def _by_head_finding(
-        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], odd: Sequence[int]
+        self, step: StepRecord, mask: MaskRecord, calls: Calls, odd: Sequence[int]
     ) -> Finding:
         call, layers, groups = calls[0], call_layers(self.context, calls), ""
         where = f" in {format_step_layers(layers, step)}" if layers else ""
@@ -76,9 +74,7 @@ class HeadsRule(Rule):
         facts["key_heads"] = sorted({kv_head_of(n, call.q_heads, call.kv_heads) for n in odd})
         facts |= {"q_heads": call.q_heads, "kv_heads": call.kv_heads}
         id_, series = "mask.by-head", f"{mask.mask_mod} {list(odd)}"
-        return self.finding(
-            step, id_, sentence, layers=layers, head=odd[0], evidence=facts, series=series
-        )
+        return self.finding(step, id_, sentence, layers, facts, head=odd[0], series=series)
 
 
 def find_odd_heads(cells: BoolArray) -> list[int]:
@@ -110,13 +106,13 @@ class BatchRowsRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("mask.ignores-batch", "mask.batch-future")
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings from the step's events about the batch rows of its masks."""
         for data in _batch_row_events(step):
             if data["differ"]:
                 yield from self._check_event(step, data)
 
-    def _check_event(self, step: StepRecord, data: Mapping[str, Any]) -> Iterator[Finding]:
+    def _check_event(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
         calls = [call for call in step.calls if call.mask == data["mask"]]
         mask = self.context.mask(str(data["mask"]))
         if not calls or mask is None:
@@ -193,7 +189,7 @@ class BatchPaddingRule(Rule):
         self._has_padding_mask = False
         self._checked_phases: set[bool] = set()
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return a finding if sequences see their padding, in prefill and the first decode step."""
         inputs = step.inputs
         if inputs is None or inputs.batch < 2:
@@ -219,7 +215,7 @@ class BatchPaddingRule(Rule):
             # If each sequence has as many, the model may begin every text with this token.
             self._pads = pads if pads.min() < pads.max() else None
 
-    def _check_calls(self, step: StepRecord, pads: PadCounts) -> Iterator[Finding]:
+    def _check_calls(self, step: StepRecord, pads: PadCounts) -> Findings:
         seeing: dict[tuple[int, ...], list[CallRecord]] = {}
         for call in step.calls:
             first = self._first_keys(step, call, len(pads))
@@ -251,7 +247,7 @@ class BatchPaddingRule(Rule):
         return start + np.asarray(data["newest_from"], np.int64)
 
     def _padding_finding(
-        self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: PadCounts
+        self, step: StepRecord, rows: Sequence[int], calls: Calls, pads: PadCounts
     ) -> Finding:
         layers, n_pads, source = layers_of(calls), int(pads[rows[0]]), ""
         if not self._has_padding_mask:

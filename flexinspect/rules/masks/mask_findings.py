@@ -246,21 +246,16 @@ class MaskCase(Struct, frozen=True):
         if not self.found.leaked:
             return f", which closes {lost} that {name} opens{self._describe_pattern()}"
         also = f" and closes {lost} that it opens" if self.found.lost else ""
-        return (
-            f", which opens {leaked} that {name} closes{self._describe_across()}"
-            f"{also}{self._describe_pattern()}"
-        )
+        opens = f", which opens {leaked} that {name} closes{self._describe_across()}"
+        return f"{opens}{also}{self._describe_pattern()}"
 
     def _describe_across(self) -> str:
         """Return " (36 of them let segment 2 see segment 1)", or "" if no segments are joined."""
         if self.found.first_across is None:
             return ""
         kinds, pairs = [s.kind for s in self.context.segments], self.found.leaked_by_pair
-        across = [
-            (row, key)
-            for row, key in pairs
-            if row != key and kinds[row] is kinds[key] is SegmentKind.PARAPHRASE
-        ]
+        isolated = SegmentKind.PARAPHRASE
+        across = [(r, k) for r, k in pairs if r != k and kinds[r] is kinds[k] is isolated]
         row, key = max(across, key=lambda pair: pairs[pair])
         n = pairs[row, key]
         some = "they let" if n == self.found.leaked else f"{n} of them let"

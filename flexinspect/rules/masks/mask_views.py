@@ -17,6 +17,9 @@ NON_PROMPT_LABELS = ("padding", "before watching")
 """Labels of segments that the capture adds for positions outside of the prompt."""
 
 
+Calls = Sequence[CallRecord]
+
+
 class StepMaskView(Struct, frozen=True):
     """The executed mask of some layers in one step.
 
@@ -89,7 +92,7 @@ def call_layers(context: RuleContext, calls: Iterable[CallRecord]) -> tuple[int,
     return () if context.is_standalone else layers_of(calls)
 
 
-def format_call_place(context: RuleContext, step: StepRecord, calls: Sequence[CallRecord]) -> str:
+def format_call_place(context: RuleContext, step: StepRecord, calls: Calls) -> str:
     """Return `Layers 0-2`, or `A standalone call of flex_attention (8 rows, 8 keys)`."""
     if context.is_standalone:
         call = calls[0]

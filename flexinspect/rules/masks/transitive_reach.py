@@ -6,7 +6,7 @@ of the executed masks over the layers shows from which layer on and through whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext, abbreviate_labels
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 
 PackedRows = npt.NDArray[np.uint64]
@@ -178,7 +178,7 @@ class TransitiveReachRule(Rule):
             others = [s for s in segments if s.kind is shared and s.label not in no_source]
             self._sources = sorted(self._targets + others, key=lambda segment: segment.start)
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return the leaks of a step that computes the whole prompt, as one finding."""
         # A decode row does not change the hidden states of prompt rows.
         if step.kv_before or len(self._targets) < 2 or step.q_len < self._targets[-1].stop:
@@ -228,10 +228,9 @@ class TransitiveReachRule(Rule):
             f"although none of its {plural(len(target), 'row')} sees it directly{others}; "
             f"{allowed}."
         )
-        pairs = [
-            [self._targets[leak.target].label, self._sources[leak.source].label, leak.layer]
-            for leak in leaks
-        ]
+        names = [segment.label for segment in self._sources]
+        targets = [segment.label for segment in self._targets]
+        pairs = [[targets[leak.target], names[leak.source], leak.layer] for leak in leaks]
         carriers = sorted({pos for leak in leaks for pos in leak.carriers})
         is_declared = self.context.declared_spec is not None
         id_, layers = "reach.by-design" if by_design else "reach.leak", (first.layer,)

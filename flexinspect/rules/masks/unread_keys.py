@@ -7,7 +7,7 @@ reported when the generation is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import DeclaredMask, read_unpadded, step_array
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.empty_rows import count_readers
 from flexinspect.rules.masks.mask_views import NON_PROMPT_LABELS, StepMaskView
@@ -78,7 +78,7 @@ class UnreadKeysRule(Rule):
             self._drop_attended_segments(step, views)
         return ()
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Return findings for keys and segments that were never read."""
         if self._has_unknown_mask or not self._layers:
             return
@@ -180,7 +180,7 @@ class UnreadKeysRule(Rule):
             if any(view.sees(self.context.segments[number]) for view in views):
                 self._visible_segments.add(number)
 
-    def _check_unused_segments(self) -> Iterator[Finding]:
+    def _check_unused_segments(self) -> Findings:
         """Return findings for segments never seen, and for those that got no attention."""
         declared = self.context.declared_mask
         unseen = [s for s in self._unseen_segments if self._should_be_seen(s, declared)]
