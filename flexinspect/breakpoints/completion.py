@@ -18,6 +18,9 @@ _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
 _CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
 
 
+Names = Collection[str]
+
+
 class Completion(NamedTuple):
     """A suggestion that replaces the text from `start` to `stop`, and its meaning."""
 
@@ -28,11 +31,7 @@ class Completion(NamedTuple):
 
 
 def complete(
-    text: str,
-    cursor: int,
-    *,
-    modules: Collection[str] = _MODULE_PATTERNS,
-    finding_ids: Collection[str] = (),
+    text: str, cursor: int, *, modules: Names = _MODULE_PATTERNS, finding_ids: Names = ()
 ) -> list[Completion]:
     """Return suggestions for the cursor; they replace the word that it is in or at the end of."""
     pieces = [(piece[0], piece.start()) for piece in _COMPLETION_TOKENS.finditer(text[:cursor])]
@@ -54,9 +53,7 @@ def complete(
 _Suggestions = Iterable[tuple[str, str]]
 
 
-def _suggestions(
-    before: list[str], modules: Collection[str], finding_ids: Collection[str]
-) -> _Suggestions:
+def _suggestions(before: list[str], modules: Names, finding_ids: Names) -> _Suggestions:
     """Return the possible next words after these pieces, each with its meaning."""
     last = before[-1] if before else ""
     name = before[-2] if len(before) > 1 else ""

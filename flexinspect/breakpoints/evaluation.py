@@ -126,11 +126,8 @@ def _nonfinite_observations(step: StepRecord) -> list[Observation]:
     ]
 
 
-_CONDITION_OF_FINDING = {
-    "mask.empty-row": grammar.EMPTY_ROW,
-    "path.fallback": grammar.FALLBACK,
-    "path.bypass": grammar.FALLBACK,
-}
+_CONDITION_OF_FINDING = dict.fromkeys(("path.fallback", "path.bypass"), grammar.FALLBACK)
+_CONDITION_OF_FINDING["mask.empty-row"] = grammar.EMPTY_ROW
 """Findings that fulfil a condition which was not checked while the step ran."""
 
 

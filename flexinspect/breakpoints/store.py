@@ -87,20 +87,16 @@ class BreakpointHit(Struct, frozen=True):
 
 
 def make_hit(
-    breakpoint_: Breakpoint,
-    observations: StepObservations,
-    result: EvaluationResult,
-    *,
-    in_forward: bool,
+    met: Breakpoint, observations: StepObservations, result: EvaluationResult, *, in_forward: bool
 ) -> BreakpointHit:
     """Return the hit of a breakpoint whose condition holds for these observations."""
     values, layer = observations.values, result.layer
     if layer is None:
-        layer = observed_layer(breakpoint_.expression, observations)
+        layer = observed_layer(met.expression, observations)
     return BreakpointHit(
-        id=breakpoint_.info.id,
-        condition=breakpoint_.info.text,
-        reason=hit_reason(breakpoint_.expression, observations, result),
+        id=met.info.id,
+        condition=met.info.text,
+        reason=hit_reason(met.expression, observations, result),
         generation=int(values.get("generation", 0)),
         branch=int(values.get("branch", 0)),
         step=int(values["step"]) if "step" in values else None,

@@ -21,6 +21,7 @@ from flexinspect.records.prompt import Segment, SegmentKind
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
 BlockStates = npt.NDArray[np.uint8]
+Segments = Sequence[Segment]
 
 UNREACHABLE = 2**31 - 1
 """A local start beyond every key (the largest int32, as kernels index in int32): an empty row."""
@@ -72,7 +73,7 @@ def causal() -> MaskSpec:
     return MaskSpec("causal", (0,), (0,), (0,))
 
 
-def preset(name: str, segments: Sequence[Segment], *, separators: str = "attached") -> MaskSpec:
+def preset(name: str, segments: Segments, *, separators: str = "attached") -> MaskSpec:
     """Return the mask of a preset for these segments.
 
     `separators` is `attached` (a separator belongs to the segment before it) or `isolated` (its
@@ -125,18 +126,18 @@ _ALL_KEYS: Interval = (0, 0)
 _UNRESTRICTED_KINDS = (SegmentKind.CUE, SegmentKind.GENERATED)
 
 
-def _prefix(*kinds: SegmentKind) -> Callable[[Sequence[Segment], Segment], Interval]:
+def _prefix(*kinds: SegmentKind) -> Callable[[Segments, Segment], Interval]:
     return lambda segments, owner: _prefix_interval(_last_stop(segments, *kinds), owner)
 
 
-def _anchor_first(segments: Sequence[Segment], owner: Segment) -> Interval:
+def _anchor_first(segments: Segments, owner: Segment) -> Interval:
     anchors = [i for i, s in enumerate(segments) if s.kind is SegmentKind.PARAPHRASE][:1]
     anchor_stop = max((s.stop for s in segments if s.owner in anchors), default=0)
     prefix_stop = _last_stop(segments, SegmentKind.BOS, SegmentKind.SHARED)
     return _prefix_interval(max(anchor_stop, prefix_stop), owner)
 
 
-def _document(segments: Sequence[Segment], owner: Segment) -> Interval:
+def _document(segments: Segments, owner: Segment) -> Interval:
     bos_stop = _last_stop(segments, SegmentKind.BOS)
     if owner.kind in _UNRESTRICTED_KINDS:
         starts = (s.start for s in segments if s.kind is SegmentKind.PARAPHRASE)
@@ -144,7 +145,7 @@ def _document(segments: Sequence[Segment], owner: Segment) -> Interval:
     return _prefix_interval(bos_stop, owner)
 
 
-PRESETS: dict[str, Callable[[Sequence[Segment], Segment], Interval]] = {
+PRESETS: dict[str, Callable[[Segments, Segment], Interval]] = {
     "segment-isolation": _prefix(SegmentKind.BOS),
     "shared-prefix": _prefix(SegmentKind.BOS, SegmentKind.SHARED),
     "causal": lambda segments, owner: _ALL_KEYS,
@@ -156,7 +157,7 @@ other token, so nothing leaks through it. Rows of the cue and of generated text 
 before them, except in `document`, where they continue the last paraphrase."""
 
 
-def _last_stop(segments: Sequence[Segment], *kinds: SegmentKind) -> int:
+def _last_stop(segments: Segments, *kinds: SegmentKind) -> int:
     return max((segment.stop for segment in segments if segment.kind in kinds), default=0)
 
 

@@ -154,29 +154,19 @@ def count_cells(
     counts = {name: CellCounts(np.zeros(n_rows, np.int32), n_keys, offset) for name in names}
     columns = np.zeros(n_keys, np.int32)
     table = np.zeros((len(groups.starts), len(groups.starts)), np.int64)
-    of_row = groups.group_of(positions)
+    of_row, borders = groups.group_of(positions), np.minimum((*groups.starts, n_keys), n_keys)
     for row, packed in chunks:
         counts["open"].add(row, packed)
-        _add_key_counts(columns, table, packed, of_row[row : row + len(packed)], groups)
+        bits = np.unpackbits(packed, axis=1, count=n_keys)
+        group = of_row[row : row + len(packed)]
+        edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
+        for start, stop in pairwise(edges):
+            sums = np.add.reduce(bits[start:stop], axis=0, dtype=np.uint8)
+            columns += sums
+            totals = np.concatenate(([0], np.cumsum(sums, dtype=np.int64)))
+            table[group[start]] += np.diff(totals[borders])
         if declared is not None:
             expected = declared(row, row + len(packed))
             counts["lost"].add(row, expected & ~packed)
             counts["leaked"].add(row, packed & ~expected)
     return MaskCounts(key_counts=columns, group_counts=table, **counts)
-
-
-def _add_key_counts(
-    columns: npt.NDArray[np.int32],
-    table: Counts,
-    packed: PackedMask,
-    of_row: npt.NDArray[np.intp],
-    groups: PositionGroups,
-) -> None:
-    bits = np.unpackbits(packed, axis=1, count=len(columns))
-    borders = np.minimum((*groups.starts, len(columns)), len(columns))
-    edges = [0, *(np.flatnonzero(np.diff(of_row)) + 1).tolist(), len(of_row)]
-    for start, stop in pairwise(edges):
-        sums = np.add.reduce(bits[start:stop], axis=0, dtype=np.uint8)
-        columns += sums
-        totals = np.concatenate(([0], np.cumsum(sums, dtype=np.int64)))
-        table[of_row[start]] += np.diff(totals[borders])

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from flexinspect.core.errors import MaskError
 from flexinspect.masks import algebra
-from flexinspect.masks.algebra import BoolArray, MaskSpec
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.masks.algebra import BoolArray, MaskSpec, Segments
+from flexinspect.records.prompt import SegmentKind
 
 OPEN_END = algebra.UNREACHABLE  # a `stop` beyond every position
 
@@ -144,9 +144,7 @@ def parse_edit(text: str) -> Edit:
     raise MaskError(f"'{text}' is not an edit of a mask.", hint=hint)
 
 
-def apply_edits(
-    edits: Sequence[Edit], mask: PatchedMask, segments: Sequence[Segment]
-) -> PatchedMask:
+def apply_edits(edits: Sequence[Edit], mask: PatchedMask, segments: Segments) -> PatchedMask:
     """Return the mask with edits applied in order.
 
     Raises `MaskError` for an unknown segment or preset, a key after its row, and edits that change
@@ -168,7 +166,7 @@ def apply_edits(
     return after
 
 
-def _drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _drop(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     number = find_segment(edit.names[0], segments)
     if segments[number].kind is SegmentKind.GENERATED:
         raise MaskError("The generated segment cannot be dropped: its rows choose the tokens.")
@@ -179,7 +177,7 @@ def _drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Ma
     return [MaskPatch(*rows, *keys, False) for keys in spans for rows in others]
 
 
-def _join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _join(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     first, second = (find_segment(name, segments) for name in edit.names)
     if first == second:
         raise MaskError(f"'{edit}' names one segment twice.")
@@ -187,7 +185,7 @@ def _join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Ma
     return [patch for pair in both for patch in _opening_patches(*pair, segments)]
 
 
-def _see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _see(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     query, key = (find_segment(name, segments) for name in edit.names)
     if segments[query].stop <= segments[key].start:
         raise MaskError(
@@ -199,13 +197,13 @@ def _see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Mas
     return [replace(patch, is_open=edit.is_open is not False) for patch in patches]
 
 
-def _opening_patches(query: int, key: int, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _opening_patches(query: int, key: int, segments: Segments) -> list[MaskPatch]:
     """Return patches that let segment `query` attend to segment `key`, without later keys."""
     pairs = [(r, k) for r in _segment_spans(query, segments) for k in _segment_spans(key, segments)]
     return [MaskPatch(*rows, *keys, True) for rows, keys in pairs if keys[0] < rows[1]]
 
 
-def _cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _cell(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     row, key = edit.indices
     if key > row:
         raise MaskError(f"Row {row} comes before key {key}, and a row attends to no later key.")
@@ -213,7 +211,7 @@ def _cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Ma
     return [MaskPatch(row, row + 1, key, key + 1, not cells[key] if is_open is None else is_open)]
 
 
-def _row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _row(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     row, is_open = edit.indices[0], edit.is_open
     cells = _row_cells(row, mask, segments)
     if not cells.all() if is_open is None else is_open:
@@ -222,7 +220,7 @@ def _row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Mas
     return [MaskPatch(row, row + 1, 0, OPEN_END, False), itself]
 
 
-def _row_cells(row: int, mask: PatchedMask, segments: Sequence[Segment]) -> BoolArray:
+def _row_cells(row: int, mask: PatchedMask, segments: Segments) -> BoolArray:
     """Return the cells of a row, bool (row + 1,). Raises `MaskError` for a row after the last."""
     if segments and row >= segments[-1].stop:
         raise MaskError(f"There is no row {row}: the last row is {segments[-1].stop - 1}.")
@@ -248,7 +246,7 @@ def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
     return False
 
 
-def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
+def with_segment_labels(edit: Edit, segments: Segments) -> Edit:
     """Return the edit with segments named by label. Raises `MaskError` for an unknown segment."""
     if edit.kind == "preset":
         return edit
@@ -256,7 +254,7 @@ def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
     return replace(edit, names=labels)
 
 
-def find_segment(name: str, segments: Sequence[Segment]) -> int:
+def find_segment(name: str, segments: Segments) -> int:
     """Return the number of the segment with this label or number. Raises `MaskError`."""
     key = name.strip().lower()
     labels = [segment.label.lower() for segment in segments]
@@ -269,7 +267,7 @@ def find_segment(name: str, segments: Sequence[Segment]) -> int:
     raise MaskError(f"There is no segment '{name.strip()}'.", hint=hint)
 
 
-def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+def _segment_spans(number: int, segments: Segments) -> list[tuple[int, int]]:
     """Return the spans of a segment and its separators, merged where they are adjacent."""
     spans: list[tuple[int, int]] = []
     for segment in (s for index, s in enumerate(segments) if number in (index, s.owner)):

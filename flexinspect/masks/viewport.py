@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.masks.algebra import IntArray
-from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask
+from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask, Tiles
 
 States = npt.NDArray[np.uint8]
 
@@ -78,11 +78,7 @@ def fold_rows(packed: PackedMask, first_row: int, grid: PixelGrid, out: Counts) 
 
 
 def _fold(
-    out: Counts,
-    values: npt.NDArray[np.uint8],
-    at: tuple[int, int],
-    start: tuple[int, int],
-    scale: tuple[int, int],
+    out: Counts, values: Tiles, at: tuple[int, int], start: tuple[int, int], scale: tuple[int, int]
 ) -> None:
     """Add `values`, whose first one is at `at`, to pixels of `scale` values from `start`."""
     axes = zip(at, values.shape, start, scale, out.shape, strict=True)

@@ -24,6 +24,7 @@ ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16"
 JUMP_FACTOR = 4.0  # a layer stands out if it adds this many times what the others add on average
 T = TypeVar("T")
 FindMask = Callable[[str], MaskRecord | None]
+FindMasks = tuple[FindMask, FindMask]
 RealPositions = npt.NDArray[np.bool_] | None
 """Which positions are not padding, bool (positions,); None without padding."""
 
@@ -141,7 +142,7 @@ class RunDifference(Struct, frozen=True):
 def compare_runs(
     a: Iterable[StepRecord],
     b: Iterable[StepRecord],
-    find_masks: tuple[FindMask, FindMask],
+    find_masks: FindMasks,
     real: RealPositions = None,
 ) -> RunDifference:
     """Compare the steps of two runs of the same prompt; `real` defaults to that of the first."""
@@ -163,11 +164,7 @@ def real_positions(step: StepRecord) -> RealPositions:
 
 
 def compare_steps(
-    a: StepRecord,
-    b: StepRecord,
-    find_masks: tuple[FindMask, FindMask],
-    *,
-    real: RealPositions = None,
+    a: StepRecord, b: StepRecord, find_masks: FindMasks, *, real: RealPositions = None
 ) -> StepDifference:
     """Return the differences between two steps that received the same tokens.
 
@@ -238,7 +235,7 @@ def _compare_logits(a: LogitsRecord | None, b: LogitsRecord | None) -> dict[str,
 
 
 def _compare_masks(
-    a: StepRecord, b: StepRecord, find_masks: tuple[FindMask, FindMask], real: RealPositions
+    a: StepRecord, b: StepRecord, find_masks: FindMasks, real: RealPositions
 ) -> tuple[MaskDifference, ...]:
     """Return the layers whose executed masks differ, grouped by their pair of masks."""
     of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
@@ -260,16 +257,16 @@ def _layers_by_pair(
 
 
 def _mask_difference(
-    key: tuple[str | None, str | None],
+    pair: tuple[str | None, str | None],
     layers: tuple[int, ...],
-    find_masks: tuple[FindMask, FindMask],
+    find_masks: FindMasks,
     step: StepRecord,
     real: RealPositions,
 ) -> MaskDifference | None:
     """Return how two masks with other fingerprints differ, or None if their cells are equal."""
-    if key[0] is None or key[1] is None:
+    if pair[0] is None or pair[1] is None:
         return MaskDifference(layers)
-    mask_a, mask_b = find_masks[0](key[0]), find_masks[1](key[1])
+    mask_a, mask_b = find_masks[0](pair[0]), find_masks[1](pair[1])
     if mask_a is None or mask_b is None or mask_a.cells is None or mask_b.cells is None:
         # Fingerprints depend on names and captured values too, so without cells nothing is known.
         return None

@@ -204,7 +204,6 @@ class LengthsRule(Rule):
     )
 
     def reset(self) -> None:
-        """Reset the known lengths."""
         self._n_cached: int | None = None
         self._lookback: dict[int, int] = {}  # by layer, how far the last prompt row sees back
         self._n_missing_keys: dict[int, int] = {}  # by layer, in the previous step

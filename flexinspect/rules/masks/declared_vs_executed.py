@@ -163,13 +163,11 @@ class MasksRule(Rule):
         others = replace(frame, rows=rows, keys=keys)
         return self._find_differing_heads(mask, spec, others) is None
 
-    def _check_assumed(
-        self, group: LayerGroup, spec: MaskSpec, flags: BoolArray
-    ) -> MaskCase | None:
+    def _check_assumed(self, group: LayerGroup, spec: MaskSpec, rows: BoolArray) -> MaskCase | None:
         """Return where paraphrases see each other; nothing is assumed about other rows."""
-        if group.step.kv_before >= len(flags):
+        if group.step.kv_before >= len(rows):
             return None  # nothing is assumed about generated rows
-        inside = call_frame(group.step, group.call).select(flags, group.step.q_len, fill=False)
+        inside = call_frame(group.step, group.call).select(rows, group.step.q_len, fill=False)
         differing = self._find_differing_heads(group.mask, spec, inside)
         if differing is None:
             return None
@@ -307,7 +305,7 @@ class MasksRule(Rule):
             else:
                 classes.append([group])
         return [
-            self._layers_differ_finding(step, _join_groups(norm), _join_groups(odd))
+            self._odd_layers_finding(step, _join_groups(norm), _join_groups(odd))
             for classes in kinds.values()
             for norm in [max(classes, key=_norm_rank)]
             for odd in classes
@@ -330,9 +328,7 @@ class MasksRule(Rule):
         differing: BoolArray = (a.cells ^ b.cells) & rows[..., None]
         return differing
 
-    def _layers_differ_finding(
-        self, step: StepRecord, norm: LayerGroup, odd: LayerGroup
-    ) -> Finding:
+    def _odd_layers_finding(self, step: StepRecord, norm: LayerGroup, odd: LayerGroup) -> Finding:
         cells, layers = self._differing_cells(norm, odd), odd.layers
         head, row, key = (int(n) for n in np.argwhere(cells)[0])
         opens = bool(odd.cells[min(head, odd.n_heads - 1), row, key])
@@ -420,13 +416,10 @@ def _merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
 
 
 def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
+    if a.mask.kind != b.mask.kind or (a.mask.cells is None and a.mask.kind != NO_MASK):
+        return False
     names = ("path", "window", "kv_len", "suppressed_exception")
-    has_same_calls = all(getattr(a.call, name) == getattr(b.call, name) for name in names)
-    if (
-        not has_same_calls
-        or a.mask.kind != b.mask.kind
-        or (a.mask.cells is None and a.mask.kind != NO_MASK)
-    ):
+    if any(getattr(a.call, name) != getattr(b.call, name) for name in names):
         return False
     pairs = ((a.mask.cells, b.mask.cells), (a.mask.uniform_rows, b.mask.uniform_rows))
     # The array of None is equal only to itself.

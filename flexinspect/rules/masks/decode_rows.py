@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
+from flexinspect.masks.algebra import Segments
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
@@ -83,7 +84,6 @@ class DecodingRule(Rule):
     findings = finding_kinds("decode.no-offset", "decode.self-unseen", "decode.stale-row")
 
     def reset(self) -> None:
-        """Reset the rows of the last generation."""
         self._prompt_views: dict[int, StepMaskView] = {}
         """By layer, the last two rows of the prompt; empty if capture began with a filled cache."""
         self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}  # by branch
@@ -357,7 +357,6 @@ class RowRolesRule(Rule):
     findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
 
     def reset(self) -> None:
-        """Reset the rows of the last generation."""
         declared, self._assumption = self.context.declared_mask, ""
         if declared is not None and declared.assumed:
             assumed = "so the segments are assumed to be isolated in the prompt"
@@ -473,7 +472,7 @@ class RowRolesRule(Rule):
         return declared is not None and mask_views.spec_sees_segment(declared.spec, pos, segment)
 
     def _isolated_finding(
-        self, step: StepRecord, missed: Sequence[Segment], views: Sequence[StepMaskView]
+        self, step: StepRecord, missed: Segments, views: Sequence[StepMaskView]
     ) -> Finding:
         layers = tuple(sorted(layer for view in views for layer in view.layers))
         keys, last = views[0].visible_positions(), views[0].newest_pos

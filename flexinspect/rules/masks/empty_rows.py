@@ -164,28 +164,22 @@ class EmptyRowsRule(Rule):
             f"({self.context.format_first_position(positions)}){reason}; "
             f"{_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
         )
-        facts = {"layers": layers, "path": calls[0].path, "meant": is_meant}
-        severity = _empty_row_severity(part, is_meant)
-        finding = self._rows_finding(step, part, sentence, severity, facts, layers=layers)
+        severity, path = _empty_row_severity(part, is_meant), calls[0].path
+        facts = {"layers": layers, "path": path, "meant": is_meant}
+        finding = self._rows_finding(step, part, sentence, severity, **facts)
         return finding if len(layers) == 1 else replace(finding, layer=None)
 
     def _rows_finding(
-        self,
-        step: StepRecord,
-        part: EmptyRows,
-        sentence: str,
-        severity: Severity,
-        facts: Any,
-        **options: Any,
+        self, step: StepRecord, part: EmptyRows, sentence: str, severity: Severity, **facts: Any
     ) -> Finding:
-        evidence = {**_empty_row_evidence(part), **facts}
-        options |= {
-            "severity": severity,
-            "evidence": evidence,
-            "positions": step.kv_before + part.rows,
-        }
-        head = part.heads[0] if len(part.heads) == 1 else None
-        return self.finding(step, "mask.empty-row", sentence, head=head, **options)
+        id_, layers, facts = "mask.empty-row", facts.get("layers", ()), _rows_evidence(part) | facts
+        head, positions = (
+            part.heads[0] if len(part.heads) == 1 else None,
+            step.kv_before + part.rows,
+        )
+        return self.finding(
+            step, id_, sentence, layers, facts, severity=severity, head=head, positions=positions
+        )
 
     def _newly_read_findings(self, step: StepRecord) -> Findings:
         unread = np.array(sorted(self._unread))
@@ -223,7 +217,7 @@ class EmptyRowsRule(Rule):
         )
         is_warning = (is_square and part.n_read > 0) or n == n_rows
         severity = Severity.WARNING if is_warning else Severity.NOTE
-        return self._rows_finding(step, part, sentence, severity, {"path": call.path})
+        return self._rows_finding(step, part, sentence, severity, path=call.path)
 
 
 def _empty_row_severity(part: EmptyRows, is_meant: bool) -> Severity:
@@ -236,7 +230,7 @@ def _empty_row_severity(part: EmptyRows, is_meant: bool) -> Severity:
     return Severity.WARNING if part.n_read else Severity.NOTE
 
 
-def _empty_row_evidence(part: EmptyRows) -> dict[str, Any]:
+def _rows_evidence(part: EmptyRows) -> dict[str, Any]:
     return {
         "mask": part.mask.fingerprint,
         "rows": part.last + 1,

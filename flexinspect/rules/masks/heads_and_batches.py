@@ -184,7 +184,6 @@ class BatchPaddingRule(Rule):
     findings = finding_kinds("mask.batch-padding")
 
     def reset(self) -> None:
-        """Reset the known padding."""
         self._pads: PadCounts | None = None
         self._has_padding_mask = False
         self._checked_phases: set[bool] = set()

@@ -6,7 +6,7 @@ milliseconds per 2000 x 2000 cells, and the row of a decode step a few microseco
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,9 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flexinspect.masks import algebra
-from flexinspect.masks.algebra import BoolArray, MaskSpec, row_chunks
+from flexinspect.masks.algebra import BoolArray, MaskSpec, Segments, row_chunks
 from flexinspect.masks.counting import BIT_COUNTS, PackedMask, PositionGroups, pack_spec
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.prompt import SegmentKind
 from flexinspect.rules.masks.mask_views import slice_flags
 
 IntArray = npt.NDArray[np.int64]
@@ -152,7 +152,7 @@ def _iter_packed_rows(
 
 
 def find_difference(
-    cells: BoolArray, spec: MaskSpec, frame: CellFrame, segments: Sequence[Segment]
+    cells: BoolArray, spec: MaskSpec, frame: CellFrame, segments: Segments
 ) -> CellDifference:
     """Return how cells, bool (rows, keys), differ from a spec; slow, for cells that do differ."""
     out = CellDifference(first_row=frame.q_offset)
@@ -182,9 +182,7 @@ def find_difference(
     return out
 
 
-def _add_leaked(
-    out: CellDifference, rows: IntArray, keys: IntArray, segments: Sequence[Segment]
-) -> None:
+def _add_leaked(out: CellDifference, rows: IntArray, keys: IntArray, segments: Segments) -> None:
     """Add leaked cells, given as the positions of their rows and keys."""
     out.leaked += len(rows)
     out.future += int(np.count_nonzero(keys > rows))

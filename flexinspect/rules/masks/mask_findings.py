@@ -184,10 +184,8 @@ class MaskCase(Struct, frozen=True):
         if self.assumed:
             segments = f"{self.segments} segments"
             assumption = f" (no mask was declared; {segments} are assumed to be isolated)"
-        return (
-            f"{self.group.describe_where(self.heads)} ran {self.group.describe_run()}"
-            f"{describe()}{self._describe_first_pair()}{assumption}."
-        )
+        ran = f"{self.group.describe_where(self.heads)} ran {self.group.describe_run()}"
+        return f"{ran}{describe()}{self._describe_first_pair()}{assumption}."
 
     def _describe_open(self) -> str:
         backend = self.group.call.backend
@@ -268,10 +266,8 @@ class MaskCase(Struct, frozen=True):
         if self.pattern == MOVED:
             return f" (the executed mask is the declared one shifted by {self.amount:+d})"
         if self.pattern == WINDOW:
-            return (
-                f" (it is the declared one cut to the newest {plural(self.amount, 'key')}, but the "
-                "layer declares no such window)"
-            )
+            cut = f"the declared one cut to the newest {plural(self.amount, 'key')}"
+            return f" (it is {cut}, but the layer declares no such window)"
         if not self.found.leaked and self.found.lost and self.group.step.q_len == 1:
             n_open = self.found.n_open
             row_0 = ", as for row 0" if self.found.last_keys == [0] else ""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, format_ranges, join_labels, plural, printable
-from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.masks.algebra import BoolArray, MaskSpec, Segments
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -54,7 +54,7 @@ def pack_rows(cells: BoolArray, n: int, n_rows: int | None = None) -> PackedRows
 
 
 def find_transitive_leaks(
-    packed: Mapping[int, PackedRows], targets: Sequence[Segment], sources: Sequence[Segment]
+    packed: Mapping[int, PackedRows], targets: Segments, sources: Segments
 ) -> list[TransitiveLeak]:
     """Return which targets depend on which sources after all layers, without seeing them directly.
 
@@ -119,7 +119,7 @@ def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
 
 
 def _drop_implied_leaks(
-    leaks: Sequence[TransitiveLeak], targets: Sequence[Segment], sources: Sequence[Segment]
+    leaks: Sequence[TransitiveLeak], targets: Segments, sources: Segments
 ) -> list[TransitiveLeak]:
     """Return the leaks that follow neither from directly visible segments nor from other leaks."""
     # If all carriers lie in a third segment, that segment has a leak of its own.
@@ -139,9 +139,7 @@ def _drop_implied_leaks(
     ]
 
 
-def spec_reach(
-    spec: MaskSpec, targets: Sequence[Segment], sources: Sequence[Segment]
-) -> tuple[BoolArray, BoolArray]:
+def spec_reach(spec: MaskSpec, targets: Segments, sources: Segments) -> tuple[BoolArray, BoolArray]:
     """Return which targets reach which sources, bool (targets, sources), in one layer and all."""
     n = max(segment.stop for segment in (*targets, *sources))
     # As many layers as rows are enough. After one that adds no row, the others cost nothing.
@@ -169,7 +167,6 @@ class TransitiveReachRule(Rule):
     findings = finding_kinds("reach.leak", "reach.by-design")
 
     def reset(self) -> None:
-        """Reset the masks that were checked."""
         self._checked: set[tuple[tuple[int, str], ...]] = set()
         segments = self.context.segments
         self._targets = self._sources = mask_views.paraphrase_segments(segments)

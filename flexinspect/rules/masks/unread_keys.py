@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, join_labels, plural, printable
-from flexinspect.masks.algebra import BoolArray
+from flexinspect.masks.algebra import BoolArray, Segments
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -41,7 +41,6 @@ class UnreadKeysRule(Rule):
     findings = finding_kinds("mask.orphan-key", "segments.unused")
 
     def reset(self) -> None:
-        """Reset what was read."""
         self._has_unknown_mask = False  # whether a mask is not known, so any key may have been read
         self._unread: Positions = np.zeros(0, np.intp)  # positions that no other row has read
         self._length = 0
@@ -210,7 +209,7 @@ class UnreadKeysRule(Rule):
             yield self._unused_finding(weak, most, sentence, severity=note, positions=starts)
 
     def _unused_finding(
-        self, segments: Sequence[Segment], share: float, sentence: str, **options: Any
+        self, segments: Segments, share: float, sentence: str, **options: Any
     ) -> Finding:
         labels, n_keys = [segment.label for segment in segments], sum(map(len, segments))
         evidence = {"segments": labels, "keys": n_keys, "largest_share": share}
@@ -255,5 +254,5 @@ def _follows_earlier_keys(view: StepMaskView, positions: Positions) -> BoolArray
     return np.array([row[:, :pos].any() for pos, row in rows], np.bool_)
 
 
-def _format_labels(segments: Sequence[Segment]) -> str:
+def _format_labels(segments: Segments) -> str:
     return capitalize(join_labels([printable(segment.label) for segment in segments]))
