@@ -214,13 +214,11 @@ class _Evaluator:
     def evidence(self, tree: grammar.Leaf) -> Iterator[Observation | Finding]:
         """Yield the observations or findings that fulfil a condition; none for a comparison."""
         if isinstance(tree, grammar.ObservationCondition):
-            for seen in self._observations.observed:
-                if self._matches_observation(tree, seen):
-                    yield seen
+            observed = self._observations.observed
+            yield from (seen for seen in observed if self._matches_observation(tree, seen))
         elif isinstance(tree, grammar.FindingCondition):
-            for finding in self._observations.findings or ():
-                if self._matches_finding(tree, finding):
-                    yield finding
+            findings = self._observations.findings or ()
+            yield from (found for found in findings if self._matches_finding(tree, found))
 
     def _matches_observation(self, tree: grammar.ObservationCondition, seen: Observation) -> bool:
         if seen.kind != tree.kind or self._layer not in (None, seen.layer):

@@ -131,9 +131,7 @@ class ExpressionError(UsageError):
     ) -> None:
         underline = " " * _count_cells(text[:start]) + "^" * max(_count_cells(text[start:stop]), 1)
         super().__init__(f"{reason}\n  {_printable(text)}\n  {underline}", hint=hint)
-        self.reason = reason
-        self.text = text
-        self.start, self.stop = start, stop
+        self.reason, self.text, self.start, self.stop = reason, text, start, stop
 
     def with_location(self, where: str) -> ExpressionError:
         """Return the same error with the location of the expression, such as "file:line"."""
@@ -225,7 +223,7 @@ Leaf = Compare | ObservationCondition | FindingCondition
 def to_text(tree: Expression) -> str:
     """Return an expression as text, without redundant parentheses."""
     if isinstance(tree, Or):
-        return " or ".join(to_text(part) for part in tree.parts)
+        return " or ".join(map(to_text, tree.parts))
     if isinstance(tree, And):
         return " and ".join(_parenthesized(part, Or) for part in tree.parts)
     if isinstance(tree, Not):

@@ -13,13 +13,8 @@ from typing import Any
 from msgspec import Struct, field, structs
 from msgspec.structs import replace
 
-from flexinspect.breakpoints import grammar
-from flexinspect.breakpoints.evaluation import (
-    EvaluationResult,
-    StepObservations,
-    hit_reason,
-    observed_layer,
-)
+from flexinspect.breakpoints import evaluation, grammar
+from flexinspect.breakpoints.evaluation import EvaluationResult, StepObservations
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.core.text import did_you_mean
 
@@ -92,11 +87,11 @@ def make_hit(
     """Return the hit of a breakpoint whose condition holds for these observations."""
     values, layer = observations.values, result.layer
     if layer is None:
-        layer = observed_layer(met.expression, observations)
+        layer = evaluation.observed_layer(met.expression, observations)
     return BreakpointHit(
         id=met.info.id,
         condition=met.info.text,
-        reason=hit_reason(met.expression, observations, result),
+        reason=evaluation.hit_reason(met.expression, observations, result),
         generation=int(values.get("generation", 0)),
         branch=int(values.get("branch", 0)),
         step=int(values["step"]) if "step" in values else None,

@@ -23,8 +23,7 @@ IntArray = npt.NDArray[np.int32]
 BlockStates = npt.NDArray[np.uint8]
 Segments = Sequence[Segment]
 
-UNREACHABLE = 2**31 - 1
-"""A local start beyond every key (the largest int32, as kernels index in int32): an empty row."""
+UNREACHABLE = 2**31 - 1  # a local start beyond every key (the largest int32): an empty row
 
 BLOCK_SIZE = 128  # tokens per block of a block mask, the default of `create_block_mask`
 SEPARATOR_MODES = ("attached", "isolated")

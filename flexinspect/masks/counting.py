@@ -19,8 +19,7 @@ PackedMask = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Tiles = npt.NDArray[np.uint8]
 TILE = 8  # rows and keys of a tile, so that a byte of a packed row lies in one tile
-CHUNK_ROWS = 248
-"""Rows that are counted at once: fewer than 256, so that their sums fit into a byte."""
+CHUNK_ROWS = 248  # rows counted at once: fewer than 256, so that their sums fit into a byte
 
 _LEADING_BITS = np.array([0x00, 0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF], np.uint8)
 BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], np.uint8)

@@ -135,13 +135,11 @@ def _overlap(edges: IntArray, start: int, scale: int, n_pixels: int) -> npt.NDAr
 
 def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) -> Counts:
     """Return the number of cells per pixel in the row ranges (start, stop) of `known`."""
-    rows = np.zeros(grid.height, np.int64)
-    pixel = grid.row + grid.row_scale * np.arange(grid.height + 1)
-    for start, stop in known:
-        inside = np.minimum(pixel[1:], stop) - np.maximum(pixel[:-1], start)
-        rows += np.maximum(inside, 0)
-    edge = np.minimum(grid.key + grid.key_scale * np.arange(grid.width + 1), n_keys)
-    return rows[:, None] * np.diff(edge)[None]
+    rows = np.zeros((grid.height, 1))
+    for span in known:
+        rows += _overlap(np.array(span, np.int32), grid.row, grid.row_scale, grid.height)
+    keys = _overlap(np.array((0, n_keys), np.int32), grid.key, grid.key_scale, grid.width)
+    return (rows * keys.T).astype(np.int64)
 
 
 CLOSED, OPEN, UNKNOWN, LOST, LEAKED, BOTH, APPLIED = 0, 6, 7, 8, 9, 10, 11

@@ -40,8 +40,7 @@ class RuleContext:
 
     def __init__(self, find_mask: Callable[[str], MaskRecord | None] = lambda _: None) -> None:
         self._find_mask = find_mask
-        self.segments: tuple[Segment, ...] = ()
-        """The segments of the generation; the last one has no end."""
+        self.segments: tuple[Segment, ...] = ()  # of the generation; the last one has no end
         self._tokens: dict[int, TokenRecord] = {}
         self._masks: OrderedDict[str, MaskRecord] = OrderedDict()
         self._mask_bytes = 0

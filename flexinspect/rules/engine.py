@@ -1,10 +1,9 @@
 """The rule interface, the runner that applies rules to steps, and the catalog of rules.
 
-A rule is a class that takes no arguments. The built-in rules are listed in
-`flexinspect.core.plugins`; others register in the entry-point group `flexinspect.rules`. One object
-checks one run: records in, findings out, no I/O. Ordinary rules run for every step in the writer
-thread, so a step without findings must cost microseconds. Rules with `offline_only` run over a
-finished trace (see `flexinspect.analysis.offline_rules`).
+A rule is a class that takes no arguments, listed in `flexinspect.core.plugins` or registered in the
+entry-point group `flexinspect.rules`. One object checks one run: records in, findings out, no I/O.
+Ordinary rules run for every step in the writer thread, so a step without findings must cost
+microseconds; rules with `offline_only` run over a finished trace.
 """
 
 from __future__ import annotations
@@ -134,15 +133,12 @@ class Rule:
         `MAX_LISTED_POSITIONS` positions. `query` replaces the query of the kind; like that one it
         is SQL, or a name in `findings.toml`.
         """
-        generation = None if place is None else place.generation
-        if generation is None:
-            generation = self.context.generation.generation
-        sorted_layers = tuple(sorted(set(layers)))
+        generation, sorted_layers = getattr(place, "generation", None), tuple(sorted(set(layers)))
         found = Finding(
-            id=finding_id,
-            severity=severity or self.findings[finding_id].severity,
-            sentence=sentence,
-            generation=generation,
+            finding_id,
+            severity or self.findings[finding_id].severity,
+            sentence,
+            self.context.generation.generation if generation is None else generation,
             branch=getattr(place, "branch", 0),
             step=None if place is None else place.step,
             layer=sorted_layers[0] if sorted_layers else None,
@@ -292,22 +288,19 @@ class RuleRunner:
         self, findings: Iterable[Finding], failures: tuple[EventRecord, ...]
     ) -> RuleResults:
         """Split findings into new ones and repeats of a series that was reported before."""
-        new, repeats = [], {}
+        new, repeats, current = [], {}, self._context.generation.generation
         for finding in findings:
             key = (finding.generation, finding.branch, finding.id, finding.series)
             if finding.series and key in self._reported:
-                repeats[finding.id, finding.series] = self._make_repeat(finding)
-                continue
-            self._reported.add(key)
-            new.append(finding)
+                generation = None if finding.generation == current else finding.generation
+                repeat = Repeat(finding.id, finding.series, generation)
+                if self._kinds[finding.id].keeps_latest:
+                    repeat = replace(repeat, sentence=finding.sentence, evidence=finding.evidence)
+                repeats[finding.id, finding.series] = repeat
+            else:
+                self._reported.add(key)
+                new.append(finding)
         return RuleResults(tuple(new), tuple(repeats.values()), failures)
-
-    def _make_repeat(self, finding: Finding) -> Repeat:
-        current = self._context.generation.generation
-        generation = None if finding.generation == current else finding.generation
-        if not self._kinds[finding.id].keeps_latest:
-            return Repeat(finding.id, finding.series, generation)
-        return Repeat(finding.id, finding.series, generation, finding.sentence, finding.evidence)
 
 
 def _rule_name(rule: Rule) -> str:

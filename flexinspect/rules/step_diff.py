@@ -25,8 +25,7 @@ JUMP_FACTOR = 4.0  # a layer stands out if it adds this many times what the othe
 T = TypeVar("T")
 FindMask = Callable[[str], MaskRecord | None]
 FindMasks = tuple[FindMask, FindMask]
-RealPositions = npt.NDArray[np.bool_] | None
-"""Which positions are not padding, bool (positions,); None without padding."""
+RealPositions = npt.NDArray[np.bool_] | None  # positions that are not padding, bool (positions,)
 
 
 class LayerDifference(Struct, frozen=True):

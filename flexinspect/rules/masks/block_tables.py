@@ -283,8 +283,12 @@ class LengthsRule(Rule):
             sees_less = call.kv_len - 1 < self._lookback.get(call.layer, -1)
             if sees_less or previous.get(call.layer) == n_missing:
                 short.append(call)
-        if not short:
-            return
+        if short:
+            yield self._short_finding(step, short, previous)
+
+    def _short_finding(
+        self, step: StepRecord, short: Calls, previous: Mapping[int, int]
+    ) -> Finding:
         first, layers = short[0], layers_of(short)
         lookback = self._lookback.get(first.layer, -1)
         if first.kv_len - 1 < lookback:
@@ -304,7 +308,7 @@ class LengthsRule(Rule):
         facts["cached"] = step.kv_after
         facts["reach"] = {call.layer: self._lookback.get(call.layer) for call in short}
         id_, series = "lengths.layer-keys", ",".join(str(call.layer) for call in short)
-        yield self.finding(step, id_, sentence, layers, facts, series=series)
+        return self.finding(step, id_, sentence, layers, facts, series=series)
 
 
 def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -29,8 +29,7 @@ from flexinspect.rules.masks.mask_views import broadcast_rows, layers_of, slice_
 
 _MAX_EARLIER_SPECS = 8
 _MAX_MATCHING = 1024
-_MAX_ASSUMED_CELLS = 1 << 22
-"""Cells up to which a mask without recorded cells is made up and checked."""
+_MAX_ASSUMED_CELLS = 1 << 22  # up to this many, a mask without recorded cells is made up
 
 
 class _DifferingHeads(NamedTuple):
@@ -375,8 +374,7 @@ def _layers_series(layers: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, layers))}"
 
 
-_MIN_KIND_SHARE = 0.2
-"""At least this share of the layers (and two of them) may be a kind of layer by design."""
+_MIN_KIND_SHARE = 0.2  # this share of the layers (two or more) may be a kind by design
 
 
 def _join_groups(groups: Sequence[LayerGroup]) -> LayerGroup:
@@ -523,12 +521,7 @@ class SlidingWindowRule(Rule):
         mask, frame = self.context.mask(call.mask), call_frame(step, call)
         if mask is None or mask.cells is None or call.q_len != step.q_len:
             return []
-        cells = mask.cells
-        if call.q_len == 1:  # the whole cost of a decode step without findings
-            key = frame.q_offset - window - frame.kv_offset
-            is_inside = 0 <= key < cells.shape[2] and mask.uniform_rows is None
-            return [frame.q_offset] if is_inside and cells[:, -1, key].any() else []
-        rows = np.arange(call.q_len)
+        cells, rows = mask.cells, np.arange(call.q_len)
         keys = frame.q_offset + rows - window - frame.kv_offset
         inside = (keys >= 0) & (keys < cells.shape[2])
         rows, keys = rows[inside], keys[inside]

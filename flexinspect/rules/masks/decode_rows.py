@@ -19,12 +19,7 @@ from flexinspect.masks.algebra import Segments
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import (
-    RuleContext,
-    abbreviate_labels,
-    format_step_layers,
-    read_unpadded,
-)
+from flexinspect.rules.context import abbreviate_labels, format_step_layers, read_unpadded
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.mask_views import StepMaskView
@@ -150,7 +145,7 @@ class DecodingRule(Rule):
         """Return a finding for prompt rows that do not see themselves, in the layers with most."""
         strict: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
-            strict.setdefault(_self_blind_rows(view, self.context, step), []).append(view)
+            strict.setdefault(self._self_blind_rows(view, step), []).append(view)
         positions = max(strict, key=len, default=())
         if not positions or self._is_declared_closed(positions[0], positions[0]):
             return
@@ -322,27 +317,26 @@ class DecodingRule(Rule):
         grown = 0 if is_sliding else view.newest_key - prompt.newest_key
         return min(len(keys) + grown, view.newest_key + 1)
 
-
-def _self_blind_rows(view: StepMaskView, context: RuleContext, step: StepRecord) -> tuple[int, ...]:
-    """Return the positions of rows of a whole sequence that see keys, but not their own."""
-    n = view.cells.shape[1]
-    if n < 3 or view.newest_key + 1 != n or view.cells.shape[2] < n:
-        return ()
-    row = np.arange(n)
-    sees_itself = view.cells[:, row, row].any(axis=0)
-    if sees_itself.all():
-        return ()
-    blind = ~sees_itself & view.cells.any(axis=(0, 2))
-    if blind.any():
-        real = read_unpadded(step)
-        if real is None:
-            pad = declared_tokenizer(context.generation.declared).pad
-            tokens = [context.token(pos) for pos in range(step.kv_after)]
-            real = np.array([token is None or token.token_id != pad for token in tokens])
-        blind &= real if len(real) == n else True
-    if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
-        return ()  # not off by one: this layer sees only some keys
-    return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first_key_pos)
+    def _self_blind_rows(self, view: StepMaskView, step: StepRecord) -> tuple[int, ...]:
+        """Return the positions of rows of a whole sequence that see keys, but not their own."""
+        n = view.cells.shape[1]
+        if n < 3 or view.newest_key + 1 != n or view.cells.shape[2] < n:
+            return ()
+        row = np.arange(n)
+        sees_itself = view.cells[:, row, row].any(axis=0)
+        if sees_itself.all():
+            return ()
+        blind = ~sees_itself & view.cells.any(axis=(0, 2))
+        if blind.any():
+            real = read_unpadded(step)
+            if real is None:
+                pad = declared_tokenizer(self.context.generation.declared).pad
+                tokens = [self.context.token(pos) for pos in range(step.kv_after)]
+                real = np.array([token is None or token.token_id != pad for token in tokens])
+            blind &= real if len(real) == n else True
+        if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
+            return ()  # not off by one: this layer sees only some keys
+        return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first_key_pos)
 
 
 class RowRolesRule(Rule):

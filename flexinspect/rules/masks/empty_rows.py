@@ -20,8 +20,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import Calls, broadcast_rows, calls_by_mask, visited_blocks
 
 _MAX_NAMED_ROWS = 8  # rows of a standalone call that a sentence names
-_EMPTY_ROW_CHUNK = 256
-"""Rows that are copied at once, so that the copy of a large mask takes only a few MiB."""
+_EMPTY_ROW_CHUNK = 256  # rows copied at once, so that the copy of a large mask takes a few MiB
 
 
 class EmptyRows(Struct, frozen=True):
@@ -121,8 +120,7 @@ class EmptyRowsRule(Rule):
         if self.context.is_standalone:
             yield self._standalone_finding(step, part, calls[0])
             return
-        # All generated rows count as one. Otherwise a mask that is wrong for every decode row would
-        # be reported at every step.
+        # All generated rows count as one, so that such a mask is not reported at every step.
         key = (step.branch, part.heads != (), *(call.layer for call in calls))
         reported = self._reported.setdefault(key, set())
         n_prompt = self.context.n_prompt or step.kv_after

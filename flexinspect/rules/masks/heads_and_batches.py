@@ -22,8 +22,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import Calls, call_layers, format_mask_mod, layers_of
 
 KEYS_TILED_EVENT = "keys-tiled"
-_MAX_NAMED_HEADS = 8
-"""Up to this many heads with a mask of their own, a sentence names the KV head of each."""
+_MAX_NAMED_HEADS = 8  # up to this many, a sentence names the KV head of each head
 
 
 class HeadsRule(Rule):
@@ -117,12 +116,12 @@ class BatchRowsRule(Rule):
         mask = self.context.mask(str(data["mask"]))
         if not calls or mask is None:
             return
-        future = [row for row, n in enumerate(data["future"]) if n and not data["future"][0]]
+        future, severity = [row for row, n in enumerate(data["future"]) if n], None
         if mask.kind == "block" and data["made_for"] == 1:
-            finding_id, what = "mask.ignores-batch", _describe_ignored_batch(step, mask, data)
-        elif future and calls[0].causal is not False and step.q_len > 1:
-            n_pairs = sum(data["future"][row] for row in future)
-            finding_id = "mask.batch-future"
+            id_, what = "mask.ignores-batch", _describe_ignored_batch(step, mask, data)
+            severity = None if mask.compiled else Severity.WARNING
+        elif future and 0 not in future and calls[0].causal is not False and step.q_len > 1:
+            id_, n_pairs = "mask.batch-future", sum(data["future"])
             what = (
                 f"batch {_format_batch_rows(future)} of {data['batch']} "
                 f"{'sees' if len(future) == 1 else 'see'} the future ({plural(n_pairs, 'pair')} in "
@@ -132,16 +131,9 @@ class BatchRowsRule(Rule):
             return
         layers = call_layers(self.context, calls)
         where = format_step_layers(layers, step) if layers else "a standalone call"
-        is_unused = finding_id == "mask.ignores-batch" and not mask.compiled
+        sentence, rows = f"In {where} {what}.", (step.kv_before + int(data["first"][1]),)
         yield self.finding(
-            step,
-            finding_id,
-            f"In {where} {what}.",
-            severity=Severity.WARNING if is_unused else None,
-            layers=layers,
-            positions=(step.kv_before + int(data["first"][1]),),
-            evidence=data,
-            series=finding_id,
+            step, id_, sentence, layers, data, severity=severity, positions=rows, series=id_
         )
 
 
@@ -172,8 +164,7 @@ def _format_batch_rows(rows: Sequence[int]) -> str:
 
 
 _MAX_PADDED_POSITIONS = 8
-PadCounts = npt.NDArray[np.int64]
-"""Number of leading padding tokens, or another count of positions, (batch,)."""
+PadCounts = npt.NDArray[np.int64]  # leading padding tokens, or another count of positions, (batch,)
 
 
 class BatchPaddingRule(Rule):
@@ -257,15 +248,11 @@ class BatchPaddingRule(Rule):
             f"batch row {rows[0]} begins with {plural(n_pads, 'padding token')}, which its newest "
             f"row sees{source}."
         )
+        id_, severity = "mask.batch-padding", None if self._has_padding_mask else Severity.WARNING
+        keys = range(min(n_pads, _MAX_PADDED_POSITIONS))
+        facts = {"rows": list(rows), "pads": [int(pads[row]) for row in rows]}
         return self.finding(
-            step,
-            "mask.batch-padding",
-            sentence,
-            severity=None if self._has_padding_mask else Severity.WARNING,
-            layers=layers,
-            positions=range(min(n_pads, _MAX_PADDED_POSITIONS)),
-            evidence={"rows": list(rows), "pads": [int(pads[row]) for row in rows]},
-            series="mask.batch-padding",
+            step, id_, sentence, layers, facts, severity=severity, positions=keys, series=id_
         )
 
 

@@ -24,8 +24,7 @@ IntArray = npt.NDArray[np.int64]
 _DIFF_ROW_CHUNK = 256
 _UNBOUNDED = 1 << 30
 _SHIFTS = (-1, 1, -2, 2, -3, 3)
-_MAX_SHIFTED_CELLS = 1 << 24
-"""Up to this many cells, the mask is also compared with shifted copies of the declared mask."""
+_MAX_SHIFTED_CELLS = 1 << 24  # up to this many, cells are also compared with shifted specs
 
 
 class CellFrame(Struct, frozen=True):

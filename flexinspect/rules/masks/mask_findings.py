@@ -22,8 +22,7 @@ from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.masks.mask_difference import CAUSAL, MOVED, OPEN, WINDOW, CellDifference
 
-MASK_FUNCTION_EVENT = "mask-function"
-"""The event that a custom attention function has a mask function, which returned no mask."""
+MASK_FUNCTION_EVENT = "mask-function"  # a custom attention function's mask function gave none
 
 NO_MASK = "none"
 _MAX_LISTED_FUTURE_ROWS = 64

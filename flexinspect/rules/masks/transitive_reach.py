@@ -21,8 +21,7 @@ from flexinspect.rules.context import RuleContext, abbreviate_labels
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 
-PackedRows = npt.NDArray[np.uint64]
-"""Mask cells, 64 per word: (rows, words)."""
+PackedRows = npt.NDArray[np.uint64]  # mask cells, 64 per word: (rows, words)
 
 
 class TransitiveLeak(NamedTuple):

@@ -23,8 +23,7 @@ from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.empty_rows import count_readers
 from flexinspect.rules.masks.mask_views import NON_PROMPT_LABELS, StepMaskView
 
-MIN_ATTENTION_SHARE = 1e-4
-"""A segment that gets a smaller share than this of every newest row's attention gets a note."""
+MIN_ATTENTION_SHARE = 1e-4  # a segment gets a note if no newest row gives it more attention
 
 _READ_KINDS = (SegmentKind.PARAPHRASE, SegmentKind.SHARED)
 
@@ -137,8 +136,8 @@ class UnreadKeysRule(Rule):
             f"by no other row, in any of the {plural(n_layers, 'layer')} or any step: no later "
             f"token depends on {'it' if len(keys) == 1 else 'them'}."
         )
-        id_, facts = "mask.orphan-key", {"keys": len(keys), "rows": self._length}
-        facts["layers"] = n_layers
+        id_ = "mask.orphan-key"
+        facts = {"keys": len(keys), "rows": self._length, "layers": n_layers}
         return self.finding(None, id_, sentence, severity=severity, positions=keys, evidence=facts)
 
     def _drop_seen_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
