@@ -78,15 +78,10 @@ def _step_values(step: StepRecord) -> dict[str, Value]:
     token = next((token for token in step.tokens if token.step == step.step), None)
     logits, memory = step.logits, step.memory
     is_chosen = logits is not None and logits.chosen_id != UNKNOWN
+    names = ("step", "phase", "generation", "branch", "q_len", "wall_ms")
     values = {
-        "step": step.step,
-        "phase": step.phase,
-        "generation": step.generation,
-        "branch": step.branch,
-        "q_len": step.q_len,
-        "kv_len": step.kv_after,
-        "wall_ms": step.wall_ms,
-        **({"token": token.text, "token_id": token.token_id} if token is not None else {}),
+        **_attributes(step, *names, kv_len="kv_after"),
+        **_attributes(token, "token_id", token="text"),
         **_attributes(logits, entropy="entropy", margin="margin"),
         **(_attributes(logits, rank="chosen_rank", logprob="chosen_logprob") if is_chosen else {}),
         **_attributes(memory, *("rss", "kv_cache", "cuda_allocated", "cuda_reserved", "cuda_peak")),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -213,12 +214,8 @@ class RuleRunner:
         # Each standalone call is a generation of its own; a series may run over several of them.
         if not self._is_standalone:
             self._reported.clear()
-
-        def start(rule: Rule) -> Iterable[Finding]:
-            rule.on_generation_start(self._context)
-            return ()
-
-        return self._call_rules(start, f"the beginning of generation {generation.generation}")[1]
+        where = f"the beginning of generation {generation.generation}"
+        return self._call_rules(methodcaller("on_generation_start", self._context), where)[1]
 
     def on_step(self, step: StepRecord) -> StepRecord:
         """Return the step with its findings, and with an event for each rule that failed."""
@@ -234,10 +231,11 @@ class RuleRunner:
             findings, failures = self._run_step(record)
             return self._split_repeats(link_causes(findings), failures)
         if isinstance(record, EventRecord):
-            where = f"the event '{record.kind}'"
-            return self._split_repeats(*self._call_rules(lambda rule: rule.on_event(record), where))
-        where = f"the gradients of step {record.step}"
-        return self._split_repeats(*self._call_rules(lambda rule: rule.on_gradients(record), where))
+            call, where = methodcaller("on_event", record), f"the event '{record.kind}'"
+        else:
+            call = methodcaller("on_gradients", record)
+            where = f"the gradients of step {record.step}"
+        return self._split_repeats(*self._call_rules(call, where))
 
     def replay_parent_step(self, step: StepRecord) -> tuple[EventRecord, ...]:
         """Run the rules on a step of the parent branch for their state alone.

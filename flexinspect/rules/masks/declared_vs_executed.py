@@ -22,9 +22,8 @@ from flexinspect.records.prompt import SegmentKind, declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
-from flexinspect.rules.masks import mask_difference, mask_findings, mask_views
-from flexinspect.rules.masks.mask_difference import CellFrame
-from flexinspect.rules.masks.mask_findings import NO_MASK, LayerGroup, MaskCase
+from flexinspect.rules.masks import mask_findings, mask_views
+from flexinspect.rules.masks.mask_findings import NO_MASK, CellFrame, LayerGroup, MaskCase
 from flexinspect.rules.masks.mask_views import broadcast_rows, layers_of, slice_flags
 
 _MAX_EARLIER_SPECS = 8
@@ -150,7 +149,6 @@ class MasksRule(Rule):
         return replace(case, expected=f"the declared mask ({spec.name})")
 
     def _differs_only_in_bos(self, mask: MaskRecord, spec: MaskSpec, frame: CellFrame) -> bool:
-        """Return whether the cells differ from a spec only in which rows see the BOS."""
         # Conventions differ, and nothing can leak through the BOS, which sees only itself.
         if self._non_bos is None or spec.name == "causal":
             return False
@@ -197,11 +195,11 @@ class MasksRule(Rule):
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
         is_certain = mask.kind == NO_MASK or group.adds_bools
         cells, frame = differing.cells, differing.frame
-        if is_certain or not mask_difference.is_blockwise(case.found, cells, frame):
+        if is_certain or not mask_findings.is_blockwise(case.found, cells, frame):
             return case
-        is_open = case.pattern == mask_difference.OPEN
+        is_open = case.pattern == mask_findings.OPEN
         severity = Severity.WARNING if is_open else Severity.NOTE
-        return replace(case, pattern=mask_difference.OTHER, severity=severity)
+        return replace(case, pattern=mask_findings.OTHER, severity=severity)
 
     def _check_padding(self, group: LayerGroup, real: BoolArray) -> MaskCase | None:
         frame = call_frame(group.step, group.call)
@@ -244,10 +242,10 @@ class MasksRule(Rule):
 
     def _make_case(self, group: LayerGroup, differing: _DifferingHeads, spec: MaskSpec) -> MaskCase:
         heads, cells, frame = differing
-        found = mask_difference.find_difference(cells, spec, frame, self.context.segments)
-        pattern, amount = mask_difference.classify_pattern(cells, spec, frame, found)
+        found = mask_findings.find_difference(cells, spec, frame, self.context.segments)
+        pattern, amount = mask_findings.classify_pattern(cells, spec, frame, found)
         earlier = None
-        if pattern in (mask_difference.MOVED, mask_difference.OTHER) and group.step.q_len > 1:
+        if pattern in (mask_findings.MOVED, mask_findings.OTHER) and group.step.q_len > 1:
             others = (pair for pair in self._earlier_specs if pair[1] != spec)
             earlier = next((n for n, other in others if _matches(cells, other, frame)), None)
         pieces, segments = mask_findings.count_pieces(self.context, found)
@@ -359,15 +357,15 @@ class MasksRule(Rule):
 
 def _head_differs(cells: BoolArray, spec: MaskSpec | None, frame: CellFrame) -> bool:
     if spec is None:
-        return mask_difference.has_future_keys(cells, frame)
+        return mask_findings.has_future_keys(cells, frame)
     is_whole_row = len(cells) == 1 and frame.rows is None
-    if is_whole_row and mask_difference.row_matches_spec(cells[0], spec, frame):
+    if is_whole_row and mask_findings.row_matches_spec(cells[0], spec, frame):
         return False
     return not _matches(cells, spec, frame)
 
 
 def _matches(cells: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
-    return not mask_difference.count_wrong_cells(cells, spec, frame, limit=1)
+    return not mask_findings.count_wrong_cells(cells, spec, frame, limit=1)
 
 
 def _layers_series(layers: Sequence[int]) -> str:
@@ -457,7 +455,7 @@ def _case_severity(case: MaskCase, finding_id: str) -> Severity:
     if case.assumed:
         return Severity.WARNING
     is_row_0 = finding_id == "mask.lost" and case.group.step.q_len == 1 and found.n_open == 1
-    if is_row_0 and case.pattern != mask_difference.WINDOW and found.last_keys == [0]:
+    if is_row_0 and case.pattern != mask_findings.WINDOW and found.last_keys == [0]:
         return Severity.NOTE  # a decode row masked as row 0, which `decode.no-offset` reports
     return Severity.ERROR
 

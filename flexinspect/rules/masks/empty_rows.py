@@ -171,10 +171,8 @@ class EmptyRowsRule(Rule):
         self, step: StepRecord, part: EmptyRows, sentence: str, severity: Severity, **facts: Any
     ) -> Finding:
         id_, layers, facts = "mask.empty-row", facts.get("layers", ()), _rows_evidence(part) | facts
-        head, positions = (
-            part.heads[0] if len(part.heads) == 1 else None,
-            step.kv_before + part.rows,
-        )
+        head = part.heads[0] if len(part.heads) == 1 else None
+        positions = step.kv_before + part.rows
         return self.finding(
             step, id_, sentence, layers, facts, severity=severity, head=head, positions=positions
         )
