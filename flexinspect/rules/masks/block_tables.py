@@ -127,7 +127,7 @@ def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
     """Return the blocks in which a mask's tables and mask_mod disagree, None if they agree."""
     # Partial blocks without any open cell do not matter: the mask_mod closes their cells.
     visited, full = mask_views.visited_blocks(mask), mask.full
-    if visited is None or mask.kind != "block":
+    if visited is None or mask.kind != "block" or None in (mask.block_q, mask.block_kv):
         return None
     opened, cells, size_q, size_kv = mask.mask_mod_blocks, mask.cells, mask.block_q, mask.block_kv
     if not mask.compiled:  # the cells of an uncompiled call are those of its mask_mod

@@ -355,9 +355,9 @@ def count_readers(
 def _empty_blocks(mask: MaskRecord, bare: MaskRecord) -> tuple[EmptyRows, ...]:
     """Return the rows of block rows that the compiled kernel never visits."""
     visited = visited_blocks(mask)
-    if not mask.compiled or visited is None:
+    if not mask.compiled or visited is None or mask.block_q is None:
         return ()
-    rows = np.flatnonzero((~visited.any(axis=(0, 2))).repeat(mask.block_q or 1)[: mask.q_len])
+    rows = np.flatnonzero((~visited.any(axis=(0, 2))).repeat(mask.block_q)[: mask.q_len])
     averaged, n_heads = np.zeros(len(rows), np.bool_), len(visited)
     part = EmptyRows(bare, rows, mask.q_len - 1, None, averaged, n_heads=n_heads)
     return (part,) if len(rows) else ()

@@ -106,11 +106,8 @@ def format_mask_mod(mask: MaskRecord) -> str:
 
 
 def visited_blocks(mask: MaskRecord) -> BoolArray | None:
-    """Return which blocks are in the tables of a block mask, bool (heads, row blocks, key blocks).
-
-    None if the tables or the sizes of the blocks are not known.
-    """
-    if mask.partial is None or None in (mask.block_q, mask.block_kv):
+    """Return which blocks are in a mask's tables, bool (heads, row blocks, key blocks), or None."""
+    if mask.partial is None:
         return None
     return mask.partial if mask.full is None else mask.partial | mask.full
 
