@@ -118,8 +118,7 @@ def check_preset(name: str) -> None:
     )
 
 
-Interval = tuple[int, int]
-"""(prefix_stop, local_start): the visible keys are those below the first and from the second on."""
+Interval = tuple[int, int]  # prefix_stop, local_start: keys below the first and from the second on
 
 _ALL_KEYS: Interval = (0, 0)
 _UNRESTRICTED_KINDS = (SegmentKind.CUE, SegmentKind.GENERATED)

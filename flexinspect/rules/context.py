@@ -48,8 +48,7 @@ class RuleContext:
         self.declared_mask: DeclaredMask | None = None
         self.is_standalone = False
         self.shared_memory: dict[str, Any] = {}  # shared by the models of a run, by rule name
-        self.has_custom_mask_mod = False
-        """Whether the declared mask is a function of the user, whose intent is unknown."""
+        self.has_custom_mask_mod = False  # a function of the user, whose intent is unknown
 
     def start_generation(
         self, generation: GenerationRecord, *, is_standalone: bool = False

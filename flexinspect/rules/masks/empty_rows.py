@@ -170,11 +170,25 @@ class EmptyRowsRule(Rule):
     def _rows_finding(
         self, step: StepRecord, part: EmptyRows, sentence: str, severity: Severity, **facts: Any
     ) -> Finding:
-        id_, layers, facts = "mask.empty-row", facts.get("layers", ()), _rows_evidence(part) | facts
+        evidence = {
+            "mask": part.mask.fingerprint,
+            "rows": part.last + 1,
+            "empty": len(part.rows),
+            "heads": list(part.heads) or "all",
+            "read": None if part.readers is None else part.n_read,
+            "readers": None if part.readers is None else int(part.readers.max()),
+            "first_reader": part.first_reader_pos,
+            "newest": part.has_newest,
+            **facts,
+        }
+        id_, layers, positions = (
+            "mask.empty-row",
+            facts.get("layers", ()),
+            step.kv_before + part.rows,
+        )
         head = part.heads[0] if len(part.heads) == 1 else None
-        positions = step.kv_before + part.rows
         return self.finding(
-            step, id_, sentence, layers, facts, severity=severity, head=head, positions=positions
+            step, id_, sentence, layers, evidence, severity=severity, head=head, positions=positions
         )
 
     def _newly_read_findings(self, step: StepRecord) -> Findings:
@@ -224,19 +238,6 @@ def _empty_row_severity(part: EmptyRows, is_meant: bool) -> Severity:
     if part.has_newest:
         return Severity.ERROR
     return Severity.WARNING if part.n_read else Severity.NOTE
-
-
-def _rows_evidence(part: EmptyRows) -> dict[str, Any]:
-    return {
-        "mask": part.mask.fingerprint,
-        "rows": part.last + 1,
-        "empty": len(part.rows),
-        "heads": list(part.heads) or "all",
-        "read": None if part.readers is None else part.n_read,
-        "readers": None if part.readers is None else int(part.readers.max()),
-        "first_reader": part.first_reader_pos,
-        "newest": part.has_newest,
-    }
 
 
 def _format_row_output(call: CallRecord, part: EmptyRows, one: bool) -> str:

@@ -13,8 +13,7 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
 
-NON_PROMPT_LABELS = ("padding", "before watching")
-"""Labels of segments that the capture adds for positions outside of the prompt."""
+NON_PROMPT_LABELS = ("padding", "before watching")  # segments that the capture adds to a prompt
 
 
 Calls = Sequence[CallRecord]
