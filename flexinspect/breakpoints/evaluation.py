@@ -209,17 +209,14 @@ class _Evaluator:
     def evidence(self, tree: grammar.Leaf) -> Iterator[Observation | Finding]:
         """Yield the observations or findings that fulfil a condition; none for a comparison."""
         if isinstance(tree, grammar.ObservationCondition):
-            observed = self._observations.observed
-            yield from (seen for seen in observed if self._matches_observation(tree, seen))
+            pattern = tree.module_pattern
+            for seen in self._observations.observed:
+                is_here = seen.kind == tree.kind and self._layer in (None, seen.layer)
+                if is_here and (pattern is None or grammar.matches_module(pattern, seen.module)):
+                    yield seen
         elif isinstance(tree, grammar.FindingCondition):
             findings = self._observations.findings or ()
             yield from (found for found in findings if self._matches_finding(tree, found))
-
-    def _matches_observation(self, tree: grammar.ObservationCondition, seen: Observation) -> bool:
-        if seen.kind != tree.kind or self._layer not in (None, seen.layer):
-            return False
-        pattern = tree.module_pattern
-        return pattern is None or grammar.matches_module(pattern, seen.module)
 
     def _matches_finding(self, tree: grammar.FindingCondition, finding: Finding) -> bool:
         layers = finding.layers or (finding.layer,)

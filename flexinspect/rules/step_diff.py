@@ -171,12 +171,14 @@ def compare_steps(
     compared only where both steps computed the same rows over the same keys.
     """
     lengths = _compare_texts(f"{s.q_len} rows after {s.kv_before} keys" for s in (a, b))
+    of_a, of_b = ({one.layer: f"{one.path}, {one.dtype}" for one in s.calls} for s in (a, b))
+    paths = _layers_by_pair(of_a, of_b, of_a.keys() | of_b.keys(), "no call")
     difference = StepDifference(
         step=a.step,
         lengths=lengths,
         positions=_compare_positions(a, b),
         masks=() if lengths else _compare_masks(a, b, find_masks, real),
-        paths=_compare_paths(a, b),
+        paths=tuple(PathDifference(layers, *pair) for pair, layers in paths),
         layers=() if lengths else _compare_layers(a, b, real),
     )
     return replace(difference, **_compare_logits(a.logits, b.logits))
@@ -285,12 +287,6 @@ def _mask_difference(
     head = int(np.argmax(per_head > 0))
     row, kv = (int(n) for n in np.argwhere(differs[head])[0])
     return MaskDifference(layers, int(per_head[head]), (step.kv_before + row, kv_offset + kv))
-
-
-def _compare_paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
-    of_a, of_b = ({one.layer: f"{one.path}, {one.dtype}" for one in s.calls} for s in (a, b))
-    pairs = _layers_by_pair(of_a, of_b, of_a.keys() | of_b.keys(), "no call")
-    return tuple(PathDifference(layers, *pair) for pair, layers in pairs)
 
 
 def _compare_layers(

@@ -32,10 +32,9 @@ _MAX_ASSUMED_CELLS = 1 << 22  # up to this many, a mask without recorded cells i
 
 
 class _DifferingHeads(NamedTuple):
-    """The heads that differ from a mask, and the cells and the frame of the first one."""
+    """The heads that differ from a mask, and the cells of the first one."""
 
     heads: tuple[int, ...]
-    cells: BoolArray
     frame: CellFrame
 
 
@@ -143,7 +142,7 @@ class MasksRule(Rule):
         differing = self._find_differing_heads(group.mask, spec, frame)
         if differing is None or self._differs_only_in_bos(group.mask, spec, frame):
             return None
-        if frame.window and _matches(differing.cells, spec, replace(differing.frame, window=None)):
+        if frame.window and _matches(replace(differing.frame, window=None), spec):
             return None  # `mask.window-lost` reports that the layer's window is missing
         case = self._make_case(group, differing, spec)
         return replace(case, expected=f"the declared mask ({spec.name})")
@@ -194,8 +193,7 @@ class MasksRule(Rule):
         case.found.lost = 0
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
         is_certain = mask.kind == NO_MASK or group.adds_bools
-        cells, frame = differing.cells, differing.frame
-        if is_certain or not mask_findings.is_blockwise(case.found, cells, frame):
+        if is_certain or not mask_findings.is_blockwise(case.found, differing.frame):
             return case
         is_open = case.pattern == mask_findings.OPEN
         severity = Severity.WARNING if is_open else Severity.NOTE
@@ -228,26 +226,26 @@ class MasksRule(Rule):
             return None
         if self._unpadded is not None and frame.rows is None:
             frame = frame.select(self._unpadded, n_rows)
-        frames = [frame] * len(cells)
+        frames = [replace(frame, cells=each) for each in cells]
         if mask.uniform_rows is not None:  # averaged rows are not compared
             compared = ~np.broadcast_to(mask.uniform_rows[: len(cells)], (len(cells), n_rows))
             compared = compared if frame.rows is None else compared & frame.rows
-            frames = [replace(frame, rows=rows) for rows in compared]
-        heads = [n for n, each in enumerate(cells) if _head_differs(each, spec, frames[n])]
+            frames = [replace(f, rows=rows) for f, rows in zip(frames, compared, strict=True)]
+        heads = [n for n, each in enumerate(frames) if _head_differs(each, spec)]
         if heads:
-            return _DifferingHeads(tuple(heads), cells[heads[0]], frames[heads[0]])
+            return _DifferingHeads(tuple(heads), frames[heads[0]])
         if is_cached:
             self._matching.add(key)
         return None
 
     def _make_case(self, group: LayerGroup, differing: _DifferingHeads, spec: MaskSpec) -> MaskCase:
-        heads, cells, frame = differing
-        found = mask_findings.find_difference(cells, spec, frame, self.context.segments)
-        pattern, amount = mask_findings.classify_pattern(cells, spec, frame, found)
+        heads, frame = differing
+        found = mask_findings.find_difference(frame, spec, self.context.segments)
+        pattern, amount = mask_findings.classify_pattern(frame, spec, found)
         earlier = None
         if pattern in (mask_findings.MOVED, mask_findings.OTHER) and group.step.q_len > 1:
             others = (pair for pair in self._earlier_specs if pair[1] != spec)
-            earlier = next((n for n, other in others if _matches(cells, other, frame)), None)
+            earlier = next((n for n, other in others if _matches(frame, other)), None)
         pieces, segments = mask_findings.count_pieces(self.context, found)
         return MaskCase(
             self.context,
@@ -355,17 +353,17 @@ class MasksRule(Rule):
         )
 
 
-def _head_differs(cells: BoolArray, spec: MaskSpec | None, frame: CellFrame) -> bool:
+def _head_differs(frame: CellFrame, spec: MaskSpec | None) -> bool:
     if spec is None:
-        return mask_findings.has_future_keys(cells, frame)
-    is_whole_row = len(cells) == 1 and frame.rows is None
-    if is_whole_row and mask_findings.row_matches_spec(cells[0], spec, frame):
+        return mask_findings.has_future_keys(frame)
+    is_whole_row = len(frame.cells) == 1 and frame.rows is None
+    if is_whole_row and mask_findings.row_matches_spec(frame, spec):
         return False
-    return not _matches(cells, spec, frame)
+    return not _matches(frame, spec)
 
 
-def _matches(cells: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
-    return not mask_findings.count_wrong_cells(cells, spec, frame, limit=1)
+def _matches(frame: CellFrame, spec: MaskSpec) -> bool:
+    return not mask_findings.count_wrong_cells(frame, spec, limit=1)
 
 
 def _layers_series(layers: Sequence[int]) -> str:

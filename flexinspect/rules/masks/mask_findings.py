@@ -31,12 +31,16 @@ _SHIFTS = (-1, 1, -2, 2, -3, 3)
 _MAX_SHIFTED_CELLS = 1 << 24  # up to this many, cells are also compared with shifted specs
 
 
+_NO_CELLS = np.zeros((0, 0), np.bool_)
+
+
 class CellFrame(Struct, frozen=True):
     """The positions of a call's cells: row 0 is position `q_offset`, key 0 position `kv_offset`.
 
     The first `n_keys` columns hold keys; the columns after them are unwritten cache slots. `window`
     is the number of keys that a sliding layer sees. `rows`, bool (rows,), and `keys`,
-    bool (n_keys,), select what is compared (padding is not); None selects all.
+    bool (n_keys,), select what is compared (padding is not); None selects all. `cells` are those of
+    one head, bool (rows, keys).
     """
 
     q_offset: int
@@ -45,6 +49,7 @@ class CellFrame(Struct, frozen=True):
     window: int | None = None
     rows: BoolArray | None = None
     keys: BoolArray | None = None
+    cells: BoolArray = _NO_CELLS
 
     def select(self, flags: BoolArray, n_rows: int, *, fill: bool = True) -> CellFrame:
         """Return the frame of the rows and keys at the positions that are True in `flags`.
@@ -102,10 +107,10 @@ def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
     return MaskSpec(spec.name, (0, *(starts[i] for i in keep[1:])), head, low)
 
 
-def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
-    """Return whether a row, bool (keys,), matches a spec."""
+def row_matches_spec(frame: CellFrame, spec: MaskSpec) -> bool:
+    """Return whether the only row matches a spec."""
     # It counts keys, because this is the whole cost of a decode step without findings.
-    q_idx, first = frame.q_offset, frame.kv_offset
+    row, q_idx, first = frame.cells[0], frame.q_offset, frame.kv_offset
     region = spec.region(q_idx)
     begin = max(first, 0 if frame.window is None else q_idx + 1 - frame.window)
     head = max(min(spec.prefix_stops[region], q_idx + 1), begin)
@@ -117,12 +122,10 @@ def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
     return bool(inside + np.count_nonzero(row[low - first : q_idx + 1 - first]) == n_expected)
 
 
-def count_wrong_cells(
-    cells: BoolArray, spec: MaskSpec, frame: CellFrame, *, limit: int = _UNBOUNDED
-) -> int:
-    """Count cells, bool (rows, keys), that differ from a spec in rows with keys, up to `limit`."""
+def count_wrong_cells(frame: CellFrame, spec: MaskSpec, *, limit: int) -> int:
+    """Count cells that differ from a spec in rows with keys, up to `limit`."""
     n_wrong = 0
-    for _, ran, expected, counts in _iter_packed_rows(cells, spec, frame):
+    for _, ran, expected, counts in _iter_packed_rows(frame, spec):
         wrong = (ran ^ expected) & counts
         if wrong.any():
             n_wrong += int(BIT_COUNTS[wrong].sum(dtype=np.int64))
@@ -131,20 +134,20 @@ def count_wrong_cells(
     return n_wrong
 
 
-def has_future_keys(cells: BoolArray, frame: CellFrame) -> bool:
+def has_future_keys(frame: CellFrame) -> bool:
     """Return whether any row sees a key that comes after it."""
-    rows = _iter_packed_rows(cells, algebra.causal(), replace(frame, window=None))
+    rows = _iter_packed_rows(replace(frame, window=None), algebra.causal())
     return any((ran & ~past & counts).any() for _, ran, past, counts in rows)
 
 
 def _iter_packed_rows(
-    cells: BoolArray, spec: MaskSpec, frame: CellFrame
+    frame: CellFrame, spec: MaskSpec
 ) -> Iterator[tuple[int, PackedMask, PackedMask, PackedMask]]:
     """Yield chunks as (first row, packed rows, those of the spec, flags of cells to compare)."""
     keys = np.ones(frame.n_keys, np.bool_) if frame.keys is None else frame.keys
     counting, offset, window = np.packbits(keys), frame.kv_offset, frame.window
-    for start, stop in row_chunks(len(cells), _DIFF_ROW_CHUNK):
-        some = cells[start:stop]
+    for start, stop in row_chunks(len(frame.cells), _DIFF_ROW_CHUNK):
+        some = frame.cells[start:stop]
         sees: BoolArray = np.any(some, axis=1)
         if frame.rows is not None:
             sees &= frame.rows[start:stop]
@@ -154,13 +157,11 @@ def _iter_packed_rows(
         yield start, ran, expected, np.where(sees[:, None], counting, np.uint8(0))
 
 
-def find_difference(
-    cells: BoolArray, spec: MaskSpec, frame: CellFrame, segments: Segments
-) -> CellDifference:
-    """Return how cells, bool (rows, keys), differ from a spec; slow, for cells that do differ."""
+def find_difference(frame: CellFrame, spec: MaskSpec, segments: Segments) -> CellDifference:
+    """Return how cells differ from a spec; slow, for cells that do differ."""
     out = CellDifference(first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
-    for start, *packed in _iter_packed_rows(cells, spec, frame):
+    for start, *packed in _iter_packed_rows(frame, spec):
         ran, expected, counts = (
             np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_) for bits in packed
         )
@@ -208,33 +209,31 @@ def _add_leaked(out: CellDifference, rows: IntArray, keys: IntArray, segments: S
 OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other"
 
 
-def classify_pattern(
-    cells: BoolArray, spec: MaskSpec, frame: CellFrame, found: CellDifference
-) -> tuple[str, int]:
+def classify_pattern(frame: CellFrame, spec: MaskSpec, found: CellDifference) -> tuple[str, int]:
     """Return what ran instead of the spec: the pattern, and its shift or window (0 for others)."""
-    if len(cells) > 1 and not found.n_closed and found.future:
+    if len(frame.cells) > 1 and not found.n_closed and found.future:
         return OPEN, 0
-    if not count_wrong_cells(cells, algebra.causal(), frame, limit=1):
+    if not count_wrong_cells(frame, algebra.causal(), limit=1):
         return CAUSAL, 0
     window = replace(frame, window=found.nearest_lost)
-    if not found.leaked and not count_wrong_cells(cells, spec, window, limit=1):
+    if not found.leaked and not count_wrong_cells(window, spec, limit=1):
         return WINDOW, found.nearest_lost
-    if len(cells) > 1 and cells.size <= _MAX_SHIFTED_CELLS:
+    if len(frame.cells) > 1 and frame.cells.size <= _MAX_SHIFTED_CELLS:
         enough = max((found.lost + found.leaked) // 8, 1)
         for n in _SHIFTS:
-            if count_wrong_cells(cells, shift_spec(spec, n), frame, limit=enough) < enough:
+            if count_wrong_cells(frame, shift_spec(spec, n), limit=enough) < enough:
                 return MOVED, n
     return OTHER, 0
 
 
-def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> bool:
+def is_blockwise(found: CellDifference, frame: CellFrame) -> bool:
     """Return whether rows see the future in whole blocks: a prefix, or bidirectional segments."""
     # In a block, the last key that a row sees sees no further than itself, and sees that row. A
     # mask_mod with an offset that is one too large has rows whose last key sees further; one with
     # rows and keys swapped, or inverted, has rows that see the future but not the past.
     start = frame.q_offset - frame.kv_offset
-    n = max(min(len(cells), frame.n_keys - start), 0)
-    among = cells[:n, start : start + n]
+    n = max(min(len(frame.cells), frame.n_keys - start), 0)
+    among = frame.cells[:n, start : start + n]
     rows, keys = np.nonzero(np.triu(among, 1))
     counts = np.ones(len(rows), np.bool_)
     if frame.rows is not None:
