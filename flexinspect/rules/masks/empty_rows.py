@@ -181,11 +181,8 @@ class EmptyRowsRule(Rule):
             "newest": part.has_newest,
             **facts,
         }
-        id_, layers, positions = (
-            "mask.empty-row",
-            facts.get("layers", ()),
-            step.kv_before + part.rows,
-        )
+        id_, layers = "mask.empty-row", facts.get("layers", ())
+        positions = step.kv_before + part.rows
         head = part.heads[0] if len(part.heads) == 1 else None
         return self.finding(
             step, id_, sentence, layers, evidence, severity=severity, head=head, positions=positions
