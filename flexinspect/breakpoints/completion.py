@@ -18,6 +18,9 @@ _MODULE_PATTERNS = ("layers.*", "layers.*.self_attn", "layers.*.mlp", "lm_head")
 _CONNECTIVES = {"and": "both conditions hold", "or": "one condition holds"}
 
 
+Names = Collection[str]
+
+
 class Completion(NamedTuple):
     """A suggestion that replaces the text from `start` to `stop`, and its meaning."""
 
@@ -28,11 +31,7 @@ class Completion(NamedTuple):
 
 
 def complete(
-    text: str,
-    cursor: int,
-    *,
-    modules: Collection[str] = _MODULE_PATTERNS,
-    finding_ids: Collection[str] = (),
+    text: str, cursor: int, *, modules: Names = _MODULE_PATTERNS, finding_ids: Names = ()
 ) -> list[Completion]:
     """Return suggestions for the cursor; they replace the word that it is in or at the end of."""
     pieces = [(piece[0], piece.start()) for piece in _COMPLETION_TOKENS.finditer(text[:cursor])]
@@ -51,15 +50,12 @@ def complete(
     ]
 
 
-Suggestions = Iterable[tuple[str, str]]
+_Suggestions = Iterable[tuple[str, str]]
 
 
-def _suggestions(
-    before: list[str], modules: Collection[str], finding_ids: Collection[str]
-) -> Suggestions:
+def _suggestions(before: list[str], modules: Names, finding_ids: Names) -> _Suggestions:
     """Return the possible next words after these pieces, each with its meaning."""
-    last = before[-1] if before else ""
-    name = before[-2] if len(before) > 1 else ""
+    third, name, last = ["", "", "", *before][-3:]
     opened = [piece for piece in before if piece in "[]"]
     if opened and opened[-1] == "[":
         return grammar.OPTION_HELP.items()
@@ -69,7 +65,7 @@ def _suggestions(
         families = dict.fromkeys(f"{id_.partition('.')[0]}.*" for id_ in finding_ids)
         return [("*", "any"), *((pattern, "") for pattern in (*families, *finding_ids))]
     if last in grammar.COMPARISONS:
-        return _value_suggestions(before, name)
+        return _value_suggestions(name, third)
     if last in grammar.VALUE_NAMES:
         is_text = grammar.VALUE_NAMES[last].kind is grammar.ValueKind.TEXT
         operators = grammar.COMPARISONS[:2] if is_text else grammar.COMPARISONS
@@ -79,15 +75,15 @@ def _suggestions(
     if name == grammar.FINDING:
         return [(op, "a severity") for op in ("==", ">=")] + list(_CONNECTIVES.items())
     if _VALUE_START.match(last) or last == ")" or name in ("@", *grammar.COMPARISONS):
-        return [*_unit_suggestions(before), *_CONNECTIVES.items()]
+        return [*_unit_suggestions(third, last), *_CONNECTIVES.items()]
     words = [(word.name, word.help) for word in grammar.VALUE_NAMES.values()]
     finding = (grammar.FINDING, grammar.FINDING_HELP)
     negation = ("not", "a condition that does not hold")
     return [*words, *grammar.OBSERVATIONS.items(), finding, negation]
 
 
-def _value_suggestions(before: list[str], name: str) -> Suggestions:
-    if name == grammar.FINDING or (len(before) > 2 and before[-3] == grammar.FINDING):
+def _value_suggestions(name: str, before_name: str) -> _Suggestions:
+    if grammar.FINDING in (name, before_name):
         return [(severity, "a severity") for severity in grammar.SEVERITIES]
     word = grammar.VALUE_NAMES.get(name)
     if word is None:
@@ -95,10 +91,8 @@ def _value_suggestions(before: list[str], name: str) -> Suggestions:
     return [(grammar.quote(choice), "") for choice in word.choices]
 
 
-def _unit_suggestions(before: list[str]) -> Suggestions:
+def _unit_suggestions(name: str, number: str) -> _Suggestions:
     """Return units of memory after a number that a memory value is compared with."""
-    name = grammar.VALUE_NAMES.get(before[-3]) if len(before) > 2 else None
-    is_memory = (
-        name is not None and name.kind is grammar.ValueKind.BYTES and before[-1][:1].isdigit()
-    )
+    word = grammar.VALUE_NAMES.get(name)
+    is_memory = word is not None and word.kind is grammar.ValueKind.BYTES and number[:1].isdigit()
     return [(unit, "") for unit in grammar.UNITS if is_memory and unit.endswith("iB")]

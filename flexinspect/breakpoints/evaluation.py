@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -75,19 +75,13 @@ def observe_step(
 
 
 def _step_values(step: StepRecord) -> dict[str, Value]:
-    """Return the known values of a step, of its distribution, its token and its memory."""
     token = next((token for token in step.tokens if token.step == step.step), None)
     logits, memory = step.logits, step.memory
     is_chosen = logits is not None and logits.chosen_id != UNKNOWN
+    names = ("step", "phase", "generation", "branch", "q_len", "wall_ms")
     values = {
-        "step": step.step,
-        "phase": step.phase,
-        "generation": step.generation,
-        "branch": step.branch,
-        "q_len": step.q_len,
-        "kv_len": step.kv_after,
-        "wall_ms": step.wall_ms,
-        **({"token": token.text, "token_id": token.token_id} if token is not None else {}),
+        **_attributes(step, *names, kv_len="kv_after"),
+        **_attributes(token, "token_id", token="text"),
         **_attributes(logits, entropy="entropy", margin="margin"),
         **(_attributes(logits, rank="chosen_rank", logprob="chosen_logprob") if is_chosen else {}),
         **_attributes(memory, *("rss", "kv_cache", "cuda_allocated", "cuda_reserved", "cuda_peak")),
@@ -100,11 +94,9 @@ def _step_values(step: StepRecord) -> dict[str, Value]:
 def _layer_values(step: StepRecord) -> dict[int, dict[str, Value]]:
     found = defaultdict[int, dict[str, Value]](dict)
     for call in step.calls:
-        values = _attributes(call, "layer", "path", "q_len", "kv_len", gate="lse_error")
-        found[call.layer].update(values)
+        found[call.layer] |= _attributes(call, "layer", "path", "q_len", "kv_len", gate="lse_error")
     for stats in step.layer_stats:
-        values = _attributes(stats, "layer", "norm", "std", "mean", "min", "max")
-        found[stats.layer].update(values)
+        found[stats.layer] |= _attributes(stats, "layer", "norm", "std", "mean", "min", "max")
     return dict(found)
 
 
@@ -117,24 +109,20 @@ def _attributes(record: object | None, *same: str, **renamed: str) -> dict[str, 
 
 def _nonfinite_observations(step: StepRecord) -> list[Observation]:
     """Return the recorded NaNs and infinities, from the first layer to the logits."""
-    places: list[tuple[str, int | None, str, LayerStatRecord | LogitsRecord]] = [
-        *((stats.module, stats.layer, stats.module, stats) for stats in step.layer_stats),
-        *([("", None, "the logits", step.logits)] if step.logits is not None else []),
-    ]
+    places: list[tuple[str, int | None, LayerStatRecord | LogitsRecord]]
+    places = [(stats.module, stats.layer, stats) for stats in step.layer_stats]
+    places += [] if step.logits is None else [("", None, step.logits)]
+    fields = ((grammar.NAN, "n_nan", "NaN value"), (grammar.INF, "n_inf", "infinite value"))
     return [
-        Observation(kind, module, layer, f"{plural(n, f'{word} value')} in {place}")
-        for module, layer, place, counts in places
-        for kind, name, word in _NONFINITE
+        Observation(kind, module, layer, f"{plural(n, what)} in {module or 'the logits'}")
+        for module, layer, counts in places
+        for kind, name, what in fields
         if (n := getattr(counts, name))
     ]
 
 
-_NONFINITE = ((grammar.NAN, "n_nan", "NaN"), (grammar.INF, "n_inf", "infinite"))
-_CONDITION_OF_FINDING = {
-    "mask.empty-row": grammar.EMPTY_ROW,
-    "path.fallback": grammar.FALLBACK,
-    "path.bypass": grammar.FALLBACK,
-}
+_CONDITION_OF_FINDING = dict.fromkeys(("path.fallback", "path.bypass"), grammar.FALLBACK)
+_CONDITION_OF_FINDING["mask.empty-row"] = grammar.EMPTY_ROW
 """Findings that fulfil a condition which was not checked while the step ran."""
 
 
@@ -195,18 +183,18 @@ class _Evaluator:
             return _combine(map(self.evaluate, tree.parts), decides=False)
         if isinstance(tree, grammar.Or):
             return _combine(map(self.evaluate, tree.parts), decides=True)
-        if isinstance(tree, grammar.ObservationCondition):
-            return self._is_observed(tree)
+        if isinstance(tree, grammar.Compare):
+            sides = [self._value(tree.left), self._value(tree.right)]
+            unknown = next((side for side in sides if isinstance(side, Unknown)), None)
+            return _OPERATORS[tree.op](*sides) if unknown is None else unknown
+        if any(self.evidence(tree)):
+            return True
+        text, checked = grammar.to_text(tree), self._observations.checked
         if isinstance(tree, grammar.FindingCondition):
-            if self._observations.findings is None:
-                return Unknown((grammar.to_text(tree),))
-            return any(self._matches_finding(tree, each) for each in self._observations.findings)
-        return self._compare(tree)
-
-    def _compare(self, tree: grammar.Compare) -> bool | Unknown:
-        sides = [self._value(tree.left), self._value(tree.right)]
-        unknown = next((side for side in sides if isinstance(side, Unknown)), None)
-        return _OPERATORS[tree.op](*sides) if unknown is None else unknown
+            return False if self._observations.findings is not None else Unknown((text,))
+        # A record has the NaNs of layers and logits; other modules are checked by name.
+        is_checked = (text if tree.is_checked_by_name else tree.kind) in checked
+        return False if is_checked else Unknown((text,))
 
     def _value(self, operand: grammar.Operand | tuple[grammar.Operand, ...]) -> Any:
         """Return a value, an `Unknown` without one, or the values of a list."""
@@ -218,20 +206,17 @@ class _Evaluator:
             return operand.value * grammar.UNITS[operand.unit]
         return operand.value
 
-    def _is_observed(self, tree: grammar.ObservationCondition) -> bool | Unknown:
-        if any(self._matches_observation(tree, seen) for seen in self._observations.observed):
-            return True
-        # A record has the NaNs of layers and logits; other modules are checked by name.
-        by_name = tree.module_pattern is not None and tree.kind in (grammar.NAN, grammar.INF)
-        text = grammar.to_text(tree)
-        is_checked = (text if by_name else tree.kind) in self._observations.checked
-        return False if is_checked else Unknown((text,))
-
-    def _matches_observation(self, tree: grammar.ObservationCondition, seen: Observation) -> bool:
-        if seen.kind != tree.kind or self._layer not in (None, seen.layer):
-            return False
-        pattern = tree.module_pattern
-        return pattern is None or grammar.matches_module(pattern, seen.module)
+    def evidence(self, tree: grammar.Leaf) -> Iterator[Observation | Finding]:
+        """Yield the observations or findings that fulfil a condition; none for a comparison."""
+        if isinstance(tree, grammar.ObservationCondition):
+            pattern = tree.module_pattern
+            for seen in self._observations.observed:
+                is_here = seen.kind == tree.kind and self._layer in (None, seen.layer)
+                if is_here and (pattern is None or grammar.matches_module(pattern, seen.module)):
+                    yield seen
+        elif isinstance(tree, grammar.FindingCondition):
+            findings = self._observations.findings or ()
+            yield from (found for found in findings if self._matches_finding(tree, found))
 
     def _matches_finding(self, tree: grammar.FindingCondition, finding: Finding) -> bool:
         layers = finding.layers or (finding.layer,)
@@ -245,28 +230,12 @@ class _Evaluator:
         return _OPERATORS[tree.op](rank, limit)
 
 
-def _evidence_text(tree: grammar.Leaf, observations: StepObservations, layer: int | None) -> str:
-    """Return what made a condition true as text, empty if it is not true or is a comparison."""
-    evaluator = _Evaluator(observations, layer)
-    if isinstance(tree, grammar.ObservationCondition):
-        for seen in observations.observed:
-            if evaluator._matches_observation(tree, seen):
-                return seen.text
-    elif isinstance(tree, grammar.FindingCondition):
-        for finding in observations.findings or ():
-            if evaluator._matches_finding(tree, finding):
-                return f"{finding.id}: {finding.sentence}"
-    return ""
-
-
 def observed_layer(expression: grammar.Expression, observations: StepObservations) -> int | None:
     """Return the layer of the first observation that matches an expression, or None."""
     evaluator, conditions = _Evaluator(observations, None), grammar.observations_in(expression)
-    for seen in observations.observed:
-        matches = (evaluator._matches_observation(condition, seen) for condition in conditions)
-        if seen.layer is not None and any(matches):
-            return seen.layer
-    return None
+    matching = [seen for condition in conditions for seen in evaluator.evidence(condition)]
+    layers = (seen.layer for seen in observations.observed if seen in matching)
+    return next((layer for layer in layers if layer is not None), None)
 
 
 def _combine(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknown:
@@ -287,17 +256,19 @@ def hit_reason(
     expression: grammar.Expression, observations: StepObservations, result: EvaluationResult
 ) -> str:
     """Return where an expression holds, and why."""
-    layer, conditions = result.layer, grammar.leaves(expression)
-    evidence = (_evidence_text(leaf, observations, layer).rstrip(".") for leaf in conditions)
-    reasons = [text for text in dict.fromkeys(evidence) if text]
+    layer, evaluator = result.layer, _Evaluator(observations, result.layer)
+    first = (next(evaluator.evidence(leaf), None) for leaf in grammar.leaves(expression))
+    texts = (
+        found.text if isinstance(found, Observation) else f"{found.id}: {found.sentence}"
+        for found in first
+        if found is not None
+    )
+    reasons = [text for text in dict.fromkeys(text.rstrip(".") for text in texts) if text]
     values = observations.values_at(layer)
-    reasons += [
-        f"{name} {_format_value(name, values[name])}"
-        for name in grammar.value_names_in(expression)
-        if name not in _PLACE_NAMES and name in values
-    ]
-    token = observations.values.get("token")
-    if token is not None and "token" not in grammar.value_names_in(expression):
+    names, token = grammar.value_names_in(expression), observations.values.get("token")
+    shown = [name for name in names if name not in _PLACE_NAMES and name in values]
+    reasons += [f"{name} {_format_value(name, values[name])}" for name in shown]
+    if token is not None and "token" not in names:
         reasons.append(f"it chose {grammar.quote(str(token))}")
     where = describe_location(observations, layer)
     return ": ".join([grammar.to_text(expression), where, *filter(None, ["; ".join(reasons)])])

@@ -105,16 +105,8 @@ COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 KEYWORDS = ("and", "or", "not", "in")
 ALL_NAMES = (*VALUE_NAMES, *OBSERVATIONS, FINDING)
 
-UNITS = {
-    "B": 1,
-    "kB": 1000,
-    "KB": 1000,
-    "MB": 1000**2,
-    "GB": 1000**3,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-}
+_DECIMAL_UNITS = {"B": 1, "kB": 1000, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+UNITS = {**_DECIMAL_UNITS, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 OPTION_HELP = {
     "hits=": "stop from this hit on, for example hits=3",
@@ -139,9 +131,7 @@ class ExpressionError(UsageError):
     ) -> None:
         underline = " " * _count_cells(text[:start]) + "^" * max(_count_cells(text[start:stop]), 1)
         super().__init__(f"{reason}\n  {_printable(text)}\n  {underline}", hint=hint)
-        self.reason = reason
-        self.text = text
-        self.start, self.stop = start, stop
+        self.reason, self.text, self.start, self.stop = reason, text, start, stop
 
     def with_location(self, where: str) -> ExpressionError:
         """Return the same error with the location of the expression, such as "file:line"."""
@@ -194,6 +184,11 @@ class ObservationCondition(Struct, frozen=True):
     kind: str
     module_pattern: str | None = None
 
+    @property
+    def is_checked_by_name(self) -> bool:
+        """Whether the numbers of modules are checked, which a step's record does not have."""
+        return self.module_pattern is not None and self.kind in (NAN, INF)
+
 
 class FindingCondition(Struct, frozen=True):
     """A new finding whose id matches `pattern`, and whose severity satisfies `op`."""
@@ -228,7 +223,7 @@ Leaf = Compare | ObservationCondition | FindingCondition
 def to_text(tree: Expression) -> str:
     """Return an expression as text, without redundant parentheses."""
     if isinstance(tree, Or):
-        return " or ".join(to_text(part) for part in tree.parts)
+        return " or ".join(map(to_text, tree.parts))
     if isinstance(tree, And):
         return " and ".join(_parenthesized(part, Or) for part in tree.parts)
     if isinstance(tree, Not):
@@ -274,10 +269,8 @@ def leaves(tree: Expression) -> Iterator[Leaf]:
 
 def value_names_in(tree: Expression) -> tuple[str, ...]:
     """Return the value names in an expression, each once."""
-    parts = (
-        getattr(leaf, part, None) for leaf in leaves(tree) for part in ("left", "right", "name")
-    )
-    return tuple(dict.fromkeys(part.name for part in parts if isinstance(part, Name)))
+    sides = (getattr(leaf, side, None) for leaf in leaves(tree) for side in ("left", "right"))
+    return tuple(dict.fromkeys(side.name for side in sides if isinstance(side, Name)))
 
 
 def is_per_layer(tree: Expression) -> bool:
@@ -512,10 +505,8 @@ class _Parser:
         if not self._accept("@"):
             return ObservationCondition(token.value)
         if self._current.kind != "glob":
-            self._refuse(
-                "A module name is expected after @; * matches one part of it.",
-                hint=f"For example {token.value} @ layers.*.self_attn",
-            )
+            reason = "A module name is expected after @; * matches one part of it."
+            self._refuse(reason, hint=f"For example {token.value} @ layers.*.self_attn")
         if count_wildcards(self._current.value) > MAX_WILDCARDS:
             self._refuse(f"A module name has at most {MAX_WILDCARDS} wildcards.")
         return ObservationCondition(token.value, self._advance().value)
@@ -530,10 +521,8 @@ class _Parser:
                 self._refuse("No finding id matches this.", hint=hint)
             self._advance()
         elif not self._is_operator():
-            self._refuse(
-                "The id of a finding is expected after finding; * matches any text.",
-                hint="For example finding mask.*, or finding * >= warning",
-            )
+            reason = "The id of a finding is expected after finding; * matches any text."
+            self._refuse(reason, hint="For example finding mask.*, or finding * >= warning")
         if not self._is_operator():
             return FindingCondition(pattern)
         op, severity = self._advance().value, self._current
@@ -557,11 +546,8 @@ class _Parser:
             parts.append(Compare(left.operand, op, right.operand))
             left = right
         if not parts:
-            self._refuse(
-                f"{first.token.value or 'This'} is a value, not a condition.",
-                first.token,
-                hint="Compare it, for example entropy > 3.",
-            )
+            reason = f"{first.token.value or 'This'} is a value, not a condition."
+            self._refuse(reason, first.token, hint="Compare it, for example entropy > 3.")
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 
     def _membership(self, first: _Placed) -> Compare:
@@ -570,10 +556,7 @@ class _Parser:
         if not self._accept("("):
             whole = self._operand()
             if isinstance(whole.operand, Name):
-                if (
-                    not isinstance(first.operand, Text)
-                    or _kind(whole.operand) is not ValueKind.TEXT
-                ):
+                if not isinstance(first.operand, Text) or _kind(whole.operand) is not _TEXT:
                     reason = f"in {whole.operand.name} needs a text in quotes before it, and a name"
                     self._refuse(f"{reason} that is a text.", first.token, whole.token)
                 return Compare(first.operand, "in", whole.operand)
@@ -607,7 +590,6 @@ class _Parser:
         self._check_choice(other, left)
 
     def _check_choice(self, name: Operand, value: _Placed) -> None:
-        """Refuse a text that is not one of the name's choices."""
         if not isinstance(name, Name) or not isinstance(value.operand, Text):
             return
         choices, written = VALUE_NAMES[name.name].choices, value.operand.value
@@ -632,28 +614,20 @@ class _Parser:
             self._refuse("The expression ends where a name or a value is expected.")
         if token.kind != "number":
             self._refuse("A name or a value is expected here.")
-        number = self._parse_number(self._advance())
+        self._advance()
+        written = token.value.replace("_", "")
+        digits, number = written.lstrip("+-"), float(written)
+        if digits.isdecimal() and len(digits) <= _MAX_EXACT_DIGITS:
+            number = int(written)
+        elif math.isinf(number):
+            self._refuse("This is not a number.", token)
         unit = self._current
-        if unit.kind != "word" or unit.value in (
-            *KEYWORDS,
-            *VALUE_NAMES,
-            *OBSERVATIONS,
-        ):
+        if unit.kind != "word" or unit.value in (*KEYWORDS, *VALUE_NAMES, *OBSERVATIONS):
             return _Placed(token, Number(number))
         if unit.value not in UNITS:
             hint = did_you_mean(unit.value, UNITS, f"The units are {', '.join(UNITS)}.")
             self._refuse(f"{unit.value} is not a unit of memory.", hint=hint)
         return _Placed(token, Number(number, self._advance().value))
-
-    def _parse_number(self, token: _Token) -> float:
-        written = token.value.replace("_", "")
-        digits = written.lstrip("+-")
-        if digits.isdecimal() and len(digits) <= _MAX_EXACT_DIGITS:
-            return int(written)
-        value = float(written)
-        if math.isinf(value):
-            self._refuse("This is not a number.", token)
-        return value
 
     @property
     def _current(self) -> _Token:
@@ -691,10 +665,8 @@ class _Parser:
             self._refuse(f"Only {', '.join(OBSERVATIONS)} can be followed by @.")
         if self._is(")"):
             self._refuse("This parenthesis was never opened.")
-        self._refuse(
-            "The condition before this is complete: and, or, or the end is expected here.",
-            hint=did_you_mean(self._current.value, ("and", "or")),
-        )
+        reason = "The condition before this is complete: and, or, or the end is expected here."
+        self._refuse(reason, hint=did_you_mean(self._current.value, ("and", "or")))
 
     def _refuse_name(self, word: str) -> NoReturn:
         if word in (*KEYWORDS, *OBSERVATIONS, FINDING):

@@ -8,18 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct, field, structs
 from msgspec.structs import replace
 
-from flexinspect.breakpoints import grammar
-from flexinspect.breakpoints.evaluation import (
-    EvaluationResult,
-    StepObservations,
-    hit_reason,
-    observed_layer,
-)
+from flexinspect.breakpoints import evaluation, grammar
+from flexinspect.breakpoints.evaluation import EvaluationResult, StepObservations
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.core.text import did_you_mean
 
@@ -27,30 +22,24 @@ _BRACKETS = re.compile(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$")
 _OPTION = re.compile(r"[^\s,]+")
 
 
-class BreakpointOptions(NamedTuple):
-    """How a breakpoint stops: at every hit from number `hits` on (0 and 1: the first).
+_SWITCHES = {"once": ("once", True), "log": ("log_only", True), "off": ("is_enabled", False)}
+"""The field of `BreakpointInfo` that each option without a number sets, and its value."""
 
-    `once` disables it after its first stop, `log` records an event instead of stopping, and `off`
-    adds it disabled.
+
+def split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Split an expression and its options, as fields of `BreakpointInfo`.
+
+    Raises `ExpressionError`.
     """
-
-    hits: int = 0
-    once: bool = False
-    log: bool = False
-    off: bool = False
-
-
-def split_options(text: str) -> tuple[str, BreakpointOptions]:
-    """Split an expression and its options. Raises `ExpressionError`."""
     brackets = _BRACKETS.search(text)
     if brackets is None:
-        return text, BreakpointOptions()
-    hits, switches = 0, {}
+        return text, {}
+    options: dict[str, Any] = {}
     for word in _OPTION.finditer(brackets[1]):
         place = brackets.start(1) + word.start(), brackets.start(1) + word.end()
         name, equals, number = word[0].partition("=")
-        if not equals and name in ("once", "log", "off"):
-            switches[name] = True
+        if not equals and name in _SWITCHES:
+            field_name, options[field_name] = _SWITCHES[name]
         elif not equals or name not in ("hits", "ignore"):
             reason = f"{word[0]} is not an option of a breakpoint."
             known = (known.rstrip("=") for known in grammar.OPTION_HELP)
@@ -60,8 +49,8 @@ def split_options(text: str) -> tuple[str, BreakpointOptions]:
             reason, hint = "A number is expected after =.", "For example hits=3."
             raise grammar.ExpressionError(reason, text, *place, hint=hint)
         else:
-            hits = int(number) + (name == "ignore")
-    return text[: brackets.start()], BreakpointOptions(hits, **switches)
+            options["hits"] = int(number) + (name == "ignore")
+    return text[: brackets.start()], options
 
 
 class BreakpointHit(Struct, frozen=True):
@@ -93,20 +82,16 @@ class BreakpointHit(Struct, frozen=True):
 
 
 def make_hit(
-    breakpoint_: Breakpoint,
-    observations: StepObservations,
-    result: EvaluationResult,
-    *,
-    in_forward: bool,
+    met: Breakpoint, observations: StepObservations, result: EvaluationResult, *, in_forward: bool
 ) -> BreakpointHit:
     """Return the hit of a breakpoint whose condition holds for these observations."""
     values, layer = observations.values, result.layer
     if layer is None:
-        layer = observed_layer(breakpoint_.expression, observations)
+        layer = evaluation.observed_layer(met.expression, observations)
     return BreakpointHit(
-        id=breakpoint_.id,
-        condition=breakpoint_.text,
-        reason=hit_reason(breakpoint_.expression, observations, result),
+        id=met.info.id,
+        condition=met.info.text,
+        reason=evaluation.hit_reason(met.expression, observations, result),
         generation=int(values.get("generation", 0)),
         branch=int(values.get("branch", 0)),
         step=int(values["step"]) if "step" in values else None,
@@ -130,16 +115,6 @@ class Breakpoint(Struct, frozen=True):
     info: BreakpointInfo
     expression: grammar.Expression
     enabled_at: float = 0.0
-
-    @property
-    def id(self) -> int:
-        """The number of the breakpoint."""
-        return self.info.id
-
-    @property
-    def text(self) -> str:
-        """The condition as text."""
-        return self.info.text
 
 
 class BreakpointStore:
@@ -170,15 +145,10 @@ class BreakpointStore:
         expression = grammar.parse(condition)
         if self._finding_ids is not None and grammar.has_finding(expression):
             grammar.parse(condition, finding_ids=self._finding_ids() or None)
-        info = BreakpointInfo(
-            id=next(self._numbers),
-            text=grammar.to_text(expression),
-            is_enabled=not written.off,
-            hits=max(written.hits, hits),
-            once=written.once or once,
-            log_only=written.log or log_only,
-            note=_evaluation_note(expression),
-        )
+        options = {"once": once, "log_only": log_only, **written}
+        options["hits"] = max(written.get("hits", 0), hits)
+        text, note = grammar.to_text(expression), _evaluation_note(expression)
+        info = BreakpointInfo(next(self._numbers), text, note=note, **options)
         with self._lock:
             self._breakpoints[info.id] = Breakpoint(info, expression, time.time())
             self.version += 1
@@ -242,10 +212,8 @@ class BreakpointStore:
 
 
 def _evaluation_note(expression: grammar.Expression) -> str:
-    numbers = (
-        one for one in grammar.observations_in(expression) if one.kind in (grammar.NAN, grammar.INF)
-    )
-    if any(condition.module_pattern is not None for condition in numbers):
+    observations = grammar.observations_in(expression)
+    if any(one.is_checked_by_name for one in observations):
         return "evaluated at each of these modules, and after each step"
     if grammar.needs_calls(expression):
         return "evaluated at each attention call, and after each step"

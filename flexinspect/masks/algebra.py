@@ -21,9 +21,9 @@ from flexinspect.records.prompt import Segment, SegmentKind
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int32]
 BlockStates = npt.NDArray[np.uint8]
+Segments = Sequence[Segment]
 
-UNREACHABLE = 2**31 - 1
-"""A local start beyond every key (the largest int32, as kernels index in int32): an empty row."""
+UNREACHABLE = 2**31 - 1  # a local start beyond every key (the largest int32): an empty row
 
 BLOCK_SIZE = 128  # tokens per block of a block mask, the default of `create_block_mask`
 SEPARATOR_MODES = ("attached", "isolated")
@@ -45,13 +45,16 @@ class MaskSpec(Struct, frozen=True):
         """Return the region of a row."""
         return int(np.searchsorted(self.starts, q_idx, side="right")) - 1
 
+    def intervals(self, q_idx: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the prefix stop and the local start of each row."""
+        region = np.searchsorted(self.starts, q_idx, side="right") - 1
+        return np.asarray(self.prefix_stops)[region], np.asarray(self.local_starts)[region]
+
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
         """Return the mask, bool of shape (n_q, n_kv), for the rows from `q_offset` on."""
         q_idx = np.arange(q_offset, q_offset + n_q)[:, None]
         kv_idx = np.arange(q_offset + n_q if n_kv is None else n_kv)[None]
-        region = np.searchsorted(self.starts, q_idx, side="right") - 1
-        prefix_stop = np.asarray(self.prefix_stops)[region]
-        local_start = np.asarray(self.local_starts)[region]
+        prefix_stop, local_start = self.intervals(q_idx)
         mask: BoolArray = (kv_idx <= q_idx) & ((kv_idx < prefix_stop) | (kv_idx >= local_start))
         return mask
 
@@ -69,7 +72,7 @@ def causal() -> MaskSpec:
     return MaskSpec("causal", (0,), (0,), (0,))
 
 
-def preset(name: str, segments: Sequence[Segment], *, separators: str = "attached") -> MaskSpec:
+def preset(name: str, segments: Segments, *, separators: str = "attached") -> MaskSpec:
     """Return the mask of a preset for these segments.
 
     `separators` is `attached` (a separator belongs to the segment before it) or `isolated` (its
@@ -115,25 +118,24 @@ def check_preset(name: str) -> None:
     )
 
 
-Interval = tuple[int, int]
-"""(prefix_stop, local_start): the visible keys are those below the first and from the second on."""
+Interval = tuple[int, int]  # prefix_stop, local_start: keys below the first and from the second on
 
 _ALL_KEYS: Interval = (0, 0)
 _UNRESTRICTED_KINDS = (SegmentKind.CUE, SegmentKind.GENERATED)
 
 
-def _prefix(*kinds: SegmentKind) -> Callable[[Sequence[Segment], Segment], Interval]:
+def _prefix(*kinds: SegmentKind) -> Callable[[Segments, Segment], Interval]:
     return lambda segments, owner: _prefix_interval(_last_stop(segments, *kinds), owner)
 
 
-def _anchor_first(segments: Sequence[Segment], owner: Segment) -> Interval:
+def _anchor_first(segments: Segments, owner: Segment) -> Interval:
     anchors = [i for i, s in enumerate(segments) if s.kind is SegmentKind.PARAPHRASE][:1]
     anchor_stop = max((s.stop for s in segments if s.owner in anchors), default=0)
     prefix_stop = _last_stop(segments, SegmentKind.BOS, SegmentKind.SHARED)
     return _prefix_interval(max(anchor_stop, prefix_stop), owner)
 
 
-def _document(segments: Sequence[Segment], owner: Segment) -> Interval:
+def _document(segments: Segments, owner: Segment) -> Interval:
     bos_stop = _last_stop(segments, SegmentKind.BOS)
     if owner.kind in _UNRESTRICTED_KINDS:
         starts = (s.start for s in segments if s.kind is SegmentKind.PARAPHRASE)
@@ -141,7 +143,7 @@ def _document(segments: Sequence[Segment], owner: Segment) -> Interval:
     return _prefix_interval(bos_stop, owner)
 
 
-PRESETS: dict[str, Callable[[Sequence[Segment], Segment], Interval]] = {
+PRESETS: dict[str, Callable[[Segments, Segment], Interval]] = {
     "segment-isolation": _prefix(SegmentKind.BOS),
     "shared-prefix": _prefix(SegmentKind.BOS, SegmentKind.SHARED),
     "causal": lambda segments, owner: _ALL_KEYS,
@@ -153,7 +155,7 @@ other token, so nothing leaks through it. Rows of the cue and of generated text 
 before them, except in `document`, where they continue the last paraphrase."""
 
 
-def _last_stop(segments: Sequence[Segment], *kinds: SegmentKind) -> int:
+def _last_stop(segments: Segments, *kinds: SegmentKind) -> int:
     return max((segment.stop for segment in segments if segment.kind in kinds), default=0)
 
 
@@ -195,9 +197,8 @@ def block_tables(spec: MaskSpec, n_q: int, n_kv: int, *, q_offset: int = 0) -> B
 
     A block that extends beyond the mask is never full, as in `create_block_mask`.
     """
-    return stack_block_rows(
-        spec.dense(stop - start, n_kv, q_offset=q_offset + start) for start, stop in row_chunks(n_q)
-    )
+    chunks = ((stop - start, q_offset + start) for start, stop in row_chunks(n_q))
+    return stack_block_rows(spec.dense(n, n_kv, q_offset=first) for n, first in chunks)
 
 
 def row_block_tables(spec: MaskSpec, q_idx: int, n_kv: int) -> BlockTables:

@@ -1,24 +1,21 @@
 """One row of attention in numpy, from the arrays of a trace: its weights and its LSE check.
 
-The order of operations is the kernel's: scaled score, softcap, mask, softmax. A row is normalised
-with the log-sum-exp that the kernel returned, if it was recorded: the weights of visible keys then
-sum to 1 if mask, keys and scale are those of the kernel. The distance of the sum from 1 is the LSE
-check. It checks the whole row, not each key: it does not notice a wrong mask on a key with hardly
-any weight.
+A row is normalised with the kernel's own log-sum-exp, if it was recorded: the weights of visible
+keys then sum to 1 if mask, keys and scale are those of the kernel. The distance of the sum from 1
+is the LSE check. It does not notice a wrong mask on a key with hardly any weight.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.records.prompt import Segment
-from flexinspect.records.step import CallRecord
+from flexinspect.masks.algebra import Segments
+from flexinspect.records.step import Array, CallRecord
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -36,11 +33,6 @@ of the model, so its output differs from one recomputed in float32: by up to 0.0
 0.005 in float16, measured on seven model families with large scores. A different mask gives up to 1
 and more, but may give less.
 """
-
-
-def check_tolerance(kind: str | None, dtype: str) -> float:
-    """Return the value above which a check of this kind fails, for queries of this dtype."""
-    return _OUTPUT_TOLERANCE.get(dtype, LSE_TOLERANCE) if kind == "output" else LSE_TOLERANCE
 
 
 class LseCheck(Struct, frozen=True):
@@ -68,7 +60,8 @@ class LseCheck(Struct, frozen=True):
     @property
     def tolerance(self) -> float:
         """The largest value that rounding explains."""
-        return check_tolerance(self.kind, self.dtype)
+        is_lse = self.kind != "output"
+        return LSE_TOLERANCE if is_lse else _OUTPUT_TOLERANCE.get(self.dtype, LSE_TOLERANCE)
 
     def describe(self) -> str:
         """Return "LSE error 3e-06" or "not checked", with the tolerance if the value is coarse."""
@@ -120,10 +113,7 @@ def kv_head_of(head: int, q_heads: int, kv_heads: int) -> int:
 
 
 def row_scores(
-    query: npt.NDArray[Any],
-    keys: npt.NDArray[Any],
-    scale: float | None,
-    softcap: float | None = None,
+    query: Array, keys: Array, scale: float | None, softcap: float | None = None
 ) -> Floats:
     """Return the scores of `query` (width,) with `keys` (keys, width), float64 (keys,).
 
@@ -163,9 +153,7 @@ def entropy(weights: Floats) -> float:
         return max(float(-(weights * logs).sum()), 0.0)
 
 
-def attention_by_segment(
-    weights: Floats, segments: Sequence[Segment], first_pos: int = 0
-) -> Floats:
+def attention_by_segment(weights: Floats, segments: Segments, first_pos: int = 0) -> Floats:
     """Return the sum of the weights in each segment, float64 (segments,).
 
     `first_pos` is the position of key 0. The last segment also gets all keys after its end.

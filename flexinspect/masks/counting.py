@@ -19,8 +19,7 @@ PackedMask = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Tiles = npt.NDArray[np.uint8]
 TILE = 8  # rows and keys of a tile, so that a byte of a packed row lies in one tile
-CHUNK_ROWS = 248
-"""Rows that are counted at once: fewer than 256, so that their sums fit into a byte."""
+CHUNK_ROWS = 248  # rows counted at once: fewer than 256, so that their sums fit into a byte
 
 _LEADING_BITS = np.array([0x00, 0x80, 0xC0, 0xE0, 0xF0, 0xF8, 0xFC, 0xFE, 0xFF], np.uint8)
 BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], np.uint8)
@@ -70,13 +69,16 @@ def _pack_leading(stops: npt.NDArray[np.integer], n_keys: int) -> PackedMask:
     return rows
 
 
-class CellCounts(Struct, frozen=True):
+class CellCounts(Struct):
     """Counts of the cells of one kind, per row and per tile (`tiles` is None without any cell).
 
-    `first` is the first cell as (row of the counted part, key).
+    `first` is the first cell as (row of the counted part, key). Tiles are aligned to the mask grid:
+    row 0 is row `tile_offset` of its tile.
     """
 
     row_counts: npt.NDArray[np.int32]
+    n_keys: int
+    tile_offset: int
     tiles: Tiles | None = None
     first: tuple[int, int] | None = None
 
@@ -84,6 +86,23 @@ class CellCounts(Struct, frozen=True):
     def n(self) -> int:
         """Number of cells."""
         return int(self.row_counts.sum(dtype=np.int64))
+
+    def add(self, row: int, packed: PackedMask) -> None:
+        """Count a chunk of packed rows whose first row is `row`."""
+        ones = BIT_COUNTS[packed]
+        counts = ones.sum(axis=1, dtype=np.int32)
+        if not counts.any():
+            return
+        self.row_counts[row : row + len(packed)] = counts
+        if self.tiles is None:
+            n_rows = self.tile_offset + len(self.row_counts)
+            self.tiles = np.zeros((-(-n_rows // TILE), -(-self.n_keys // TILE)), np.uint8)
+            at = int(np.flatnonzero(counts)[0])
+            self.first = row + at, int(np.flatnonzero(np.unpackbits(packed[at]))[0])
+        tile = (self.tile_offset + row + np.arange(len(packed))) // TILE
+        edges = np.flatnonzero(np.diff(tile, prepend=-1))
+        sums = np.add.reduceat(ones, edges, axis=0, dtype=np.uint8)
+        self.tiles[tile[0] : tile[0] + len(sums)] += sums
 
 
 class MaskCounts(Struct, frozen=True):
@@ -107,15 +126,10 @@ class PositionGroups(Struct, frozen=True):
 
     starts: tuple[int, ...] = (0,)
 
-    def group_of(self, positions: IntArray) -> npt.NDArray[np.intp]:
+    def group_of(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
         """Return the group of each position."""
         group: npt.NDArray[np.intp] = np.searchsorted(self.starts, positions, side="right") - 1
         return np.maximum(group, 0)
-
-    def sum_by_group(self, columns: npt.NDArray[np.uint8]) -> Counts:
-        """Sum values per key over each group; returns int64 (groups,)."""
-        edges = np.minimum((*self.starts, len(columns)), len(columns))
-        return np.diff(np.concatenate(([0], np.cumsum(columns, dtype=np.int64)))[edges])
 
 
 def count_cells(
@@ -135,63 +149,23 @@ def count_cells(
     groups = groups or PositionGroups()
     n_rows = len(positions)
     names = ("open",) if declared is None else ("open", "lost", "leaked")
-    counter = {name: _CellCounter(n_rows, n_keys, first_row % TILE) for name in names}
+    offset = first_row % TILE
+    counts = {name: CellCounts(np.zeros(n_rows, np.int32), n_keys, offset) for name in names}
     columns = np.zeros(n_keys, np.int32)
     table = np.zeros((len(groups.starts), len(groups.starts)), np.int64)
-    of_row = groups.group_of(positions)
+    of_row, borders = groups.group_of(positions), np.minimum((*groups.starts, n_keys), n_keys)
     for row, packed in chunks:
-        counter["open"].add(row, packed)
-        _add_key_counts(columns, table, packed, of_row[row : row + len(packed)], groups)
+        counts["open"].add(row, packed)
+        bits = np.unpackbits(packed, axis=1, count=n_keys)
+        group = of_row[row : row + len(packed)]
+        edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
+        for start, stop in pairwise(edges):
+            sums = np.add.reduce(bits[start:stop], axis=0, dtype=np.uint8)
+            columns += sums
+            totals = np.concatenate(([0], np.cumsum(sums, dtype=np.int64)))
+            table[group[start]] += np.diff(totals[borders])
         if declared is not None:
             expected = declared(row, row + len(packed))
-            counter["lost"].add(row, expected & ~packed)
-            counter["leaked"].add(row, packed & ~expected)
-    return MaskCounts(
-        key_counts=columns, group_counts=table, **{name: c.result() for name, c in counter.items()}
-    )
-
-
-def _add_key_counts(
-    columns: npt.NDArray[np.int32],
-    table: Counts,
-    packed: PackedMask,
-    of_row: npt.NDArray[np.intp],
-    groups: PositionGroups,
-) -> None:
-    bits = np.unpackbits(packed, axis=1, count=len(columns))
-    edges = [0, *(np.flatnonzero(np.diff(of_row)) + 1).tolist(), len(of_row)]
-    for start, stop in pairwise(edges):
-        sums = np.add.reduce(bits[start:stop], axis=0, dtype=np.uint8)
-        columns += sums
-        table[of_row[start]] += groups.sum_by_group(sums)
-
-
-class _CellCounter:
-    """Counts cells of one kind chunk by chunk; tiles are allocated with the first cell."""
-
-    def __init__(self, n_rows: int, n_keys: int, phase: int) -> None:
-        self._tile_offset = phase
-        self._shape = (-(-(phase + n_rows) // TILE), -(-n_keys // TILE))
-        self._rows = np.zeros(n_rows, np.int32)
-        self._tiles: Tiles | None = None
-        self._first: tuple[int, int] | None = None
-
-    def add(self, row: int, packed: PackedMask) -> None:
-        """Count a chunk whose first row is `row`."""
-        ones = BIT_COUNTS[packed]
-        counts = ones.sum(axis=1, dtype=np.int32)
-        if not counts.any():
-            return
-        self._rows[row : row + len(packed)] = counts
-        if self._tiles is None:
-            self._tiles = np.zeros(self._shape, np.uint8)
-            at = int(np.flatnonzero(counts)[0])
-            self._first = row + at, int(np.flatnonzero(np.unpackbits(packed[at]))[0])
-        tile = (self._tile_offset + row + np.arange(len(packed))) // TILE
-        edges = np.flatnonzero(np.diff(tile, prepend=-1))
-        sums = np.add.reduceat(ones, edges, axis=0, dtype=np.uint8)
-        self._tiles[tile[0] : tile[0] + len(sums)] += sums
-
-    def result(self) -> CellCounts:
-        """Return the counts."""
-        return CellCounts(self._rows, self._tiles, self._first)
+            counts["lost"].add(row, expected & ~packed)
+            counts["leaked"].add(row, packed & ~expected)
+    return MaskCounts(key_counts=columns, group_counts=table, **counts)

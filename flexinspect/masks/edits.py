@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,10 @@ from msgspec.structs import replace
 
 from flexinspect.core.errors import MaskError
 from flexinspect.masks import algebra
-from flexinspect.masks.algebra import BoolArray, MaskSpec
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.masks.algebra import BoolArray, MaskSpec, Segments
+from flexinspect.records.prompt import SegmentKind
 
 OPEN_END = algebra.UNREACHABLE  # a `stop` beyond every position
-
-EDIT_HINT = (
-    "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', "
-    "'let SEGMENT [not] see SEGMENT', 'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
-)
 
 
 class BaseMask(Protocol):
@@ -118,23 +113,6 @@ class Edit(Struct, frozen=True):
         words = {None: (), True: ("open",), False: ("close",)}[self.is_open]
         return " ".join(map(str, (self.kind, *self.indices, *words)))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the edit as plain data."""
-        names, places = list(self.names), list(self.indices)
-        return {"kind": self.kind, "names": names, "places": places, "open": self.is_open}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Edit:
-        """Return the edit that `to_json` wrote. Raises `MaskError` if it is invalid."""
-        try:
-            is_open = data.get("open")
-            names = tuple(str(name) for name in data.get("names", ()))
-            indices = tuple(int(index) for index in data.get("places", ()))
-            is_open = None if is_open is None else bool(is_open)
-            return parse_edit(str(cls(str(data["kind"]), names, indices, is_open)))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise MaskError(f"{data!r} is not an edit of a mask.", hint=EDIT_HINT) from error
-
 
 _EDIT_PATTERNS: tuple[tuple[str, str], ...] = (
     ("preset", r"preset (\S+)"),
@@ -161,12 +139,12 @@ def parse_edit(text: str) -> Edit:
         *indices, verb = match.groups()
         is_open = None if verb is None else verb.lower() == "open"
         return Edit(kind, indices=tuple(map(int, indices)), is_open=is_open)
-    raise MaskError(f"'{text}' is not an edit of a mask.", hint=EDIT_HINT)
+    hint = "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', 'let SEGMENT [not] "
+    hint += "see SEGMENT', 'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
+    raise MaskError(f"'{text}' is not an edit of a mask.", hint=hint)
 
 
-def apply_edits(
-    edits: Sequence[Edit], mask: PatchedMask, segments: Sequence[Segment]
-) -> PatchedMask:
+def apply_edits(edits: Sequence[Edit], mask: PatchedMask, segments: Segments) -> PatchedMask:
     """Return the mask with edits applied in order.
 
     Raises `MaskError` for an unknown segment or preset, a key after its row, and edits that change
@@ -188,7 +166,7 @@ def apply_edits(
     return after
 
 
-def _drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _drop(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     number = find_segment(edit.names[0], segments)
     if segments[number].kind is SegmentKind.GENERATED:
         raise MaskError("The generated segment cannot be dropped: its rows choose the tokens.")
@@ -199,7 +177,7 @@ def _drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Ma
     return [MaskPatch(*rows, *keys, False) for keys in spans for rows in others]
 
 
-def _join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _join(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     first, second = (find_segment(name, segments) for name in edit.names)
     if first == second:
         raise MaskError(f"'{edit}' names one segment twice.")
@@ -207,7 +185,7 @@ def _join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Ma
     return [patch for pair in both for patch in _opening_patches(*pair, segments)]
 
 
-def _see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _see(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     query, key = (find_segment(name, segments) for name in edit.names)
     if segments[query].stop <= segments[key].start:
         raise MaskError(
@@ -219,38 +197,35 @@ def _see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[Mas
     return [replace(patch, is_open=edit.is_open is not False) for patch in patches]
 
 
-def _opening_patches(query: int, key: int, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _opening_patches(query: int, key: int, segments: Segments) -> list[MaskPatch]:
     """Return patches that let segment `query` attend to segment `key`, without later keys."""
     pairs = [(r, k) for r in _segment_spans(query, segments) for k in _segment_spans(key, segments)]
     return [MaskPatch(*rows, *keys, True) for rows, keys in pairs if keys[0] < rows[1]]
 
 
-def _cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
+def _cell(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     row, key = edit.indices
     if key > row:
         raise MaskError(f"Row {row} comes before key {key}, and a row attends to no later key.")
-    _check_row(row, segments)
-    is_open = edit.is_open
-    if is_open is None:
-        is_open = not mask.dense(1, row + 1, q_offset=row)[0, key]
-    return [MaskPatch(row, row + 1, key, key + 1, is_open)]
+    cells, is_open = _row_cells(row, mask, segments), edit.is_open
+    return [MaskPatch(row, row + 1, key, key + 1, not cells[key] if is_open is None else is_open)]
 
 
-def _row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> list[MaskPatch]:
-    row = edit.indices[0]
-    _check_row(row, segments)
-    is_open = edit.is_open
-    if is_open is None:
-        is_open = not mask.dense(1, row + 1, q_offset=row).all()
-    if is_open:
+def _row(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
+    row, is_open = edit.indices[0], edit.is_open
+    cells = _row_cells(row, mask, segments)
+    if not cells.all() if is_open is None else is_open:
         return [MaskPatch(row, row + 1, 0, row + 1, True)]
     itself = MaskPatch(row, row + 1, row, row + 1, True)
     return [MaskPatch(row, row + 1, 0, OPEN_END, False), itself]
 
 
-def _check_row(row: int, segments: Sequence[Segment]) -> None:
+def _row_cells(row: int, mask: PatchedMask, segments: Segments) -> BoolArray:
+    """Return the cells of a row, bool (row + 1,). Raises `MaskError` for a row after the last."""
     if segments and row >= segments[-1].stop:
         raise MaskError(f"There is no row {row}: the last row is {segments[-1].stop - 1}.")
+    cells: BoolArray = mask.dense(1, row + 1, q_offset=row)[0]
+    return cells
 
 
 _PATCHES_BY_KIND = {"drop": _drop, "join": _join, "see": _see, "cell": _cell, "row": _row}
@@ -271,7 +246,7 @@ def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
     return False
 
 
-def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
+def with_segment_labels(edit: Edit, segments: Segments) -> Edit:
     """Return the edit with segments named by label. Raises `MaskError` for an unknown segment."""
     if edit.kind == "preset":
         return edit
@@ -279,7 +254,7 @@ def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
     return replace(edit, names=labels)
 
 
-def find_segment(name: str, segments: Sequence[Segment]) -> int:
+def find_segment(name: str, segments: Segments) -> int:
     """Return the number of the segment with this label or number. Raises `MaskError`."""
     key = name.strip().lower()
     labels = [segment.label.lower() for segment in segments]
@@ -292,14 +267,12 @@ def find_segment(name: str, segments: Sequence[Segment]) -> int:
     raise MaskError(f"There is no segment '{name.strip()}'.", hint=hint)
 
 
-def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+def _segment_spans(number: int, segments: Segments) -> list[tuple[int, int]]:
     """Return the spans of a segment and its separators, merged where they are adjacent."""
-    owned = [s for index, s in enumerate(segments) if number in (index, s.owner)]
     spans: list[tuple[int, int]] = []
-    for segment in owned:
+    for segment in (s for index, s in enumerate(segments) if number in (index, s.owner)):
         stop = OPEN_END if segment.kind is SegmentKind.GENERATED else segment.stop
-        if spans and spans[-1][1] == segment.start:
-            spans[-1] = (spans[-1][0], stop)
-        else:
-            spans.append((segment.start, stop))
+        is_adjacent = bool(spans) and spans[-1][1] == segment.start
+        start = spans.pop()[0] if is_adjacent else segment.start
+        spans.append((start, stop))
     return spans

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.masks.algebra import IntArray
-from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask
+from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask, Tiles
 
 States = npt.NDArray[np.uint8]
 
@@ -78,15 +78,11 @@ def fold_rows(packed: PackedMask, first_row: int, grid: PixelGrid, out: Counts) 
 
 
 def _fold(
-    out: Counts,
-    values: npt.NDArray[np.uint8],
-    at: tuple[int, int],
-    start: tuple[int, int],
-    scale: tuple[int, int],
+    out: Counts, values: Tiles, at: tuple[int, int], start: tuple[int, int], scale: tuple[int, int]
 ) -> None:
     """Add `values`, whose first one is at `at`, to pixels of `scale` values from `start`."""
-    rows = _axis_pixels(at[0], values.shape[0], start[0], scale[0], out.shape[0])
-    keys = _axis_pixels(at[1], values.shape[1], start[1], scale[1], out.shape[1])
+    axes = zip(at, values.shape, start, scale, out.shape, strict=True)
+    rows, keys = (_axis_pixels(*axis) for axis in axes)
     if rows is None or keys is None:
         return
     (row_span, row_edges, row), (key_span, key_edges, key) = rows, keys
@@ -139,13 +135,11 @@ def _overlap(edges: IntArray, start: int, scale: int, n_pixels: int) -> npt.NDAr
 
 def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) -> Counts:
     """Return the number of cells per pixel in the row ranges (start, stop) of `known`."""
-    rows = np.zeros(grid.height, np.int64)
-    pixel = grid.row + grid.row_scale * np.arange(grid.height + 1)
-    for start, stop in known:
-        inside = np.minimum(pixel[1:], stop) - np.maximum(pixel[:-1], start)
-        rows += np.maximum(inside, 0)
-    edge = np.minimum(grid.key + grid.key_scale * np.arange(grid.width + 1), n_keys)
-    return rows[:, None] * np.diff(edge)[None]
+    rows = np.zeros((grid.height, 1))
+    for span in known:
+        rows += _overlap(np.array(span, np.int32), grid.row, grid.row_scale, grid.height)
+    keys = _overlap(np.array((0, n_keys), np.int32), grid.key, grid.key_scale, grid.width)
+    return (rows * keys.T).astype(np.int64)
 
 
 CLOSED, OPEN, UNKNOWN, LOST, LEAKED, BOTH, APPLIED = 0, 6, 7, 8, 9, 10, 11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -37,10 +38,9 @@ class RuleContext:
     `find_mask` looks up a mask that is no longer in memory (when a trace is read back).
     """
 
-    def __init__(self, find_mask: Callable[[str], MaskRecord | None] | None = None) -> None:
+    def __init__(self, find_mask: Callable[[str], MaskRecord | None] = lambda _: None) -> None:
         self._find_mask = find_mask
-        self.segments: tuple[Segment, ...] = ()
-        """The segments of the generation; the last one has no end."""
+        self.segments: tuple[Segment, ...] = ()  # of the generation; the last one has no end
         self._tokens: dict[int, TokenRecord] = {}
         self._masks: OrderedDict[str, MaskRecord] = OrderedDict()
         self._mask_bytes = 0
@@ -48,8 +48,7 @@ class RuleContext:
         self.declared_mask: DeclaredMask | None = None
         self.is_standalone = False
         self.shared_memory: dict[str, Any] = {}  # shared by the models of a run, by rule name
-        self.has_custom_mask_mod = False
-        """Whether the declared mask is a function of the user, whose intent is unknown."""
+        self.has_custom_mask_mod = False  # a function of the user, whose intent is unknown
 
     def start_generation(
         self, generation: GenerationRecord, *, is_standalone: bool = False
@@ -82,11 +81,9 @@ class RuleContext:
         """Return the mask with a fingerprint, or None if it is not known."""
         if fingerprint is None:
             return None
-        known = self._masks.get(fingerprint)
-        if known is None and self._find_mask is not None:
-            known = self._find_mask(fingerprint)
-            if known is not None:
-                self._cache_mask(known)
+        known = self._masks.get(fingerprint) or self._find_mask(fingerprint)
+        if known is not None:
+            self._cache_mask(known)
         return known
 
     def _cache_mask(self, mask: MaskRecord) -> None:
@@ -96,6 +93,12 @@ class RuleContext:
         self._mask_bytes += _mask_nbytes(mask)
         while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
             self._mask_bytes -= _mask_nbytes(self._masks.popitem(last=False)[1])
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id of the padding token, None if it is also that of the BOS or an EOS."""
+        tokenizer = prompt.declared_tokenizer(self.generation.declared)
+        return None if tokenizer.pad in (tokenizer.bos, *tokenizer.eos) else tokenizer.pad
 
     @property
     def n_prompt(self) -> int:
@@ -108,9 +111,12 @@ class RuleContext:
 
     def segment_at(self, pos: int) -> Segment | None:
         """Return the segment that holds a position, or None."""
-        segments = self.segments
-        holders = (s for s in segments if s.start <= pos and (s is segments[-1] or pos < s.stop))
+        holders = (s for s in self.segments if s.start <= pos < self._stop_of(s))
         return next(holders, None)
+
+    def _stop_of(self, segment: Segment) -> int:
+        """Return where a segment ends; the last one has no end."""
+        return sys.maxsize if segment is self.segments[-1] else segment.stop
 
     def format_position(self, pos: int) -> str:
         """Return `position 14 "What"`, without the text where the token is not known."""
@@ -131,14 +137,8 @@ class RuleContext:
 
     def labels_at(self, positions: Positions) -> list[str]:
         """Return the labels of the segments that hold some of the positions, in order."""
-        out = []
-        for segment in self.segments:
-            inside = positions >= segment.start
-            if segment is not self.segments[-1]:  # the last segment has no end
-                inside &= positions < segment.stop
-            if inside.any():
-                out.append(segment.label)
-        return out
+        spans = ((s.label, s.start, self._stop_of(s)) for s in self.segments)
+        return [a for a, start, stop in spans if ((positions >= start) & (positions < stop)).any()]
 
 
 def abbreviate_labels(labels: Sequence[str]) -> str:
@@ -164,14 +164,13 @@ def format_step_layers(layers: Iterable[int], step: StepRecord) -> str:
 
 
 def _find_declared_mask(generation: GenerationRecord) -> DeclaredMask | None:
-    spec = algebra.declared_spec(generation.declared)
+    spec, segments = algebra.declared_spec(generation.declared), generation.segments
     if spec is not None:
         return DeclaredMask(spec)
-    if _has_mask_declaration(generation):
+    n_paraphrases = sum(segment.kind is SegmentKind.PARAPHRASE for segment in segments)
+    if _has_mask_declaration(generation) or n_paraphrases < 2:
         return None
-    if sum(segment.kind is SegmentKind.PARAPHRASE for segment in generation.segments) < 2:
-        return None
-    return DeclaredMask(algebra.preset("segment-isolation", generation.segments), assumed=True)
+    return DeclaredMask(algebra.preset("segment-isolation", segments), assumed=True)
 
 
 def _has_mask_declaration(generation: GenerationRecord) -> bool:

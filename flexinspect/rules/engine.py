@@ -1,24 +1,24 @@
 """The rule interface, the runner that applies rules to steps, and the catalog of rules.
 
-A rule is a class that takes no arguments. The built-in rules are listed in
-`flexinspect.core.plugins`; others register in the entry-point group `flexinspect.rules`. One object
-checks one run: records in, findings out, no I/O. Ordinary rules run for every step in the writer
-thread, so a step without findings must cost microseconds. Rules with `offline_only` run over a
-finished trace (see `flexinspect.analysis.offline_rules`).
+A rule is a class that takes no arguments, listed in `flexinspect.core.plugins` or registered in the
+entry-point group `flexinspect.rules`. One object checks one run: records in, findings out, no I/O.
+Ordinary rules run for every step in the writer thread, so a step without findings must cost
+microseconds; rules with `offline_only` run over a finished trace.
 """
 
 from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from flexinspect.core import plugins
@@ -27,6 +27,8 @@ from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.rules.context import RuleContext
+
+Findings = Iterator[Finding]
 
 
 class FindingKind(Struct, frozen=True):
@@ -55,12 +57,9 @@ def _read_findings_file() -> dict[str, dict[str, Any]]:
 
 def finding_kinds(*ids: str) -> dict[str, FindingKind]:
     """Return the kinds of these ids, as `findings.toml` describes them."""
-    kinds = {}
-    for id_ in ids:
-        fields = dict(_read_findings_file()[id_])
-        severity, query = Severity(fields.pop("severity")), _find_query(fields.pop("query"))
-        kinds[id_] = FindingKind(severity, **fields, query=query)
-    return kinds
+    described = {id_: _read_findings_file()[id_] for id_ in ids}
+    complete = {id_: {**f, "query": _find_query(f["query"])} for id_, f in described.items()}
+    return convert(complete, dict[str, FindingKind])
 
 
 def _find_query(query: str) -> str:
@@ -89,8 +88,12 @@ class Rule:
     context: RuleContext
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the state of the last generation; the steps of `context.generation` follow."""
+        """Begin a generation, whose steps follow; see `reset`."""
         self.context = context
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the state of the last generation; `context.generation` is the new one."""
 
     def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Return the findings of a step. Steps come in order, each once."""
@@ -116,12 +119,12 @@ class Rule:
         place: StepRecord | EventRecord | GradientRecord | None,
         finding_id: str,
         sentence: str,
+        layers: Iterable[int] = (),
+        evidence: Mapping[str, Any] | None = None,
         *,
         severity: Severity | None = None,
-        layers: Iterable[int] = (),
         head: int | None = None,
         positions: Iterable[int] = (),
-        evidence: Mapping[str, Any] | None = None,
         series: str = "",
         query: str = "",
     ) -> Finding:
@@ -131,15 +134,12 @@ class Rule:
         `MAX_LISTED_POSITIONS` positions. `query` replaces the query of the kind; like that one it
         is SQL, or a name in `findings.toml`.
         """
-        generation = None if place is None else place.generation
-        if generation is None:
-            generation = self.context.generation.generation
-        sorted_layers = tuple(sorted(set(layers)))
+        generation, sorted_layers = getattr(place, "generation", None), tuple(sorted(set(layers)))
         found = Finding(
-            id=finding_id,
-            severity=severity or self.findings[finding_id].severity,
-            sentence=sentence,
-            generation=generation,
+            finding_id,
+            severity or self.findings[finding_id].severity,
+            sentence,
+            self.context.generation.generation if generation is None else generation,
             branch=getattr(place, "branch", 0),
             step=None if place is None else place.step,
             layer=sorted_layers[0] if sorted_layers else None,
@@ -214,12 +214,8 @@ class RuleRunner:
         # Each standalone call is a generation of its own; a series may run over several of them.
         if not self._is_standalone:
             self._reported.clear()
-
-        def start(rule: Rule) -> Iterable[Finding]:
-            rule.on_generation_start(self._context)
-            return ()
-
-        return self._call_rules(start, f"the beginning of generation {generation.generation}")[1]
+        where = f"the beginning of generation {generation.generation}"
+        return self._call_rules(methodcaller("on_generation_start", self._context), where)[1]
 
     def on_step(self, step: StepRecord) -> StepRecord:
         """Return the step with its findings, and with an event for each rule that failed."""
@@ -231,15 +227,15 @@ class RuleRunner:
 
     def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> RuleResults:
         """Run the rules on a step, on an event outside of the steps, or on a token's gradients."""
+        if isinstance(record, StepRecord):
+            findings, failures = self._run_step(record)
+            return self._split_repeats(link_causes(findings), failures)
         if isinstance(record, EventRecord):
-            where = f"the event '{record.kind}'"
-            return self._split_repeats(*self._call_rules(lambda rule: rule.on_event(record), where))
-        if isinstance(record, GradientRecord):
+            call, where = methodcaller("on_event", record), f"the event '{record.kind}'"
+        else:
+            call = methodcaller("on_gradients", record)
             where = f"the gradients of step {record.step}"
-            call = self._call_rules(lambda rule: rule.on_gradients(record), where)
-            return self._split_repeats(*call)
-        findings, failures = self._run_step(record)
-        return self._split_repeats(link_causes(findings), failures)
+        return self._split_repeats(*self._call_rules(call, where))
 
     def replay_parent_step(self, step: StepRecord) -> tuple[EventRecord, ...]:
         """Run the rules on a step of the parent branch for their state alone.
@@ -290,22 +286,19 @@ class RuleRunner:
         self, findings: Iterable[Finding], failures: tuple[EventRecord, ...]
     ) -> RuleResults:
         """Split findings into new ones and repeats of a series that was reported before."""
-        new, repeats = [], {}
+        new, repeats, current = [], {}, self._context.generation.generation
         for finding in findings:
             key = (finding.generation, finding.branch, finding.id, finding.series)
             if finding.series and key in self._reported:
-                repeats[finding.id, finding.series] = self._make_repeat(finding)
-                continue
-            self._reported.add(key)
-            new.append(finding)
+                generation = None if finding.generation == current else finding.generation
+                repeat = Repeat(finding.id, finding.series, generation)
+                if self._kinds[finding.id].keeps_latest:
+                    repeat = replace(repeat, sentence=finding.sentence, evidence=finding.evidence)
+                repeats[finding.id, finding.series] = repeat
+            else:
+                self._reported.add(key)
+                new.append(finding)
         return RuleResults(tuple(new), tuple(repeats.values()), failures)
-
-    def _make_repeat(self, finding: Finding) -> Repeat:
-        current = self._context.generation.generation
-        generation = None if finding.generation == current else finding.generation
-        if not self._kinds[finding.id].keeps_latest:
-            return Repeat(finding.id, finding.series, generation)
-        return Repeat(finding.id, finding.series, generation, finding.sentence, finding.evidence)
 
 
 def _rule_name(rule: Rule) -> str:

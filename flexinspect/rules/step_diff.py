@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import read_unpadded
@@ -23,8 +24,8 @@ ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16"
 JUMP_FACTOR = 4.0  # a layer stands out if it adds this many times what the others add on average
 T = TypeVar("T")
 FindMask = Callable[[str], MaskRecord | None]
-RealPositions = npt.NDArray[np.bool_] | None
-"""Which positions are not padding, bool (positions,); None without padding."""
+FindMasks = tuple[FindMask, FindMask]
+RealPositions = npt.NDArray[np.bool_] | None  # positions that are not padding, bool (positions,)
 
 
 class LayerDifference(Struct, frozen=True):
@@ -140,7 +141,7 @@ class RunDifference(Struct, frozen=True):
 def compare_runs(
     a: Iterable[StepRecord],
     b: Iterable[StepRecord],
-    find_masks: tuple[FindMask, FindMask],
+    find_masks: FindMasks,
     real: RealPositions = None,
 ) -> RunDifference:
     """Compare the steps of two runs of the same prompt; `real` defaults to that of the first."""
@@ -162,11 +163,7 @@ def real_positions(step: StepRecord) -> RealPositions:
 
 
 def compare_steps(
-    a: StepRecord,
-    b: StepRecord,
-    find_masks: tuple[FindMask, FindMask],
-    *,
-    real: RealPositions = None,
+    a: StepRecord, b: StepRecord, find_masks: FindMasks, *, real: RealPositions = None
 ) -> StepDifference:
     """Return the differences between two steps that received the same tokens.
 
@@ -174,21 +171,17 @@ def compare_steps(
     compared only where both steps computed the same rows over the same keys.
     """
     lengths = _compare_texts(f"{s.q_len} rows after {s.kv_before} keys" for s in (a, b))
-    entered, left, logit_change = _compare_candidates(a.logits, b.logits)
-    id_a, id_b = _chosen_id(a), _chosen_id(b)
-    return StepDifference(
+    of_a, of_b = ({one.layer: f"{one.path}, {one.dtype}" for one in s.calls} for s in (a, b))
+    paths = _layers_by_pair(of_a, of_b, of_a.keys() | of_b.keys(), "no call")
+    difference = StepDifference(
         step=a.step,
-        tokens=None if id_a is None or id_b is None else (id_a, id_b),
-        logits=logit_change,
-        margins=(a.logits.margin, b.logits.margin) if a.logits and b.logits else None,
-        entered=entered,
-        left=left,
         lengths=lengths,
         positions=_compare_positions(a, b),
         masks=() if lengths else _compare_masks(a, b, find_masks, real),
-        paths=_compare_paths(a, b),
+        paths=tuple(PathDifference(layers, *pair) for pair, layers in paths),
         layers=() if lengths else _compare_layers(a, b, real),
     )
+    return replace(difference, **_compare_logits(a.logits, b.logits))
 
 
 def rounding_limit(a: StepRecord, b: StepRecord) -> float:
@@ -216,45 +209,39 @@ def _compare_texts(texts: Iterable[str]) -> str:
 
 
 def _compare_positions(a: StepRecord, b: StepRecord) -> str:
-    if a.inputs is None or b.inputs is None or not (a.inputs.positions and b.inputs.positions):
-        return ""
-    return _compare_texts(_format_runs(inputs.positions) for inputs in (a.inputs, b.inputs))
+    texts = [
+        ", ".join(f"{first}-{first + n - 1}" if n > 1 else f"{first}" for first, n in runs)
+        for runs in (step.inputs.positions if step.inputs else () for step in (a, b))
+    ]
+    return _compare_texts(texts) if all(texts) else ""
 
 
-def _format_runs(positions: Sequence[tuple[int, int]]) -> str:
-    """Return runs of position ids as `0-4, 0-5`."""
-    return ", ".join(f"{first}-{first + n - 1}" if n > 1 else f"{first}" for first, n in positions)
-
-
-def _chosen_id(step: StepRecord) -> int | None:
-    if step.logits is None:
-        return None
-    best = step.logits.candidates[0].token_id if step.logits.candidates else None
-    return best if step.logits.chosen_id == UNKNOWN else step.logits.chosen_id
-
-
-def _compare_candidates(
-    a: LogitsRecord | None, b: LogitsRecord | None
-) -> tuple[tuple[int, ...], tuple[int, ...], float | None]:
-    """Return the candidates of B only, those of A only, and the largest change of a logit."""
+def _compare_logits(a: LogitsRecord | None, b: LogitsRecord | None) -> dict[str, Any]:
+    """Return the fields of `StepDifference` about tokens and logits."""
     if a is None or b is None:
-        return (), (), None
+        return {}
     one, other = ({c.token_id: c.logit for c in logits.candidates} for logits in (a, b))
     changes = (abs(one[id_] - other[id_]) for id_ in one if id_ in other)
-    entered = tuple(id_ for id_ in other if id_ not in one)
-    left = tuple(id_ for id_ in one if id_ not in other)
-    return entered, left, max(filter(math.isfinite, changes), default=None)
+    chosen = [
+        next(iter(candidates), None) if logits.chosen_id == UNKNOWN else logits.chosen_id
+        for logits, candidates in ((a, one), (b, other))
+    ]
+    return {
+        "tokens": None if None in chosen else tuple(chosen),
+        "logits": max(filter(math.isfinite, changes), default=None),
+        "margins": (a.margin, b.margin),
+        "entered": tuple(id_ for id_ in other if id_ not in one),
+        "left": tuple(id_ for id_ in one if id_ not in other),
+    }
 
 
 def _compare_masks(
-    a: StepRecord, b: StepRecord, find_masks: tuple[FindMask, FindMask], real: RealPositions
+    a: StepRecord, b: StepRecord, find_masks: FindMasks, real: RealPositions
 ) -> tuple[MaskDifference, ...]:
     """Return the layers whose executed masks differ, grouped by their pair of masks."""
     of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
-    differences = (
-        _mask_difference(layers, pair, find_masks, a, real)
-        for pair, layers in _layers_by_pair(of_a, of_b, of_a.keys() & of_b.keys(), None)
-    )
+    pairs = _layers_by_pair(of_a, of_b, of_a.keys() & of_b.keys(), None)
+    differences = (_mask_difference(*pair, find_masks, a, real) for pair in pairs)
     return tuple(one for one in differences if one is not None)
 
 
@@ -271,16 +258,16 @@ def _layers_by_pair(
 
 
 def _mask_difference(
+    pair: tuple[str | None, str | None],
     layers: tuple[int, ...],
-    key: tuple[str | None, str | None],
-    find_masks: tuple[FindMask, FindMask],
+    find_masks: FindMasks,
     step: StepRecord,
     real: RealPositions,
 ) -> MaskDifference | None:
     """Return how two masks with other fingerprints differ, or None if their cells are equal."""
-    if key[0] is None or key[1] is None:
+    if pair[0] is None or pair[1] is None:
         return MaskDifference(layers)
-    mask_a, mask_b = find_masks[0](key[0]), find_masks[1](key[1])
+    mask_a, mask_b = find_masks[0](pair[0]), find_masks[1](pair[1])
     if mask_a is None or mask_b is None or mask_a.cells is None or mask_b.cells is None:
         # Fingerprints depend on names and captured values too, so without cells nothing is known.
         return None
@@ -302,12 +289,6 @@ def _mask_difference(
     return MaskDifference(layers, int(per_head[head]), (step.kv_before + row, kv_offset + kv))
 
 
-def _compare_paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
-    of_a, of_b = ({one.layer: f"{one.path}, {one.dtype}" for one in s.calls} for s in (a, b))
-    pairs = _layers_by_pair(of_a, of_b, of_a.keys() | of_b.keys(), "no call")
-    return tuple(PathDifference(layers, *pair) for pair, layers in pairs)
-
-
 def _compare_layers(
     a: StepRecord, b: StepRecord, real: RealPositions
 ) -> tuple[LayerDifference, ...]:
@@ -315,22 +296,20 @@ def _compare_layers(
 
     Statistics cover all rows, so they cannot be compared when some rows are padding.
     """
-    states = _hidden_differences(a, b, real)
-    if not states and real is None:
+    sizes = _hidden_differences(a, b, real)
+    is_exact = bool(sizes)
+    if not is_exact and real is None:
         of_a, of_b = ({stat.layer: stat for stat in step.layer_stats} for step in (a, b))
-        both = of_a.keys() & of_b.keys()
-        states = {layer: (_relative_change(of_a[layer], of_b[layer]), False) for layer in both}
+        sizes = {n: _relative_change(of_a[n], of_b[n]) for n in of_a.keys() & of_b.keys()}
     differences, previous = [], 0.0
-    for layer, (difference, exact) in sorted(states.items()):
-        differences.append(LayerDifference(layer, difference, difference - previous, exact))
-        previous = difference
+    for layer, size in sorted(sizes.items()):
+        differences.append(LayerDifference(layer, size, size - previous, is_exact))
+        previous = size
     return tuple(differences)
 
 
-def _hidden_differences(
-    a: StepRecord, b: StepRecord, real: RealPositions
-) -> Mapping[int, tuple[float, bool]]:
-    """Return by layer the relative difference of the hidden states, each marked as exact."""
+def _hidden_differences(a: StepRecord, b: StepRecord, real: RealPositions) -> dict[int, float]:
+    """Return by layer the relative difference of the hidden states."""
     of_a, of_b = ({one.layer: one for one in s.arrays if one.stream == "hidden"} for s in (a, b))
     differences = {}
     for layer in of_a.keys() & of_b.keys():
@@ -341,7 +320,7 @@ def _hidden_differences(
             rows = np.isin(np.arange(len(one)) + a.kv_before, np.flatnonzero(~real), invert=True)
             one, other = one[rows], other[rows]
         size = float(np.linalg.norm(one))
-        differences[layer] = (float(np.linalg.norm(one - other)) / (size or 1.0), True)
+        differences[layer] = float(np.linalg.norm(one - other)) / (size or 1.0)
     return differences
 
 

@@ -48,7 +48,7 @@ def test_a_breakpoint_can_be_disabled_enabled_and_removed() -> None:
     assert book.version == 0
     book.add("nan [off]")
     book.add("inf")
-    assert [each.id for each in book.enabled()] == [2]
+    assert [each.info.id for each in book.enabled()] == [2]
     assert book.record_hit(1) is HitAction.PASS
     before = book.version
     assert book.enable(1, True).is_enabled

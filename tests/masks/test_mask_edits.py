@@ -1,4 +1,4 @@
-"""Edits of a mask: their effect on the cells, their text and JSON forms, and invalid edits."""
+"""Edits of a mask: their effect on the cells, their text form, and invalid edits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from flexinspect.core.errors import MaskError
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.masks.edits import (
-    Edit,
     PatchedMask,
     apply_edits,
     apply_patches,
@@ -55,11 +54,10 @@ def grid(rows: Sequence[int], keys: Sequence[int]) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_an_edit_round_trips_through_text_and_json(text: str) -> None:
+def test_an_edit_round_trips_through_text(text: str) -> None:
     edit = parse_edit(text)
     assert str(edit) == text
     assert parse_edit(str(edit)) == edit
-    assert Edit.from_json(edit.to_json()) == edit
 
 
 @pytest.mark.parametrize("text", FORMS)
@@ -133,12 +131,6 @@ def test_an_invalid_edit_is_a_mask_error(text: str, sentence: str) -> None:
     with pytest.raises(MaskError) as caught:
         cells(text)
     assert caught.value.message.startswith(sentence)
-
-
-def test_json_that_is_not_an_edit_is_a_mask_error() -> None:
-    for data in ({}, {"kind": "cell", "places": ["x"]}, {"kind": "join", "names": ["a"]}):
-        with pytest.raises(MaskError, match="is not an edit of a mask"):
-            Edit.from_json(data)
 
 
 def test_changed_rows_are_those_that_differ_in_the_first_n() -> None:

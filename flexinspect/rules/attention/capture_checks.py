@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flexinspect.core.text import format_layers, printable
-from flexinspect.masks.attention_row import LSE_TOLERANCE, check_tolerance
+from flexinspect.masks.attention_row import LSE_TOLERANCE, recorded_check
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
@@ -53,7 +53,7 @@ class ObserverRule(Rule):
 
     def _report_checks(self, step: StepRecord, failed: list[CallRecord]) -> Iterator[Finding]:
         """Report LSE checks above the panel's tolerance; NaN is reported by the numbers rule."""
-        checks = [(c.lse_error or 0.0, check_tolerance(c.check_kind, c.dtype), c) for c in failed]
+        checks = [(call.lse_error or 0.0, recorded_check(call).tolerance, call) for call in failed]
         bad = [check for check in checks if check[0] > check[1]]
         if not bad:
             return

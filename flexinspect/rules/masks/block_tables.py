@@ -1,29 +1,26 @@
 """The rules for masks whose block tables, sizes or lengths do not fit.
 
-Uncompiled FlexAttention ignores the block tables, compiled FlexAttention follows them, so stale
-tables are invisible in an uncompiled debug run. FlexAttention rejects a block mask whose lengths
-differ from those of the call; the event of the failed call shows it, even if its exception was
-suppressed. It rejects neither a block mask of another batch or number of heads, nor a dense mask
-that is too large, which it reads from the upper left corner.
+Only compiled FlexAttention follows the block tables, so stale ones are invisible in an uncompiled
+debug run. FlexAttention rejects a block mask of other lengths (the event of the failed call shows
+it), but neither one of another batch or number of heads, nor a dense mask that is too large.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flexinspect.core.text import format_numbers, format_ranges, plural
-from flexinspect.masks.algebra import BoolArray, block_row_states
+from flexinspect.masks.algebra import BoolArray, block_row_states, row_chunks
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, MaskRecord, StepRecord
 from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT, event_layers
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
-from flexinspect.rules.masks.mask_views import calls_by_mask, format_call_place, layers_of
+from flexinspect.rules.masks.mask_views import Calls, calls_by_mask, format_call_place, layers_of
 
 
 class StaleBlocks(NamedTuple):
@@ -35,12 +32,6 @@ class StaleBlocks(NamedTuple):
 
     missing: BoolArray
     extra: BoolArray
-
-    @property
-    def heads(self) -> list[int]:
-        """The heads that have such blocks."""
-        heads: list[int] = np.flatnonzero((self.missing | self.extra).any(axis=(1, 2))).tolist()
-        return heads
 
 
 class BlockTablesRule(Rule):
@@ -55,13 +46,12 @@ class BlockTablesRule(Rule):
     def __init__(self) -> None:
         self._stale_blocks: dict[str, StaleBlocks] = {}  # by fingerprint, for the whole run
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for masks of a step whose tables or sizes do not match."""
         for mask in step.masks:
-            if not (mask.compiled or mask.q_len > 1 or self.context.is_standalone):
-                continue  # the tables of a single decode row matter to a compiled kernel only
-            stale = find_stale_blocks(mask)
-            if stale is not None:
+            # The tables of a single decode row matter to a compiled kernel only.
+            is_used = mask.compiled or mask.q_len > 1 or self.context.is_standalone
+            if is_used and (stale := find_stale_blocks(mask)) is not None:
                 self._stale_blocks[mask.fingerprint] = stale
         alike: dict[tuple[object, ...], tuple[MaskRecord, list[CallRecord]]] = {}
         for fingerprint, calls in calls_by_mask(step).items():
@@ -72,7 +62,7 @@ class BlockTablesRule(Rule):
                 key = (known.mask_mod, known.batch, known.heads, stale and stale.missing.tobytes())
                 alike.setdefault(key, (known, []))[1].extend(calls)
         for mask, calls in alike.values():
-            if _has_wrong_size(mask, calls[0]):
+            if _wrong_sizes(mask, calls[0]):
                 yield _wrong_size_finding(self, step, "mask.wrong-size", mask, calls)
             stale = self._stale_blocks.get(mask.fingerprint)
             if stale is not None:
@@ -81,53 +71,45 @@ class BlockTablesRule(Rule):
                 yield from self._check_one_block(step, mask, mask.cells)
 
     def _stale_finding(
-        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], stale: StaleBlocks
+        self, step: StepRecord, mask: MaskRecord, calls: Calls, stale: StaleBlocks
     ) -> Finding:
-        n_heads = len(stale.missing)
-        by_head = mask.heads == 1 < n_heads and len(stale.heads) < n_heads
-        head, row, key = (int(n) for n in np.argwhere(stale.missing | stale.extra)[0])
-        n_missing, n_extra = (int(grid.any(axis=0).sum()) for grid in (stale.missing, stale.extra))
-        rows, keys = _format_block_span(step, mask, row, key)
+        n_heads, wrong = len(stale.missing), stale.missing | stale.extra
+        heads: list[int] = np.flatnonzero(wrong.any(axis=(1, 2))).tolist()
+        by_head = mask.heads == 1 < n_heads and len(heads) < n_heads
+        head, row, key = (int(n) for n in np.argwhere(wrong)[0])
+        n_missing, n_extra = (int(grid.any(axis=0).sum()) for grid in stale)
         parts = [f"{plural(n_missing, 'open block')} missing"] if n_missing else []
         parts += [f"{plural(n_extra, 'full block')} that the mask_mod closes"] if n_extra else []
-        wrong_blocks, visited = " and ".join(parts), _visited_blocks(mask)
-        cause = (
-            f"was built for one head (H=None), but its mask_mod depends on the head: for "
-            f"{format_numbers('head', stale.heads)} of {n_heads} its tables have {wrong_blocks}"
-            if by_head
-            else f"has block tables that do not match its mask_mod: {wrong_blocks}"
-        )
+        finding_id, cause = "mask.stale-tables", "has block tables that do not match its mask_mod:"
+        if by_head:
+            finding_id, which = "mask.ignores-head", format_numbers("head", heads)
+            cause = "was built for one head (H=None), but its mask_mod depends on the head: for "
+            cause += f"{which} of {n_heads} its tables have"
         effect = "uncompiled FlexAttention is correct, compiled it would follow the tables"
         if mask.compiled:
             effect = "compiled FlexAttention followed the tables, so the executed mask is wrong"
+        visited = mask_views.visited_blocks(mask)
+        n_visited = 0 if visited is None else int(np.count_nonzero(visited[0]))
+        facts: dict[str, Any] = {"mask": mask.fingerprint, "mask_mod": mask.mask_mod}
+        facts |= {"missing": n_missing, "extra": n_extra, "in_tables": n_visited}
+        facts |= {"heads": heads, "compiled": mask.compiled, "first": [row, key]}
         return self.finding(
             step,
-            "mask.ignores-head" if by_head else "mask.stale-tables",
+            finding_id,
             f"{format_call_place(self.context, step, calls)}: the block mask of "
-            f"{mask_views.format_mask_mod(mask)} {cause}, first: rows {rows}, keys {keys}; "
-            f"{effect}.",
+            f"{mask_views.format_mask_mod(mask)} {cause} {' and '.join(parts)}, first: "
+            f"{_format_block_span(step, mask, row, key)}; {effect}.",
             severity=Severity.ERROR if mask.compiled else Severity.WARNING,
             layers=mask_views.call_layers(self.context, calls),
             head=head if by_head else None,
             positions=(step.kv_before + row * (mask.block_q or 1),),
-            evidence={
-                "mask": mask.fingerprint,
-                "mask_mod": mask.mask_mod,
-                "missing": n_missing,
-                "extra": n_extra,
-                "in_tables": 0 if visited is None else int(np.count_nonzero(visited[0])),
-                "heads": stale.heads,
-                "compiled": mask.compiled,
-                "first": [row, key],
-            },
+            evidence=facts,
             series=_mask_series(mask, calls),
         )
 
-    def _check_one_block(
-        self, step: StepRecord, mask: MaskRecord, cells: BoolArray
-    ) -> Iterator[Finding]:
+    def _check_one_block(self, step: StepRecord, mask: MaskRecord, cells: BoolArray) -> Findings:
         """Return a finding if a mask is a single block of which only some cells are open."""
-        visited = _visited_blocks(mask)
+        visited = mask_views.visited_blocks(mask)
         if visited is None or visited.shape != (1, 1, 1) or not cells.any() or cells.all():
             return
         n_open = int(np.count_nonzero(cells[0]))
@@ -144,16 +126,15 @@ class BlockTablesRule(Rule):
 def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
     """Return the blocks in which a mask's tables and mask_mod disagree, None if they agree."""
     # Partial blocks without any open cell do not matter: the mask_mod closes their cells.
-    visited, full = _visited_blocks(mask), mask.full
-    if visited is None:
+    visited, full = mask_views.visited_blocks(mask), mask.full
+    if visited is None or mask.kind != "block" or None in (mask.block_q, mask.block_kv):
         return None
     opened, cells, size_q, size_kv = mask.mask_mod_blocks, mask.cells, mask.block_q, mask.block_kv
     if not mask.compiled:  # the cells of an uncompiled call are those of its mask_mod
         if cells is None or size_q is None or size_kv is None:
             return None
-        starts = range(0, cells.shape[1], size_q)
-        rows = [block_row_states(cells[:, row : row + size_q], size_q, size_kv) for row in starts]
-        opened = np.stack(rows, axis=1)
+        chunks = (cells[:, start:stop] for start, stop in row_chunks(cells.shape[1], size_q))
+        opened = np.stack([block_row_states(rows, size_q, size_kv) for rows in chunks], axis=1)
     if opened is None or opened.shape[1:] != visited.shape[1:]:
         return None
     if len(visited) not in (1, len(opened)) and len(opened) != 1:
@@ -163,41 +144,36 @@ def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
     return StaleBlocks(missing, extra) if missing.any() or extra.any() else None
 
 
-def _visited_blocks(mask: MaskRecord) -> BoolArray | None:
-    if mask.kind != "block" or None in (mask.block_q, mask.block_kv) or mask.partial is None:
-        return None
-    return mask.partial if mask.full is None else mask.partial | mask.full
-
-
-def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -> tuple[str, str]:
+def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -> str:
     size_q, size_kv = mask.block_q or 1, mask.block_kv or 1
     kv_offset = max(step.kv_after - mask.kv_len, 0)
     first_row, first_key = step.kv_before + row * size_q, kv_offset + key * size_kv
     rows = range(first_row, min(first_row + size_q, step.kv_before + mask.q_len))
     keys = range(first_key, min(first_key + size_kv, kv_offset + mask.kv_len))
-    return format_ranges(rows), format_ranges(keys)
+    return f"rows {format_ranges(rows)}, keys {format_ranges(keys)}"
 
 
-def _mask_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
-    """Return the series of a finding about a mask_mod in some layers."""
+def _mask_series(mask: MaskRecord, calls: Calls) -> str:
     return f"{mask.mask_mod} in layers {', '.join(map(str, layers_of(calls)))}"
 
 
-def _has_wrong_size(mask: MaskRecord, call: CallRecord) -> bool:
-    """Return whether a mask was built for another batch or another number of heads than a call."""
-    return mask.batch not in (1, call.batch) or mask.heads not in (1, call.q_heads)
-
-
-def _wrong_size_finding(
-    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Sequence[CallRecord]
-) -> Finding:
-    """Return the finding about a mask that `_has_wrong_size` for the first of these calls."""
-    call, wrong = calls[0], []
+def _wrong_sizes(mask: MaskRecord, call: CallRecord) -> list[str]:
+    """Return in which of batch and heads a mask was built for another size than that of a call."""
+    wrong = []
     if mask.batch not in (1, call.batch):
         wrong.append(f"batch {mask.batch}, but the call has {call.batch}")
     if mask.heads not in (1, call.q_heads):
         kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
         wrong.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
+    return wrong
+
+
+def _wrong_size_finding(
+    rule: Rule, step: StepRecord, finding_id: str, mask: MaskRecord, calls: Calls
+) -> Finding:
+    """Return the finding about a mask that has `_wrong_sizes` for the first of these calls."""
+    call, sizes = calls[0], {"mask_batch": mask.batch, "mask_heads": mask.heads}
+    sizes |= {"batch": call.batch, "q_heads": call.q_heads, "kv_heads": call.kv_heads}
     outcome = "compiled FlexAttention reads past the end of the block tables and may crash"
     if not mask.compiled:
         outcome = f"uncompiled FlexAttention does not notice, {outcome}"
@@ -205,17 +181,11 @@ def _wrong_size_finding(
         step,
         finding_id,
         f"{format_call_place(rule.context, step, calls)}: the mask of "
-        f"{mask_views.format_mask_mod(mask)} was built for {', and for '.join(wrong)}; {outcome}.",
+        f"{mask_views.format_mask_mod(mask)} was built for "
+        f"{', and for '.join(_wrong_sizes(mask, call))}; {outcome}.",
         severity=Severity.ERROR if mask.compiled else Severity.WARNING,
         layers=mask_views.call_layers(rule.context, calls),
-        evidence={
-            "mask": mask.fingerprint,
-            "mask_batch": mask.batch,
-            "mask_heads": mask.heads,
-            "batch": call.batch,
-            "q_heads": call.q_heads,
-            "kv_heads": call.kv_heads,
-        },
+        evidence={"mask": mask.fingerprint, **sizes},
         series=f"{_mask_series(mask, calls)}: {mask.batch}, {mask.heads}",
     )
 
@@ -233,20 +203,18 @@ class LengthsRule(Rule):
         "lengths.mask-kv", "lengths.mask-q", "lengths.batch-heads", "lengths.layer-keys"
     )
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the known lengths."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._n_cached: int | None = None
         self._lookback: dict[int, int] = {}  # by layer, how far the last prompt row sees back
         self._n_missing_keys: dict[int, int] = {}  # by layer, in the previous step
 
-    def on_event(self, event: EventRecord) -> Iterator[Finding]:
+    def on_event(self, event: EventRecord) -> Findings:
         """Return a finding if a call raised whose lengths are not those of its mask."""
-        data = event.data
+        data, layers = event.data, event_layers(event)
         mismatches = _find_mismatches(data) if event.kind == KERNEL_FAILED_EVENT else []
         if not mismatches:
             return
-        places = [f"layer {layer}" for layer in event_layers(event)]
+        places = [f"layer {layer}" for layer in layers]
         places += [] if event.step is None else [f"step {event.step}"]
         notes = [", ".join(places)] if places else []
         if self._n_cached is not None:
@@ -254,28 +222,19 @@ class LengthsRule(Rule):
             and_after = f", {after} after" if after == data["kv_len"] else ""
             notes.append(f"cache holds {self._n_cached} before{and_after}")
         texts, where = [text for _, text in mismatches], f" ({'; '.join(notes)})" if notes else ""
-        error = str(data.get("error")).partition(":")[0]
-        sentence = f"{', and '.join(texts)}{where}: {data.get('kernel')} raised {error}."
-        yield self.finding(
-            event,
-            mismatches[0][0],
-            sentence,
-            layers=event_layers(event),
-            evidence={**data, "cached": self._n_cached},
-            series=str(data.get("kernel")),
-            query="length-event",
-        )
+        error, kernel = str(data.get("error")).partition(":")[0], str(data.get("kernel"))
+        sentence = f"{', and '.join(texts)}{where}: {kernel} raised {error}."
+        id_, facts, query = mismatches[0][0], {**data, "cached": self._n_cached}, "length-event"
+        yield self.finding(event, id_, sentence, layers, facts, series=kernel, query=query)
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for masks and layers of a step with wrong lengths."""
         for fingerprint, same_mask in calls_by_mask(step).items():
             mask = self.context.mask(fingerprint)
             if mask is None:
                 continue
-            wrong = [call for call in same_mask if _has_wrong_size(mask, call)]
-            if wrong:
-                id_ = "lengths.batch-heads"
-                yield _wrong_size_finding(self, step, id_, mask, wrong)
+            if wrong := [call for call in same_mask if _wrong_sizes(mask, call)]:
+                yield _wrong_size_finding(self, step, "lengths.batch-heads", mask, wrong)
             if step.kv_before:
                 yield from self._check_dense_rows(step, mask, same_mask)
             elif step.inputs is not None and step.masks and mask.cells is not None:
@@ -289,16 +248,12 @@ class LengthsRule(Rule):
         has_cache = step.inputs is None or bool(step.inputs.cached_after)
         self._n_cached = step.kv_after if has_cache else None
 
-    def _check_dense_rows(
-        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
-    ) -> Iterator[Finding]:
+    def _check_dense_rows(self, step: StepRecord, mask: MaskRecord, calls: Calls) -> Findings:
         """Return a finding if a decode step reads a larger dense mask from its first row."""
         # For a prompt, the upper left corner of a larger mask is correct.
-        passed = calls[0].mask_passed_to_layer
+        passed = calls[0].mask_passed_to_layer or ""
         is_dense = mask.kind in ("bool", "float") and calls[0].path.startswith("flex")
-        if not is_dense or passed is None:
-            return
-        shape = re.fullmatch(r"\w+ \(.*?(\d+), (\d+)\)", passed)
+        shape = re.fullmatch(r"\w+ \(.*?(\d+), (\d+)\)", passed) if is_dense else None
         rows = step.q_len if shape is None else int(shape[1])
         if rows == step.q_len:
             return
@@ -308,17 +263,12 @@ class LengthsRule(Rule):
             f"({self.context.format_position(step.kv_before)}): FlexAttention reads it from row 0, "
             "so the new row gets the mask of the first token."
         )
-        yield self.finding(
-            step,
-            "lengths.mask-q",
-            sentence,
-            layers=layers_of(calls),
-            evidence={"mask_rows": rows, "rows": step.q_len, "mask_passed_to_layer": passed},
-            series="read at row 0",
-            query="length-call",  # that of the kind lists failed calls
-        )
+        # The query of the kind lists failed calls.
+        id_, layers, query = "lengths.mask-q", layers_of(calls), "length-call"
+        facts = {"mask_rows": rows, "rows": step.q_len, "mask_passed_to_layer": passed}
+        yield self.finding(step, id_, sentence, layers, facts, series="read at row 0", query=query)
 
-    def _check_short_layers(self, step: StepRecord, inputs: InputsRecord) -> Iterator[Finding]:
+    def _check_short_layers(self, step: StepRecord, inputs: InputsRecord) -> Findings:
         """Return a finding for layers that receive fewer keys than their cache holds."""
         # A sliding window explains missing keys if one more is missing at each step and if the
         # prompt did not see further back.
@@ -337,7 +287,7 @@ class LengthsRule(Rule):
             yield self._short_finding(step, short, previous)
 
     def _short_finding(
-        self, step: StepRecord, short: Sequence[CallRecord], previous: Mapping[int, int]
+        self, step: StepRecord, short: Calls, previous: Mapping[int, int]
     ) -> Finding:
         first, layers = short[0], layers_of(short)
         lookback = self._lookback.get(first.layer, -1)
@@ -354,25 +304,18 @@ class LengthsRule(Rule):
             f"{compared}and the cache holds {step.kv_after}: a sliding window does not explain "
             f"it, because {reason}."
         )
-        return self.finding(
-            step,
-            "lengths.layer-keys",
-            sentence,
-            layers=layers,
-            evidence={
-                "kv_len": {call.layer: call.kv_len for call in step.calls},
-                "cached": step.kv_after,
-                "reach": {call.layer: self._lookback.get(call.layer) for call in short},
-            },
-            series=",".join(str(call.layer) for call in short),
-        )
+        facts: dict[str, Any] = {"kv_len": {call.layer: call.kv_len for call in step.calls}}
+        facts["cached"] = step.kv_after
+        facts["reach"] = {call.layer: self._lookback.get(call.layer) for call in short}
+        id_, series = "lengths.layer-keys", ",".join(str(call.layer) for call in short)
+        return self.finding(step, id_, sentence, layers, facts, series=series)
 
 
 def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (id, text) for each length in which a failed call and its mask differ."""
-    q_len, kv_len, shape = data.get("q_len"), data.get("kv_len"), data.get("mask")
-    mask_q, mask_kv = data.get("mask_q"), data.get("mask_kv")
-    mask_batch, mask_heads = data.get("mask_batch"), data.get("mask_heads")
+    q_len, kv_len, shape = (data.get(name) for name in ("q_len", "kv_len", "mask"))
+    names = ("mask_q", "mask_kv", "mask_batch", "mask_heads")
+    mask_q, mask_kv, mask_batch, mask_heads = (data.get(name) for name in names)
     if isinstance(shape, tuple | list) and len(shape) >= 2:  # of a dense mask
         mask_q, mask_kv = (None if size == 1 else size for size in shape[-2:])
         if len(shape) == 4:

@@ -1,32 +1,26 @@
 """The rules for the rows of decode steps: the mask of another row, and of another role.
 
-The mask of a decode row is built separately from the mask of the prompt, so it may be that of row 0
-(the offset is missing), of the row before, or of the row that was newest when the mask was built.
-It is compared with the last row of the prompt in the same layer: if no row of the prompt sees
-itself, that is by design. If the spans of segments are counted wrong, a prompt row is masked as a
-generated row. If the mask forgets the generated rows, they do not see the segments that they should
-fuse.
+The mask of a decode row may be that of row 0 (the offset is missing), of the row before, or of the
+row that was newest when the mask was built. It is compared with the last row of the prompt in the
+same layer: if no row of the prompt sees itself, that is by design. If the spans of segments are
+counted wrong, a prompt row is masked as a generated row, or generated rows miss segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
+from flexinspect.masks.algebra import Segments
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import (
-    RuleContext,
-    abbreviate_labels,
-    format_step_layers,
-    read_unpadded,
-)
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.context import abbreviate_labels, format_step_layers, read_unpadded
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.mask_views import StepMaskView
 
@@ -34,7 +28,8 @@ from flexinspect.rules.masks.mask_views import StepMaskView
 class _FaultyRow(NamedTuple):
     """A newest row that does not see expected keys: its layers, its heads, and the keys it sees.
 
-    `keys` are indices of keys; `heads` is empty if all heads are affected.
+    `keys` are indices of keys, `expected` is how many it should see; `heads` is empty if all heads
+    are affected.
     """
 
     step: StepRecord
@@ -42,6 +37,7 @@ class _FaultyRow(NamedTuple):
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     keys: Positions
+    expected: int
 
     @property
     def last_key_pos(self) -> int:
@@ -82,9 +78,7 @@ class DecodingRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("decode.no-offset", "decode.self-unseen", "decode.stale-row")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the rows of the last generation."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._prompt_views: dict[int, StepMaskView] = {}
         """By layer, the last two rows of the prompt; empty if capture began with a filled cache."""
         self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}  # by branch
@@ -93,7 +87,7 @@ class DecodingRule(Rule):
         self._is_stale: dict[tuple[int, str], bool] = {}
         """Whether the next step showed that they are; both by branch and series."""
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for newest rows that do not see expected keys."""
         views, _ = mask_views.step_mask_views(step, self.context)
         if self.context.is_standalone:
@@ -124,14 +118,13 @@ class DecodingRule(Rule):
         """Return the findings that no later step decided."""
         return [finding for _, finding in self._undecided.values()]
 
-    def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
+    def _check_standalone_call(self, step: StepRecord, view: StepMaskView) -> Findings:
         """Return a finding if a call has a causal mask aligned to the upper left corner."""
         # For a call of one row that sees only key 0 of several, this is a warning. For more rows it
         # may be intended, so it is a note.
         n_rows, n_keys = view.cells.shape[1:]
-        if n_rows >= n_keys or n_keys < 3 or view.cells[:, -1, n_rows:].any():
-            return
-        if not (view.cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
+        is_small = n_rows < n_keys >= 3 and not view.cells[:, -1, n_rows:].any()
+        if not is_small or (view.cells != np.tri(n_rows, n_keys, dtype=np.bool_)).any():
             return
         rows, keys = f"The {n_rows} rows of this call see 1 to {n_rows}", "ones"
         if n_rows == 1:
@@ -141,66 +134,57 @@ class DecodingRule(Rule):
             f"{n_keys - n_rows} keys come before them (with that offset the last row would see "
             f"{n_keys})."
         )
-        expected = {"keys": n_keys, "seen": n_rows, "expected": n_keys}
+        id_, positions = "decode.no-offset", (view.newest_pos,)
+        severity = Severity.WARNING if n_rows == 1 else Severity.NOTE
+        facts = {"keys": n_keys, "seen": n_rows, "expected": n_keys, "mask": view.fingerprint}
         yield self.finding(
-            step,
-            "decode.no-offset",
-            sentence,
-            severity=Severity.WARNING if n_rows == 1 else Severity.NOTE,
-            layers=view.layers[:1],
-            positions=(view.newest_pos,),
-            evidence={**expected, "mask": view.fingerprint},
+            step, id_, sentence, view.layers[:1], facts, severity=severity, positions=positions
         )
 
-    def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+    def _check_strict_rows(self, step: StepRecord, views: list[StepMaskView]) -> Findings:
         """Return a finding for prompt rows that do not see themselves, in the layers with most."""
         strict: dict[tuple[int, ...], list[StepMaskView]] = {}
         for view in views:
-            strict.setdefault(_self_blind_rows(view, self.context, step), []).append(view)
+            strict.setdefault(self._self_blind_rows(view, step), []).append(view)
         positions = max(strict, key=len, default=())
         if not positions or self._is_declared_closed(positions[0], positions[0]):
             return
         layers = {layer for view in strict[positions] for layer in view.layers}
-        cells, one = strict[positions][0].cells, len(positions) == 1
-        rows, where = np.array(positions), format_step_layers(layers, step)
-        first = self.context.format_first_position(rows)
-        is_whole = len(rows) + 1 >= cells.shape[1]
-        verb = "does not see itself" if one else "do not see themselves"
+        cells, rows = strict[positions][0].cells, np.array(positions)
+        first, where = self.context.format_first_position(rows), format_step_layers(layers, step)
+        verb, they = "do not see themselves", "they see"
+        if len(rows) == 1:
+            verb, they = "does not see itself", "it sees"
         sentence = (
-            f"No row of the prompt sees itself in {where}, although rows see earlier keys "
-            f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too small."
-            if is_whole
-            else f"{self.context.format_rows(rows)} {verb} in {where}, although "
-            f"{'it sees' if one else 'they see'} earlier keys and the other rows see themselves; "
-            f"{first}."
+            f"{self.context.format_rows(rows)} {verb} in {where}, although {they} earlier keys and "
+            f"the other rows see themselves; {first}."
         )
-        # If only the first row sees itself, which would see nothing otherwise, it may be meant.
-        may_be_meant = is_whole and bool(cells[:, 0, 0].any())
+        severity = Severity.WARNING
+        if len(rows) + 1 >= cells.shape[1]:
+            sentence = (
+                f"No row of the prompt sees itself in {where}, although rows see earlier keys "
+                f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too "
+                "small."
+            )
+            # The first row would see nothing otherwise, so it may be meant if only it sees itself.
+            severity = Severity.NOTE if cells[:, 0, 0].any() else Severity.WARNING
+        id_ = "decode.self-unseen"
         yield self.finding(
-            step,
-            "decode.self-unseen",
-            sentence,
-            severity=Severity.NOTE if may_be_meant else Severity.WARNING,
-            layers=layers,
-            positions=positions,
-            series="strict",
+            step, id_, sentence, layers, severity=severity, positions=positions, series="strict"
         )
 
-    def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
+    def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> Findings:
         """Return why a row does not see itself, unless rows of the prompt do not either."""
-        row = view.cells[:, -1]
+        row, pos = view.cells[:, -1], view.newest_pos
         heads = np.flatnonzero(~row[:, view.newest_key])
         layers = self._unlike_prompt(view, heads, 0)
         keys = np.flatnonzero(row[heads[0], : view.newest_key])
         # `mask.empty-row` reports rows that see nothing at all.
-        if (
-            not layers
-            or not len(keys)
-            or self._is_declared_closed(view.newest_pos, view.newest_pos)
-        ):
+        if not layers or not len(keys) or self._is_declared_closed(pos, pos):
             return
         some_heads = tuple(heads.tolist()) if len(heads) < len(row) else ()
-        newest = _FaultyRow(step, view, layers, some_heads, keys)
+        expected = self._count_expected_keys(view, layers[0])
+        newest = _FaultyRow(step, view, layers, some_heads, keys, expected)
         if step.kv_before and keys[-1] < step.q_len:
             yield self._no_offset_finding(newest)
         elif self._prompt_views:
@@ -218,7 +202,6 @@ class DecodingRule(Rule):
         return tuple(layers)
 
     def _is_declared_closed(self, pos: int, key: int) -> bool:
-        """Return whether the declared mask closes a cell."""
         spec = self.context.declared_spec
         return spec is not None and not spec.dense(1, pos + 1, q_offset=pos)[0, key]
 
@@ -228,13 +211,13 @@ class DecodingRule(Rule):
         sentence = (
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.seen_keys}"
-            f"{newest.where}; {self._count_expected_keys(newest)} expected{before}: the mask "
-            f"counts the rows of this step from 0, not from {step.kv_before}."
+            f"{newest.where}; {newest.expected} expected{before}: the mask counts the rows of this "
+            f"step from 0, not from {step.kv_before}."
         )
         severity = None if self._prompt_views else Severity.WARNING
         return self._row_finding("decode.no-offset", newest, sentence, severity)
 
-    def _check_lagging_row(self, newest: _FaultyRow) -> Iterator[Finding]:
+    def _check_lagging_row(self, newest: _FaultyRow) -> Findings:
         """Return findings for a row that sees keys only up to one before its own."""
         # If the last visible key moves on with the next step, the row does not see itself; if it
         # stays, the mask is stale.
@@ -257,9 +240,8 @@ class DecodingRule(Rule):
             f"The newest row of step {newest.step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
             f"{newest.where}: it sees {newest.seen_keys}, up to "
-            f"{self.context.format_position(newest.last_key_pos)}; "
-            f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
-            "themselves."
+            f"{self.context.format_position(newest.last_key_pos)}; {newest.expected} expected, "
+            "because rows of the prompt see themselves."
         )
         return self._row_finding("decode.self-unseen", newest, sentence)
 
@@ -268,11 +250,11 @@ class DecodingRule(Rule):
             f"From step {first.step.step} on, the newest row sees only keys up to "
             f"{self.context.format_position(newest.last_key_pos)}{newest.where}, while the cache "
             f"grows: in step {newest.step.step} it sees {newest.seen_keys}, but not itself; "
-            f"{self._count_expected_keys(newest)} expected."
+            f"{newest.expected} expected."
         )
         return self._row_finding("decode.stale-row", newest._replace(step=first.step), sentence)
 
-    def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Iterator[Finding]:
+    def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> Findings:
         """Return a finding for a row that sees the prompt and itself, but no token in between."""
         n_prompt, keys = self.context.n_prompt - view.first_key_pos, np.flatnonzero(view.newest_row)
         generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
@@ -282,12 +264,13 @@ class DecodingRule(Rule):
         is_declared = self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
         if not layers or not self._prompt_views or is_declared:
             return
-        newest = _FaultyRow(step, view, layers, (), keys)
+        expected = self._count_expected_keys(view, layers[0])
+        newest = _FaultyRow(step, view, layers, (), keys, expected)
         sentence = (
             f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) "
             "sees the prompt and itself, but not the "
             f"{plural(view.newest_key - n_prompt, 'token')} generated before it{newest.where}: "
-            f"{newest.seen_keys}; {self._count_expected_keys(newest)} expected."
+            f"{newest.seen_keys}; {expected} expected."
         )
         severity = Severity.WARNING if self.context.declared_spec is None else None
         yield self._row_finding("decode.stale-row", newest, sentence, severity)
@@ -295,25 +278,21 @@ class DecodingRule(Rule):
     def _row_finding(
         self, finding_id: str, newest: _FaultyRow, sentence: str, severity: Severity | None = None
     ) -> Finding:
+        view, heads = newest.view, newest.heads
         step_before, seen_before, _ = self._last_newest_row(newest) or (None, None, None)
+        facts: dict[str, Any] = {"keys": view.newest_key + 1, "seen": len(newest.keys)}
+        facts |= {"expected": newest.expected, "last_key_seen": newest.last_key_pos}
+        facts |= {"seen_before": seen_before, "step_before": step_before}
+        facts |= {"heads": list(heads) or "all", "mask": view.fingerprint}
         return self.finding(
             newest.step,
             finding_id,
             sentence,
+            newest.layers,
+            facts,
             severity=severity,
-            layers=newest.layers,
-            head=newest.heads[0] if len(newest.heads) == 1 else None,
-            positions=(newest.view.newest_pos,),
-            evidence={
-                "keys": newest.view.newest_key + 1,
-                "seen": len(newest.keys),
-                "expected": self._count_expected_keys(newest),
-                "last_key_seen": newest.last_key_pos,
-                "seen_before": seen_before,
-                "step_before": step_before,
-                "heads": list(newest.heads) or "all",
-                "mask": newest.view.fingerprint,
-            },
+            head=heads[0] if len(heads) == 1 else None,
+            positions=(view.newest_pos,),
             series=newest.series,
         )
 
@@ -325,13 +304,12 @@ class DecodingRule(Rule):
                 return step.step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
         return None
 
-    def _count_expected_keys(self, newest: _FaultyRow) -> int:
-        """Return how many keys the row should see, by the declared mask or the last prompt row."""
-        spec, view = self.context.declared_spec, newest.view
+    def _count_expected_keys(self, view: StepMaskView, layer: int) -> int:
+        """Return how many keys a row should see, by the declared mask or the last prompt row."""
+        spec, prompt = self.context.declared_spec, self._prompt_views.get(layer)
         if spec is not None:
             row = spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[0]
             return int(np.count_nonzero(row[view.first_key_pos :]))
-        prompt = self._prompt_views.get(newest.layers[0])
         if prompt is None:
             return view.newest_key + 1
         keys, n_before = prompt.visible_positions(), int(prompt.cells[:, 0].any(axis=0).sum())
@@ -339,27 +317,26 @@ class DecodingRule(Rule):
         grown = 0 if is_sliding else view.newest_key - prompt.newest_key
         return min(len(keys) + grown, view.newest_key + 1)
 
-
-def _self_blind_rows(view: StepMaskView, context: RuleContext, step: StepRecord) -> tuple[int, ...]:
-    """Return the positions of rows of a whole sequence that see keys, but not their own."""
-    n = view.cells.shape[1]
-    if n < 3 or view.newest_key + 1 != n or view.cells.shape[2] < n:
-        return ()
-    row = np.arange(n)
-    sees_itself = view.cells[:, row, row].any(axis=0)
-    if sees_itself.all():
-        return ()
-    blind = ~sees_itself & view.cells.any(axis=(0, 2))
-    if blind.any():
-        real = read_unpadded(step)
-        if real is None:
-            pad = declared_tokenizer(context.generation.declared).pad
-            tokens = [context.token(pos) for pos in range(step.kv_after)]
-            real = np.array([token is None or token.token_id != pad for token in tokens])
-        blind &= real if len(real) == n else True
-    if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
-        return ()  # not off by one: this layer sees only some keys
-    return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first_key_pos)
+    def _self_blind_rows(self, view: StepMaskView, step: StepRecord) -> tuple[int, ...]:
+        """Return the positions of rows of a whole sequence that see keys, but not their own."""
+        n = view.cells.shape[1]
+        if n < 3 or view.newest_key + 1 != n or view.cells.shape[2] < n:
+            return ()
+        row = np.arange(n)
+        sees_itself = view.cells[:, row, row].any(axis=0)
+        if sees_itself.all():
+            return ()
+        blind = ~sees_itself & view.cells.any(axis=(0, 2))
+        if blind.any():
+            real = read_unpadded(step)
+            if real is None:
+                pad = declared_tokenizer(self.context.generation.declared).pad
+                tokens = [self.context.token(pos) for pos in range(step.kv_after)]
+                real = np.array([token is None or token.token_id != pad for token in tokens])
+            blind &= real if len(real) == n else True
+        if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
+            return ()  # not off by one: this layer sees only some keys
+        return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first_key_pos)
 
 
 class RowRolesRule(Rule):
@@ -373,22 +350,19 @@ class RowRolesRule(Rule):
     name = "row_roles"
     findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the rows of the last generation."""
-        super().on_generation_start(context)
-        declared, self._assumption = context.declared_mask, ""
+    def reset(self) -> None:
+        declared, self._assumption = self.context.declared_mask, ""
         if declared is not None and declared.assumed:
-            self._assumption = (
-                "; no mask was declared, so the segments are assumed to be isolated in the prompt"
-            )
-        segments = () if declared is None else context.segments
+            assumed = "so the segments are assumed to be isolated in the prompt"
+            self._assumption = f"; no mask was declared, {assumed}"
+        segments = () if declared is None else self.context.segments
         self._paraphrases = mask_views.paraphrase_segments(segments)
         self._checked: set[str] = set()
         self._n_seen: dict[int, int] = {}  # by layer, keys that the last newest row saw
         self._cue: dict[int, frozenset[int]] = {}
         """By layer: starts of the paraphrases that the last prompt row sees, if it is a cue."""
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for rows of a step that are masked for another role."""
         if len(self._paraphrases) < 2:
             return
@@ -399,15 +373,14 @@ class RowRolesRule(Rule):
             yield from self._check_generated(step, views)
         elif step.kv_before == 0:
             last = self.context.segment_at(self.context.n_prompt - 1)
-            is_cue = last is not None and last.kind is SegmentKind.CUE
             for view in views:
                 n_seen = int(np.count_nonzero(view.newest_row))
                 self._n_seen.update(dict.fromkeys(view.layers, n_seen))
-                if is_cue:
+                if last is not None and last.kind is SegmentKind.CUE:
                     seen = frozenset(s.start for s in self._paraphrases if view.sees(s))
                     self._cue.update(dict.fromkeys(view.layers, seen))
 
-    def _check_prompt_rows(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+    def _check_prompt_rows(self, step: StepRecord, views: list[StepMaskView]) -> Findings:
         """Return a finding for each segment and group of layers with the same open rows."""
         layers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for view in views:
@@ -449,25 +422,15 @@ class RowRolesRule(Rule):
             f"{plural(seen, 'key')} of {abbreviate_labels(labels)}, of which the other "
             f"{n_isolated} {rest} none{self._assumption}."
         )
+        facts: dict[str, Any] = {"segment": own.label, "rows": len(rows), "rows_apart": n_isolated}
+        facts |= {"keys_seen": seen, "segments_seen": labels, "assumed": self._assumption != ""}
+        id_, series = "decode.prompt-row-generated", f"{own.start} {rows[0]} {layers}"
+        severity = Severity.WARNING if self._assumption else None
         return self.finding(
-            step,
-            "decode.prompt-row-generated",
-            sentence,
-            severity=Severity.WARNING if self._assumption else None,
-            layers=layers,
-            positions=rows,
-            evidence={
-                "segment": own.label,
-                "rows": len(rows),
-                "rows_apart": n_isolated,
-                "keys_seen": seen,
-                "segments_seen": labels,
-                "assumed": self._assumption != "",
-            },
-            series=f"{own.start} {rows[0]} {layers}",
+            step, id_, sentence, layers, facts, severity=severity, positions=rows, series=series
         )
 
-    def _check_generated(self, step: StepRecord, views: list[StepMaskView]) -> Iterator[Finding]:
+    def _check_generated(self, step: StepRecord, views: list[StepMaskView]) -> Findings:
         missed: dict[tuple[Segment, ...], list[StepMaskView]] = {}
         for view in views:
             if view.newest_row[: view.newest_key + 1].all() and not view.first_key_pos:
@@ -503,7 +466,7 @@ class RowRolesRule(Rule):
         return declared is not None and mask_views.spec_sees_segment(declared.spec, pos, segment)
 
     def _isolated_finding(
-        self, step: StepRecord, missed: Sequence[Segment], views: Sequence[StepMaskView]
+        self, step: StepRecord, missed: Segments, views: Sequence[StepMaskView]
     ) -> Finding:
         layers = tuple(sorted(layer for view in views for layer in view.layers))
         keys, last = views[0].visible_positions(), views[0].newest_pos
@@ -519,6 +482,7 @@ class RowRolesRule(Rule):
         severity = Severity.WARNING if self._assumption else Severity.ERROR
         if self._assumption and not self._cue and list(missed) == self._paraphrases[:-1]:
             severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
+        facts = {"missed": labels, "keys_missed": sum(map(len, missed)), "seen": len(keys)}
         return self.finding(
             step,
             "decode.generated-row-isolated",
@@ -526,12 +490,6 @@ class RowRolesRule(Rule):
             severity=severity,
             layers=layers,
             positions=(last,),
-            evidence={
-                "missed": labels,
-                "keys_missed": sum(map(len, missed)),
-                "seen": len(keys),
-                "keys": last + 1,
-                "assumed": self._assumption != "",
-            },
+            evidence={**facts, "keys": last + 1, "assumed": self._assumption != ""},
             series=f"{[segment.start for segment in missed]} {layers}",
         )

@@ -1,13 +1,10 @@
 """The rule for rows of the executed mask that see no key at all, and the rows that read them.
 
-Such a row gets no attention output, but every row that sees its key reads its hidden state. The
-declared mask only decides whether an empty row is intended. A mask is checked when it is new to the
-trace, and the result is stored by its fingerprint.
+Such a row gets no attention output, but every row that sees its key reads its hidden state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +16,11 @@ from flexinspect.core.text import Positions, format_ranges, is_or_are, plural
 from flexinspect.masks.algebra import BoolArray, row_chunks
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import broadcast_rows, calls_by_mask
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import Calls, broadcast_rows, calls_by_mask, visited_blocks
 
 _MAX_NAMED_ROWS = 8  # rows of a standalone call that a sentence names
-_EMPTY_ROW_CHUNK = 256
-"""Rows that are copied at once, so that the copy of a large mask takes only a few MiB."""
+_EMPTY_ROW_CHUNK = 256  # rows copied at once, so that the copy of a large mask takes a few MiB
 
 
 class EmptyRows(Struct, frozen=True):
@@ -55,10 +50,9 @@ class EmptyRows(Struct, frozen=True):
 
     def select(self, keep: BoolArray) -> EmptyRows:
         """Return the rows that are True in `keep`, bool (rows,)."""
-        readers = None if self.readers is None else self.readers[keep]
-        first = None if self.first_reader is None else self.first_reader[keep]
-        rows, averaged = self.rows[keep], self.averaged[keep]
-        return replace(self, rows=rows, readers=readers, averaged=averaged, first_reader=first)
+        names = ("rows", "readers", "averaged", "first_reader")
+        arrays = {name: array for name in names if (array := getattr(self, name)) is not None}
+        return replace(self, **{name: array[keep] for name, array in arrays.items()})
 
     @property
     def has_newest(self) -> bool:
@@ -103,19 +97,15 @@ class EmptyRowsRule(Rule):
     def __init__(self) -> None:
         self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}  # by fingerprint, for the whole run
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset what was reported; masks stay known."""
-        super().on_generation_start(context)
-        self._declared = context.generation.declared
         self._reported: dict[tuple[Any, ...], set[int]] = {}
         self._unread: set[int] = set()
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for empty rows of the step's masks that were not reported before."""
-        for mask in step.masks:
-            parts = find_empty_rows(mask)
-            if parts:
-                self._empty_rows[mask.fingerprint] = parts
+        parts = {mask.fingerprint: find_empty_rows(mask) for mask in step.masks}
+        self._empty_rows |= {fingerprint: found for fingerprint, found in parts.items() if found}
         if not self._empty_rows:
             return
         # Only rows of earlier steps: if a layer reads a row that another layer leaves empty in the
@@ -126,14 +116,11 @@ class EmptyRowsRule(Rule):
             for part in self._empty_rows.get(fingerprint or "", ()):
                 yield from self._check_rows(step, part, calls)
 
-    def _check_rows(
-        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
-    ) -> Iterator[Finding]:
+    def _check_rows(self, step: StepRecord, part: EmptyRows, calls: Calls) -> Findings:
         if self.context.is_standalone:
             yield self._standalone_finding(step, part, calls[0])
             return
-        # All generated rows count as one. Otherwise a mask that is wrong for every decode row would
-        # be reported at every step.
+        # All generated rows count as one, so that such a mask is not reported at every step.
         key = (step.branch, part.heads != (), *(call.layer for call in calls))
         reported = self._reported.setdefault(key, set())
         n_prompt = self.context.n_prompt or step.kv_after
@@ -151,24 +138,20 @@ class EmptyRowsRule(Rule):
                 yield self._empty_finding(step, part.select(keep), calls, is_meant)
 
     def _is_declared_empty(self, positions: Positions) -> BoolArray:
-        """Return which rows the declared mask leaves empty (see `masks.algebra.MaskSpec`)."""
-        starts, head, low = (
-            self._declared.get(name) for name in ("starts", "prefix_stops", "local_starts")
-        )
-        if not starts or not head or not low:
+        spec = self.context.declared_spec
+        if spec is None:
             return np.zeros(len(positions), np.bool_)
-        region = np.searchsorted(starts, positions, side="right") - 1
-        meant: BoolArray = (np.asarray(head)[region] == 0) & (np.asarray(low)[region] > positions)
+        prefix_stops, local_starts = spec.intervals(positions)
+        meant: BoolArray = (prefix_stops == 0) & (local_starts > positions)
         return meant
 
     def _empty_finding(
-        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord], is_meant: bool
+        self, step: StepRecord, part: EmptyRows, calls: Calls, is_meant: bool
     ) -> Finding:
         positions, layers, reason = step.kv_before + part.rows, [call.layer for call in calls], ""
         if is_meant:
-            isolated = self._declared.get("separators") == "isolated"
-            source = "--separators isolated" if isolated else "the declared mask"
-            reason = f", as {source} requires"
+            isolated = self.context.generation.declared.get("separators") == "isolated"
+            reason = f", as {'--separators isolated' if isolated else 'the declared mask'} requires"
         n_layers, one = len({call.layer for call in step.calls}), len(positions) == 1
         where = part.where
         if len(layers) < n_layers:
@@ -179,21 +162,33 @@ class EmptyRowsRule(Rule):
             f"({self.context.format_first_position(positions)}){reason}; "
             f"{_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
         )
-        facts = {"layers": layers, "path": calls[0].path, "meant": is_meant}
-        finding = self.finding(
-            step,
-            "mask.empty-row",
-            sentence,
-            severity=_empty_row_severity(part, is_meant),
-            layers=layers,
-            head=part.heads[0] if len(part.heads) == 1 else None,
-            positions=positions,
-            evidence={**_empty_row_evidence(part), **facts},
-        )
+        severity, path = _empty_row_severity(part, is_meant), calls[0].path
+        facts = {"layers": layers, "path": path, "meant": is_meant}
+        finding = self._rows_finding(step, part, sentence, severity, **facts)
         return finding if len(layers) == 1 else replace(finding, layer=None)
 
-    def _newly_read_findings(self, step: StepRecord) -> Iterator[Finding]:
-        """Return a finding if empty rows that no row had read are read now."""
+    def _rows_finding(
+        self, step: StepRecord, part: EmptyRows, sentence: str, severity: Severity, **facts: Any
+    ) -> Finding:
+        evidence = {
+            "mask": part.mask.fingerprint,
+            "rows": part.last + 1,
+            "empty": len(part.rows),
+            "heads": list(part.heads) or "all",
+            "read": None if part.readers is None else part.n_read,
+            "readers": None if part.readers is None else int(part.readers.max()),
+            "first_reader": part.first_reader_pos,
+            "newest": part.has_newest,
+            **facts,
+        }
+        id_, layers = "mask.empty-row", facts.get("layers", ())
+        positions = step.kv_before + part.rows
+        head = part.heads[0] if len(part.heads) == 1 else None
+        return self.finding(
+            step, id_, sentence, layers, evidence, severity=severity, head=head, positions=positions
+        )
+
+    def _newly_read_findings(self, step: StepRecord) -> Findings:
         unread = np.array(sorted(self._unread))
         counts = np.zeros(len(unread), np.int64)
         for mask in step.masks:
@@ -228,15 +223,8 @@ class EmptyRowsRule(Rule):
             f"{_format_row_output(call, part, n == 1)}{readers}."
         )
         is_warning = (is_square and part.n_read > 0) or n == n_rows
-        return self.finding(
-            step,
-            "mask.empty-row",
-            sentence,
-            severity=Severity.WARNING if is_warning else Severity.NOTE,
-            head=part.heads[0] if len(part.heads) == 1 else None,
-            positions=step.kv_before + part.rows,
-            evidence={**_empty_row_evidence(part), "path": call.path},
-        )
+        severity = Severity.WARNING if is_warning else Severity.NOTE
+        return self._rows_finding(step, part, sentence, severity, path=call.path)
 
 
 def _empty_row_severity(part: EmptyRows, is_meant: bool) -> Severity:
@@ -249,19 +237,6 @@ def _empty_row_severity(part: EmptyRows, is_meant: bool) -> Severity:
     return Severity.WARNING if part.n_read else Severity.NOTE
 
 
-def _empty_row_evidence(part: EmptyRows) -> dict[str, Any]:
-    return {
-        "mask": part.mask.fingerprint,
-        "rows": part.last + 1,
-        "empty": len(part.rows),
-        "heads": list(part.heads) or "all",
-        "read": None if part.readers is None else part.n_read,
-        "readers": None if part.readers is None else int(part.readers.max()),
-        "first_reader": part.first_reader_pos,
-        "newest": part.has_newest,
-    }
-
-
 def _format_row_output(call: CallRecord, part: EmptyRows, one: bool) -> str:
     """Return the attention output of an empty row; checked for each path on torch 2.13 (CPU)."""
     them, gets = ("it", "it gets") if one else ("them", "they get")
@@ -269,10 +244,8 @@ def _format_row_output(call: CallRecord, part: EmptyRows, one: bool) -> str:
     if part.averaged.all():
         return f"{gets} the mean of all values, because closed cells are the lowest float"
     if part.averaged.any():
-        return (
-            f"{gets} the mean of all values where closed cells are the lowest float, and "
-            f"{closed} where they are -Inf"
-        )
+        mean = "the mean of all values where closed cells are the lowest float"
+        return f"{gets} {mean}, and {closed} where they are -Inf"
     if call.path.startswith("flex"):
         return f"FlexAttention gives {them} zeros (a dense softmax would give NaN)"
     if part.mask.kind == "float":
@@ -302,8 +275,10 @@ def _format_readers(part: EmptyRows, one: bool) -> str:
 def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     """Return the rows of a mask that are empty in all heads, and those empty in some heads."""
     cells, offset = intended_cells(mask), mask.q_offset - mask.kv_offset
+    # Without its large arrays, the mask is kept for the whole run.
+    bare = replace(mask, cells=None, uniform_rows=None, partial=None, full=None)
     if cells is None:
-        return _empty_blocks(mask)
+        return _empty_blocks(mask, bare)
     if mask.kind.startswith("none"):
         return ()
     cells = broadcast_rows(cells, mask.q_len)
@@ -316,13 +291,12 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     everywhere = empty.all(axis=0)
     in_some = empty & ~everywhere
     some_heads = tuple(np.flatnonzero(in_some.any(axis=1)).tolist())
-    parts, bare, n_heads = [], _without_arrays(mask), len(cells)
+    parts, last, n_heads = [], cells.shape[1] - 1, len(cells)
     for is_empty, heads in ((everywhere, ()), (in_some.any(axis=0), some_heads)):
         rows = np.flatnonzero(is_empty)
         if len(rows):
-            last, some_averaged = cells.shape[1] - 1, averaged[rows]
             counts, first = count_readers(cells, rows + offset, offset)
-            parts.append(EmptyRows(bare, rows, last, counts, some_averaged, heads, n_heads, first))
+            parts.append(EmptyRows(bare, rows, last, counts, averaged[rows], heads, n_heads, first))
     return tuple(parts)
 
 
@@ -376,18 +350,12 @@ def count_readers(
     return counts, first
 
 
-def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
+def _empty_blocks(mask: MaskRecord, bare: MaskRecord) -> tuple[EmptyRows, ...]:
     """Return the rows of block rows that the compiled kernel never visits."""
-    if not mask.compiled or mask.partial is None or mask.block_q is None:
+    visited = visited_blocks(mask)
+    if not mask.compiled or visited is None or mask.block_q is None:
         return ()
-    visited = mask.partial if mask.full is None else mask.partial | mask.full
     rows = np.flatnonzero((~visited.any(axis=(0, 2))).repeat(mask.block_q)[: mask.q_len])
-    if not len(rows):
-        return ()
-    bare, averaged, n_heads = _without_arrays(mask), np.zeros(len(rows), np.bool_), len(visited)
-    return (EmptyRows(bare, rows, mask.q_len - 1, None, averaged, n_heads=n_heads),)
-
-
-def _without_arrays(mask: MaskRecord) -> MaskRecord:
-    """Return the mask without its large arrays, to keep it for the whole run."""
-    return replace(mask, cells=None, uniform_rows=None, partial=None, full=None)
+    averaged, n_heads = np.zeros(len(rows), np.bool_), len(visited)
+    part = EmptyRows(bare, rows, mask.q_len - 1, None, averaged, n_heads=n_heads)
+    return (part,) if len(rows) else ()

@@ -1,14 +1,12 @@
 """The rules for masks that depend on the head or the batch row, and for padding in a batch.
 
-Query heads that share a KV head are neighbours, and `h` in a mask_mod counts query heads. Padding
-is counted in the 2D attention mask that the model received, or else by the token ids. Cells are
-recorded of batch row 0 only. The capture compares it with a sample of the other rows, once per
-mask, and writes the result as an event.
+Cells are recorded of batch row 0 only. The capture compares it with a sample of the other rows,
+once per mask, and writes the result as an event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +14,15 @@ import numpy.typing as npt
 
 from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
+from flexinspect.masks.attention_row import kv_head_of
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers, step_array
-from flexinspect.rules.engine import Rule, finding_kinds
-from flexinspect.rules.masks.mask_views import call_layers, format_mask_mod, layers_of
+from flexinspect.rules.context import format_step_layers, step_array
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import Calls, call_layers, format_mask_mod, layers_of
 
 KEYS_TILED_EVENT = "keys-tiled"
-_MaskCalls = tuple[MaskRecord, list[CallRecord]]
-_MAX_NAMED_HEADS = 8
-"""Up to this many heads with a mask of their own, a sentence names the KV head of each."""
+_MAX_NAMED_HEADS = 8  # up to this many, a sentence names the KV head of each head
 
 
 class HeadsRule(Rule):
@@ -36,7 +32,7 @@ class HeadsRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("mask.by-head", "attention.keys-tiled")
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings for the new masks of a step, and for its events about repeated keys."""
         for event in step.events:
             if event.kind == KEYS_TILED_EVENT:
@@ -48,21 +44,19 @@ class HeadsRule(Rule):
                     "neighbour, query head 0."
                 )
                 id_, data = "attention.keys-tiled", event.data
-                yield self.finding(
-                    step, id_, sentence, layers=layers, head=1, evidence=data, series="tiled"
-                )
-        alike: dict[tuple[str | None, tuple[int, ...]], _MaskCalls] = {}
+                yield self.finding(step, id_, sentence, layers, data, head=1, series="tiled")
+        # Layers that each build their own mask share one finding.
+        alike: dict[tuple[str | None, tuple[int, ...]], tuple[MaskRecord, list[CallRecord]]] = {}
         for mask in step.masks:
             if mask.cells is not None and len(mask.cells) > 1:
                 calls = [call for call in step.calls if call.mask == mask.fingerprint]
                 if calls and (odd := find_odd_heads(mask.cells)):
-                    # Layers that each build their own mask share one finding.
                     alike.setdefault((mask.mask_mod, tuple(odd)), (mask, []))[1].extend(calls)
         for (_, odd_heads), (mask, calls) in alike.items():
             yield self._by_head_finding(step, mask, calls, odd_heads)
 
     def _by_head_finding(
-        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], odd: Sequence[int]
+        self, step: StepRecord, mask: MaskRecord, calls: Calls, odd: Sequence[int]
     ) -> Finding:
         call, layers, groups = calls[0], call_layers(self.context, calls), ""
         where = f" in {format_step_layers(layers, step)}" if layers else ""
@@ -75,21 +69,11 @@ class HeadsRule(Rule):
             f"the remaining {plural(call.q_heads - len(odd), 'query head')}; h counts query "
             f"heads{groups}."
         )
-        return self.finding(
-            step,
-            "mask.by-head",
-            sentence,
-            layers=layers,
-            head=odd[0],
-            evidence={
-                "mask": mask.fingerprint,
-                "heads": list(odd),
-                "key_heads": sorted({_key_head(call, head) for head in odd}),
-                "q_heads": call.q_heads,
-                "kv_heads": call.kv_heads,
-            },
-            series=f"{mask.mask_mod} {list(odd)}",
-        )
+        facts: dict[str, Any] = {"mask": mask.fingerprint, "heads": list(odd)}
+        facts["key_heads"] = sorted({kv_head_of(n, call.q_heads, call.kv_heads) for n in odd})
+        facts |= {"q_heads": call.q_heads, "kv_heads": call.kv_heads}
+        id_, series = "mask.by-head", f"{mask.mask_mod} {list(odd)}"
+        return self.finding(step, id_, sentence, layers, facts, head=odd[0], series=series)
 
 
 def find_odd_heads(cells: BoolArray) -> list[int]:
@@ -99,17 +83,15 @@ def find_odd_heads(cells: BoolArray) -> list[int]:
     return [head for head, bits in enumerate(packed) if bits != usual]
 
 
-def _key_head(call: CallRecord, head: int) -> int:
-    return head * call.kv_heads // call.q_heads
-
-
 def _format_odd_heads(call: CallRecord, odd: Sequence[int]) -> str:
     """Return `query head 3 -> kv head 1`, or only the heads if each has a KV head of its own."""
     if len(odd) > _MAX_NAMED_HEADS:
         return f"query heads {format_ranges(odd)}"
     if call.q_heads == call.kv_heads:
         return format_numbers("head", odd)
-    return ", ".join(f"query head {head} -> kv head {_key_head(call, head)}" for head in odd)
+    kv_heads = [kv_head_of(head, call.q_heads, call.kv_heads) for head in odd]
+    pairs = zip(odd, kv_heads, strict=True)
+    return ", ".join(f"query head {head} -> kv head {kv_head}" for head, kv_head in pairs)
 
 
 BATCH_ROWS_EVENT = "batch-rows"
@@ -123,23 +105,23 @@ class BatchRowsRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("mask.ignores-batch", "mask.batch-future")
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return findings from the step's events about the batch rows of its masks."""
-        for event in step.events:
-            if event.kind == BATCH_ROWS_EVENT and event.data["differ"]:
-                yield from self._check_event(step, event.data)
+        for data in _batch_row_events(step):
+            if data["differ"]:
+                yield from self._check_event(step, data)
 
-    def _check_event(self, step: StepRecord, data: Mapping[str, Any]) -> Iterator[Finding]:
+    def _check_event(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
         calls = [call for call in step.calls if call.mask == data["mask"]]
         mask = self.context.mask(str(data["mask"]))
         if not calls or mask is None:
             return
-        future = [row for row, n in enumerate(data["future"]) if n and not data["future"][0]]
+        future, severity = [row for row, n in enumerate(data["future"]) if n], None
         if mask.kind == "block" and data["made_for"] == 1:
-            finding_id, what = "mask.ignores-batch", _describe_ignored_batch(step, mask, data)
-        elif future and calls[0].causal is not False and step.q_len > 1:
-            n_pairs = sum(data["future"][row] for row in future)
-            finding_id = "mask.batch-future"
+            id_, what = "mask.ignores-batch", _describe_ignored_batch(step, mask, data)
+            severity = None if mask.compiled else Severity.WARNING
+        elif future and 0 not in future and calls[0].causal is not False and step.q_len > 1:
+            id_, n_pairs = "mask.batch-future", sum(data["future"])
             what = (
                 f"batch {_format_batch_rows(future)} of {data['batch']} "
                 f"{'sees' if len(future) == 1 else 'see'} the future ({plural(n_pairs, 'pair')} in "
@@ -149,17 +131,15 @@ class BatchRowsRule(Rule):
             return
         layers = call_layers(self.context, calls)
         where = format_step_layers(layers, step) if layers else "a standalone call"
-        is_unused = finding_id == "mask.ignores-batch" and not mask.compiled
+        sentence, rows = f"In {where} {what}.", (step.kv_before + int(data["first"][1]),)
         yield self.finding(
-            step,
-            finding_id,
-            f"In {where} {what}.",
-            severity=Severity.WARNING if is_unused else None,
-            layers=layers,
-            positions=(step.kv_before + int(data["first"][1]),),
-            evidence=data,
-            series=finding_id,
+            step, id_, sentence, layers, data, severity=severity, positions=rows, series=id_
         )
+
+
+def _batch_row_events(step: StepRecord) -> list[Mapping[str, Any]]:
+    """Return the data of a step's events about the batch rows of its masks."""
+    return [event.data for event in step.events if event.kind == BATCH_ROWS_EVENT]
 
 
 def _describe_ignored_batch(step: StepRecord, mask: MaskRecord, data: Mapping[str, Any]) -> str:
@@ -184,8 +164,7 @@ def _format_batch_rows(rows: Sequence[int]) -> str:
 
 
 _MAX_PADDED_POSITIONS = 8
-PadCounts = npt.NDArray[np.int64]
-"""Number of leading padding tokens, or another count of positions, (batch,)."""
+PadCounts = npt.NDArray[np.int64]  # leading padding tokens, or another count of positions, (batch,)
 
 
 class BatchPaddingRule(Rule):
@@ -195,14 +174,12 @@ class BatchPaddingRule(Rule):
     streams = ("inputs.mask", "inputs.ids")
     findings = finding_kinds("mask.batch-padding")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the known padding."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._pads: PadCounts | None = None
         self._has_padding_mask = False
         self._checked_phases: set[bool] = set()
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return a finding if sequences see their padding, in prefill and the first decode step."""
         inputs = step.inputs
         if inputs is None or inputs.batch < 2:
@@ -212,27 +189,23 @@ class BatchPaddingRule(Rule):
         if self._pads is None or len(self._pads) != inputs.batch:
             return
         is_decode = step.q_len == 1
-        has_sample = any(event.kind == BATCH_ROWS_EVENT for event in step.events)
-        if has_sample and is_decode not in self._checked_phases:
+        if _batch_row_events(step) and is_decode not in self._checked_phases:
             self._checked_phases.add(is_decode)
             yield from self._check_calls(step, self._pads)
 
     def _count_pads(self, step: StepRecord) -> None:
-        """Count the padding tokens that each sequence begins with."""
         mask, ids = step_array(step, "inputs.mask"), step_array(step, "inputs.ids")
         self._pads, self._has_padding_mask = None, mask is not None
         if mask is not None:
             real = np.asarray(mask, np.bool_)
             if len(real) and real[:, -1].all():  # padded on the left
                 self._pads = _count_leading(~real)
-        elif ids is not None:
-            tokenizer = declared_tokenizer(self.context.generation.declared)
-            if tokenizer.pad is not None and tokenizer.pad not in (tokenizer.bos, *tokenizer.eos):
-                pads = _count_leading(np.asarray(ids) == tokenizer.pad)
-                # If each sequence has as many, the model may begin every text with this token.
-                self._pads = pads if pads.min() < pads.max() else None
+        elif ids is not None and self.context.pad_id is not None:
+            pads = _count_leading(np.asarray(ids) == self.context.pad_id)
+            # If each sequence has as many, the model may begin every text with this token.
+            self._pads = pads if pads.min() < pads.max() else None
 
-    def _check_calls(self, step: StepRecord, pads: PadCounts) -> Iterator[Finding]:
+    def _check_calls(self, step: StepRecord, pads: PadCounts) -> Findings:
         seeing: dict[tuple[int, ...], list[CallRecord]] = {}
         for call in step.calls:
             first = self._first_keys(step, call, len(pads))
@@ -253,40 +226,33 @@ class BatchPaddingRule(Rule):
         if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
             return None
         start = max(step.kv_after - mask.kv_len, 0)
-        for event in step.events:
-            if event.kind == BATCH_ROWS_EVENT and event.data["mask"] == call.mask:
-                if not event.data["differ"]:
-                    keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
-                    return np.full(batch, start + int(keys[0])) if len(keys) else None
-                made_for_one = mask.kind == "block" and event.data["made_for"] == 1
-                if made_for_one or "newest_from" not in event.data:
-                    return None
-                return start + np.asarray(event.data["newest_from"], np.int64)
-        return None  # the capture did not compare the other batch rows of this mask
+        data = next((data for data in _batch_row_events(step) if data["mask"] == call.mask), None)
+        if data is None:
+            return None  # the capture did not compare the other batch rows of this mask
+        if not data["differ"]:
+            keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
+            return np.full(batch, start + int(keys[0])) if len(keys) else None
+        if (mask.kind == "block" and data["made_for"] == 1) or "newest_from" not in data:
+            return None
+        return start + np.asarray(data["newest_from"], np.int64)
 
     def _padding_finding(
-        self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: PadCounts
+        self, step: StepRecord, rows: Sequence[int], calls: Calls, pads: PadCounts
     ) -> Finding:
-        layers, n_pads = layers_of(calls), int(pads[rows[0]])
-        source, severity = "", None
+        layers, n_pads, source = layers_of(calls), int(pads[rows[0]]), ""
         if not self._has_padding_mask:
             source = " (counted by token ids, because the model received no attention mask)"
-            severity = Severity.WARNING
         sentence = (
             f"In {format_step_layers(layers, step)} batch {_format_batch_rows(rows)} of "
             f"{len(pads)} {'sees' if len(rows) == 1 else 'see'} padding keys in step {step.step}: "
             f"batch row {rows[0]} begins with {plural(n_pads, 'padding token')}, which its newest "
             f"row sees{source}."
         )
+        id_, severity = "mask.batch-padding", None if self._has_padding_mask else Severity.WARNING
+        keys = range(min(n_pads, _MAX_PADDED_POSITIONS))
+        facts = {"rows": list(rows), "pads": [int(pads[row]) for row in rows]}
         return self.finding(
-            step,
-            "mask.batch-padding",
-            sentence,
-            severity=severity,
-            layers=layers,
-            positions=range(min(n_pads, _MAX_PADDED_POSITIONS)),
-            evidence={"rows": list(rows), "pads": [int(pads[row]) for row in rows]},
-            series="mask.batch-padding",
+            step, id_, sentence, layers, facts, severity=severity, positions=keys, series=id_
         )
 
 

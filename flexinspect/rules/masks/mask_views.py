@@ -13,8 +13,10 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
 
-NON_PROMPT_LABELS = ("padding", "before watching")
-"""Labels of segments that the capture adds for positions outside of the prompt."""
+NON_PROMPT_LABELS = ("padding", "before watching")  # segments that the capture adds to a prompt
+
+
+Calls = Sequence[CallRecord]
 
 
 class StepMaskView(Struct, frozen=True):
@@ -63,19 +65,11 @@ def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMa
     views = []
     for fingerprint, calls in calls_of.items():
         mask = context.mask(fingerprint)
-        if fingerprint is None or mask is None or mask.cells is None:
-            continue
-        # The mask's own offsets do not fit: equal masks of later steps share one record.
-        first_key_pos = max(step.kv_after - mask.kv_len, 0)
-        views.append(
-            StepMaskView(
-                fingerprint=fingerprint,
-                layers=layers_of(calls),
-                cells=mask.cells,
-                first_key_pos=first_key_pos,
-                newest_key=min(step.kv_after - first_key_pos, mask.kv_len) - 1,
-            )
-        )
+        if mask is not None and mask.cells is not None:
+            # The mask's own offsets do not fit: equal masks of later steps share one record.
+            first, layers = max(step.kv_after - mask.kv_len, 0), layers_of(calls)
+            newest_key = min(step.kv_after - first, mask.kv_len) - 1
+            views.append(StepMaskView(mask.fingerprint, layers, mask.cells, first, newest_key))
     return views, bool(views) and len(views) == len(calls_of)
 
 
@@ -97,7 +91,7 @@ def call_layers(context: RuleContext, calls: Iterable[CallRecord]) -> tuple[int,
     return () if context.is_standalone else layers_of(calls)
 
 
-def format_call_place(context: RuleContext, step: StepRecord, calls: Sequence[CallRecord]) -> str:
+def format_call_place(context: RuleContext, step: StepRecord, calls: Calls) -> str:
     """Return `Layers 0-2`, or `A standalone call of flex_attention (8 rows, 8 keys)`."""
     if context.is_standalone:
         call = calls[0]
@@ -108,6 +102,13 @@ def format_call_place(context: RuleContext, step: StepRecord, calls: Sequence[Ca
 def format_mask_mod(mask: MaskRecord) -> str:
     """Return the name of the mask_mod of a block mask, for sentences."""
     return printable(mask.mask_mod or "an unnamed mask_mod")
+
+
+def visited_blocks(mask: MaskRecord) -> BoolArray | None:
+    """Return which blocks are in a mask's tables, bool (heads, row blocks, key blocks), or None."""
+    if mask.partial is None:
+        return None
+    return mask.partial if mask.full is None else mask.partial | mask.full
 
 
 def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
@@ -142,18 +143,10 @@ def paraphrase_segments(segments: Iterable[Segment]) -> list[Segment]:
 
 def spec_sees_segment(spec: MaskSpec, pos: int, segment: Segment) -> bool:
     """Return whether a spec opens any key of a segment for the row at a position."""
-    region = spec.region(pos)
-    stop = min(segment.stop, pos + 1)
-    if segment.start >= stop:
-        return False
-    return segment.start < spec.prefix_stops[region] or stop > max(
-        spec.local_starts[region], segment.start
-    )
+    return bool(spec.dense(1, segment.stop, q_offset=pos)[0, segment.start :].any())
 
 
 def spec_reads_key(spec: MaskSpec, pos: int, n_rows: int) -> bool:
     """Return whether a spec lets any later row, of `n_rows` rows, see the key at a position."""
-    starts, stops = np.asarray(spec.starts), np.asarray([*spec.starts[1:], n_rows])
-    later = (np.minimum(stops, n_rows) > pos + 1) & (starts < n_rows)
-    sees = (pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts))
-    return bool((later & sees).any())
+    prefix_stops, local_starts = spec.intervals(np.arange(pos + 1, n_rows))
+    return bool(((pos < prefix_stops) | (pos >= local_starts)).any())

@@ -1,30 +1,27 @@
-"""The rule for segments that reach each other through several layers, and its boolean closure.
+"""The rule for segments that reach each other through several layers.
 
-A row that sees a segment passes it on to every row that sees that row one layer later. For example,
-separators that see everything and are seen by all rows join segments that the mask isolates. The
-closure of the executed masks over the layers, computed on packed cells, shows from which layer on
-and through which rows.
+A row that sees a segment passes it on to every row that sees that row one layer later. The closure
+of the executed masks over the layers shows from which layer on and through which rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, format_ranges, join_labels, plural, printable
-from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.masks.algebra import BoolArray, MaskSpec, Segments
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext, abbreviate_labels
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 
-PackedRows = npt.NDArray[np.uint64]
-"""Mask cells, 64 per word: (rows, words)."""
+PackedRows = npt.NDArray[np.uint64]  # mask cells, 64 per word: (rows, words)
 
 
 class TransitiveLeak(NamedTuple):
@@ -56,7 +53,7 @@ def pack_rows(cells: BoolArray, n: int, n_rows: int | None = None) -> PackedRows
 
 
 def find_transitive_leaks(
-    packed: Mapping[int, PackedRows], targets: Sequence[Segment], sources: Sequence[Segment]
+    packed: Mapping[int, PackedRows], targets: Segments, sources: Segments
 ) -> list[TransitiveLeak]:
     """Return which targets depend on which sources after all layers, without seeing them directly.
 
@@ -111,11 +108,9 @@ def _is_sliding_row(mask: PackedRows, last: int, n: int) -> bool:
     """Return whether a row sees a window of keys that moved by one from the row before it."""
     # A sliding window closes distant keys, but passes them on from row to row by design.
     before, keys = (np.flatnonzero(_unpack_row(mask[row], n)) for row in (max(last - 1, 0), last))
-    return (
-        len(keys) > 1
-        and mask_views.is_sliding_window(before, last - 1, len(keys))
-        and mask_views.is_sliding_window(keys, last, len(before))
-    )
+    is_window = mask_views.is_sliding_window
+    moved = is_window(before, last - 1, len(keys)) and is_window(keys, last, len(before))
+    return len(keys) > 1 and moved
 
 
 def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
@@ -123,7 +118,7 @@ def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
 
 
 def _drop_implied_leaks(
-    leaks: Sequence[TransitiveLeak], targets: Sequence[Segment], sources: Sequence[Segment]
+    leaks: Sequence[TransitiveLeak], targets: Segments, sources: Segments
 ) -> list[TransitiveLeak]:
     """Return the leaks that follow neither from directly visible segments nor from other leaks."""
     # If all carriers lie in a third segment, that segment has a leak of its own.
@@ -143,14 +138,12 @@ def _drop_implied_leaks(
     ]
 
 
-def spec_reach(
-    spec: MaskSpec, targets: Sequence[Segment], sources: Sequence[Segment]
-) -> tuple[BoolArray, BoolArray]:
+def spec_reach(spec: MaskSpec, targets: Segments, sources: Segments) -> tuple[BoolArray, BoolArray]:
     """Return which targets reach which sources, bool (targets, sources), in one layer and all."""
     n = max(segment.stop for segment in (*targets, *sources))
-    rows = pack_rows(spec.dense(n)[None], n)
     # As many layers as rows are enough. After one that adds no row, the others cost nothing.
-    inputs = [_rows_reached(dict.fromkeys(range(n), rows), source) for source in sources]
+    packed = dict.fromkeys(range(n), pack_rows(spec.dense(n)[None], n))
+    inputs = [_rows_reached(packed, source) for source in sources]
     direct, over_layers = (
         np.array([[reached[at][t.start : t.stop].any() for reached in inputs] for t in targets])
         for at in (1, -1)
@@ -172,23 +165,16 @@ class TransitiveReachRule(Rule):
     name = "reach"
     findings = finding_kinds("reach.leak", "reach.by-design")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the masks that were checked."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._checked: set[tuple[tuple[int, str], ...]] = set()
-        self._targets = mask_views.paraphrase_segments(context.segments)
-        # Shared text counts only under a declared mask, which says who may see it.
-        kinds = {SegmentKind.PARAPHRASE}
-        if context.declared_spec is not None:
-            kinds.add(SegmentKind.SHARED)
-        self._sources = [
-            segment
-            for segment in context.segments
-            if segment in self._targets
-            or (segment.kind in kinds and segment.label not in mask_views.NON_PROMPT_LABELS)
-        ]
+        segments = self.context.segments
+        self._targets = self._sources = mask_views.paraphrase_segments(segments)
+        if self.context.declared_spec is not None:  # which says who may see the shared text
+            no_source, shared = mask_views.NON_PROMPT_LABELS, SegmentKind.SHARED
+            others = [s for s in segments if s.kind is shared and s.label not in no_source]
+            self._sources = sorted(self._targets + others, key=lambda segment: segment.start)
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Return the leaks of a step that computes the whole prompt, as one finding."""
         # A decode row does not change the hidden states of prompt rows.
         if step.kv_before or len(self._targets) < 2 or step.q_len < self._targets[-1].stop:
@@ -222,11 +208,10 @@ class TransitiveReachRule(Rule):
     def _leak_finding(
         self, step: StepRecord, leaks: Sequence[TransitiveLeak], by_design: bool
     ) -> Finding:
-        declared, first = self.context.declared_mask, leaks[0]
+        declared, first, others = self.context.declared_mask, leaks[0], ""
         target, source = self._targets[first.target], self._sources[first.source]
-        n_others, others = len(leaks) - 1, ""
-        if n_others:
-            others = f"; the same holds for {plural(n_others, 'other pair')} of segments"
+        if len(leaks) > 1:
+            others = f"; the same holds for {plural(len(leaks) - 1, 'other pair')} of segments"
         severity, allowed = Severity.ERROR, "the declared mask isolates the two over all layers"
         if by_design:
             severity, allowed = Severity.WARNING, "the declared mask itself allows this"
@@ -239,21 +224,16 @@ class TransitiveReachRule(Rule):
             f"although none of its {plural(len(target), 'row')} sees it directly{others}; "
             f"{allowed}."
         )
-        pairs = [
-            [self._targets[leak.target].label, self._sources[leak.source].label, leak.layer]
-            for leak in leaks
-        ]
+        names = [segment.label for segment in self._sources]
+        targets = [segment.label for segment in self._targets]
+        pairs = [[targets[leak.target], names[leak.source], leak.layer] for leak in leaks]
         carriers = sorted({pos for leak in leaks for pos in leak.carriers})
         is_declared = self.context.declared_spec is not None
+        id_, layers = "reach.by-design" if by_design else "reach.leak", (first.layer,)
+        facts = {"pairs": pairs, "carriers": len(carriers), "declared": is_declared}
+        series = f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}"
         return self.finding(
-            step,
-            "reach.by-design" if by_design else "reach.leak",
-            sentence,
-            severity=severity,
-            layers=(first.layer,),
-            positions=carriers,
-            evidence={"pairs": pairs, "carriers": len(carriers), "declared": is_declared},
-            series=f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}",
+            step, id_, sentence, layers, facts, severity=severity, positions=carriers, series=series
         )
 
 

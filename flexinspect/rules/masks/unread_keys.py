@@ -7,24 +7,23 @@ reported when the generation is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, join_labels, plural, printable
-from flexinspect.masks.algebra import BoolArray
+from flexinspect.masks.algebra import BoolArray, Segments
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import DeclaredMask, RuleContext, read_unpadded, step_array
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.context import DeclaredMask, read_unpadded, step_array
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
 from flexinspect.rules.masks.empty_rows import count_readers
 from flexinspect.rules.masks.mask_views import NON_PROMPT_LABELS, StepMaskView
 
-MIN_ATTENTION_SHARE = 1e-4
-"""A segment that gets a smaller share than this of every newest row's attention gets a note."""
+MIN_ATTENTION_SHARE = 1e-4  # a segment gets a note if no newest row gives it more attention
 
 _READ_KINDS = (SegmentKind.PARAPHRASE, SegmentKind.SHARED)
 
@@ -40,9 +39,7 @@ class UnreadKeysRule(Rule):
     streams = ("inputs.mask", "attention.mass")
     findings = finding_kinds("mask.orphan-key", "segments.unused")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset what was read."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._has_unknown_mask = False  # whether a mask is not known, so any key may have been read
         self._unread: Positions = np.zeros(0, np.intp)  # positions that no other row has read
         self._length = 0
@@ -53,7 +50,7 @@ class UnreadKeysRule(Rule):
         self._is_sliding = False  # whether windows may have moved past the unseen segments
         self._shares: dict[int, float] = {}  # by index of a segment, the largest share of attention
         self._visible_segments: set[int] = set()  # to generated rows with recorded attention
-        for number, segment in enumerate(context.segments[:-1]):
+        for number, segment in enumerate(self.context.segments[:-1]):
             if segment.kind in _READ_KINDS and segment.label not in NON_PROMPT_LABELS:
                 self._unseen_segments.append(segment)
                 self._shares[number] = 0.0
@@ -79,7 +76,7 @@ class UnreadKeysRule(Rule):
             self._drop_attended_segments(step, views)
         return ()
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Return findings for keys and segments that were never read."""
         if self._has_unknown_mask or not self._layers:
             return
@@ -108,15 +105,13 @@ class UnreadKeysRule(Rule):
         return unread
 
     def _is_padding(self, step: StepRecord, positions: Positions) -> BoolArray:
-        """Return which positions are padding, by their segment or by the caller's 2D mask."""
-        segments = [self.context.segment_at(int(pos)) for pos in positions]
-        is_padding = np.array(
-            [s is not None and s.label in NON_PROMPT_LABELS for s in segments], np.bool_
-        )
-        received = read_unpadded(step)
+        is_padding, received = np.zeros(self._length, np.bool_), read_unpadded(step)
         if received is not None:
-            is_padding |= ~mask_views.slice_flags(received, 0, self._length)[positions]
-        return is_padding
+            is_padding = ~mask_views.slice_flags(received, 0, self._length)
+        for segment in self.context.segments:
+            if segment.label in NON_PROMPT_LABELS:
+                is_padding[segment.start : segment.stop] = True
+        return is_padding[positions]
 
     def _should_be_read(self, pos: int) -> bool:
         """Return whether the declared mask lets a later row read a key."""
@@ -132,23 +127,18 @@ class UnreadKeysRule(Rule):
 
     def _orphan_finding(self, keys: Positions, is_meant: bool) -> Finding:
         """Return the finding: a note under a declared mask, whose cells `mask.lost` reports."""
-        one, declared = len(keys) == 1, self.context.declared_mask
+        declared, n_layers = self.context.declared_mask, len(self._layers)
         is_warning = is_meant and declared is not None and declared.assumed
+        severity = Severity.WARNING if is_warning else Severity.NOTE
         subject = self.context.format_rows(keys).replace("row", "key", 1)
-        layers = plural(len(self._layers), "layer")
         sentence = (
-            f"{subject} ({self.context.format_first_position(keys)}) {'is' if one else 'are'} read "
-            f"by no other row, in any of the {layers} or any step: no later token depends on "
-            f"{'it' if one else 'them'}."
+            f"{subject} ({self.context.format_first_position(keys)}) {is_or_are(len(keys))} read "
+            f"by no other row, in any of the {plural(n_layers, 'layer')} or any step: no later "
+            f"token depends on {'it' if len(keys) == 1 else 'them'}."
         )
-        return self.finding(
-            None,
-            "mask.orphan-key",
-            sentence,
-            severity=Severity.WARNING if is_warning else Severity.NOTE,
-            positions=keys,
-            evidence={"keys": len(keys), "rows": self._length, "layers": len(self._layers)},
-        )
+        id_ = "mask.orphan-key"
+        facts = {"keys": len(keys), "rows": self._length, "layers": n_layers}
+        return self.finding(None, id_, sentence, severity=severity, positions=keys, evidence=facts)
 
     def _drop_seen_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
         """Remove the segments that a row of the cue or a generated row sees."""
@@ -184,13 +174,11 @@ class UnreadKeysRule(Rule):
             for number, share in self._shares.items()
             if number < len(shares) and not shares[number] > MIN_ATTENTION_SHARE
         }
-        self._visible_segments |= {
-            number
-            for number in self._shares
-            if any(view.sees(self.context.segments[number]) for view in views)
-        }
+        for number in self._shares:
+            if any(view.sees(self.context.segments[number]) for view in views):
+                self._visible_segments.add(number)
 
-    def _check_unused_segments(self) -> Iterator[Finding]:
+    def _check_unused_segments(self) -> Findings:
         """Return findings for segments never seen, and for those that got no attention."""
         declared = self.context.declared_mask
         unseen = [s for s in self._unseen_segments if self._should_be_seen(s, declared)]
@@ -205,10 +193,8 @@ class UnreadKeysRule(Rule):
                 f"head{assumption}."
             )
             severity = Severity.NOTE if declared is None else Severity.WARNING
-            positions = [pos for s in unseen for pos in range(s.start, s.stop)]
-            yield self._unused_finding(
-                unseen, 0.0, sentence, severity=severity, positions=positions
-            )
+            keys = [pos for s in unseen for pos in range(s.start, s.stop)]
+            yield self._unused_finding(unseen, 0.0, sentence, severity=severity, positions=keys)
         numbers = self._shares.keys() & self._visible_segments
         weak = [self.context.segments[n] for n in sorted(numbers)]
         if weak:
@@ -222,7 +208,7 @@ class UnreadKeysRule(Rule):
             yield self._unused_finding(weak, most, sentence, severity=note, positions=starts)
 
     def _unused_finding(
-        self, segments: Sequence[Segment], share: float, sentence: str, **options: Any
+        self, segments: Segments, share: float, sentence: str, **options: Any
     ) -> Finding:
         labels, n_keys = [segment.label for segment in segments], sum(map(len, segments))
         evidence = {"segments": labels, "keys": n_keys, "largest_share": share}
@@ -267,5 +253,5 @@ def _follows_earlier_keys(view: StepMaskView, positions: Positions) -> BoolArray
     return np.array([row[:, :pos].any() for pos, row in rows], np.bool_)
 
 
-def _format_labels(segments: Sequence[Segment]) -> str:
+def _format_labels(segments: Segments) -> str:
     return capitalize(join_labels([printable(segment.label) for segment in segments]))

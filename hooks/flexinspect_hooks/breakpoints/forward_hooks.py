@@ -20,7 +20,6 @@ from flexinspect.breakpoints.evaluation import Observation
 from flexinspect.breakpoints.grammar import (
     EMPTY_ROW,
     FALLBACK,
-    INF,
     NAN,
     ObservationCondition,
     matches_module,
@@ -102,11 +101,7 @@ class ModelBreakpoints:
         wanted = {
             seen: met for met in self._breakpoints for seen in observations_in(met.expression)
         }
-        by_name = {
-            seen: met
-            for seen, met in wanted.items()
-            if seen.module_pattern is not None and seen.kind in (NAN, INF)
-        }
+        by_name = {seen: met for seen, met in wanted.items() if seen.is_checked_by_name}
         self._checked = frozenset(to_text(seen) for seen in by_name)
         self._kinds_of = self._install(by_name)
         self._call_kinds = frozenset(s.kind for s in wanted) & {EMPTY_ROW, FALLBACK}
@@ -132,7 +127,7 @@ class ModelBreakpoints:
             for one in seen:
                 left.pop(one, None)
         for one, met in left.items():
-            self.evaluator.report_once(met.id, self._no_such_module(one))
+            self.evaluator.report_once(met.info.id, self._no_such_module(one))
         return found
 
     def _no_such_module(self, seen: ObservationCondition) -> str:
@@ -214,7 +209,9 @@ class ModelBreakpoints:
             self._observed_step = None
             what = f"{type(error).__name__}: {error}"
             for met in self._breakpoints:
-                self.evaluator.report_once(met.id, f"{met.text} failed while the model ran: {what}")
+                self.evaluator.report_once(
+                    met.info.id, f"{met.info.text} failed while the model ran: {what}"
+                )
 
     def _evaluate(self) -> None:
         """Evaluate the observations so far, if the action can stop inside the forward."""

@@ -124,7 +124,7 @@ class BreakpointEvaluator:
     ) -> None:
         """Evaluate breakpoints inside the forward, on the observations so far."""
         for met in breakpoints:
-            if met.id in observed.hit_ids:
+            if met.info.id in observed.hit_ids:
                 continue
             observations = StepObservations(
                 observed.values, observed.layers, tuple(observed.observed)
@@ -132,9 +132,9 @@ class BreakpointEvaluator:
             result = evaluate(met.expression, observations)
             if result.holds is not True:
                 continue
-            observed.hit_ids.add(met.id)
+            observed.hit_ids.add(met.info.id)
             hit = make_hit(met, observations, result, in_forward=True)
-            action = self.store.record_hit(met.id)
+            action = self.store.record_hit(met.info.id)
             if action is not HitAction.PASS:
                 self.record_event(hit_event(hit))
             if action is HitAction.STOP:
@@ -158,7 +158,7 @@ class BreakpointEvaluator:
         breakpoints = [
             met
             for met in self.store.enabled()
-            if met.enabled_at <= ended and met.id not in observed.hit_ids
+            if met.enabled_at <= ended and met.info.id not in observed.hit_ids
         ]
         if breakpoints:
             seen, checked = observed.observed, observed.checked
@@ -191,10 +191,12 @@ class BreakpointEvaluator:
         for met in breakpoints:
             result = evaluate(met.expression, observations)
             if isinstance(result.holds, Unknown):
-                if report_unknown and met.id not in self._reported:
-                    self.report_once(met.id, describe_unknown(met.text, result.holds, observations))
+                if report_unknown and met.info.id not in self._reported:
+                    self.report_once(
+                        met.info.id, describe_unknown(met.info.text, result.holds, observations)
+                    )
             elif result.holds:
-                action = self.store.record_hit(met.id)
+                action = self.store.record_hit(met.info.id)
                 hit = make_hit(met, observations, result, in_forward=False)
                 if action is HitAction.LOG:
                     self.record_event(hit_event(hit))

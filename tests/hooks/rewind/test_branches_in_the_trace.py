@@ -281,6 +281,8 @@ def test_invalid_commands_are_answered_and_change_nothing(
         EditMask(at(2), (MaskEdit("cell", row=3, key=9),)),
         EditMask(at(2), (MaskEdit("see", segments=(1, 5)),)),
         EditMask(at(2), (MaskEdit("row"),)),
+        EditMask(at(2), (MaskEdit("cell", row=3),)),
+        EditMask(at(2), (MaskEdit("join", segments=(1,)),)),
         EditMask(at(2), ()),
     )
     reader = new_run().go(barrier)
@@ -293,6 +295,8 @@ def test_invalid_commands_are_answered_and_change_nothing(
         "Row 3 comes before key 9, and a row attends to no later key.",
         "paraphrase 1 comes before paraphrase 3, and a row attends to no later key.",
         "'row' needs a row.",
+        "'cell' needs a row and a key.",
+        "'join' needs 2 segments.",
         "Editing the mask needs at least one edit.",
     ]
     assert len(reader.branches(0)) == 1
