@@ -9,12 +9,13 @@ finished trace (see `flexinspect.analysis.offline_rules`).
 
 from __future__ import annotations
 
+import fnmatch
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,10 +55,10 @@ def _read_findings_file() -> dict[str, dict[str, Any]]:
 
 
 def finding_kinds(*ids: str) -> dict[str, FindingKind]:
-    """Return the kinds of these ids, as `findings.toml` describes them."""
-    kinds = {}
-    for id_ in ids:
-        fields = dict(_read_findings_file()[id_])
+    """Return the kinds of these ids, or patterns like `cache.*`, that `findings.toml` describes."""
+    kinds, described = {}, _read_findings_file()
+    for id_ in chain.from_iterable(fnmatch.filter(described, name) or (name,) for name in ids):
+        fields = dict(described[id_])
         severity, query = Severity(fields.pop("severity")), _find_query(fields.pop("query"))
         kinds[id_] = FindingKind(severity, **fields, query=query)
     return kinds

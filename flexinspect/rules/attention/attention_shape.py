@@ -318,9 +318,7 @@ class CallFactsRule(Rule):
     """Compares the calls of a step with each other and with those of the step before."""
 
     name = "call facts"
-    findings = finding_kinds(
-        "attention.scale", "attention.softcap-differs", "attention.dtype-differs"
-    )
+    findings = finding_kinds("attention.scale", "attention.*-differs")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the calls of a generation."""

@@ -54,14 +54,7 @@ class KernelPathRule(Rule):
     """Compares the path of each layer with the other layers and with its earlier steps."""
 
     name = "path"
-    findings = finding_kinds(
-        "path.fallback",
-        "path.bypass",
-        "path.unpatched-layer",
-        "path.swallowed",
-        "path.mask-ignored",
-        "path.needless-builds",
-    )
+    findings = finding_kinds("path.[!k]*")
 
     def __init__(self) -> None:
         self._last_mask: str | None = None  # the only one of the last step, of any generation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -13,9 +12,6 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import BuildRecord, MemoryRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-MASK_CREATION, MEMORY_GROWTH = "memory.mask-creation", "memory.growth"
-CAPTURE_MEMORY = "memory.capture"
 
 MIB = 1 << 20
 MIN_BUILD_BYTES = 96 * MIB  # peak growth during a mask build from which it is reported
@@ -33,10 +29,10 @@ MIN_CAPTURE_SHARE, MIN_CAPTURE_BYTES = 0.25, 256 * MIB
 class MemoryRule(Rule):
     """Checks the memory of mask builds and the growth of the process from step to step."""
 
-    name: ClassVar[str] = "memory"
-    streams: ClassVar[tuple[str, ...]] = ("*",)
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(MASK_CREATION, MEMORY_GROWTH, CAPTURE_MEMORY)
+    name = "memory"
+    streams = ("*",)
+    handles_standalone_calls = True
+    findings = finding_kinds("memory.*")
 
     def __init__(self) -> None:
         self._built_without_heads: set[str] = set()  # mask_mods of masks built with H=None
@@ -80,7 +76,7 @@ class MemoryRule(Rule):
             f"{total / MIB:.0f} MiB from step {first} to {last}."
         )
         evidence = {"per_step": round(slope), "total": round(total), "steps": len(values)}
-        yield replace(self.finding(None, MEMORY_GROWTH, sentence, evidence=evidence), step=last)
+        yield replace(self.finding(None, "memory.growth", sentence, evidence=evidence), step=last)
 
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
         self._built_without_heads.update(one.mask_mod for one in step.builds if not one.heads)
@@ -106,12 +102,12 @@ class MemoryRule(Rule):
         evidence |= {"wall_ms": round(largest.wall_ms, 1), "heads_ignored": ignores_heads}
         yield self.finding(
             step,
-            MASK_CREATION,
+            "memory.mask-creation",
             sentence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
             layers=() if largest.layer is None else (largest.layer,),
             evidence=evidence,
-            series=MASK_CREATION,
+            series="memory.mask-creation",
         )
 
     def _ignores_heads(self, step: StepRecord, build: BuildRecord) -> bool:
@@ -140,7 +136,9 @@ class MemoryRule(Rule):
             f"{memory.rss / MIB:.0f} MiB that the process used."
         )
         evidence = {"bytes": n_bytes, "rss": memory.rss, "arrays": len(step.arrays)}
-        yield self.finding(step, CAPTURE_MEMORY, sentence, evidence=evidence, series=CAPTURE_MEMORY)
+        yield self.finding(
+            step, "memory.capture", sentence, evidence=evidence, series="memory.capture"
+        )
 
 
 def _grid_peak_growth(build: BuildRecord) -> int:

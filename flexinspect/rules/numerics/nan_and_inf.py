@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from flexinspect.rules.attention.attention_shape import (
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-NAN, INF = "numbers.nan", "numbers.inf"
 _AFTER_LAST_LAYER = 1 << 30  # stands for the final norm and the output head
 _UNLIMITED = 1 << 62
 
@@ -42,10 +41,10 @@ class NumbersRule(Rule):
     recorded only if the logit of the chosen token is not finite.
     """
 
-    name: ClassVar[str] = "numbers"
-    streams: ClassVar[tuple[str, ...]] = ("hidden", *ROW_STREAMS)
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(NAN, INF)
+    name = "numbers"
+    streams = ("hidden", *ROW_STREAMS)
+    handles_standalone_calls = True
+    findings = finding_kinds("numbers.nan", "numbers.inf")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the reported layers."""
@@ -105,7 +104,7 @@ class NumbersRule(Rule):
         evidence |= {"carriers": carriers, "in_logits": in_logits}
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
-        finding_id, layers = NAN if producer.n_nan else INF, (producer.layer,)
+        finding_id, layers = "numbers.nan" if producer.n_nan else "numbers.inf", (producer.layer,)
         positions = () if rows is None else rows
         yield self.finding(
             step, finding_id, f"{sentence}.", layers=layers, positions=positions, evidence=evidence
@@ -154,7 +153,7 @@ class NumbersRule(Rule):
     ) -> Finding:
         return self.finding(
             step,
-            NAN,
+            "numbers.nan",
             sentence,
             layers=(call.layer,),
             positions=(step.kv_after - 1,),
@@ -209,7 +208,7 @@ class NumbersRule(Rule):
             )
         yield self.finding(
             step,
-            NAN if logits.n_nan else INF,
+            "numbers.nan" if logits.n_nan else "numbers.inf",
             sentence,
             severity=severity,
             positions=(step.kv_after - 1,),

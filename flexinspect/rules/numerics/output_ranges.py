@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter, eq, lt
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -22,9 +22,6 @@ from flexinspect.records.step import LayerStatRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import ROW_STREAMS, find_capped_layers
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
-
-OVERFLOW_RISK, SATURATION = "numbers.overflow-risk", "numbers.saturation"
-NORM_JUMP = "numbers.jump"
 
 FLOAT16_MAX = 65504.0
 NEAR_LIMIT_SHARE = 0.5  # share of the float16 range from which an output is reported
@@ -75,9 +72,9 @@ class OutputRangeRule(Rule):
     From level advanced on, which records every layer of every step.
     """
 
-    name: ClassVar[str] = "ranges"
-    streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
-    findings = finding_kinds(OVERFLOW_RISK, SATURATION, NORM_JUMP)
+    name = "ranges"
+    streams = ROW_STREAMS
+    findings = finding_kinds("numbers.overflow-risk", "numbers.saturation", "numbers.jump")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the norms."""
@@ -134,7 +131,7 @@ class OutputRangeRule(Rule):
         is_at_limit = largest >= AT_LIMIT_SHARE * FLOAT16_MAX
         yield self.finding(
             step,
-            OVERFLOW_RISK,
+            "numbers.overflow-risk",
             f"{sentence}.",
             severity=Severity.WARNING if is_at_limit else Severity.NOTE,
             layers=(worst.layer,),
@@ -206,7 +203,13 @@ class OutputRangeRule(Rule):
     ) -> Finding:
         query = "capped" if series == "capped" else ""
         return self.finding(
-            step, SATURATION, sentence, layers=which, evidence=evidence, series=series, query=query
+            step,
+            "numbers.saturation",
+            sentence,
+            layers=which,
+            evidence=evidence,
+            series=series,
+            query=query,
         )
 
     def _check_jump(
@@ -242,7 +245,7 @@ class OutputRangeRule(Rule):
         evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
         series = f"layer {first.layer} {'up' if more else 'down'}"
         yield self.finding(
-            step, NORM_JUMP, f"{sentence}.", layers=which, evidence=evidence, series=series
+            step, "numbers.jump", f"{sentence}.", layers=which, evidence=evidence, series=series
         )
 
 

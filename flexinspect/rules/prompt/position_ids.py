@@ -46,13 +46,7 @@ class PositionsRule(Rule):
 
     name = "positions"
     streams = ("inputs.mask", "inputs.positions")
-    findings = finding_kinds(
-        "positions.jump",
-        "positions.restart",
-        "positions.padding",
-        "positions.duplicate",
-        "positions.not-reset",
-    )
+    findings = finding_kinds("positions.*")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""

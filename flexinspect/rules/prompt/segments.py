@@ -62,23 +62,7 @@ class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
     name = "prompt"
-    findings = finding_kinds(
-        "segments.shifted",
-        "segments.drift",
-        "segments.merged",
-        "segments.odd-border",
-        "segments.not-found",
-        "segments.truncated",
-        "segments.ambiguous",
-        "segments.overlap",
-        "segments.uncovered",
-        "segments.padding-inside",
-        "segments.bos-missing",
-        "segments.bos-doubled",
-        "segments.eos-inside",
-        "segments.reordered",
-        "segments.special-as-text",
-    )
+    findings = finding_kinds("segments.[!u]*", "segments.uncovered")
 
     def __init__(self) -> None:
         self._borders: dict[str, tuple[HeadBorders, ...]] = {}  # by mask, for the whole run

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import ClassVar
 
 from msgspec import Struct, field
 
@@ -20,9 +19,6 @@ from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-REPETITION, COLLAPSE = "text.repetition", "text.entropy-collapse"
-FLAT, STOPPED_AT_ONCE = "text.flat", "text.stopped-at-once"
 
 MAX_PERIOD = 8  # tokens of the longest detected period
 MIN_LOOP_TOKENS = 12
@@ -56,8 +52,10 @@ class _BranchText(Struct):
 class TextRule(Rule):
     """Follows the chosen tokens and their distributions."""
 
-    name: ClassVar[str] = "text"
-    findings = finding_kinds(REPETITION, COLLAPSE, FLAT, STOPPED_AT_ONCE)
+    name = "text"
+    findings = finding_kinds(
+        "text.repetition", "text.entropy-collapse", "text.flat", "text.stopped-at-once"
+    )
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the texts."""
@@ -133,7 +131,7 @@ class TextRule(Rule):
         evidence = {"begins": begins, "probability": probability, "vocabulary": self._vocabulary}
         return self.finding(
             step,
-            REPETITION,
+            "text.repetition",
             sentence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
             positions=range(step.kv_after - period + 1, step.kv_after + 1),
@@ -160,7 +158,7 @@ class TextRule(Rule):
             if text.n_certain >= MIN_CERTAIN_STEPS and not text.loop_period:
                 yield self.finding(
                     step,
-                    COLLAPSE,
+                    "text.entropy-collapse",
                     f"For {text.n_certain} steps up to step {step.step}, one token has all the "
                     f"probability (entropy {entropy:.1e} nats, margin {logits.margin:.1f}).",
                     positions=(step.kv_after,),
@@ -202,7 +200,7 @@ class TextRule(Rule):
         evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
         return self.finding(
             step,
-            FLAT,
+            "text.flat",
             sentence,
             severity=severity,
             positions=(step.kv_after,),
@@ -222,7 +220,7 @@ class TextRule(Rule):
         is_certain = p >= 0.5 and not copies_last
         return self.finding(
             step,
-            STOPPED_AT_ONCE,
+            "text.stopped-at-once",
             f"{sentence}.",
             evidence={"token_id": token.token_id, "probability": p},
             severity=Severity.WARNING if is_certain else Severity.NOTE,

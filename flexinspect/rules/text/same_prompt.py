@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import numpy as np
 from msgspec import Struct, field
@@ -21,8 +20,6 @@ from flexinspect.records.step import MaskRecord, StepRecord
 from flexinspect.rules import step_diff
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS = "twins.same", "twins.rounding", "twins.differ"
 
 MAX_GENERATIONS = 4  # earlier generations that are kept for comparison
 MAX_COMPARED_STEPS = 32  # steps of each generation that are kept
@@ -42,9 +39,9 @@ class _GenerationRun(Struct):
 class SamePromptRule(Rule):
     """Compares a finished generation with an earlier one of the same prompt."""
 
-    name: ClassVar[str] = "same_prompt"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
-    findings = finding_kinds(SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS)
+    name = "same_prompt"
+    streams = ("inputs.mask",)
+    findings = finding_kinds("twins.*")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; earlier ones are kept, also those of other models."""
@@ -100,7 +97,7 @@ class SamePromptRule(Rule):
         if odd is not None:
             layer = odd.masks[0].layers[0] if odd.masks else difference.jump
             text = _describe_difference(odd, limit)
-            yield self._generations_finding(a, b, DIFFERS, text, odd, layer)
+            yield self._generations_finding(a, b, "twins.differ", text, odd, layer)
             return
         last = len(differences) - 1
         logits = [run.steps[last].logits for run in (a, b)]
@@ -108,12 +105,12 @@ class SamePromptRule(Rule):
             one.candidates[0].token_id if one and one.candidates else None for one in logits
         }
         is_drawn = parted is not None and len(best_ids) == 1
-        finding_id, text = DIFFERS_BY_ROUNDING, _describe_rounding(differences, is_drawn)
+        finding_id, text = "twins.rounding", _describe_rounding(differences, is_drawn)
         # Steps are equal if they differ only in the last bits.
         largest = max((layer.difference for one in differences for layer in one.layers), default=0)
         is_equal = largest < 1e-4 and all((one.logits or 0.0) < 1e-3 for one in differences)
         if (parted is None or is_drawn) and is_equal:
-            finding_id, text = SAME_OUTPUT, _describe_same(differences)
+            finding_id, text = "twins.same", _describe_same(differences)
         yield self._generations_finding(a, b, finding_id, text, parted or differences[0])
 
     def _generations_finding(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import ClassVar
 
 from msgspec import Struct
 
@@ -18,9 +17,6 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-NEAR_TIE = "text.near-tie"
-NOT_BEST = "text.not-the-best"
 
 SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}  # with the implicit one
 ROUNDING_ULPS = {"bfloat16": 2, "float16": 2, "float32": 8}
@@ -44,8 +40,8 @@ class _ChoiceCounts(Struct):
 class TokenChoiceRule(Rule):
     """Compares the chosen token with the best one."""
 
-    name: ClassVar[str] = "choice"
-    findings = finding_kinds(NEAR_TIE, NOT_BEST)
+    name = "choice"
+    findings = finding_kinds("text.near-tie", "text.not-the-best")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the counts."""
@@ -94,7 +90,12 @@ class TokenChoiceRule(Rule):
         )
         evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
         yield self.finding(
-            step, NEAR_TIE, sentence, positions=(step.kv_after,), evidence=evidence, series="tie"
+            step,
+            "text.near-tie",
+            sentence,
+            positions=(step.kv_after,),
+            evidence=evidence,
+            series="tie",
         )
 
     def on_generation_end(self) -> Iterator[Finding]:
@@ -122,7 +123,7 @@ class TokenChoiceRule(Rule):
             sentence += ", unless a logits processor that was not recorded changed the scores"
         return self.finding(
             step,
-            NOT_BEST,
+            "text.not-the-best",
             f"{sentence}.",
             severity=None if run.has_scores else Severity.NOTE,
             positions=(step.kv_after,),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,6 @@ from flexinspect.core.text import capitalize, format_layers, plural
 from flexinspect.records.finding import Finding
 from flexinspect.records.token_gradients import GradientRecord, GradientStat
 from flexinspect.rules.engine import Rule, finding_kinds
-
-GRADIENT_NAN, GRADIENT_INF = "gradient.nan", "gradient.inf"
-EXPLODING, VANISHING, DEAD = "gradient.exploding", "gradient.vanishing", "gradient.dead"
-FORWARD_CHECK, ANOMALY = "gradient.gate", "gradient.anomaly"
 
 MAX_LAYER_GROWTH = 100.0
 """Growth of a hidden state's gradient through one layer from which it explodes, and whose inverse
@@ -41,10 +37,8 @@ _MAX_NAMED_PARAMETERS = 6
 class GradientsRule(Rule):
     """Checks the gradients of generated tokens, which are recorded with `--grads`."""
 
-    name: ClassVar[str] = "gradients"
-    findings = finding_kinds(
-        *(GRADIENT_NAN, GRADIENT_INF, EXPLODING, VANISHING, DEAD, FORWARD_CHECK, ANOMALY)
-    )
+    name = "gradients"
+    findings = finding_kinds("gradient.*")
 
     def on_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
         """Check the gradients of one token."""
@@ -65,7 +59,9 @@ class GradientsRule(Rule):
         function = parts[1] if len(parts) > 2 else message
         sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
         evidence = {"function": function, "anomaly_message": anomaly}
-        return self.finding(gradients, ANOMALY, sentence, evidence=evidence, series=function)
+        return self.finding(
+            gradients, "gradient.anomaly", sentence, evidence=evidence, series=function
+        )
 
     def _forward_check_finding(self, gradients: GradientRecord) -> Finding:
         error, tolerance, path = gradients.logits_error, gradients.tolerance, gradients.path
@@ -75,7 +71,7 @@ class GradientsRule(Rule):
             f"most {tolerance:.0e}."
         )
         evidence = {"check_error": error, "tolerance": tolerance, "path": path}
-        return self.finding(gradients, FORWARD_CHECK, sentence, evidence=evidence, series="gate")
+        return self.finding(gradients, "gradient.gate", sentence, evidence=evidence, series="gate")
 
     def _nonfinite_finding(self, gradients: GradientRecord, bad: Sequence[GradientStat]) -> Finding:
         is_nan = any(stat.n_nan for stat in bad)
@@ -89,7 +85,7 @@ class GradientsRule(Rule):
         counts = {name: sum(getattr(stat, name) for stat in bad) for name in ("n_nan", "n_inf")}
         return self.finding(
             gradients,
-            GRADIENT_NAN if is_nan else GRADIENT_INF,
+            "gradient.nan" if is_nan else "gradient.inf",
             sentence,
             layers=() if layer is None else (layer,),
             evidence=_name_parameters(bad) | counts,
@@ -100,10 +96,10 @@ class GradientsRule(Rule):
         """Report each layer through which the gradient grows or shrinks too much."""
         for layer, rate in enumerate(layer_growth(gradients)):
             if rate >= MAX_LAYER_GROWTH:
-                finding_id, words = EXPLODING, f"grows {rate:.3g} times"
+                finding_id, words = "gradient.exploding", f"grows {rate:.3g} times"
             elif rate <= 1 / MAX_LAYER_GROWTH:
                 rest = f"{rate:.2g} of its size" if rate else "0"
-                finding_id, words = VANISHING, f"shrinks to {rest}"
+                finding_id, words = "gradient.vanishing", f"shrinks to {rest}"
             else:
                 continue
             sentence = (
@@ -123,8 +119,8 @@ class GradientsRule(Rule):
         zero = [stat for stat in weights if stat.norm == 0 and not _is_expected_zero(stat, weights)]
         tiny = [stat for stat in weights if 0 < stat.norm < MIN_RELATIVE_NORM * scale]
         for finding_id, which, words in (
-            (DEAD, zero, "is exactly 0"),
-            (VANISHING, tiny, f"is below {MIN_RELATIVE_NORM:.0e} of the logits'"),
+            ("gradient.dead", zero, "is exactly 0"),
+            ("gradient.vanishing", tiny, f"is below {MIN_RELATIVE_NORM:.0e} of the logits'"),
         ):
             if not which:
                 continue

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import Any
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
@@ -15,12 +15,6 @@ from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-LOSS_NAN, LOSS_SPIKE = "training.loss-nan", "training.loss-spike"
-GRADIENT_EXPLOSION, GRADIENT_VANISHING = "training.explosion", "training.vanishing"
-DEAD_PARAMETERS, LEARNING_RATE = "training.dead-parameters", "training.learning-rate"
-NAN_GRADIENT, FP16_OVERFLOW = "training.nan-gradient", "training.fp16-overflow"
-SCALER_SKIPS, LOADER_BOUND = "training.scaler-skips", "training.loader-bound"
 
 MAX_LEARNING_RATE = 1.0  # learning rates above this are reported
 LEARNED_SHARE = 1e-3  # below this share of the first loss, small gradients are expected
@@ -55,11 +49,8 @@ a few switches of the interpreter lock (5 ms each).
 class TrainingRule(Rule):
     """Checks each optimizer step; one finding of each kind, at its first step."""
 
-    name: ClassVar[str] = "training_steps"
-    findings = finding_kinds(
-        *(LOSS_NAN, LOSS_SPIKE, GRADIENT_EXPLOSION, GRADIENT_VANISHING, DEAD_PARAMETERS),
-        *(LEARNING_RATE, NAN_GRADIENT, FP16_OVERFLOW, SCALER_SKIPS, LOADER_BOUND),
-    )
+    name = "training_steps"
+    findings = finding_kinds("training.*")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a run."""
@@ -108,7 +99,7 @@ class TrainingRule(Rule):
                 f"{step.step}: it may have overflowed (largest value 65504); its weights are "
                 f"finite{_describe_carriers(origin, 'module')}"
             )
-            return self._finding(step, FP16_OVERFLOW, sentence, origin)
+            return self._finding(step, "training.fp16-overflow", sentence, origin)
         has_bad_output = kind in ("input", "weights", "module", "loss") and not training.has_loss
         if training.is_loss_anomaly or (has_bad_output and not training.is_skipped):
             return self._loss_finding(step, training, origin or AnomalyOrigin("loss", ""))
@@ -132,7 +123,7 @@ class TrainingRule(Rule):
         rates = [*training.learning_rates]
         evidence = {**_origin_evidence(origin), "loss": training.loss, "learning_rates": rates}
         return self._finding(
-            step, LOSS_NAN, f"{subject}: {_describe_origin(origin)}{history}", evidence
+            step, "training.loss-nan", f"{subject}: {_describe_origin(origin)}{history}", evidence
         )
 
     def _gradient_finding(
@@ -147,7 +138,7 @@ class TrainingRule(Rule):
             f"({printable(origin.detail.partition(';')[0])}), the first on the way back from the "
             f"loss; {loss}{arrives}{_describe_carriers(origin, 'parameter')}"
         )
-        return self._finding(step, NAN_GRADIENT, sentence, origin)
+        return self._finding(step, "training.nan-gradient", sentence, origin)
 
     def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin = training.anomaly_origin
@@ -160,7 +151,7 @@ class TrainingRule(Rule):
             f"{origin.detail}{clipped}, above 10; the first on the way back from the loss"
             f"{_describe_carriers(origin, 'parameter')}"
         )
-        return self._finding(step, GRADIENT_EXPLOSION, sentence, origin)
+        return self._finding(step, "training.explosion", sentence, origin)
 
     def _check_vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin, total = training.anomaly_origin, training.total_norm
@@ -177,7 +168,7 @@ class TrainingRule(Rule):
             f"The gradient of {printable(origin.name)} vanishes in step {step.step}: its norm is "
             f"{origin.detail}, below 1e-6, of {total:.3g} in total{also}"
         )
-        return self._finding(step, GRADIENT_VANISHING, sentence, origin)
+        return self._finding(step, "training.vanishing", sentence, origin)
 
     def _check_dead(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if not training.gradients or training.is_skipped:
@@ -195,7 +186,7 @@ class TrainingRule(Rule):
             f"{since} to {step.step}{also}"
         )
         evidence = {"names": names[:100], "n": len(names)}
-        return self._finding(step, DEAD_PARAMETERS, sentence, evidence)
+        return self._finding(step, "training.dead-parameters", sentence, evidence)
 
     def _check_unreached(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         events = (one for one in step.events if one.kind == "parameters-without-gradient")
@@ -208,7 +199,9 @@ class TrainingRule(Rule):
             f"{printable(str(names[0]))}: the loss does not depend on them"
         )
         evidence = {"names": names, "n": n}
-        return self._finding(step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached")
+        return self._finding(
+            step, "training.dead-parameters", sentence, evidence, Severity.NOTE, "unreached"
+        )
 
     def _check_rate(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         high = _highest_rate(training)
@@ -216,7 +209,7 @@ class TrainingRule(Rule):
             return None
         sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0"
         evidence = {"learning_rates": [*training.learning_rates]}
-        return self._finding(step, LEARNING_RATE, sentence, evidence)
+        return self._finding(step, "training.learning-rate", sentence, evidence)
 
     def _check_loss_spike(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         loss = training.loss
@@ -233,7 +226,9 @@ class TrainingRule(Rule):
             f"The loss jumps to {loss:.4g} in step {step.step}; the median of the {len(before)} "
             f"losses before is {middle:.4g}"
         )
-        return self._finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
+        return self._finding(
+            step, "training.loss-spike", sentence, {"loss": loss, "median": middle}
+        )
 
     def _check_scaler(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if not training.is_skipped:
@@ -249,7 +244,7 @@ class TrainingRule(Rule):
             f"{step.step}{scale}{'' if origin is None else _describe_nonfinite(origin)}"
         )
         evidence = {"in_a_row": self._n_skipped, "scale": training.scale}
-        return self._finding(step, SCALER_SKIPS, sentence, evidence)
+        return self._finding(step, "training.scaler-skips", sentence, evidence)
 
     def _check_loader(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if step.step < WARMUP_STEPS:
@@ -272,7 +267,7 @@ class TrainingRule(Rule):
         )
         severity = Severity.WARNING if is_measured else Severity.NOTE
         evidence = {"ms": typical, "share": share, "mean_ms": fmean(w for w, _ in self._waits)}
-        return self._finding(step, LOADER_BOUND, sentence, evidence, severity)
+        return self._finding(step, "training.loader-bound", sentence, evidence, severity)
 
 
 def _describe_origin(origin: AnomalyOrigin) -> str:
