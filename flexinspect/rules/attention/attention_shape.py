@@ -31,34 +31,19 @@ NumberArray = npt.NDArray[Any]
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
 
 SINK_SHARE = 0.99
-ONE_KEY_ENTROPY = 0.01
-"""Nats; 0.999 on one key and the rest on up to a thousand others has a lower entropy."""
-
-MIN_STEPS_IN_A_ROW = 3
-"""Consecutive steps from which all layers are reported."""
-
-MIN_LAYER_CHECKS = 4
-"""Consecutive checks from which single layers are reported."""
-
-LAYER_CHECK_INTERVAL = 4
-"""Single layers are checked in the first steps, and then in every step divisible by this."""
-
-ENTROPY_TOLERANCE = 2e-5
-"""Rounding error of an entropy compared with log(n)."""
-
-ZERO_OFFSET = 3e-6
-MIN_OFFSET = 0.05
+ONE_KEY_ENTROPY = 0.01  # nats; 0.999 on one key and the rest on a thousand others has less
+MIN_STEPS_IN_A_ROW = 3  # consecutive steps from which all layers are reported
+MIN_LAYER_CHECKS = 4  # consecutive checks from which single layers are reported
+LAYER_CHECK_INTERVAL = 4  # single layers are checked in the first steps, then in each n-th one
+ENTROPY_TOLERANCE = 2e-5  # rounding error of an entropy compared with log(n)
+ZERO_OFFSET, MIN_OFFSET = 3e-6, 0.05
 """Scores count as equal if they are all 0 (up to `ZERO_OFFSET`), or all far from it: small random
 weights give scores that are close to 0 and to each other, which is not a fault."""
-
-MIN_UNIFORM_TOKENS = 2
-"""Different input tokens required for a uniform layer."""
-
-MIN_OPEN_KEYS = 4
-"""Rows with fewer open keys are not checked."""
-
-LSE_CHECK_TOLERANCE = 1e-2
-"""Calls whose LSE check is above this have no reliable log-sum-exp."""
+MIN_UNIFORM_TOKENS = 2  # different input tokens required for a uniform layer
+MIN_OPEN_KEYS = 4  # rows with fewer open keys are not checked
+LSE_CHECK_TOLERANCE = 1e-2  # calls whose LSE check is above it have no reliable log-sum-exp
+CAP_SHARE = 0.98  # share of the softcap from which scores count as capped: tanh(2.3)
+RESCALED_EVENT = "scores-rescaled"  # of an attention function that ignored the scale it received
 
 
 class NewestRow(NamedTuple):
@@ -85,9 +70,8 @@ def newest_row(step: StepRecord) -> NewestRow | None:
 def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
     """Number of open keys of a call's newest row, (1,) or (heads,); None if unknown or averaged."""
     mask = context.mask(step.calls[call].mask)
-    if mask is None or mask.cells is None:
-        return None
-    if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
+    averaged = None if mask is None else mask.uniform_rows
+    if mask is None or mask.cells is None or (averaged is not None and averaged[:, -1].any()):
         return None
     counts: NumberArray = np.count_nonzero(mask.cells[:, -1], axis=-1)
     return counts
@@ -187,9 +171,9 @@ class AttentionShapeRule(Rule):
                 f"attention on one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up "
                 f"to step {step.step})."
             )
-            facts, note = {"layers": which, "steps": MIN_LAYER_CHECKS}, Severity.NOTE
-            id_ = "attention.collapsed"
-            yield self._finding(step, id_, sentence, evidence=facts, layers=which, severity=note)
+            evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
+            options: dict[str, Any] = {"layers": which, "severity": Severity.NOTE}
+            yield self._finding(step, "attention.collapsed", sentence, evidence=evidence, **options)
 
     def _sees_several(self, step: StepRecord, number: int | None = None) -> bool:
         """Whether the newest row has several open keys, in one call or in every call."""
@@ -238,20 +222,15 @@ class AttentionShapeRule(Rule):
 
     def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> Iterator[Finding]:
         """Report an infinite log-sum-exp in a row with open keys; another rule reports NaN."""
-        first_nonfinite = min(
-            (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=math.inf
-        )
+        nonfinite = [stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         for number, call in enumerate(step.calls):
-            lse = row.lse[number]
-            bad = np.flatnonzero(np.isinf(lse))
-            if not len(bad) or call.lse_error is None or not call.lse_error <= LSE_CHECK_TOLERANCE:
+            lse, n_open = row.lse[number], count_open_keys(step, self.context, number)
+            has_check = call.lse_error is not None and call.lse_error <= LSE_CHECK_TOLERANCE
+            if not np.isinf(lse).any() or n_open is None or not has_check:
                 continue
-            if call.layer >= first_nonfinite:
+            if call.layer >= min(nonfinite, default=math.inf):
                 return
-            n_open = count_open_keys(step, self.context, number)
-            if n_open is None:
-                continue
-            wrong = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0].tolist()
+            wrong = np.flatnonzero(np.isinf(lse) & (n_open > 0)).tolist()
             if not wrong:
                 continue
             first, most = float(lse[wrong[0]]), int(n_open.max())
@@ -274,14 +253,7 @@ class AttentionShapeRule(Rule):
         return self.finding(step, id_, sentence, positions=at, series=series, **options)
 
 
-RESCALED_EVENT = "scores-rescaled"
-"""Event of a user's attention function that did not apply the scale it received."""
-
 _compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
-_dtype = attrgetter("dtype")
-
-CAP_SHARE = 0.98
-"""Share of the softcap from which scores count as capped: tanh(2.3)."""
 
 
 class _CallFact(NamedTuple):
@@ -307,9 +279,10 @@ def _format_softcap(call: CallRecord) -> str:
     return "not capped" if call.softcap is None else f"capped at {call.softcap:g}"
 
 
+_softcap, _dtype = attrgetter("softcap"), attrgetter("dtype")
 _CALL_FACTS = (
     _CallFact("attention.scale", "scores are scaled by", _scale_factor, _format_scale),
-    _CallFact("attention.softcap-differs", "scores are", attrgetter("softcap"), _format_softcap),
+    _CallFact("attention.softcap-differs", "scores are", _softcap, _format_softcap),
     _CallFact("attention.dtype-differs", "attention runs in", _dtype, _dtype),
 )
 
@@ -347,7 +320,6 @@ class CallFactsRule(Rule):
                 yield self._rescaled_finding(step, event.data)
 
     def _rescaled_finding(self, step: StepRecord, facts: Mapping[str, Any]) -> Finding:
-        """A user's attention function applied another scale than the layers requested."""
         layers, factor, score_mod = list(map(int, facts["layers"])), float(facts["factor"]), ""
         kernel = "its default" if facts["scale"] is None else f"{float(facts['scale']):.4g}"
         if facts.get("score_mod") is not None:
@@ -399,19 +371,16 @@ class CallFactsRule(Rule):
             f"In {format_step_layers(layers, step)} {fact.phrase} {fact.format_value(odd[0])} "
             f"{at} {fact.format_value(other)}."
         )
-        values = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
-        series = f"layer {layers[0]}"
-        return self.finding(
-            step, fact.finding_id, sentence, layers=layers, evidence=values, series=series
-        )
+        evidence = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
+        options: dict[str, Any] = {"layers": layers, "series": f"layer {layers[0]}"}
+        return self.finding(step, fact.finding_id, sentence, evidence=evidence, **options)
 
 
 def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
     """Whether the layers are another layer type: other heads, or several with other masks."""
-    heads = {(call.head_dim, call.kv_heads) for call in odd}
-    if heads.isdisjoint((call.head_dim, call.kv_heads) for call in others):
-        return True
-    return len(odd) > 1 and {call.mask for call in odd}.isdisjoint(call.mask for call in others)
+    odd_heads, heads = ({(one.head_dim, one.kv_heads) for one in some} for some in (odd, others))
+    odd_masks, masks = ({one.mask for one in some} for some in (odd, others))
+    return not odd_heads & heads or (len(odd) > 1 and not odd_masks & masks)
 
 
 def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:

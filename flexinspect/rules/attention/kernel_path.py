@@ -18,23 +18,16 @@ from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
-COSTLY_MS = 50.0
-COSTLY_SHARE = 0.2
-COSTLY_LAYERS = 4
+COSTLY_LAYERS, COSTLY_MS, COSTLY_SHARE = 4, 50.0, 0.2
 """Needless builds are a warning from this many layers, milliseconds and share of the step."""
-
-MIN_UNCHANGED_STEPS = 3
-"""Consecutive steps with a rebuilt unchanged mask, from which it is reported."""
+MIN_UNCHANGED_STEPS = 3  # consecutive steps with a rebuilt unchanged mask, until it is reported
 
 _DIGITS = re.compile(r"\d+")  # they differ between the messages of steps and layers
 _LOOKUP_ERRORS = ("KeyError", "IndexError", "AttributeError", "StopIteration", "LookupError")
 """Exceptions that code uses to detect that it has no mask yet."""
+_NO_MASK_PASSED = (None, "none")  # the kernel received the mask of its layer, or the layer none
 
-_NO_MASK_PASSED = (None, "none")
-"""The kernel received the mask of its layer, or the layer received none."""
-
-Calls = Mapping[int, CallRecord]
-"""The last call of each layer."""
+Calls = Mapping[int, CallRecord]  # the last call of each layer
 
 
 class _MaskComparison(NamedTuple):
@@ -54,7 +47,7 @@ class KernelPathRule(Rule):
     """Compares the path of each layer with the other layers and with its earlier steps."""
 
     name = "path"
-    findings = finding_kinds("path.[!k]*")
+    findings = finding_kinds("path.[!k]*")  # all but path.kernel-failed
 
     def __init__(self) -> None:
         self._last_mask: str | None = None  # the only one of the last step, of any generation
@@ -289,7 +282,7 @@ class KernelPathRule(Rule):
         for build in step.builds:
             mask = None if build.layer is None else mask_of.get(build.layer)
             if mask is not None:
-                groups.setdefault((mask, build.mask_mod, *_grid_sizes(build)), []).append(build)
+                groups.setdefault((mask, build.mask_mod, *grid_sizes(build)), []).append(build)
         repeated = [(key[0], builds) for key, builds in groups.items() if len(builds) > 1]
         for mask, builds in repeated:
             yield self._repeated_build_finding(step, mask, builds)
@@ -313,20 +306,17 @@ class KernelPathRule(Rule):
         )
         is_slow = spare >= COSTLY_MS and spare >= COSTLY_SHARE * step.wall_ms
         is_costly = is_slow and len(layers) >= COSTLY_LAYERS
+        evidence = {"builds": len(builds), "grid": grid, "ms": round(ms, 2)}
+        peak_growth = sum(build.peak_growth for build in builds)
+        evidence |= {"needless_ms": round(spare, 2), "peak_growth": peak_growth}
+        evidence["heads_ignored"] = heads_ignored
         return self.finding(
             step,
             "path.needless-builds",
             sentence,
             severity=Severity.WARNING if is_costly else Severity.NOTE,
             layers=layers,
-            evidence={
-                "builds": len(builds),
-                "grid": grid,
-                "ms": round(ms, 2),
-                "needless_ms": round(spare, 2),
-                "peak_growth": sum(build.peak_growth for build in builds),
-                "heads_ignored": heads_ignored,
-            },
+            evidence=evidence,
             series="layers",
         )
 
@@ -354,12 +344,13 @@ class KernelPathRule(Rule):
         )
 
 
-def _grid_sizes(build: BuildRecord) -> tuple[int, ...]:
+def grid_sizes(build: BuildRecord) -> tuple[int, ...]:
+    """Return the batch, heads, rows and keys for which a mask was built."""
     return build.batch or 1, build.heads or 1, build.q_len, build.kv_len
 
 
 def _format_grid(build: BuildRecord) -> str:
-    return " x ".join(map(str, _grid_sizes(build)))
+    return " x ".join(map(str, grid_sizes(build)))
 
 
 def _is_flex(path: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import BuildRecord, MemoryRecord, StepRecord
+from flexinspect.rules.attention.kernel_path import grid_sizes
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
@@ -22,7 +25,6 @@ MIN_GROWTH_PER_STEP = MIB
 MIN_TOTAL_GROWTH = 96 * MIB
 MIN_RISING_SHARE = 0.75
 """Growth beyond the KV cache, per step and in total, and the share of windows in which it rises."""
-
 MIN_CAPTURE_SHARE, MIN_CAPTURE_BYTES = 0.25, 256 * MIB
 
 
@@ -86,7 +88,7 @@ class MemoryRule(Rule):
         self._peak = largest.peak_growth
         ignores_heads = self._ignores_heads(step, largest)
         is_serious = ignores_heads or largest.peak_growth >= HUGE_BUILD_BYTES
-        sizes = (largest.batch or 1, largest.heads or 1, largest.q_len, largest.kv_len)
+        sizes = grid_sizes(largest)
         grid = " x ".join(map(str, sizes))
         place = "a standalone call" if self.context.is_standalone else f"step {step.step}"
         advice = ""
@@ -100,27 +102,19 @@ class MemoryRule(Rule):
         )
         evidence = {"grid": list(sizes), "peak_growth": largest.peak_growth}
         evidence |= {"wall_ms": round(largest.wall_ms, 1), "heads_ignored": ignores_heads}
-        yield self.finding(
-            step,
-            "memory.mask-creation",
-            sentence,
-            severity=Severity.WARNING if is_serious else Severity.NOTE,
-            layers=() if largest.layer is None else (largest.layer,),
-            evidence=evidence,
-            series="memory.mask-creation",
-        )
+        id_, severity = "memory.mask-creation", Severity.WARNING if is_serious else Severity.NOTE
+        layers = () if largest.layer is None else (largest.layer,)
+        options: dict[str, Any] = {"severity": severity, "layers": layers, "series": id_}
+        yield self.finding(step, id_, sentence, evidence=evidence, **options)
 
     def _ignores_heads(self, step: StepRecord, build: BuildRecord) -> bool:
         """Whether H was passed for a mask_mod that is known to ignore the head.
 
         Known from the cells of the executed mask, or from a build of the same mask_mod with H=None.
         """
-        if (build.heads or 1) == 1:
-            return False
-        if build.mask_mod in self._built_without_heads:
-            return True
-        for call in step.calls:
-            mask = self.context.mask(call.mask)
+        if (build.heads or 1) == 1 or build.mask_mod in self._built_without_heads:
+            return (build.heads or 1) > 1
+        for mask in (self.context.mask(call.mask) for call in step.calls):
             if mask is not None and (mask.q_len, mask.kv_len) == (build.q_len, build.kv_len):
                 has_one_head = mask.cells is not None and len(mask.cells) == 1
                 return has_one_head and mask.mask_mod == build.mask_mod
@@ -136,9 +130,8 @@ class MemoryRule(Rule):
             f"{memory.rss / MIB:.0f} MiB that the process used."
         )
         evidence = {"bytes": n_bytes, "rss": memory.rss, "arrays": len(step.arrays)}
-        yield self.finding(
-            step, "memory.capture", sentence, evidence=evidence, series="memory.capture"
-        )
+        id_ = "memory.capture"
+        yield self.finding(step, id_, sentence, evidence=evidence, series=id_)
 
 
 def _grid_peak_growth(build: BuildRecord) -> int:
@@ -146,5 +139,5 @@ def _grid_peak_growth(build: BuildRecord) -> int:
 
     A compiled build of a small grid uses memory too, for the compiler.
     """
-    cells = (build.batch or 1) * (build.heads or 1) * build.q_len * build.kv_len
-    return build.peak_growth if build.peak_growth <= cells * MAX_BYTES_PER_CELL else 0
+    is_explained = build.peak_growth <= math.prod(grid_sizes(build)) * MAX_BYTES_PER_CELL
+    return build.peak_growth if is_explained else 0

@@ -104,11 +104,12 @@ class NumbersRule(Rule):
         evidence |= {"carriers": carriers, "in_logits": in_logits}
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
-        finding_id, layers = "numbers.nan" if producer.n_nan else "numbers.inf", (producer.layer,)
-        positions = () if rows is None else rows
-        yield self.finding(
-            step, finding_id, f"{sentence}.", layers=layers, positions=positions, evidence=evidence
-        )
+        id_ = "numbers.nan" if producer.n_nan else "numbers.inf"
+        at: dict[str, Any] = {
+            "layers": (producer.layer,),
+            "positions": () if rows is None else rows,
+        }
+        yield self.finding(step, id_, f"{sentence}.", evidence=evidence, **at)
 
     def _check_scores(
         self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
@@ -117,10 +118,10 @@ class NumbersRule(Rule):
 
         Kernels may ignore NaN: SDPA on a CPU (torch 2.13) returns zeros for a row of NaN scores.
         """
-        earliest = min((stat.layer for stat in nonfinite), default=_AFTER_LAST_LAYER)
-        reported = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
+        reported = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER)
+        earliest = min(reported, *(stat.layer for stat in nonfinite), _AFTER_LAST_LAYER)
         for number, call in enumerate(step.calls):
-            if call.layer >= min(earliest, reported):
+            if call.layer >= earliest:
                 return None
             part, lse = None, _call_lse(step, number)
             if lse is not None and np.isnan(lse).any():
@@ -151,27 +152,21 @@ class NumbersRule(Rule):
     def _call_finding(
         self, step: StepRecord, call: CallRecord, sentence: str, evidence: Mapping[str, Any]
     ) -> Finding:
-        return self.finding(
-            step,
-            "numbers.nan",
-            sentence,
-            layers=(call.layer,),
-            positions=(step.kv_after - 1,),
-            evidence=evidence,
-            query="nan-call",
-        )
+        options: dict[str, Any] = {"layers": (call.layer,), "positions": (step.kv_after - 1,)}
+        id_, query = "numbers.nan", "nan-call"
+        return self.finding(step, id_, sentence, evidence=evidence, query=query, **options)
 
     def _format_rows(
         self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord
     ) -> str:
+        context = self.context
         if rows is not None and len(rows) == 1:
-            return f"at {self.context.format_position(int(rows[0]))}"
+            return f"at {context.format_position(int(rows[0]))}"
         if rows is not None and len(rows):
-            first = self.context.format_first_position(rows)
-            return f"in {self.context.format_rows(rows)} ({first})"
+            return f"in {context.format_rows(rows)} ({context.format_first_position(rows)})"
         if producer.bad_row is None:
             return f"(somewhere in its {step.q_len} rows)"
-        first = self.context.format_position(step.kv_before + producer.bad_row)
+        first = context.format_position(step.kv_before + producer.bad_row)
         return f"(of its {step.q_len} rows the first is {first})"
 
     def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
@@ -181,22 +176,11 @@ class NumbersRule(Rule):
         So their number in the first step counts as intended, and only a larger one is reported.
         """
         evidence = {"module": "logits", "n_nan": logits.n_nan, "n_inf": logits.n_inf}
-        severity = None
-        has_largest_inf = any(candidate.logit == np.inf for candidate in logits.candidates)
-        if not logits.n_nan and not has_largest_inf:
-            before = self._n_closed.setdefault(step.branch, logits.n_inf)
-            if logits.n_inf <= before or step.branch in self._reported_layers:
+        options: dict[str, Any] = {"positions": (step.kv_after - 1,), "query": "logits"}
+        is_reported = step.branch in self._reported_layers
+        if logits.n_nan or any(candidate.logit == np.inf for candidate in logits.candidates):
+            if is_reported:
                 return
-            self._n_closed[step.branch] = _UNLIMITED
-            evidence, severity = {**evidence, "before": before}, Severity.WARNING
-            sentence = (
-                f"{plural(logits.n_inf, 'logit')} of step {step.step} {is_or_are(logits.n_inf)} "
-                f"-Inf before any logits processor, where the first step had {before}: no "
-                "processor or sampling option excluded these tokens."
-            )
-        elif step.branch in self._reported_layers:
-            return
-        else:
             self._reported_layers[step.branch] = _AFTER_LAST_LAYER
             source = "and its source is not recorded (level advanced records all layers)"
             if step.layer_stats:
@@ -206,15 +190,19 @@ class NumbersRule(Rule):
                 f"{'NaN' if logits.n_nan else 'Inf'} appears in the logits of step {step.step} "
                 f"({_format_value_counts(logits)}), {source}."
             )
-        yield self.finding(
-            step,
-            "numbers.nan" if logits.n_nan else "numbers.inf",
-            sentence,
-            severity=severity,
-            positions=(step.kv_after - 1,),
-            evidence=evidence,
-            query="logits",
-        )
+        else:
+            before = self._n_closed.setdefault(step.branch, logits.n_inf)
+            if logits.n_inf <= before or is_reported:
+                return
+            self._n_closed[step.branch] = _UNLIMITED
+            evidence["before"], options["severity"] = before, Severity.WARNING
+            sentence = (
+                f"{plural(logits.n_inf, 'logit')} of step {step.step} {is_or_are(logits.n_inf)} "
+                f"-Inf before any logits processor, where the first step had {before}: no "
+                "processor or sampling option excluded these tokens."
+            )
+        id_ = "numbers.nan" if logits.n_nan else "numbers.inf"
+        yield self.finding(step, id_, sentence, evidence=evidence, **options)
 
 
 def _format_value_counts(record: LayerStatRecord | LogitsRecord) -> str:
@@ -316,9 +304,9 @@ def _score_part(
     if call.dtype == "float16" and is_nan and (np.abs(lse[~bad]) > LARGEST_FLOAT16).any():
         words = f"its scores exceed the largest float16 ({LARGEST_FLOAT16}) and overflow to Inf"
         return LayerPart("scores", words)
-    if not bad.any():
-        return None
     n_bad = int(bad.sum())
+    if not n_bad:
+        return None
     heads = "every head" if n_bad == len(lse) else f"{n_bad} of {plural(len(lse), 'head')}"
     if np.isposinf(lse).any():
         return LayerPart("scores", f"the scores of its newest row are already Inf, in {heads}")

@@ -8,13 +8,13 @@ with itself in other steps of the same phase, and only the range of float16 is a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter, eq, lt
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from flexinspect.core.text import capitalize, format_layers
 from flexinspect.records.finding import Finding, Severity
@@ -40,18 +40,16 @@ class _NormHistory(Struct):
     """The norms of the layers in one phase of one branch."""
 
     n: int = 0
-    smallest: list[float] = field(default_factory=list)
-    largest: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    last_norms: list[float] = field(default_factory=list)
+    smallest: list[float] = []
+    largest: list[float] = []
+    low: list[float] = []
+    high: list[float] = []
+    last_norms: list[float] = []
     last_stats: Sequence[LayerStatRecord] = ()  # the layer statistics of the last step with one row
     last_token_id: int | None = None  # the input token of that step
 
     def are_in_range(self, norms: list[float]) -> bool:
-        """Whether all norms are within the range of earlier steps."""
-        if self.n < MIN_HEALTHY_STEPS:
-            return True
+        """Whether all norms are within the range of earlier steps, if there are enough of them."""
         return all(map(lt, self.low, norms)) and all(map(lt, norms, self.high))
 
     def add(self, norms: list[float]) -> None:
@@ -128,16 +126,12 @@ class OutputRangeRule(Rule):
         )
         if len(which) > 1:
             sentence += f"; {format_layers(which, len(step.layer_stats))} are above half of it"
-        is_at_limit = largest >= AT_LIMIT_SHARE * FLOAT16_MAX
-        yield self.finding(
-            step,
-            "numbers.overflow-risk",
-            f"{sentence}.",
-            severity=Severity.WARNING if is_at_limit else Severity.NOTE,
-            layers=(worst.layer,),
-            evidence={"module": worst.module, "min": worst.min, "max": worst.max},
-            series="at the end" if is_at_limit else "near",
-        )
+        options: dict[str, Any] = {"severity": Severity.NOTE, "series": "near"}
+        if largest >= AT_LIMIT_SHARE * FLOAT16_MAX:
+            options = {"severity": Severity.WARNING, "series": "at the end"}
+        options["evidence"] = {"module": worst.module, "min": worst.min, "max": worst.max}
+        id_, layers = "numbers.overflow-risk", (worst.layer,)
+        yield self.finding(step, id_, f"{sentence}.", layers=layers, **options)
 
     def _constant_finding(self, step: StepRecord, constant: Sequence[LayerStatRecord]) -> Finding:
         which, value = sorted(stat.layer for stat in constant), constant[0].min
@@ -148,7 +142,7 @@ class OutputRangeRule(Rule):
         )
         if len(which) > 1:
             sentence += f"; also constant: {format_layers(which[1:], len(step.layer_stats))}"
-        return self._saturation(step, f"{sentence}.", which, {"value": value}, "dead")
+        return self._saturation(step, f"{sentence}.", which, "dead", value=value)
 
     def _check_identity(self, step: StepRecord) -> Iterator[Finding]:
         pairs = [(a, b) for a, b in pairwise(step.layer_stats) if a.layer < b.layer]
@@ -159,7 +153,7 @@ class OutputRangeRule(Rule):
                 f"{capitalize(format_layers(which, len(step.layer_stats)))} {verb} unchanged in "
                 f"step {step.step}: neither attention nor MLP adds anything."
             )
-            yield self._saturation(step, sentence, which, {"layers": which}, "idle")
+            yield self._saturation(step, sentence, which, "idle", layers=which)
 
     def _check_unchanged(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
@@ -180,7 +174,7 @@ class OutputRangeRule(Rule):
                 f"as in step {step.step - 1}, although the input token differs: "
                 f"{'it does' if len(which) == 1 else 'they do'} not depend on the input."
             )
-            yield self._saturation(step, sentence, which, {"layers": which}, "stuck")
+            yield self._saturation(step, sentence, which, "stuck", layers=which)
 
     def _check_capped(self, step: StepRecord) -> Iterator[Finding]:
         which = find_capped_layers(step, self.context)
@@ -191,26 +185,14 @@ class OutputRangeRule(Rule):
                 f"softcap of {cap:g} in every head of {format_step_layers(which, step)}: the "
                 "softcap makes them all equal."
             )
-            yield self._saturation(step, sentence, which, {"softcap": cap}, "capped")
+            yield self._saturation(step, sentence, which, "capped", softcap=cap)
 
     def _saturation(
-        self,
-        step: StepRecord,
-        sentence: str,
-        which: Sequence[int],
-        evidence: Mapping[str, Any],
-        series: str,
+        self, step: StepRecord, sentence: str, which: Sequence[int], series: str, **evidence: Any
     ) -> Finding:
+        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
         query = "capped" if series == "capped" else ""
-        return self.finding(
-            step,
-            "numbers.saturation",
-            sentence,
-            layers=which,
-            evidence=evidence,
-            series=series,
-            query=query,
-        )
+        return self.finding(step, "numbers.saturation", sentence, query=query, **options)
 
     def _check_jump(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
@@ -244,9 +226,8 @@ class OutputRangeRule(Rule):
             sentence += f"; it continues in {format_layers(which[1:], len(norms))}"
         evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
         series = f"layer {first.layer} {'up' if more else 'down'}"
-        yield self.finding(
-            step, "numbers.jump", f"{sentence}.", layers=which, evidence=evidence, series=series
-        )
+        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
+        yield self.finding(step, "numbers.jump", f"{sentence}.", **options)
 
 
 def _abs_max(stat: LayerStatRecord) -> float:

@@ -20,16 +20,10 @@ from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, Sp
 from flexinspect.records.step import TokenRecord
 from flexinspect.rules.context import RuleContext
 
-MAX_COUNTED_PLACES = 9
-"""Occurrences of a text are counted up to this number."""
-
-MAX_SHIFT = 32
-"""Tokens by which spans are shifted at most, except by the padding, which may be any length."""
+MAX_COUNTED_PLACES = 9  # occurrences of a text are counted up to this number
+MAX_SHIFT = 32  # tokens by which spans are shifted at most, except by the padding (any length)
 _MAX_SPAN_SHIFT = 8
-
-SPECIAL_MARK = "\0"
-"""Replaces a special token in the text that is searched."""
-
+SPECIAL_MARK = "\0"  # replaces a special token in the text that is searched
 _SENTENCE_ENDS = ".?!:。？！："
 
 
@@ -57,12 +51,9 @@ class PromptTokens(Struct, frozen=True, dict=True):
     @classmethod
     def from_context(cls, context: RuleContext, later: Sequence[TokenRecord] = ()) -> PromptTokens:
         """The prompt of a generation; `later` are the tokens of later chunks of a prefill."""
-        tokens, declared = context.generation.tokens, context.generation.declared
-        pieces, tokenizer = (
-            records.declared_segments(declared),
-            records.declared_tokenizer(declared),
-        )
-        return cls((*tokens, *later), context.segments, pieces, tokenizer)
+        tokens, declared = (*context.generation.tokens, *later), context.generation.declared
+        pieces, facts = records.declared_segments(declared), records.declared_tokenizer(declared)
+        return cls(tokens, context.segments, pieces, facts)
 
     @property
     def start(self) -> int:
@@ -92,11 +83,10 @@ class PromptTokens(Struct, frozen=True, dict=True):
     @cached_property
     def n_pads(self) -> int:
         """Number of leading padding tokens, from the padding mask or else from their id."""
-        padding = [segment for segment in self.segments[:2] if segment.label == "padding"]
-        if padding and padding[0].kind is SegmentKind.SHARED:
-            return len(padding[0])
-        pad = self.pad_id
-        return next((n for n, id_ in enumerate(self.ids) if id_ != pad), 0)
+        for segment in self.segments[:2]:
+            if segment.label == "padding" and segment.kind is SegmentKind.SHARED:
+                return len(segment)
+        return next((n for n, id_ in enumerate(self.ids) if id_ != self.pad_id), 0)
 
     @property
     def pad_id(self) -> int | None:
@@ -130,14 +120,13 @@ class PromptTokens(Struct, frozen=True, dict=True):
     def located_pieces(self) -> tuple[LocatedPiece, ...]:
         """All pieces with their spans, in declared order."""
         located: list[LocatedPiece] = []
-        taken: list[Span] = []
         after = self.n_pads
         for piece in self.pieces:
             span, n_places = self._find_piece(piece, after)
             overlaps = False
             if span is not None:
+                taken = (one.span for one in located if one.span is not None)
                 overlaps = any(span[0] < stop and start < span[1] for start, stop in taken)
-                taken.append(span)
                 after = span[1] - self.start
             located.append(LocatedPiece(piece, span, overlaps, n_places))
         return tuple(located)
@@ -168,11 +157,9 @@ class PromptTokens(Struct, frozen=True, dict=True):
             return (piece.start, piece.stop), 1
         # After the previous piece first, then from the beginning.
         searches = (*self._search(piece, after), *self._search(piece, self.n_pads))
-        for start, stop in islice(chain.from_iterable(searches), 1):
-            counts = [
-                sum(1 for _ in islice(places, MAX_COUNTED_PLACES))
-                for places in self._search(piece, self.n_pads)
-            ]
+        for start, stop in chain.from_iterable(searches):
+            everywhere = self._search(piece, self.n_pads)
+            counts = [len(list(islice(places, MAX_COUNTED_PLACES))) for places in everywhere]
             return (self.start + start, self.start + stop), max(counts)
         return None, 0
 

@@ -62,7 +62,7 @@ class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
     name = "prompt"
-    findings = finding_kinds("segments.[!u]*", "segments.uncovered")
+    findings = finding_kinds("segments.[!u]*", "segments.uncovered")  # all but segments.unused
 
     def __init__(self) -> None:
         self._borders: dict[str, tuple[HeadBorders, ...]] = {}  # by mask, for the whole run
@@ -89,7 +89,7 @@ class PromptRule(Rule):
             # Later forwards may still add missing pieces.
             if self._prompt.is_complete or (step.step > 0 and not prompt_tokens):
                 yield from self._check_prompt()
-        if step.q_len > 1 and self._border_check.is_needed:
+        if step.q_len > 1 and self._prompt.paraphrases:
             yield from self._check_masks(step)
 
     def on_generation_end(self) -> Iterator[Finding]:
@@ -146,10 +146,9 @@ class PromptRule(Rule):
         evidence: Mapping[str, Any],
         severity: Severity | None = None,
     ) -> Finding:
-        finding = self.finding(
-            None, finding_id, sentence, severity=severity, positions=positions, evidence=evidence
-        )
-        return replace(finding, step=0)
+        options: dict[str, Any] = {"severity": severity, "positions": positions}
+        found = self.finding(None, finding_id, sentence, evidence=evidence, **options)
+        return replace(found, step=0)
 
     def _shifted(self, shift: SpanShift) -> Finding:
         """All spans are off by the same number of tokens."""
@@ -191,11 +190,9 @@ class PromptRule(Rule):
             f"summed from pieces encoded one by one; {_quote_label(spans[-1])} begins at "
             f"{self.context.format_position(spans[-1].start)}."
         )
-        positions = [span.start for span in spans]
         declared = [[span.label, span.start, span.stop] for span in spans]
-        evidence = {"offsets": offsets, "declared": declared}
-        severity = Severity.WARNING
-        return self._prompt_finding("segments.drift", sentence, positions, evidence, severity)
+        evidence, starts = {"offsets": offsets, "declared": declared}, [one.start for one in spans]
+        return self._prompt_finding("segments.drift", sentence, starts, evidence, Severity.WARNING)
 
     def _odd_border(self) -> Iterator[Finding]:
         """A single border of several spans does not fit to a line or sentence boundary."""
@@ -269,11 +266,8 @@ class PromptRule(Rule):
         """Pieces are missing or truncated; only a note if an earlier prompt had them all."""
         # A prompt without some of the pieces then probably has another purpose.
         prompt, cut = self._prompt, self._find_truncated()
-        missing = [
-            located.piece
-            for located in prompt.located_pieces
-            if located.span is None and (prompt.has_text or located.piece.ids) and prompt.ids
-        ]
+        absent = [one.piece for one in prompt.located_pieces if one.span is None and prompt.ids]
+        missing = [piece for piece in absent if prompt.has_text or piece.ids]
         if cut is not None:
             late = [span for span in prompt.spans if span.stop > prompt.stop and span != cut.piece]
             after = [*(piece for piece in missing if piece != cut.piece), *late]
@@ -295,15 +289,12 @@ class PromptRule(Rule):
     def _find_truncated(self) -> _TruncatedPiece | None:
         """Return the first piece that is cut off at the end or the beginning of the prompt."""
         prompt = self._prompt
-        for located in prompt.located_pieces:
-            piece = located.piece
+        for piece, span in ((located.piece, located.span) for located in prompt.located_pieces):
             if piece.text is None and piece.stop > prompt.stop:
                 lost = piece.stop - max(prompt.stop, piece.start)
                 return _TruncatedPiece(piece, lost, piece.stop - piece.start, "position")
-            if located.span is None:
-                cut = _find_cut(prompt, piece)
-                if cut is not None:
-                    return cut
+            if span is None and (cut := _find_cut(prompt, piece)) is not None:
+                return cut
         return None
 
     def _truncated(self, cut: _TruncatedPiece, after: Sequence[DeclaredSegment]) -> Finding:
@@ -342,16 +333,15 @@ class PromptRule(Rule):
         for second, (start, stop) in found:
             for first, (a, b) in found if second.overlaps else ():
                 shared = range(max(a, start), min(b, stop))
-                if first is second or not shared:
-                    continue
-                sentence = (
-                    f"{_quote_label(first.piece)} and {_quote_label(second.piece)} share "
-                    f"{plural(len(shared), 'token')}, starting at "
-                    f"{self.context.format_position(shared[0])}; only the first is a segment."
-                )
-                evidence = {"segments": [first.piece.label, second.piece.label]}
-                yield self._prompt_finding("segments.overlap", sentence, shared, evidence)
-                break
+                if first is not second and shared:
+                    sentence = (
+                        f"{_quote_label(first.piece)} and {_quote_label(second.piece)} share "
+                        f"{plural(len(shared), 'token')}, starting at "
+                        f"{self.context.format_position(shared[0])}; only the first is a segment."
+                    )
+                    evidence = {"segments": [first.piece.label, second.piece.label]}
+                    yield self._prompt_finding("segments.overlap", sentence, shared, evidence)
+                    break
 
     def _length_drift(self) -> Iterator[Finding]:
         """Pieces have another number of tokens when encoded alone, so sums of lengths are wrong."""
@@ -366,10 +356,7 @@ class PromptRule(Rule):
             f"prompt they have {lengths_joined}. Borders summed from the pieces are off by up to "
             f"{plural(worst, 'token')}."
         )
-        evidence = {
-            "tokens alone and in the prompt": [list(pair) for pair in pairs],
-            "worst": worst,
-        }
+        evidence = {"tokens alone and in the prompt": list(map(list, pairs)), "worst": worst}
         yield self._prompt_finding("segments.drift", sentence, (), evidence)
 
     def _reordered(self) -> Iterator[Finding]:
@@ -386,10 +373,8 @@ class PromptRule(Rule):
                 f"{len(pieces)} declared texts are in another order in the prompt than declared: "
                 f"{_join_labels(pieces)}."
             )
-            evidence = {
-                "received": [piece.label for piece in pieces],
-                "declared": [piece.label for piece in self._prompt.pieces if piece in pieces],
-            }
+            order = [piece.label for piece in self._prompt.pieces if piece in pieces]
+            evidence = {"received": [piece.label for piece in pieces], "declared": order}
             starts = [start for (start, _), _ in by_position]
             severity = None if _is_order_declared(self._prompt) else Severity.NOTE
             yield self._prompt_finding("segments.reordered", sentence, starts, evidence, severity)

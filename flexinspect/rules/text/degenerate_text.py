@@ -8,8 +8,9 @@ embeddings repeat their input from the first token on).
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -36,9 +37,9 @@ class _BranchText(Struct):
     """The generated text of a branch, and the counts of its faults."""
 
     ids: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_PERIOD + 1))
-    logprobs: list[float] = field(default_factory=list)
-    n_not_best: list[int] = field(default_factory=list)  # for each token, of those up to it
-    matches: list[int] = field(default_factory=lambda: [0] * (MAX_PERIOD + 1))
+    logprobs: list[float] = []
+    n_not_best: list[int] = []  # for each token, of those up to it
+    matches: Counter[int] = field(default_factory=Counter)
     """By period: number of consecutive tokens equal to the one a period earlier."""
     loop_period: int = 0
     n_certain: int = 0
@@ -65,8 +66,7 @@ class TextRule(Rule):
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the text up to the token that this step chose."""
-        text = self._texts[step.branch]
-        logits = step.logits
+        text, logits = self._texts[step.branch], step.logits
         text.has_nan = text.has_nan or (logits is not None and logits.n_nan > 0)
         if text.has_nan:
             return
@@ -78,15 +78,13 @@ class TextRule(Rule):
 
     def on_generation_end(self) -> Iterator[Finding]:
         """Report answers that ended with their first token."""
+        segments = self.context.generation.segments
+        starts = [one.start for one in segments if one.kind is SegmentKind.GENERATED]
         for text in self._texts.values():
             step, token = text.first_step, text.first_token
             if step is None or token is None or not token.special or len(text.logprobs) != 1:
                 continue
-            # A branch may begin with part of the answer.
-            if not any(
-                segment.kind is SegmentKind.GENERATED and segment.start < token.pos
-                for segment in self.context.generation.segments
-            ):
+            if not any(start < token.pos for start in starts):  # no part of the answer before it
                 yield self._stopped_finding(step, token)
 
     def _add_token(
@@ -94,14 +92,12 @@ class TextRule(Rule):
     ) -> Iterator[Finding]:
         if text.first_token is None:
             text.first_token, text.first_step = token, step
+        rank = UNKNOWN if logits is None else logits.chosen_rank
         n_not_best = text.n_not_best[-1] if text.n_not_best else 0
-        is_known = logits is not None and logits.chosen_rank != UNKNOWN
-        is_not_best = is_known and logits is not None and logits.chosen_rank > 0
-        text.n_not_best.append(n_not_best + is_not_best)
+        text.n_not_best.append(n_not_best + (rank not in (0, UNKNOWN)))
         text.logprobs.append(logits.chosen_logprob if logits is not None else math.nan)
-        ids, matches = text.ids, text.matches
+        ids, matches, looping = text.ids, text.matches, 0
         ids.append(token.token_id)
-        looping = 0
         for period in range(1, len(ids)):
             matches[period] = matches[period] + 1 if ids[-1 - period] == ids[-1] else 0
             n_tokens = matches[period] + period
@@ -127,26 +123,22 @@ class TextRule(Rule):
             f"step {step.step}: the loop begins at step {begins}, and its tokens have a "
             f"probability of {probability:.2g} (geometric mean)."
         )
-        is_serious = self._is_serious(text, length, period, probability)
-        evidence = {"begins": begins, "probability": probability, "vocabulary": self._vocabulary}
+        n_before = len(text.logprobs) - length
+        n_not_best = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
+        copies_input = period == 1 and n_before < 2
+        is_certain = probability >= MIN_LOOP_PROBABILITY and n_not_best * 10 <= length
+        is_serious = self._vocabulary >= MIN_VOCABULARY and is_certain and not copies_input
+        evidence: dict[str, Any] = {"period": period, "tokens": length, "begins": begins}
+        evidence |= {"probability": probability, "vocabulary": self._vocabulary}
         return self.finding(
             step,
             "text.repetition",
             sentence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
             positions=range(step.kv_after - period + 1, step.kv_after + 1),
-            evidence={"period": period, "tokens": length, **evidence},
+            evidence=evidence,
             series=f"from {begins}",
         )
-
-    def _is_serious(self, text: _BranchText, length: int, period: int, probability: float) -> bool:
-        """Whether the loop looks like a fault of a trained model."""
-        if self._vocabulary < MIN_VOCABULARY or not probability >= MIN_LOOP_PROBABILITY:
-            return False
-        n_before = len(text.logprobs) - length
-        copies_input = period == 1 and n_before < 2
-        n_not_best = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
-        return not copies_input and n_not_best * 10 <= length
 
     def _check_entropy(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText
@@ -156,15 +148,14 @@ class TextRule(Rule):
             text.n_certain, text.n_flat = text.n_certain + 1, 0
             text.n_peaked += 1
             if text.n_certain >= MIN_CERTAIN_STEPS and not text.loop_period:
-                yield self.finding(
-                    step,
-                    "text.entropy-collapse",
+                sentence = (
                     f"For {text.n_certain} steps up to step {step.step}, one token has all the "
-                    f"probability (entropy {entropy:.1e} nats, margin {logits.margin:.1f}).",
-                    positions=(step.kv_after,),
-                    evidence={"steps": text.n_certain, "entropy": entropy, "margin": logits.margin},
-                    series="certain",
+                    f"probability (entropy {entropy:.1e} nats, margin {logits.margin:.1f})."
                 )
+                evidence = {"steps": text.n_certain, "entropy": entropy, "margin": logits.margin}
+                options: dict[str, Any] = {"positions": (step.kv_after,), "evidence": evidence}
+                id_, series = "text.entropy-collapse", "certain"
+                yield self.finding(step, id_, sentence, series=series, **options)
             return
         text.n_certain = 0
         if not logits.histogram:  # estimate the vocabulary size from the ids
@@ -198,14 +189,9 @@ class TextRule(Rule):
             f"tokens{before}."
         )
         evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
+        options: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
         return self.finding(
-            step,
-            "text.flat",
-            sentence,
-            severity=severity,
-            positions=(step.kv_after,),
-            evidence=evidence,
-            series="flat",
+            step, "text.flat", sentence, evidence=evidence, series="flat", **options
         )
 
     def _stopped_finding(self, step: StepRecord, token: TokenRecord) -> Finding:
@@ -217,12 +203,8 @@ class TextRule(Rule):
         sentence = f"The first token chosen is {name} (probability {p:.2g}): the answer is empty"
         if last is not None and last.special:
             sentence += f', and the prompt itself ends with the special token "{last.token}"'
-        is_certain = p >= 0.5 and not copies_last
-        return self.finding(
-            step,
-            "text.stopped-at-once",
-            f"{sentence}.",
-            evidence={"token_id": token.token_id, "probability": p},
-            severity=Severity.WARNING if is_certain else Severity.NOTE,
-            positions=(token.pos,),
-        )
+        severity = Severity.WARNING if p >= 0.5 and not copies_last else Severity.NOTE
+        evidence = {"token_id": token.token_id, "probability": p}
+        options: dict[str, Any] = {"severity": severity, "positions": (token.pos,)}
+        id_ = "text.stopped-at-once"
+        return self.finding(step, id_, f"{sentence}.", evidence=evidence, **options)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.text import format_ranges, is_or_are, plural
@@ -32,8 +33,8 @@ class _GenerationRun(Struct):
     generation: int
     prompt: tuple[int, ...]
     unpadded: step_diff.RealPositions = None
-    steps: list[StepRecord] = field(default_factory=list)
-    masks: dict[str, MaskRecord] = field(default_factory=dict)
+    steps: list[StepRecord] = []
+    masks: dict[str, MaskRecord] = {}
 
 
 class SamePromptRule(Rule):
@@ -46,19 +47,16 @@ class SamePromptRule(Rule):
     def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; earlier ones are kept, also those of other models."""
         super().on_generation_start(context)
-        prompt = tuple(token.token_id for token in context.generation.tokens)
-        self._current = _GenerationRun(
-            context.generation.generation, () if context.is_standalone else prompt
-        )
-        if self._current.prompt:
+        tokens = () if context.is_standalone else context.generation.tokens
+        prompt = tuple(token.token_id for token in tokens)
+        self._current = _GenerationRun(context.generation.generation, prompt)
+        if prompt:
             self._generations.append(self._current)
 
     @property
     def _generations(self) -> deque[_GenerationRun]:
-        runs: deque[_GenerationRun] = self.context.shared_memory.setdefault(
-            self.name, deque(maxlen=MAX_GENERATIONS)
-        )
-        return runs
+        kept: deque[_GenerationRun] = deque(maxlen=MAX_GENERATIONS)
+        return cast("deque[_GenerationRun]", self.context.shared_memory.setdefault(self.name, kept))
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Store the step, without its large arrays."""
@@ -99,12 +97,9 @@ class SamePromptRule(Rule):
             text = _describe_difference(odd, limit)
             yield self._generations_finding(a, b, "twins.differ", text, odd, layer)
             return
-        last = len(differences) - 1
-        logits = [run.steps[last].logits for run in (a, b)]
-        best_ids = {
-            one.candidates[0].token_id if one and one.candidates else None for one in logits
-        }
-        is_drawn = parted is not None and len(best_ids) == 1
+        logits = [run.steps[len(differences) - 1].logits for run in (a, b)]
+        best = [one.candidates[0].token_id if one and one.candidates else None for one in logits]
+        is_drawn = parted is not None and best[0] == best[1]
         finding_id, text = "twins.rounding", _describe_rounding(differences, is_drawn)
         # Steps are equal if they differ only in the last bits.
         largest = max((layer.difference for one in differences for layer in one.layers), default=0)
@@ -132,16 +127,14 @@ class SamePromptRule(Rule):
         ran_a, ran_b = ("", "") if paths[0] == paths[1] else (f" ({path})" for path in paths)
         margins = [None if math.isnan(one) else one for one in at.margins or ()]
         by_layer = {str(one.layer): round(one.difference, 6) for one in at.layers}
-        finding = self.finding(
-            None,
-            finding_id,
+        sentence = (
             f"Generation {b.generation}{ran_b} has the same prompt as generation "
-            f"{a.generation}{ran_a}, {text}.",
-            layers=() if layer is None else (layer,),
-            positions=pads or (() if first is None else (first[0],)),
-            evidence={"logits": at.logits, "margins": margins, "layers": by_layer},
+            f"{a.generation}{ran_a}, {text}."
         )
-        return replace(finding, step=at.step)
+        options: dict[str, Any] = {"layers": () if layer is None else (layer,)}
+        options["positions"] = pads or (() if first is None else (first[0],))
+        options["evidence"] = {"logits": at.logits, "margins": margins, "layers": by_layer}
+        return replace(self.finding(None, finding_id, sentence, **options), step=at.step)
 
 
 def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]:
@@ -151,8 +144,7 @@ def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _describe_same(differences: Sequence[step_diff.StepDifference]) -> str:
-    moved = max((one.logits or 0.0 for one in differences), default=0.0)
-    n_steps = len(differences)
+    moved, n_steps = max(one.logits or 0.0 for one in differences), len(differences)
     sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
     steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
     return f"and {steps} (logits up to {moved:.1g}){sampled}"
@@ -186,10 +178,8 @@ def _describe_difference(odd: step_diff.StepDifference, limit: float) -> str:
         first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
         cells = "" if mask.cells is None else f" ({plural(mask.cells, 'cell')}{first})"
         what.append(f"the masks of layers {format_ranges(mask.layers)} differ{cells}")
-    if odd.lengths:
-        what.append(f"the computed rows differ ({odd.lengths})")
-    if odd.positions:
-        what.append(f"the position ids differ ({odd.positions})")
+    inputs = {"computed rows": odd.lengths, "position ids": odd.positions}
+    what += [f"the {name} differ ({texts})" for name, texts in inputs.items() if texts]
     jump, worst = step_diff.find_jump(odd.layers, limit), odd.worst
     if jump is not None:
         what.append(f"layer {jump.layer} adds a relative difference of {jump.added:.2g}")

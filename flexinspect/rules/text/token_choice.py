@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec import Struct
 
@@ -89,14 +90,8 @@ class TokenChoiceRule(Rule):
             "them."
         )
         evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
-        yield self.finding(
-            step,
-            "text.near-tie",
-            sentence,
-            positions=(step.kv_after,),
-            evidence=evidence,
-            series="tie",
-        )
+        id_, at = "text.near-tie", (step.kv_after,)
+        yield self.finding(step, id_, sentence, positions=at, evidence=evidence, series="tie")
 
     def on_generation_end(self) -> Iterator[Finding]:
         """Report the first token that was not the best in a run that seems greedy."""
@@ -105,12 +100,12 @@ class TokenChoiceRule(Rule):
             is_unlikely = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
             is_greedy = is_unlikely and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
             if run.first_not_best is not None and is_greedy:
-                yield self._not_best_finding(*run.first_not_best, run, n_off)
+                yield self._not_best_finding(*run.first_not_best, run)
 
     def _not_best_finding(
-        self, step: StepRecord, logits: LogitsRecord, run: _ChoiceCounts, n_off: int
+        self, step: StepRecord, logits: LogitsRecord, run: _ChoiceCounts
     ) -> Finding:
-        best = logits.candidates[0]
+        best, n_off = logits.candidates[0], run.n_chosen - run.n_best
         chosen = next((t for t in step.tokens if t.token_id == logits.chosen_id), None)
         word = printable(chosen.text or chosen.token) if chosen else str(logits.chosen_id)
         sentence = (
@@ -121,11 +116,8 @@ class TokenChoiceRule(Rule):
         )
         if not run.has_scores:
             sentence += ", unless a logits processor that was not recorded changed the scores"
-        return self.finding(
-            step,
-            "text.not-the-best",
-            f"{sentence}.",
-            severity=None if run.has_scores else Severity.NOTE,
-            positions=(step.kv_after,),
-            evidence={"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off},
-        )
+        evidence = {"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off}
+        severity = None if run.has_scores else Severity.NOTE
+        options: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
+        id_ = "text.not-the-best"
+        return self.finding(step, id_, f"{sentence}.", evidence=evidence, **options)

@@ -24,13 +24,10 @@ MAX_LAYER_GROWTH = 100.0
 """Growth of a hidden state's gradient through one layer from which it explodes, and whose inverse
 is the shrinking from which it vanishes. Measured: 0.9 to 1.3 in the demo model, 1.1 to 3 in random
 models of seven families."""
-
 MIN_RELATIVE_NORM = 1e-6
 """Norm of a weight's gradient, relative to that at the logits, below which it vanishes: the
 threshold that training tools use for absolute norms. Clean models stay above 0.1."""
-
-_CHECKED_PARTS = frozenset({"q", "k", "v", "qkv", "o", "mlp"})
-"""Parts whose matrices are checked; small gradients of norms and biases are not a fault."""
+_CHECKED_PARTS = ("q", "k", "v", "qkv", "o", "mlp")  # gradients of norms and biases may be small
 _MAX_NAMED_PARAMETERS = 6
 
 
@@ -42,40 +39,32 @@ class GradientsRule(Rule):
 
     def on_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
         """Check the gradients of one token."""
-        if gradients.anomaly:
-            yield self._anomaly_finding(gradients, gradients.anomaly)
+        if anomaly := gradients.anomaly:
+            message, *_ = anomaly.splitlines()
+            parts = message.split("'")  # Function 'SqrtBackward0' returned nan values in its ...
+            function = parts[1] if len(parts) > 2 else message
+            sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
+            facts, id_ = {"function": function, "anomaly_message": anomaly}, "gradient.anomaly"
+            yield self.finding(gradients, id_, sentence, evidence=facts, series=function)
         bad = [stat for stat in gradients.stats if stat.n_nan or stat.n_inf]
         if not gradients.matches_recorded:
-            yield self._forward_check_finding(gradients)
+            error, tolerance, path = gradients.logits_error, gradients.tolerance, gradients.path
+            sentence = (
+                f"The forward to differentiate for step {gradients.step} ({path}) is not what ran: "
+                f"its logits differ by {error:.2g} of the largest recorded one, but rounding "
+                f"explains at most {tolerance:.0e}."
+            )
+            evidence = {"check_error": error, "tolerance": tolerance, "path": path}
+            id_ = "gradient.gate"
+            yield self.finding(gradients, id_, sentence, evidence=evidence, series="gate")
         elif bad:
             yield self._nonfinite_finding(gradients, bad)
         elif 0 < gradients.scale < math.inf:  # else the probability is exactly 1: all are 0
             yield from self._check_growth(gradients)
             yield from self._check_small_gradients(gradients)
 
-    def _anomaly_finding(self, gradients: GradientRecord, anomaly: str) -> Finding:
-        message, *_ = anomaly.splitlines()
-        parts = message.split("'")  # Function 'SqrtBackward0' returned nan values in its 0th output
-        function = parts[1] if len(parts) > 2 else message
-        sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
-        evidence = {"function": function, "anomaly_message": anomaly}
-        return self.finding(
-            gradients, "gradient.anomaly", sentence, evidence=evidence, series=function
-        )
-
-    def _forward_check_finding(self, gradients: GradientRecord) -> Finding:
-        error, tolerance, path = gradients.logits_error, gradients.tolerance, gradients.path
-        sentence = (
-            f"The forward to differentiate for step {gradients.step} ({path}) is not what ran: its "
-            f"logits differ by {error:.2g} of the largest recorded one, but rounding explains at "
-            f"most {tolerance:.0e}."
-        )
-        evidence = {"check_error": error, "tolerance": tolerance, "path": path}
-        return self.finding(gradients, "gradient.gate", sentence, evidence=evidence, series="gate")
-
     def _nonfinite_finding(self, gradients: GradientRecord, bad: Sequence[GradientStat]) -> Finding:
-        is_nan = any(stat.n_nan for stat in bad)
-        kind = "NaN" if is_nan else "Inf"
+        kind = "NaN" if any(stat.n_nan for stat in bad) else "Inf"
         start, layer = _find_gradient_origin(gradients)
         sentence = (
             f"{kind} is in {_format_target(gradients)}: in {len(bad)} of "
@@ -83,14 +72,9 @@ class GradientsRule(Rule):
             f"{start}."
         )
         counts = {name: sum(getattr(stat, name) for stat in bad) for name in ("n_nan", "n_inf")}
-        return self.finding(
-            gradients,
-            "gradient.nan" if is_nan else "gradient.inf",
-            sentence,
-            layers=() if layer is None else (layer,),
-            evidence=_name_parameters(bad) | counts,
-            series=f"{kind} {layer}",
-        )
+        id_, layers = f"gradient.{kind.lower()}", () if layer is None else (layer,)
+        options: dict[str, Any] = {"evidence": _name_parameters(bad) | counts, "layers": layers}
+        return self.finding(gradients, id_, sentence, series=f"{kind} {layer}", **options)
 
     def _check_growth(self, gradients: GradientRecord) -> Iterator[Finding]:
         """Report each layer through which the gradient grows or shrinks too much."""
@@ -106,9 +90,9 @@ class GradientsRule(Rule):
                 f"{capitalize(_format_target(gradients))} {words} from the output of layer {layer} "
                 "back to its input (through the layers of clean models by less than 4)."
             )
-            evidence, series = {"growth": rate}, f"growth {layer}"
+            options: dict[str, Any] = {"layers": (layer,), "series": f"growth {layer}"}
             yield self.finding(
-                gradients, finding_id, sentence, layers=(layer,), evidence=evidence, series=series
+                gradients, finding_id, sentence, evidence={"growth": rate}, **options
             )
 
     def _check_small_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
@@ -127,16 +111,12 @@ class GradientsRule(Rule):
             where = _format_stat_layers(gradients, which)
             # "q_proj" from "model.layers.2.self_attn.q_proj.weight"
             names = ", ".join(dict.fromkeys(stat.name.split(".")[-2:][0] for stat in which))
-            target = capitalize(_format_target(gradients))
+            target, count = capitalize(_format_target(gradients)), plural(len(which), "weight")
+            sentence = f"{target} {words} in {count}{where}: {names}."
             largest = max(stat.norm for stat in which)
-            yield self.finding(
-                gradients,
-                finding_id,
-                f"{target} {words} in {plural(len(which), 'weight')}{where}: {names}.",
-                layers=_stat_layers(which),
-                evidence={**_name_parameters(which), "largest_norm": largest, "scale": scale},
-                series=f"{where} {names}",
-            )
+            evidence = {**_name_parameters(which), "largest_norm": largest, "scale": scale}
+            options: dict[str, Any] = {"layers": _stat_layers(which), "series": f"{where} {names}"}
+            yield self.finding(gradients, finding_id, sentence, evidence=evidence, **options)
 
 
 def layer_growth(gradients: GradientRecord) -> list[float]:
