@@ -29,7 +29,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -112,20 +112,19 @@ def load(spec: str, *, max_samples: int | None = None) -> list[Sample]:
 
 def _samples(spec: str, limit: int | None) -> Iterator[Sample]:
     name, _, path = spec.partition(":")
-    if spec == "demo":
-        return plain_samples(local_rows(DEMO))
     if name in PUBLIC_DATASETS:
         rows = local_rows(Path(path)) if path else hub_rows(name)
         return PUBLIC_DATASETS[name].samples(rows, limit)
     if spec in _registered:
         return _user_samples(spec, _registered[spec])
     point = next((p for p in plugins.registered(ENTRY_POINTS) if p.name == spec), None)
-    if point is not None:
+    if point is not None and spec != "demo":
         return _user_samples(spec, lambda: point.load()())
     if _CLASS_SPEC.fullmatch(spec) and not Path(spec).exists():
         return _user_samples(spec, lambda: _import(spec)())
-    if Path(spec).suffix or Path(spec).exists():
-        return plain_samples(local_rows(Path(spec)))
+    if spec == "demo" or Path(spec).suffix or Path(spec).exists():
+        rows = local_rows(DEMO if spec == "demo" else Path(spec))
+        return (sample_from(row.fields, row.where, str(row.number)) for row in rows)
     known = f"Give {', '.join(names())}, a FILE.jsonl, or package.module:Class."
     hint = f"{did_you_mean(spec, names())} {known}".lstrip()
     raise DatasetError(f"The dataset {spec!r} is unknown.", hint=hint)
@@ -231,23 +230,16 @@ def local_rows(path: Path) -> Iterator[DatasetRow]:
 
     Raises `DatasetError` with file and line.
     """
-    readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}
     path = path.expanduser()
     if path.is_dir():
-        return _library_rows(str(path), lambda library: library.load_from_disk(str(path)))
-    reader = readers.get(path.suffix.lower())
+        yield from _library_rows(str(path), lambda library: library.load_from_disk(str(path)))
+        return
+    reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}.get(path.suffix.lower())
     if not path.is_file():
         raise DatasetError(f"There is no dataset file {path}.", hint="Check the path.")
     if reader is None:
         what = f"The dataset file {path} has an unknown format {path.suffix!r}."
         raise DatasetError(what, hint="Use .jsonl, .json or .csv.")
-    return _read_rows(path, reader)
-
-
-_Objects = Iterator[tuple[str, int, Any]]  # the stored objects of a file: location, number, object
-
-
-def _read_rows(path: Path, reader: Callable[[Path], _Objects]) -> Iterator[DatasetRow]:
     try:
         for where, number, fields in reader(path):
             yield DatasetRow(where, number, _check_object(fields, where))
@@ -257,25 +249,27 @@ def _read_rows(path: Path, reader: Callable[[Path], _Objects]) -> Iterator[Datas
         raise DatasetError(f"The dataset file {path} cannot be read: {error}.") from error
 
 
+_Objects = Iterator[tuple[str, int, Any]]  # the stored objects of a file: location, number, object
+
+
 def _jsonl(path: Path) -> _Objects:
+    example = '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}'
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path}:{number}", number, json.loads(line)
-            except ValueError as error:
-                what = f"{path}:{number}: this line is not valid JSON ({error})."
-                example = '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}'
-                hint = f"Each line is one object, such as {example}."
-                raise DatasetError(what, hint=hint) from error
+            where, hint = f"{path}:{number}", f"Each line is one object, such as {example}."
+            if line.strip():
+                yield where, number, _parse_json(line, f"{where}: this line", hint)
+
+
+def _parse_json(text: str | bytes, what: str, hint: str | None = None) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DatasetError(f"{what} is not valid JSON ({error}).", hint=hint) from error
 
 
 def _json(path: Path) -> _Objects:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise DatasetError(f"{path}: this is not valid JSON ({error}).") from error
+    data = _parse_json(path.read_bytes(), f"{path}: this")
     if isinstance(data, dict):
         data = next((value for value in data.values() if isinstance(value, list)), None)
     if not isinstance(data, list):
@@ -323,12 +317,6 @@ def _check_object(fields: Any, where: str) -> Mapping[str, Any]:
     return fields
 
 
-def plain_samples(rows: Iterable[DatasetRow]) -> Iterator[Sample]:
-    """Convert rows of a user's file to samples."""
-    for row in rows:
-        yield sample_from(row.fields, row.where, str(row.number))
-
-
 def sample_from(fields: Any, where: str, default_id: str) -> Sample:
     """Convert one object of a user's file to a sample. Raises `DatasetError`."""
     fields = dict(fields) if isinstance(fields, Mapping) else _check_object(fields, where)
@@ -355,14 +343,13 @@ def sample_from(fields: Any, where: str, default_id: str) -> Sample:
 
 def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
     """Return one text, or a list of texts, as a tuple. Raises `DatasetError` for an empty text."""
-    value = [value] if isinstance(value, str) else value
+    value, what = [value] if isinstance(value, str) else value, f"{where}: `{name}`"
     if not isinstance(value, list | tuple):
-        what = f"must be a text or a list of texts, not {type(value).__name__}"
-        raise DatasetError(f"{where}: `{name}` {what}.")
+        kind = type(value).__name__
+        raise DatasetError(f"{what} must be a text or a list of texts, not {kind}.")
     for index, text in enumerate(value):
         if not isinstance(text, str) or not text.strip():
-            what = f"number {index} must be a non-empty text, not {text!r}"
-            raise DatasetError(f"{where}: `{name}` {what}.")
+            raise DatasetError(f"{what} number {index} must be a non-empty text, not {text!r}.")
     return tuple(value)
 
 
@@ -413,8 +400,8 @@ def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> 
         names = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
         answers = _flatten(_first_field(row.fields, *names))
         if answers is None:
-            what = "there is neither `obj_aliases` nor another object field"
-            raise DatasetError(f"{row.where}: {what}.")
+            what = f"{row.where}: there is neither `obj_aliases` nor another object field."
+            raise DatasetError(what)
         subject, relation = _subject_and_relation(row.fields)
         n_manual = len(dict.fromkeys(manual))
         yield Sample(
@@ -462,7 +449,7 @@ def _flatten(value: Any) -> Any:
     return value
 
 
-class PublicDataset(Struct, frozen=True):
+class PublicDataset(NamedTuple):
     """A public dataset: its hub id and split, and the conversion of its rows to samples."""
 
     repo_id: str
@@ -482,15 +469,13 @@ def hub_rows(name: str) -> Iterator[DatasetRow]:
     Code of the dataset's repository is not run. Raises `DatasetError` without the library, and
     without network if the dataset is not cached.
     """
-    public = PUBLIC_DATASETS[name]
+    repo_id, split, _ = PUBLIC_DATASETS[name]
     hint = (
         "Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or download "
         f"the data elsewhere and use --dataset {name}:FILE.jsonl."
     )
     with offline_if_unreachable():
-        return _library_rows(
-            public.repo_id, lambda lib: lib.load_dataset(public.repo_id, split=public.split), hint
-        )
+        return _library_rows(repo_id, lambda lib: lib.load_dataset(repo_id, split=split), hint)
 
 
 def _library_rows(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flexinspect.core.text import capitalize, format_layers, is_or_are, plural, printable
 from flexinspect.masks.algebra import BoolArray
@@ -28,19 +28,6 @@ _LOOKUP_ERRORS = ("KeyError", "IndexError", "AttributeError", "StopIteration", "
 _NO_MASK_PASSED = (None, "none")  # the kernel received the mask of its layer, or the layer none
 
 Calls = Mapping[int, CallRecord]  # the last call of each layer
-
-
-class _MaskComparison(NamedTuple):
-    """How the executed mask of a call differs from the expected one.
-
-    `description` ends a sentence. `has_leak` says that pairs are open that should be closed,
-    `is_same` that the masks are known to be equal.
-    """
-
-    description: str = ""
-    has_leak: bool = False
-    is_same: bool = False
-    evidence: Mapping[str, int] | None = None
 
 
 class KernelPathRule(Rule):
@@ -103,7 +90,12 @@ class KernelPathRule(Rule):
         for paths, finding in self._ongoing:
             if all(layer in rest and rest[layer].path == path for layer, path in paths.items()):
                 yield finding
-        moved = {layer: call for layer, call in rest.items() if self._has_changed_path(call)}
+        moved = {}  # layers that switched to or from FlexAttention for the first time
+        for layer, call in rest.items():
+            before = self._paths_before(layer)
+            is_new = bool(before) and call.path not in before
+            if is_new and _is_flex(call.path) != any(map(_is_flex, before)):
+                moved[layer] = call
         if moved:
             finding = self._changed_path_finding(step, moved, last)
             self._ongoing.append(({n: call.path for n, call in moved.items()}, finding))
@@ -120,21 +112,33 @@ class KernelPathRule(Rule):
         sentence: str,
         group: Calls,
         last: Calls,
-        lost: _MaskComparison,
+        *,
+        peers: Sequence[CallRecord],
         evidence: Mapping[str, Any],
-        **options: Any,
+        series: str,
+        leaked: Severity | None = None,
+        same: Severity | None = None,
     ) -> Finding:
-        """Return the finding about a group of the last calls; `lost` ends its sentence."""
-        paths = {str(layer): call.path for layer, call in last.items()}
-        facts = {"layers": len(group), "of": len(last), "paths": paths}
-        return self.finding(
-            step,
-            finding_id,
-            f"{sentence}{lost.description}.",
-            layers=group,
-            evidence={**evidence, **facts, **(lost.evidence or {})},
-            **options,
-        )
+        """Return the finding about a group of the last calls, with a comparison of its first mask.
+
+        Its severity is `leaked` if pairs are open that should be closed, `same` for equal masks.
+        """
+        paths, severity = {str(layer): call.path for layer, call in last.items()}, None
+        facts = {**evidence, "layers": len(group), "of": len(last), "paths": paths}
+        counts = self._compare_mask(next(iter(group.values())), peers)
+        if counts is not None:
+            facts |= {"leaked": counts[0], "lost": counts[1]}
+            n, now, then = (counts[1], "closed", "open")
+            severity = None if n else same
+            if counts[0]:
+                n, now, then, severity = counts[0], "open", "closed", leaked
+            owner = "in the other layers" if peers else "in the declared mask"
+            verb = is_or_are(n)
+            sentence += (
+                f"; {plural(n, 'pair')} {verb} {now} that {verb} {then} {owner}" if n else ""
+            )
+        options: dict[str, Any] = {"severity": severity, "layers": group, "series": series}
+        return self.finding(step, finding_id, f"{sentence}.", evidence=facts, **options)
 
     def _suppressed_finding(self, step: StepRecord, group: Calls, last: Calls) -> Finding:
         call = next(iter(group.values()))
@@ -143,7 +147,6 @@ class KernelPathRule(Rule):
         of = "" if len(group) == len(last) else f" (of {len(last)} layers)"
         kernel = self._failed_kernels.get((call.layer, message), "")
         peers = [call for layer, call in last.items() if layer not in group]
-        lost = self._compare_mask(call, peers)
         id_, verb = "path.swallowed", "continued with"
         if self._is_fallback(step, call, kernel, peers):
             id_, verb = "path.fallback", "fell back to"
@@ -151,12 +154,10 @@ class KernelPathRule(Rule):
             f"{where}{of} {verb} {call.path} in step {step.step}: "
             f"{kernel + ' raised ' if kernel else ''}{printable(message)}, suppressed"
         )
-        evidence = {"suppressed_exception": message, "kernel": kernel}
-        severity = Severity.ERROR if lost.has_leak else None
-        series = f"{call.path} in {list(group)}: {_DIGITS.sub('#', message)}"
-        return self._path_finding(
-            step, id_, sentence, group, last, lost, evidence, severity=severity, series=series
-        )
+        options: dict[str, Any] = {"peers": peers, "leaked": Severity.ERROR}
+        options["evidence"] = {"suppressed_exception": message, "kernel": kernel}
+        options["series"] = f"{call.path} in {list(group)}: {_DIGITS.sub('#', message)}"
+        return self._path_finding(step, id_, sentence, group, last, **options)
 
     def _is_fallback(
         self, step: StepRecord, call: CallRecord, kernel: str, peers: Sequence[CallRecord]
@@ -172,19 +173,12 @@ class KernelPathRule(Rule):
         is_lookup = str(call.suppressed_exception).partition(":")[0] in _LOOKUP_ERRORS
         return not _is_flex(call.path) and (bool(step.builds) or not is_lookup)
 
-    def _has_changed_path(self, call: CallRecord) -> bool:
-        """Whether a layer switched to or from FlexAttention for the first time."""
-        before = self._paths_before(call.layer)
-        is_new = bool(before) and call.path not in before
-        return is_new and _is_flex(call.path) != any(map(_is_flex, before))
-
     def _changed_path_finding(self, step: StepRecord, moved: Calls, last: Calls) -> Finding:
         """Report layers that switch to or from FlexAttention within a generation."""
         call, where = next(iter(moved.values())), format_layers(tuple(moved), len(last))
         before = self._paths_by_layer[call.layer]
         is_first = call.q_len == 1 and not any(one_row for _, one_row in before)
         paths = " and ".join(dict.fromkeys(path for path, _ in before))
-        lost = self._compare_mask(call, [])
         id_ = "path.bypass" if is_first or _is_flex(call.path) else "path.fallback"
         sentence = f"From step {step.step} on {where} ran {call.path} after {paths}"
         if is_first and not _is_flex(call.path):
@@ -193,10 +187,10 @@ class KernelPathRule(Rule):
                 f"one row, from step {step.step} on: the patch calls the original attention there"
             )
         sentence += ", without an exception"
-        evidence, series = {"before": paths}, f"{call.path} in {list(moved)}"
-        severity = Severity.NOTE if lost.is_same else None
+        options: dict[str, Any] = {"evidence": {"before": paths}, "same": Severity.NOTE}
+        series = f"{call.path} in {list(moved)}"
         return self._path_finding(
-            step, id_, sentence, moved, last, lost, evidence, severity=severity, series=series
+            step, id_, sentence, moved, last, peers=(), series=series, **options
         )
 
     def _check_unpatched(self, step: StepRecord, rest: Calls, last: Calls) -> Iterator[Finding]:
@@ -210,18 +204,16 @@ class KernelPathRule(Rule):
         if not flex or not unpatched:
             return
         call, where = next(iter(unpatched.values())), format_layers(tuple(unpatched), len(last))
-        lost = self._compare_mask(call, flex)
         with_flex = format_layers([c.layer for c in flex], len(last))
         sentence = (
             f"{capitalize(where)} (of {len(last)} layers) ran {call.path} in step {step.step}, "
             f"while {with_flex} ran {flex[0].path}, without an exception: "
             f"{'it was' if len(unpatched) == 1 else 'they were'} never patched"
         )
-        id_, series = "path.unpatched-layer", "layers " + ",".join(map(str, unpatched))
-        severity = Severity.ERROR if lost.has_leak else None
-        yield self._path_finding(
-            step, id_, sentence, unpatched, last, lost, {}, severity=severity, series=series
-        )
+        series = "layers " + ",".join(map(str, unpatched))
+        options: dict[str, Any] = {"peers": flex, "series": series, "leaked": Severity.ERROR}
+        id_ = "path.unpatched-layer"
+        yield self._path_finding(step, id_, sentence, unpatched, last, evidence={}, **options)
 
     def _check_ignored_mask(self, step: StepRecord, group: Calls) -> Iterator[Finding]:
         """Report a mask that the layer received but the kernel did not use, not even in part."""
@@ -238,19 +230,20 @@ class KernelPathRule(Rule):
             f"in step {step.step}, but the kernel received {used}."
         )
         evidence = {"mask_passed_to_layer": passed, "mask": call.mask, "kind": mask.kind}
-        yield self.finding(
-            step, "path.mask-ignored", sentence, layers=group, evidence=evidence, series=kind
-        )
+        options: dict[str, Any] = {"layers": group, "evidence": evidence, "series": kind}
+        yield self.finding(step, "path.mask-ignored", sentence, **options)
 
-    def _compare_mask(self, call: CallRecord, peers: Sequence[CallRecord]) -> _MaskComparison:
-        """Compare a call's mask with those of `peers`, or with the declared mask if there are none.
+    def _compare_mask(
+        self, call: CallRecord, peers: Sequence[CallRecord]
+    ) -> tuple[int, int] | None:
+        """Count the pairs that only a call's mask opens, and those that only it closes.
 
-        Of several other masks (sliding and full layers) the most similar one is used. The result is
-        empty if cells were not recorded.
+        It is compared with the most similar mask of `peers` (sliding and full layers differ), or
+        with the declared mask if there are none. None if cells were not recorded.
         """
         mask, spec = self.context.mask(call.mask), self.context.declared_spec
         if mask is None or mask.cells is None:
-            return _MaskComparison()
+            return None
         mine, theirs = mask.cells, list[BoolArray]()
         if peers:
             others = map(self.context.mask, dict.fromkeys(peer.mask for peer in peers))
@@ -258,20 +251,11 @@ class KernelPathRule(Rule):
         elif spec is not None and not mask.kv_offset:
             theirs = [spec.dense(mine.shape[1], mine.shape[2], q_offset=mask.q_offset)[None]]
         counts = [
-            tuple(int(cells.any(axis=0).sum()) for cells in (mine & ~other, ~mine & other))
+            (int((mine & ~other).any(axis=0).sum()), int((~mine & other).any(axis=0).sum()))
             for other in theirs
             if other.shape[1:] == mine.shape[1:]
         ]
-        if not counts:
-            return _MaskComparison()
-        leaked, closed = min(counts, key=sum)
-        evidence = {"leaked": leaked, "lost": closed}
-        if not leaked and not closed:
-            return _MaskComparison(is_same=True, evidence=evidence)
-        n, now, then = (leaked, "open", "closed") if leaked else (closed, "closed", "open")
-        owner = "in the other layers" if peers else "in the declared mask"
-        words = f"; {plural(n, 'pair')} {is_or_are(n)} {now} that {is_or_are(n)} {then} {owner}"
-        return _MaskComparison(words, has_leak=leaked > 0, evidence=evidence)
+        return min(counts, key=sum, default=None)
 
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
         """Report masks that several layers build, or else one that each step builds again."""
@@ -310,15 +294,9 @@ class KernelPathRule(Rule):
         peak_growth = sum(build.peak_growth for build in builds)
         evidence |= {"needless_ms": round(spare, 2), "peak_growth": peak_growth}
         evidence["heads_ignored"] = heads_ignored
-        return self.finding(
-            step,
-            "path.needless-builds",
-            sentence,
-            severity=Severity.WARNING if is_costly else Severity.NOTE,
-            layers=layers,
-            evidence=evidence,
-            series="layers",
-        )
+        severity = Severity.WARNING if is_costly else Severity.NOTE
+        options: dict[str, Any] = {"severity": severity, "layers": layers, "series": "layers"}
+        return self.finding(step, "path.needless-builds", sentence, evidence=evidence, **options)
 
     def _check_unchanged_mask(self, step: StepRecord) -> Iterator[Finding]:
         """Report a mask that each step rebuilds without a change."""
@@ -338,10 +316,8 @@ class KernelPathRule(Rule):
             f"The mask of step {step.step} is the same as in the {n} steps before, but was rebuilt "
             f"in each (grid {grid}, {ms:.1f} ms)."
         )
-        evidence = {"steps": n + 1, "grid": grid, "ms": round(ms, 2)}
-        yield self.finding(
-            step, "path.needless-builds", sentence, evidence=evidence, series="steps"
-        )
+        evidence, id_ = {"steps": n + 1, "grid": grid, "ms": round(ms, 2)}, "path.needless-builds"
+        yield self.finding(step, id_, sentence, evidence=evidence, series="steps")
 
 
 def grid_sizes(build: BuildRecord) -> tuple[int, ...]:

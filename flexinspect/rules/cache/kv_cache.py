@@ -190,11 +190,11 @@ class CacheRule(Rule):
         if not step.kv_before:
             return []
         blind = [n for n in at.called if at.is_blind(n)]
-        pairs = list(zip(inputs.cached_before, inputs.cached_after, strict=False))
-        grew = {after - before for before, after in pairs if after >= 0}
-        stuck = []
-        if len(grew) > 1 and max(grew) == step.q_len:
-            stuck = [n for n, (b, a) in enumerate(pairs) if 0 <= a - b < step.q_len and a >= 0]
+        pairs = enumerate(zip(inputs.cached_before, inputs.cached_after, strict=False))
+        growth = {n: after - before for n, (before, after) in pairs if after >= 0}
+        stuck = [n for n, grew in growth.items() if 0 <= grew < step.q_len]
+        if max(growth.values(), default=0) != step.q_len:
+            stuck = []
         return sorted({*blind, *stuck, *self._find_shrunk(inputs)})
 
     def _find_shrunk(self, inputs: InputsRecord) -> list[int]:
@@ -250,9 +250,8 @@ class CacheRule(Rule):
         evidence = {"rows": at.step.q_len, "cached_before": before, "cached_after": after}
         evidence["kv_len"] = [call.kv_len for call in at.called.values()]
         options: dict[str, Any] = {"layers": which, "series": format_ranges(which)}
-        return self.finding(
-            at.step, finding_id, f"{sentence}.", severity=severity, evidence=evidence, **options
-        )
+        options |= {"severity": severity, "evidence": evidence}
+        return self.finding(at.step, finding_id, f"{sentence}.", **options)
 
     def _slot_finding(self, step: StepRecord, slots: npt.NDArray[Any], column: int) -> Finding:
         rows = np.flatnonzero(slots[:, column] > 0).tolist()
@@ -277,9 +276,8 @@ class CacheRule(Rule):
         evidence: dict[str, Any] = {"allowed": n_open, "filled": n_open - n_bad, "slots": n_bad}
         by_layer = {step.calls[row].layer: round(weight, 4) for row, weight in weights.items()}
         evidence |= {"weight": round(weights[worst], 4), "weights": by_layer}
-        return self.finding(
-            step, finding_id, sentence, layers=layers, evidence=evidence, series=finding_id
-        )
+        options: dict[str, Any] = {"layers": layers, "series": finding_id}
+        return self.finding(step, finding_id, sentence, evidence=evidence, **options)
 
     def _check_text(self, step: StepRecord) -> Finding | None:
         """Compare the input of a step with the content of the cache."""

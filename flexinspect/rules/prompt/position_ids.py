@@ -22,8 +22,7 @@ from flexinspect.rules.context import RuleContext, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.declared_vs_executed import count_pads
 
-LEARNED_POSITIONS_EVENT = "learned-positions"
-"""Event of a model with learned position embeddings, where absolute ids matter."""
+LEARNED_POSITIONS_EVENT = "learned-positions"  # absolute ids matter for learned embeddings
 
 PositionIds = npt.NDArray[Any]
 
@@ -215,10 +214,9 @@ class PositionsRule(Rule):
                 f"holds {cached} keys"
             )
         else:
+            counted = ": they count the cached keys, unlike the prompt's ids"
             id_, words = "positions.jump", f"position ids jump from {before} to {now} {where}"
-            words += (
-                ": they count the cached keys, unlike the prompt's ids" if now == cached else ""
-            )
+            words += counted if now == cached else ""
         return _Fault(id_, severity, words, 0, seen)
 
     def _format_position(self, pos: int, row: int) -> str:
@@ -232,15 +230,11 @@ class PositionsRule(Rule):
             if step.kv_before and n_rows > 1:
                 where = f"in {n_rows} batch rows, first in row {row}:"
             words = f"{where} {words}"
-        return self.finding(
-            step,
-            fault.id,
-            f"{capitalize(words)}.",
-            severity=fault.severity,
-            positions=(step.kv_before + fault.column,),
-            evidence={**fault.ids, "batch_row": row},
-            series="decode" if step.kv_before else "prompt",
-        )
+        options: dict[str, Any] = {"severity": fault.severity}
+        options["positions"] = (step.kv_before + fault.column,)
+        options["evidence"] = {**fault.ids, "batch_row": row}
+        options["series"] = "decode" if step.kv_before else "prompt"
+        return self.finding(step, fault.id, f"{capitalize(words)}.", **options)
 
     def _not_reset_finding(self, step: StepRecord, pair: _IsolatedPair) -> Finding:
         a, b = printable(pair.first.label), printable(pair.second.label)
@@ -251,10 +245,8 @@ class PositionsRule(Rule):
             "distances, so their order may matter (a modeling choice, not a fault)."
         )
         evidence = {"first": a, "second": b, "first_id": pair.first_id, "second_id": pair.second_id}
-        at = (pair.second.start,)
-        return self.finding(
-            step, "positions.not-reset", sentence, positions=at, evidence=evidence, series="order"
-        )
+        options: dict[str, Any] = {"positions": (pair.second.start,), "series": "order"}
+        return self.finding(step, "positions.not-reset", sentence, evidence=evidence, **options)
 
 
 class _IsolatedPair(NamedTuple):
