@@ -499,9 +499,6 @@ def _library_rows(
 
 def is_correct_answer(answer: str, expected: Iterable[str]) -> bool:
     """Return whether an answer equals an expected one up to case, spaces and a final dot."""
-    normalized = _normalize(answer)
-    return any(normalized == _normalize(other) for other in expected)
-
-
-def _normalize(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFC", text).casefold().strip(" .").split())
+    texts = (unicodedata.normalize("NFC", text).casefold() for text in (answer, *expected))
+    first, *others = (text.strip(" .").split() for text in texts)
+    return first in others

@@ -42,7 +42,6 @@ weights give scores that are close to 0 and to each other, which is not a fault.
 MIN_UNIFORM_TOKENS = 2  # different input tokens required for a uniform layer
 MIN_OPEN_KEYS = 4  # rows with fewer open keys are not checked
 LSE_CHECK_TOLERANCE = 1e-2  # calls whose LSE check is above it have no reliable log-sum-exp
-CAP_SHARE = 0.98  # share of the softcap from which scores count as capped: tanh(2.3)
 RESCALED_EVENT = "scores-rescaled"  # of an attention function that ignored the scale it received
 
 
@@ -381,19 +380,3 @@ def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) ->
     odd_heads, heads = ({(one.head_dim, one.kv_heads) for one in some} for some in (odd, others))
     odd_masks, masks = ({one.mask for one in some} for some in (odd, others))
     return not odd_heads & heads or (len(odd) > 1 and not odd_masks & masks)
-
-
-def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
-    """The layers in which the attended keys have scores at the softcap in every head."""
-    # The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
-    row = newest_row(step)
-    if row is None:
-        return []
-    caps = np.array([call.softcap or np.inf for call in step.calls])
-    level = np.abs(row.lse - row.entropy).min(axis=1)
-    found = []
-    for number in np.flatnonzero(level >= CAP_SHARE * caps).tolist():
-        n_open = count_open_keys(step, context, number)
-        if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
-            found.append(step.calls[number].layer)
-    return found

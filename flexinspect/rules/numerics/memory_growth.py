@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import BuildRecord, MemoryRecord, StepRecord
+from flexinspect.records.step import BuildRecord, StepRecord
 from flexinspect.rules.attention.kernel_path import grid_sizes
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
@@ -53,8 +53,16 @@ class MemoryRule(Rule):
         memory = step.memory
         if memory is None:
             return
-        if step.q_len > 1 and step.arrays:
-            yield from self._check_capture(step, memory)
+        n_bytes = sum(array.array.nbytes for array in step.arrays) if step.q_len > 1 else 0
+        if n_bytes >= max(MIN_CAPTURE_BYTES, MIN_CAPTURE_SHARE * memory.rss):
+            sentence = (
+                f"Capture recorded {n_bytes / MIB:.0f} MiB of step {step.step} "
+                f"({plural(len(step.arrays), 'array')}), {n_bytes / memory.rss:.0%} of the "
+                f"{memory.rss / MIB:.0f} MiB that the process used."
+            )
+            evidence = {"bytes": n_bytes, "rss": memory.rss, "arrays": len(step.arrays)}
+            id_ = "memory.capture"
+            yield self.finding(step, id_, sentence, evidence=evidence, series=id_)
         if step.phase == "decode" and step.branch == 0:
             used = memory.rss if memory.cuda_allocated is None else memory.cuda_allocated
             self._bytes.append(used - memory.kv_cache)
@@ -119,19 +127,6 @@ class MemoryRule(Rule):
                 has_one_head = mask.cells is not None and len(mask.cells) == 1
                 return has_one_head and mask.mask_mod == build.mask_mod
         return False
-
-    def _check_capture(self, step: StepRecord, memory: MemoryRecord) -> Iterator[Finding]:
-        n_bytes = sum(array.array.nbytes for array in step.arrays)
-        if n_bytes < MIN_CAPTURE_BYTES or n_bytes < MIN_CAPTURE_SHARE * memory.rss:
-            return
-        sentence = (
-            f"Capture recorded {n_bytes / MIB:.0f} MiB of step {step.step} "
-            f"({plural(len(step.arrays), 'array')}), {n_bytes / memory.rss:.0%} of the "
-            f"{memory.rss / MIB:.0f} MiB that the process used."
-        )
-        evidence = {"bytes": n_bytes, "rss": memory.rss, "arrays": len(step.arrays)}
-        id_ = "memory.capture"
-        yield self.finding(step, id_, sentence, evidence=evidence, series=id_)
 
 
 def _grid_peak_growth(build: BuildRecord) -> int:

@@ -21,6 +21,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, LayerStatRecord, LogitsRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import (
     ROW_STREAMS,
+    NewestRow,
     NumberArray,
     count_open_keys,
     newest_row,
@@ -58,7 +59,7 @@ class NumbersRule(Rule):
         nonfinite = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         row = newest_row(step)
         if row is not None and step.layer_stats and not math.isfinite(float(row.lse.sum())):
-            finding = self._check_scores(step, nonfinite)
+            finding = self._check_scores(step, row, nonfinite)
             if finding is not None:
                 return (finding,)
         if nonfinite:
@@ -85,7 +86,9 @@ class NumbersRule(Rule):
         is_newest = step.q_len - 1 == producer.bad_row or (
             rows is not None and step.kv_before + step.q_len - 1 in rows
         )
-        part = find_nonfinite_part(step, producer, self.context, is_newest=is_newest)
+        layer = producer.layer
+        number = next((n for n, call in enumerate(step.calls) if call.layer == layer), None)
+        part = find_nonfinite_part(step, number, self.context, layer=layer, is_newest=is_newest)
         sentence = (
             f"{'NaN' if producer.n_nan else 'Inf'} "
             f"{'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears in the output of layer "
@@ -112,7 +115,7 @@ class NumbersRule(Rule):
         yield self.finding(step, id_, f"{sentence}.", evidence=evidence, **at)
 
     def _check_scores(
-        self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
+        self, step: StepRecord, row: NewestRow, nonfinite: Sequence[LayerStatRecord]
     ) -> Finding | None:
         """Report a call with NaN scores whose layer output is finite.
 
@@ -123,10 +126,9 @@ class NumbersRule(Rule):
         for number, call in enumerate(step.calls):
             if call.layer >= earliest:
                 return None
-            part, lse = None, _call_lse(step, number)
-            if lse is not None and np.isnan(lse).any():
-                part = _score_part(step, call, lse, call.layer, self.context)
-            if part is None:
+            lse = row.lse[number]
+            part = _score_part(step, call, lse, call.layer, self.context)
+            if part is None or not np.isnan(lse).any():
                 continue
             self._reported_layers[step.branch] = call.layer
             sentence = (
@@ -140,7 +142,9 @@ class NumbersRule(Rule):
     def _check_calls(self, step: StepRecord) -> Iterator[Finding]:
         """Check standalone calls: their LSE check is NaN if their output is."""
         for number, call in enumerate(step.calls):
-            part = find_nonfinite_call(step, number, self.context)
+            part = None
+            if call.lse_error != call.lse_error and call.path != "flex compiled":
+                part = find_nonfinite_part(step, number, self.context)
             if part is not None:
                 sentence = (
                     f"The output of the newest of {plural(call.q_len, 'row')} of the call "
@@ -246,23 +250,34 @@ class LayerPart(NamedTuple):
 
 
 def find_nonfinite_part(
-    step: StepRecord, producer: LayerStatRecord, context: RuleContext, *, is_newest: bool
+    step: StepRecord,
+    number: int | None,
+    context: RuleContext,
+    *,
+    layer: int | None = None,
+    is_newest: bool = False,
 ) -> LayerPart | None:
-    """The part of the producing layer that is not finite, None if it is not known.
+    """The part of a layer that is not finite, None if it is not known.
 
+    `number` is that of the layer's call in the step; `layer` is None for a standalone call.
     `is_newest` says that the newest row of the layer's output is non-finite: if its attention is
     finite, the fault follows it.
     """
-    number = next((n for n, call in enumerate(step.calls) if call.layer == producer.layer), None)
-    lse = _call_lse(step, number)
-    if number is None or lse is None:
+    row = newest_row(step)
+    if number is None or row is None:
         return None
     call = step.calls[number]
-    part = _score_part(step, call, lse, producer.layer, context)
+    part = _score_part(step, call, row.lse[number], layer, context)
     if part is not None or call.lse_error is None:
         return part
     if call.lse_error != call.lse_error:
-        return _value_part(step, number, context)
+        words = "its scores are finite, so NaN is among the values"
+        n_open = count_open_keys(step, context, number)
+        n_closed = 0 if n_open is None else call.kv_len - int(n_open.max())
+        if n_closed:
+            words += f" ({plural(n_closed, 'key')} of {call.kv_len} {is_or_are(n_closed)} closed "
+            words += "to the newest row, but 0 times NaN is NaN)"
+        return LayerPart("values", words)
     if not is_newest:
         return None
     if call.check_kind == "output":
@@ -270,24 +285,6 @@ def find_nonfinite_part(
         return LayerPart("after attention", f"{words}projection, the MLP or a norm")
     words = "the scores of that row are finite, so it comes from the values or a later part"
     return LayerPart("after the scores", words)
-
-
-def find_nonfinite_call(step: StepRecord, number: int, context: RuleContext) -> LayerPart | None:
-    """The non-finite part of a standalone call, None if none is known.
-
-    The compiled kernel skips closed blocks, so a recomputed NaN in them does not count.
-    """
-    call = step.calls[number]
-    lse = _call_lse(step, number)
-    is_nan = call.lse_error is not None and call.lse_error != call.lse_error
-    if lse is None or not is_nan or call.path == "flex compiled":
-        return None
-    return _score_part(step, call, lse, None, context) or _value_part(step, number, context)
-
-
-def _call_lse(step: StepRecord, number: int | None) -> NumberArray | None:
-    row = newest_row(step)
-    return None if row is None or number is None else row.lse[number]
 
 
 def _score_part(
@@ -316,15 +313,3 @@ def _score_part(
     row = f" of {context.format_position(step.kv_after - 1)}" if step.q_len == 1 else "s"
     words += f", so check the embedding{row} and the first norm"
     return LayerPart("embedding or first norm", words)
-
-
-def _value_part(step: StepRecord, number: int, context: RuleContext) -> LayerPart:
-    """The values are not finite; the description counts those that the mask closes."""
-    call = step.calls[number]
-    words = "its scores are finite, so NaN is among the values"
-    n_open = count_open_keys(step, context, number)
-    n_closed = 0 if n_open is None else call.kv_len - int(n_open.max())
-    if n_closed:
-        words += f" ({plural(n_closed, 'key')} of {call.kv_len} {is_or_are(n_closed)} closed to "
-        words += "the newest row, but 0 times NaN is NaN)"
-    return LayerPart("values", words)

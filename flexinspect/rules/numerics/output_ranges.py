@@ -19,7 +19,7 @@ from msgspec import Struct
 from flexinspect.core.text import capitalize, format_layers
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import LayerStatRecord, StepRecord
-from flexinspect.rules.attention.attention_shape import ROW_STREAMS, find_capped_layers
+from flexinspect.rules.attention.attention_shape import ROW_STREAMS, count_open_keys, newest_row
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
@@ -31,6 +31,7 @@ MAX_NORM_FACTOR = 100.0  # factor by which a norm must differ from those of othe
 MAX_CHANNEL_FACTOR = 1e4
 """The same if a single channel dominates the norm: trained models have activations up to a thousand
 times as large as the others (Sun et al. 2024, Massive Activations in Large Language Models)."""
+CAP_SHARE = 0.98  # share of the softcap from which scores count as capped: tanh(2.3)
 MIN_HEALTHY_STEPS = 3  # steps required before another one is compared with them
 
 _get_norm = attrgetter("norm")
@@ -87,7 +88,10 @@ class OutputRangeRule(Rule):
         if len(stats) < 2:  # level basic records only non-finite layers
             return
         norms = list(map(_get_norm, stats))
-        history = self._norm_history(step)
+        key = (step.branch, step.phase)
+        history = self._histories.get(key)
+        if history is None or len(history.last_norms) != len(stats):  # another number of layers
+            history = self._histories[key] = _NormHistory()
         if not history.are_in_range(norms):
             yield from self._check_jump(step, history, norms)
         else:
@@ -102,13 +106,6 @@ class OutputRangeRule(Rule):
         history.last_norms = norms
         if step.calls and step.calls[0].dtype == "float16":
             yield from self._check_overflow(step)
-
-    def _norm_history(self, step: StepRecord) -> _NormHistory:
-        """The history of the step's phase; a new one if the number of recorded layers changes."""
-        history = self._histories.get((step.branch, step.phase))
-        if history is None or len(history.last_norms) != len(step.layer_stats):
-            history = self._histories[step.branch, step.phase] = _NormHistory()
-        return history
 
     def _check_overflow(self, step: StepRecord) -> Iterator[Finding]:
         near = [
@@ -177,7 +174,17 @@ class OutputRangeRule(Rule):
             yield self._saturation(step, sentence, which, "stuck", layers=which)
 
     def _check_capped(self, step: StepRecord) -> Iterator[Finding]:
-        which = find_capped_layers(step, self.context)
+        """Report layers in which the attended keys have scores at the softcap in every head."""
+        row, which = newest_row(step), list[int]()
+        if row is None:
+            return
+        caps = np.array([call.softcap or np.inf for call in step.calls])
+        # The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
+        level = np.abs(row.lse - row.entropy).min(axis=1)
+        for number in np.flatnonzero(level >= CAP_SHARE * caps).tolist():
+            n_open = count_open_keys(step, self.context, number)
+            if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
+                which.append(step.calls[number].layer)
         if which:
             cap = next(call.softcap for call in step.calls if call.layer == which[0])
             sentence = (

@@ -46,15 +46,12 @@ _SHIFT_REASONS = {
 
 
 class _TruncatedPiece(NamedTuple):
-    """A piece of which the prompt holds only one end: `n_lost` of `n` units are missing.
-
-    `unit` is "position", "token" or "character"; `at_end` says that its end is missing.
-    """
+    """A piece of which `n_lost` of `n` units are missing, at its end or at its beginning."""
 
     piece: DeclaredSegment
     n_lost: int
     n: int
-    unit: str
+    unit: str  # "position", "token" or "character"
     at_end: bool = True
 
 
@@ -72,7 +69,7 @@ class PromptRule(Rule):
         """Reset the state of a generation."""
         super().on_generation_start(context)
         self._later_tokens: list[TokenRecord] = []
-        self._prompt = PromptTokens.from_context(context)
+        self._prompt = PromptTokens(context)
         self._is_checked = not self._prompt.tokens
         self._border_check = segment_borders.BorderCheck(self, self._prompt)
         self._border_faults: dict[str, list[BorderFault]] = {}
@@ -85,7 +82,7 @@ class PromptRule(Rule):
             prompt_tokens = [token for token in step.tokens if token.step is None]
             if prompt_tokens:
                 self._later_tokens += prompt_tokens
-                self._prompt = PromptTokens.from_context(self.context, self._later_tokens)
+                self._prompt = PromptTokens(self.context, self._later_tokens)
             # Later forwards may still add missing pieces.
             if self._prompt.is_complete or (step.step > 0 and not prompt_tokens):
                 yield from self._check_prompt()
@@ -520,8 +517,7 @@ def _find_cut(prompt: PromptTokens, piece: DeclaredSegment) -> _TruncatedPiece |
         part, whole = list(piece.ids), prompt.ids[prompt.n_pads :]
         unit, least = "token", _MIN_CUT_TOKENS
     for kept in range(len(part) - 1, least - 1, -1):
-        if whole[-kept:] == part[:kept]:
-            return _TruncatedPiece(piece, len(part) - kept, len(part), unit)
-        if whole[:kept] == part[-kept:]:
-            return _TruncatedPiece(piece, len(part) - kept, len(part), unit, at_end=False)
+        at_end = whole[-kept:] == part[:kept]
+        if at_end or whole[:kept] == part[-kept:]:
+            return _TruncatedPiece(piece, len(part) - kept, len(part), unit, at_end)
     return None

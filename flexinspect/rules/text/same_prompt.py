@@ -105,7 +105,10 @@ class SamePromptRule(Rule):
         largest = max((layer.difference for one in differences for layer in one.layers), default=0)
         is_equal = largest < 1e-4 and all((one.logits or 0.0) < 1e-3 for one in differences)
         if (parted is None or is_drawn) and is_equal:
-            finding_id, text = "twins.same", _describe_same(differences)
+            moved, n_steps = max(one.logits or 0.0 for one in differences), len(differences)
+            steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
+            sampled = "" if parted is None else _describe_sampled(parted)
+            finding_id, text = "twins.same", f"and {steps} (logits up to {moved:.1g}){sampled}"
         yield self._generations_finding(a, b, finding_id, text, parted or differences[0])
 
     def _generations_finding(
@@ -141,13 +144,6 @@ def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]
     """Number of layers, and heads and head dimension of each call, to tell models apart."""
     layers = {one.layer for one in run.steps[0].layer_stats}
     return len(layers), tuple((call.q_heads, call.head_dim) for call in run.steps[0].calls)
-
-
-def _describe_same(differences: Sequence[step_diff.StepDifference]) -> str:
-    moved, n_steps = max(one.logits or 0.0 for one in differences), len(differences)
-    sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
-    steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
-    return f"and {steps} (logits up to {moved:.1g}){sampled}"
 
 
 def _describe_sampled(parted: step_diff.StepDifference) -> str:
