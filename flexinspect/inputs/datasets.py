@@ -241,24 +241,22 @@ def local_rows(path: Path) -> Iterator[DatasetRow]:
         what = f"The dataset file {path} has an unknown format {path.suffix!r}."
         raise DatasetError(what, hint="Use .jsonl, .json or .csv.")
     try:
-        for where, number, fields in reader(path):
-            yield DatasetRow(where, number, _check_object(fields, where))
+        for row in reader(path):
+            _check_object(row.fields, row.where)
+            yield row
     except UnicodeDecodeError as error:
         raise DatasetError(f"The dataset file {path} is not UTF-8 text.") from error
     except (OSError, csv.Error) as error:
         raise DatasetError(f"The dataset file {path} cannot be read: {error}.") from error
 
 
-_Objects = Iterator[tuple[str, int, Any]]  # the stored objects of a file: location, number, object
-
-
-def _jsonl(path: Path) -> _Objects:
+def _jsonl(path: Path) -> Iterator[DatasetRow]:
     example = '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}'
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             where, hint = f"{path}:{number}", f"Each line is one object, such as {example}."
             if line.strip():
-                yield where, number, _parse_json(line, f"{where}: this line", hint)
+                yield DatasetRow(where, number, _parse_json(line, f"{where}: this line", hint))
 
 
 def _parse_json(text: str | bytes, what: str, hint: str | None = None) -> Any:
@@ -268,17 +266,17 @@ def _parse_json(text: str | bytes, what: str, hint: str | None = None) -> Any:
         raise DatasetError(f"{what} is not valid JSON ({error}).", hint=hint) from error
 
 
-def _json(path: Path) -> _Objects:
+def _json(path: Path) -> Iterator[DatasetRow]:
     data = _parse_json(path.read_bytes(), f"{path}: this")
     if isinstance(data, dict):
         data = next((value for value in data.values() if isinstance(value, list)), None)
     if not isinstance(data, list):
         raise DatasetError(f"{path}: expected a list of objects, or an object that contains one.")
     for number, fields in enumerate(data, start=1):
-        yield f"{path}, entry {number}", number, fields
+        yield DatasetRow(f"{path}, entry {number}", number, fields)
 
 
-def _csv(path: Path) -> _Objects:
+def _csv(path: Path) -> Iterator[DatasetRow]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for number, fields in enumerate(reader, start=1):
@@ -287,7 +285,7 @@ def _csv(path: Path) -> _Objects:
                 for key, value in fields.items()
                 if key and value
             }
-            yield f"{path}:{reader.line_num}", number, row
+            yield DatasetRow(f"{path}:{reader.line_num}", number, row)
 
 
 _LIST_COLUMNS = (

@@ -74,18 +74,11 @@ class TrainingRule(Rule):
             yield from filter(None, found)
 
     def _finding(
-        self,
-        step: StepRecord,
-        finding_id: str,
-        sentence: str,
-        evidence: Mapping[str, Any],
-        *,
-        severity: Severity | None = None,
-        series: str = "",
+        self, step: StepRecord, id_: str, sentence: str, evidence: Mapping[str, Any], **options: Any
     ) -> Finding:
         """A finding that is merged with those of its kind at other steps."""
-        options: dict[str, Any] = {"severity": severity, "series": series or finding_id}
-        return self.finding(step, finding_id, f"{sentence}.", evidence=evidence, **options)
+        options = {"series": id_, **options}
+        return self.finding(step, id_, f"{sentence}.", evidence=evidence, **options)
 
     def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin = training.anomaly_origin or AnomalyOrigin("", "")
