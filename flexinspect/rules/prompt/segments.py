@@ -121,16 +121,14 @@ class PromptRule(Rule):
         for fingerprint, calls in calls_by_mask(step).items():
             if fingerprint is None:
                 continue
-            if fingerprint not in self._border_faults:
-                mask = self.context.mask(fingerprint)
+            faults = self._border_faults.get(fingerprint)
+            if faults is None:
+                mask, check = self.context.mask(fingerprint), self._border_check.check_mask
                 if fingerprint not in self._borders:
                     self._borders[fingerprint] = segment_borders.find_borders(mask)
-                faults = (
-                    self._border_check.check_mask(mask, borders)
-                    for borders in self._borders[fingerprint]
-                )
-                self._border_faults[fingerprint] = [one for one in faults if one is not None]
-            for fault in self._border_faults[fingerprint]:
+                found = (check(mask, borders) for borders in self._borders[fingerprint])
+                faults = self._border_faults[fingerprint] = list(filter(None, found))
+            for fault in faults:
                 calls_by_fault.setdefault(fault, []).extend(calls)
         for fault, calls in calls_by_fault.items():
             yield self._border_check.make_finding(step, fault, calls)
@@ -266,9 +264,8 @@ class PromptRule(Rule):
         absent = [one.piece for one in prompt.located_pieces if one.span is None and prompt.ids]
         missing = [piece for piece in absent if prompt.has_text or piece.ids]
         if cut is not None:
-            late = [span for span in prompt.spans if span.stop > prompt.stop and span != cut.piece]
-            after = [*(piece for piece in missing if piece != cut.piece), *late]
-            yield self._truncated(cut, after)
+            late = [span for span in prompt.spans if span.stop > prompt.stop]
+            yield self._truncated(cut, [one for one in (*missing, *late) if one != cut.piece])
         elif missing:
             n, one = len(prompt.pieces), len(missing) == 1
             beginning = "".join(token.text for token in prompt.tokens[prompt.n_pads :][:12])
