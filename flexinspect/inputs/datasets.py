@@ -153,10 +153,9 @@ def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
     except FlexInspectError:
         raise
     except (Exception, SystemExit) as error:  # its module may be a script that calls sys.exit()
-        raise DatasetError(
-            f"The dataset {spec} failed: {summarize_error(error)}.",
-            hint="It needs a constructor without arguments and a load_dataset() with samples.",
-        ) from error
+        hint = "It needs a constructor without arguments and a load_dataset() with samples."
+        what = f"The dataset {spec} failed: {summarize_error(error)}."
+        raise DatasetError(what, hint=hint) from error
 
 
 def choose_paraphrases(
@@ -293,6 +292,7 @@ _LIST_COLUMNS = (
     *("manual_paraphrases", "auto_paraphrases"),
 )
 _QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'" + r'|"((?:[^"\\]|\\.)*)"')
+_DESCRIPTION = re.compile(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)')
 
 
 def _parse_list_cell(text: str) -> Any:
@@ -362,18 +362,14 @@ def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iter
         fields = dict(row.fields)
         if "utterance" in fields:
             fields["question"] = fields.pop("utterance")
-            fields["answers"] = _target_values(str(fields.pop("targetValue", "")))
+            targets = _DESCRIPTION.findall(str(fields.pop("targetValue", "")))
+            fields["answers"] = [_unescape(quoted) or bare.strip() for quoted, bare in targets]
         numbered = [key for key in fields if re.fullmatch(r"paraphrase\d+", key)]
         numbered.sort(key=lambda key: int(key.removeprefix("paraphrase")))
         if numbered:
             # Generated paraphrases can be empty; the others are still valid.
             fields["paraphrases"] = [*filter(None, map(fields.pop, numbered))]
         yield sample_from(fields, row.where, f"webqa-{row.number}")
-
-
-def _target_values(text: str) -> list[str]:
-    matches = re.findall(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)', text)
-    return [_unescape(quoted) or bare.strip() for quoted, bare in matches]
 
 
 def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> Iterator[Sample]:

@@ -135,8 +135,8 @@ class AttentionShapeRule(Rule):
                 f"{runs.collapsed} consecutive steps (up to step {step.step}), although up to "
                 f"{step.kv_after} keys are open."
             )
-            evidence: dict[str, Any] = {"steps": runs.collapsed}
-            yield self._finding(step, "attention.collapsed", sentence, evidence=evidence)
+            facts, id_ = {"steps": runs.collapsed}, "attention.collapsed"
+            yield self._finding(step, id_, sentence, evidence=facts)
             return
         share = float(row.segment_attention[0, 0, 0]) if self._has_bos else 0.0
         if share > SINK_SHARE:

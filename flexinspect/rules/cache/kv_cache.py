@@ -306,10 +306,8 @@ class CacheRule(Rule):
         return [token.token_id for token in tokens if token is not None]
 
     def _check_filled_cache(self, step: StepRecord) -> Finding | None:
-        """Compare the prompt that the caller assumes to be cached with the texts of earlier runs.
-
-        The trace does not say which cache it is, so one matching text is enough.
-        """
+        """Compare the prompt that the caller assumes to be cached with texts of earlier runs."""
+        # The trace does not say which cache it is, so one matching text is enough.
         n, declared = step.kv_before, self._declared_ids
         if declared is None:
             return self._check_cut(step)
@@ -328,12 +326,10 @@ class CacheRule(Rule):
         )
 
     def _check_cut(self, step: StepRecord) -> Finding | None:
-        """Report that the text continues with its next token although keys were removed.
-
-        Rejected drafts and chat turns are cropped too, but not by more than half before the next
-        token. A smaller loss is certain only if the last step had one row and its best token
-        follows. A cache that drops one key for each new one does so by design.
-        """
+        """Report that the text continues with its next token although keys were removed."""
+        # Rejected drafts and chat turns are cropped too, but not by more than half before the next
+        # token. A smaller loss is certain only if the last step had one row and its best token
+        # follows. A cache that drops one key for each new one does so by design.
         last, token = self._last_step, self.context.token(step.kv_before)
         if last is None or token is None or step.q_len != 1 or self._is_loss_reported:
             return None
@@ -413,11 +409,9 @@ class CacheRule(Rule):
         return self.finding(step, finding_id, f"{sentence}.", evidence=evidence, **options)
 
     def _check_lost_cache(self, step: StepRecord) -> Finding | None:
-        """Report single tokens that continue the last step without its cache.
-
-        They continue it if their position id is the next one, or if two in a row are among the best
-        candidates of the step before them.
-        """
+        """Report single tokens that continue the last step without its cache."""
+        # They continue it if their position id is the next one, or if two in a row are among the
+        # best candidates of the step before them.
         last, token = self._last_step, self.context.token(0)
         # A model with only recurrent layers keeps a state instead of keys.
         has_keys = step.calls or (step.inputs is not None and step.inputs.cached_after)
@@ -445,18 +439,15 @@ class CacheRule(Rule):
         return self.finding(step, "cache.lost", f"{sentence}.", positions=(0,), evidence=evidence)
 
     def _is_causal(self) -> bool:
-        """Whether new tokens leave earlier rows unchanged; otherwise no cache can be used.
-
-        Masks that were not recorded count as causal.
-        """
+        """Whether new tokens leave earlier rows unchanged; masks not recorded count as causal."""
         masks = [mask for mask in map(self.context.mask, self._masks) if mask is not None]
         square = [m.cells for m in masks if m.cells is not None and m.q_len == m.kv_len]
         return not any(cells[:, :-1, -1].any() for cells in square)  # rows that see the newest key
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    pairs = enumerate(zip(ids, other_ids, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(other_ids)))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))
+    return len(list(equal))
 
 
 def _candidate_ids(step: StepRecord) -> list[int]:

@@ -116,10 +116,8 @@ class MemoryRule(Rule):
         yield self.finding(step, id_, sentence, evidence=evidence, **options)
 
     def _ignores_heads(self, step: StepRecord, build: BuildRecord) -> bool:
-        """Whether H was passed for a mask_mod that is known to ignore the head.
-
-        Known from the cells of the executed mask, or from a build of the same mask_mod with H=None.
-        """
+        """Whether H was passed for a mask_mod that is known to ignore the head."""
+        # Known from the cells of the mask, or from a build of the same mask_mod with H=None.
         if (build.heads or 1) == 1 or build.mask_mod in self._built_without_heads:
             return (build.heads or 1) > 1
         for mask in (self.context.mask(call.mask) for call in step.calls):
@@ -130,9 +128,6 @@ class MemoryRule(Rule):
 
 
 def _grid_peak_growth(build: BuildRecord) -> int:
-    """The peak growth of a build in bytes, 0 if its grid cannot explain it.
-
-    A compiled build of a small grid uses memory too, for the compiler.
-    """
+    """The peak growth of a build in bytes, 0 if its grid does not explain it (compilation)."""
     is_explained = build.peak_growth <= math.prod(grid_sizes(build)) * MAX_BYTES_PER_CELL
     return build.peak_growth if is_explained else 0

@@ -108,19 +108,14 @@ class NumbersRule(Rule):
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
         id_ = "numbers.nan" if producer.n_nan else "numbers.inf"
-        at: dict[str, Any] = {
-            "layers": (producer.layer,),
-            "positions": () if rows is None else rows,
-        }
-        yield self.finding(step, id_, f"{sentence}.", evidence=evidence, **at)
+        options: dict[str, Any] = {"layers": (layer,), "positions": () if rows is None else rows}
+        yield self.finding(step, id_, f"{sentence}.", evidence=evidence, **options)
 
     def _check_scores(
         self, step: StepRecord, row: NewestRow, nonfinite: Sequence[LayerStatRecord]
     ) -> Finding | None:
-        """Report a call with NaN scores whose layer output is finite.
-
-        Kernels may ignore NaN: SDPA on a CPU (torch 2.13) returns zeros for a row of NaN scores.
-        """
+        """Report a call with NaN scores whose layer output is finite."""
+        # Kernels may ignore NaN: SDPA on a CPU (torch 2.13) returns zeros for a row of NaN scores.
         reported = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER)
         earliest = min(reported, *(stat.layer for stat in nonfinite), _AFTER_LAST_LAYER)
         for number, call in enumerate(step.calls):
@@ -174,11 +169,9 @@ class NumbersRule(Rule):
         return f"(of its {step.q_len} rows the first is {first})"
 
     def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
-        """Check logits before any logits processor.
-
-        A model may exclude tokens with -Inf by design (vocabulary padding), but then in every step.
-        So their number in the first step counts as intended, and only a larger one is reported.
-        """
+        """Check logits before any logits processor."""
+        # A model may exclude tokens with -Inf by design (vocabulary padding), but then in every
+        # step: their number in the first step counts as intended, and a larger one is reported.
         evidence = {"module": "logits", "n_nan": logits.n_nan, "n_inf": logits.n_inf}
         options: dict[str, Any] = {"positions": (step.kv_after - 1,), "query": "logits"}
         is_reported = step.branch in self._reported_layers
@@ -226,10 +219,7 @@ def _format_carriers(carriers: Sequence[int], in_logits: bool) -> str:
 
 
 def _find_nonfinite_rows(step: StepRecord, layer: int) -> Positions | None:
-    """The positions with a non-finite output; None if they are not known.
-
-    A decode step has one row. In a prompt the rows are known if the layer's output is stored.
-    """
+    """The positions with a non-finite output; None if they are not known (output not stored)."""
     if step.q_len == 1:
         return np.array([step.kv_before])
     for record in step.arrays:

@@ -99,11 +99,8 @@ class PromptTokens:
     @property
     def token_lengths(self) -> tuple[tuple[int, int], ...]:
         """For each text that was found, its number of tokens alone and in the prompt."""
-        return tuple(
-            (len(located.piece.ids), stop - start)
-            for located, (start, stop) in self.found_pieces
-            if located.piece.text is not None and located.piece.ids
-        )
+        texts = [(one.piece, span) for one, span in self.found_pieces if one.piece.text is not None]
+        return tuple((len(piece.ids), stop - start) for piece, (start, stop) in texts if piece.ids)
 
     def _find_piece(self, piece: DeclaredSegment, after: int) -> tuple[Span | None, int]:
         """Return the span of a piece, and how often its text occurs."""

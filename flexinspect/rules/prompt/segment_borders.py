@@ -126,17 +126,10 @@ class BorderCheck:
         if not self._has_declared_mask:
             severity = Severity.WARNING
             sentence += " No mask was declared; segments are assumed to be isolated."
-        return self._rule.finding(
-            step,
-            fault.id,
-            sentence,
-            severity=severity,
-            layers=layers,
-            head=fault.heads[0] if len(fault.heads) == 1 else None,
-            positions=positions,
-            evidence=evidence,
-            series=f"mask {fault.heads} {fault.offsets} {len(fault.missing)}",
-        )
+        options: dict[str, Any] = {"severity": severity, "layers": layers, "positions": positions}
+        options["head"] = fault.heads[0] if len(fault.heads) == 1 else None
+        options["series"] = f"mask {fault.heads} {fault.offsets} {len(fault.missing)}"
+        return self._rule.finding(step, fault.id, sentence, evidence=evidence, **options)
 
     def _describe_shift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
         """Describe the tokens that are cut off from each segment; also their positions."""

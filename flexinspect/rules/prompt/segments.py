@@ -32,17 +32,14 @@ _KNOWN_SPECIALS = re.compile(r"<\|\w[\w ]{0,40}\|>|</?s>|<(?:bos|eos|pad|(?:star
 """Special tokens of well-known vocabularies."""
 _HTML_TAG = re.compile(r"</?(?:a|p|b|i|br|div|span|li|ul|td|tr|html|body)\b[^>]*>")
 _SHIFT_REASONS = {
-    "lines": (
-        "it starts and ends at line or sentence boundaries",
-        "they start and end at line or sentence boundaries",
-    ),
-    "gaps": ("it has the same tokens around it", "they have the same tokens between them"),
-    "ends": (
-        "it excludes the BOS and ends with the prompt",
-        "they exclude the BOS and end with the prompt",
-    ),
+    ("lines", True): "it starts and ends at line or sentence boundaries",
+    ("lines", False): "they start and end at line or sentence boundaries",
+    ("gaps", True): "it has the same tokens around it",
+    ("gaps", False): "they have the same tokens between them",
+    ("ends", True): "it excludes the BOS and ends with the prompt",
+    ("ends", False): "they exclude the BOS and end with the prompt",
 }
-"""By `SpanShift.source`, why the shifted spans fit: for one span, and for several."""
+"""By `SpanShift.source` and whether there is one span, why the shifted spans fit."""
 
 
 class _TruncatedPiece(NamedTuple):
@@ -155,7 +152,7 @@ class PromptRule(Rule):
         sentence = (
             f"{subject} {plural(abs(n), 'token')} too {'early' if n > 0 else 'late'}"
             f"{segment_borders.explain_shift(self._prompt, n)}: {listed}. Shifted by {n:+d}, "
-            f"{_SHIFT_REASONS[shift.source][not one]}."
+            f"{_SHIFT_REASONS[shift.source, one]}."
         )
         positions = sorted({position for _, some in misfits for position in some})
         declared = [[span.label, span.start, span.stop] for span in spans]
@@ -216,13 +213,11 @@ class PromptRule(Rule):
     def _inner_padding(self) -> Iterator[Finding]:
         """Pieces contain padding (by the padding mask or its id): one finding for all of them."""
         prompt, pads, pieces = self._prompt, list[int](), []
+        leading = range(prompt.start, prompt.first_unpadded)
+        at_pads = {token.pos for token in prompt.tokens if token.token_id == prompt.pad_id}
         for located, (start, stop) in prompt.found_pieces:
             inside = range(max(start, prompt.start), min(stop, prompt.stop))
-            some = [
-                p
-                for p in inside
-                if p < prompt.first_unpadded or prompt.ids[p - prompt.start] == prompt.pad_id
-            ]
+            some = [pos for pos in inside if pos in leading or pos in at_pads]
             if some and not located.piece.label.lower().startswith("padding"):
                 pads += some
                 pieces.append(located.piece)

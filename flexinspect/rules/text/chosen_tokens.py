@@ -134,15 +134,10 @@ class TextRule(Rule):
         is_serious = self._vocabulary >= MIN_VOCABULARY and is_certain and not copies_input
         evidence: dict[str, Any] = {"period": period, "tokens": length, "begins": begins}
         evidence |= {"probability": probability, "vocabulary": self._vocabulary}
-        return self.finding(
-            step,
-            "text.repetition",
-            sentence,
-            severity=Severity.WARNING if is_serious else Severity.NOTE,
-            positions=range(step.kv_after - period + 1, step.kv_after + 1),
-            evidence=evidence,
-            series=f"from {begins}",
-        )
+        options: dict[str, Any] = {"evidence": evidence, "series": f"from {begins}"}
+        options["severity"] = Severity.WARNING if is_serious else Severity.NOTE
+        options["positions"] = range(step.kv_after - period + 1, step.kv_after + 1)
+        return self.finding(step, "text.repetition", sentence, **options)
 
     def _check_entropy(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText
