@@ -51,7 +51,7 @@ class FailuresRule(Rule):
     name = "failures"
     handles_standalone_calls = True
     findings = finding_kinds(
-        *("path.kernel-failed", "kernel.*", "observer.logger-breaks-flex", "observer.crash")
+        "path.kernel-failed", "kernel.*", "observer.crash", "observer.logger-*"
     )
 
     def __init__(self) -> None:

@@ -31,10 +31,11 @@ MAX_NAMES = 3  # labels or places that a sentence lists; it counts the others
 MAX_BORDER_ROWS = 4096  # rows up to which the borders of a declared mask are computed
 
 Borders = tuple[int, ...]  # positions of the rows at which another set of keys begins
+HeadBorders = tuple[tuple[int, ...], Borders]  # by heads of a mask; () if all heads share them
 
 
 class BorderFault(NamedTuple):
-    """A fault in the borders of some heads of a mask (see `BorderComparison`)."""
+    """A fault in the borders of some heads of a mask: their `offsets`, or segments without one."""
 
     id: str
     heads: tuple[int, ...]
@@ -221,10 +222,6 @@ def explain_shift(prompt: PromptTokens, n: int) -> str:
     causes = {n_pads + bos: "the padding and the BOS", n_pads: "the padding"} if n_pads else {}
     omitted = "the BOS" if n == bos == 1 else causes.get(n)
     return f", as if positions had been counted without {omitted}" if omitted else ""
-
-
-HeadBorders = tuple[tuple[int, ...], Borders]
-"""Heads of a mask with their borders; without heads, all heads share them."""
 
 
 def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:

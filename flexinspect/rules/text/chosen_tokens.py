@@ -58,9 +58,7 @@ class TextRule(Rule):
     """Follows the chosen tokens and their distributions."""
 
     name = "text"
-    findings = finding_kinds(
-        "text.repetition", "text.entropy-collapse", "text.flat", "text.stopped-at-once"
-    )
+    findings = finding_kinds("text.[!n]*")  # all but text.near-tie and text.not-the-best
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the texts."""
@@ -188,10 +186,9 @@ class TextRule(Rule):
             f"tokens{before}."
         )
         evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
-        options: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
-        return self.finding(
-            step, "text.flat", sentence, evidence=evidence, series="flat", **options
-        )
+        options: dict[str, Any] = {"severity": severity, "series": "flat"}
+        at = (step.kv_after,)
+        return self.finding(step, "text.flat", sentence, positions=at, evidence=evidence, **options)
 
     def _stopped_finding(self, step: StepRecord, token: TokenRecord) -> Finding:
         logits = step.logits

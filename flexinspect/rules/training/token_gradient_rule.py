@@ -138,11 +138,10 @@ def _find_gradient_origin(gradients: GradientRecord) -> tuple[str, int | None]:
     """Where in the backward it begins, and the layer, None outside the layers."""
     if gradients.value != gradients.value or not math.isfinite(gradients.scale):
         return "the logits are already not finite, so it comes from the forward", None
-    norms = gradients.layers
+    norms = () if gradients.layers is None else gradients.layers
     watched = {-1, *(stat.layer for stat in gradients.stats)}
-    numbered = () if norms is None else enumerate(norms)
-    nonfinite = [at for at, norm in numbered if at - 1 in watched and not np.isfinite(norm)]
-    if norms is None or not nonfinite:
+    nonfinite = [n for n, norm in enumerate(norms) if n - 1 in watched and not np.isfinite(norm)]
+    if not nonfinite:
         return "the gradients of the hidden states are finite", None
     last = nonfinite[-1]  # 0 is the embeddings, n the output of layer n - 1
     if last == len(norms) - 1:
