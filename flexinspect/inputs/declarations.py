@@ -77,8 +77,13 @@ def _parse_file(file: Path) -> Any:
 
 
 def _segment_spec(where: str, entry: object) -> SegmentSpec:
+    """Return a segment, with its kind as the first word of its label, as in `Declaration`."""
     declared = convert(_Segment, {"text": entry} if isinstance(entry, str) else entry, where)
-    label, start, stop = _label(declared), declared.start, declared.stop
+    label, start, stop = declared.label, declared.start, declared.stop
+    first = (label.split() or [""])[0].lower()
+    named = first if first in get_args(_Kind) else str(SegmentKind.PARAPHRASE)
+    if declared.kind not in (None, named):
+        label = f"{declared.kind} {label}".rstrip()
     if declared.text is not None:
         if start is not None or stop is not None:
             what = "has both a text and positions; use one of the two"
@@ -91,14 +96,6 @@ def _segment_spec(where: str, entry: object) -> SegmentSpec:
         what = f"begins at {start} and ends at {stop}: start must be below stop"
         raise UsageError(f"{where} {what}.")
     return start, stop, label or f"span {start}-{stop}"
-
-
-def _label(declared: _Segment) -> str:
-    """Return the label, with the kind as its first word, where `Declaration` keeps it."""
-    first = (declared.label.split() or [""])[0].lower()
-    named = first if first in get_args(_Kind) else str(SegmentKind.PARAPHRASE)
-    has_kind = declared.kind in (None, named)
-    return declared.label if has_kind else f"{declared.kind} {declared.label}".rstrip()
 
 
 def check_mask_mod_spec(spec: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct, field
+from msgspec import Struct
 
 from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
@@ -81,9 +81,8 @@ class _Counts(Struct):
 
     collapsed: int = 0
     sink: int = 0
-    layers: dict[int, int] = field(default_factory=dict)
-    uniform: dict[int, set[int]] = field(default_factory=dict)
-    """By layer: the input tokens of the last consecutive uniform steps."""
+    layers: dict[int, int] = {}
+    uniform: dict[int, set[int]] = {}  # by layer: the input tokens of the last uniform steps
 
 
 class AttentionShapeRule(Rule):
@@ -122,12 +121,8 @@ class AttentionShapeRule(Rule):
 
     def _check_model(self, step: StepRecord, runs: _Counts, row: NewestRow) -> Iterator[Finding]:
         """Check all heads of all layers; the first head is enough to skip most steps."""
-        is_collapsed = (
-            float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
-            and float(row.entropy.max()) < ONE_KEY_ENTROPY
-            and self._sees_several(step)
-        )
-        runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
+        is_sharp = row.entropy[0, 0] < ONE_KEY_ENTROPY and row.entropy.max() < ONE_KEY_ENTROPY
+        runs.collapsed = runs.collapsed + 1 if is_sharp and self._sees_several(step) else 0
         if runs.collapsed >= MIN_STEPS_IN_A_ROW:
             where = format_step_layers((call.layer for call in step.calls), step)
             sentence = (

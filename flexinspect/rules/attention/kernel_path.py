@@ -195,11 +195,8 @@ class KernelPathRule(Rule):
 
     def _check_unpatched(self, step: StepRecord, rest: Calls, last: Calls) -> Iterator[Finding]:
         """Report layers that never ran FlexAttention although others do."""
-        unpatched = {
-            layer: call
-            for layer, call in rest.items()
-            if not any(map(_is_flex, (call.path, *self._paths_before(layer))))
-        }
+        paths = {layer: (call.path, *self._paths_before(layer)) for layer, call in rest.items()}
+        unpatched = {n: call for n, call in rest.items() if not any(map(_is_flex, paths[n]))}
         flex = [call for call in last.values() if _is_flex(call.path)]
         if not flex or not unpatched:
             return

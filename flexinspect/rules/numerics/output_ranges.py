@@ -34,7 +34,7 @@ times as large as the others (Sun et al. 2024, Massive Activations in Large Lang
 CAP_SHARE = 0.98  # share of the softcap from which scores count as capped: tanh(2.3)
 MIN_HEALTHY_STEPS = 3  # steps required before another one is compared with them
 
-_get_norm = attrgetter("norm")
+_get_norm, _stat_values = attrgetter("norm"), attrgetter("min", "max", "mean", "norm")
 
 
 class _NormHistory(Struct):
@@ -251,7 +251,3 @@ def _is_jump(stat: LayerStatRecord, norm: float, low: float, high: float) -> boo
     """Whether a norm is out of range, and not because of massive activations in a few channels."""
     factor = MAX_CHANNEL_FACTOR if norm > high and _abs_max(stat) > norm / 2 else MAX_NORM_FACTOR
     return norm > high * factor or norm < low / factor
-
-
-def _stat_values(stat: LayerStatRecord) -> tuple[float, ...]:
-    return stat.min, stat.max, stat.mean, stat.norm

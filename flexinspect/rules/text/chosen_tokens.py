@@ -242,21 +242,17 @@ class TokenChoiceRule(Rule):
         if logits is None or not logits.candidates or logits.n_nan:
             return
         if logits.chosen_rank != UNKNOWN:
-            self._count_choice(step, logits)
+            run, best = self._counts[step.branch], logits.candidates[0]
+            is_scored = best.score == best.score
+            run.has_scores = run.has_scores and is_scored
+            run.n_chosen += 1
+            if logits.chosen_rank == 0:
+                run.n_best += 1
+                run.logprob_sum += best.score_logprob if is_scored else best.logprob
+            elif run.first_not_best is None and logits.chosen_logprob < best.logprob:
+                run.first_not_best = (step, logits)
         if logits.margin < MAX_TIE_MARGIN and logits.chosen_rank < 2 and len(logits.candidates) > 1:
             yield from self._check_tie(step, logits)
-
-    def _count_choice(self, step: StepRecord, logits: LogitsRecord) -> None:
-        run = self._counts[step.branch]
-        best = logits.candidates[0]
-        is_scored = best.score == best.score
-        run.has_scores = run.has_scores and is_scored
-        run.n_chosen += 1
-        if logits.chosen_rank == 0:
-            run.n_best += 1
-            run.logprob_sum += best.score_logprob if is_scored else best.logprob
-        elif run.first_not_best is None and logits.chosen_logprob < best.logprob:
-            run.first_not_best = (step, logits)
 
     def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
         dtype = step.calls[0].dtype if step.calls else ""

@@ -27,10 +27,7 @@ MIN_LOG_DEVIATIONS = 6.0
 MIN_SPIKE_RATIO = 2.0
 MIN_SPIKE_SHARE = 0.1
 """A spike exceeds the median by these deviations and ratio, and by a share of the first losses.
-
-Small losses of small batches vary by powers of ten, so a spike must also stand out among their
-logarithms.
-"""
+Losses of small batches vary by powers of ten, so it must also stand out among their logarithms."""
 
 MAX_SKIPS = 5  # consecutive skipped steps after the first update of a run
 MAX_INITIAL_SKIPS = 10  # consecutive skipped steps before the first update
@@ -40,10 +37,8 @@ MIN_WAIT_SHARE = 0.5
 MIN_WAIT_MS = 5.0
 MIN_OUTSIDE_MS = 30.0
 """Steps that are compared after the warm-up; share and milliseconds from which waiting counts.
-
 If the loader is not watched, only the time outside all other work is known (`MIN_OUTSIDE_MS`), with
-a few switches of the interpreter lock (5 ms each).
-"""
+a few switches of the interpreter lock (5 ms each)."""
 
 
 class TrainingRule(Rule):
@@ -70,8 +65,7 @@ class TrainingRule(Rule):
             *(self._check_loader, self._check_unreached, self._check_dead),
         )
         if step.training is not None:
-            found = [check(step, step.training) for check in checks]
-            yield from filter(None, found)
+            yield from filter(None, [check(step, step.training) for check in checks])
 
     def _finding(
         self, step: StepRecord, id_: str, sentence: str, evidence: Mapping[str, Any], **options: Any
