@@ -127,16 +127,15 @@ class KernelPathRule(Rule):
         facts = {**evidence, "layers": len(group), "of": len(last), "paths": paths}
         counts = self._compare_mask(next(iter(group.values())), peers)
         if counts is not None:
-            facts |= {"leaked": counts[0], "lost": counts[1]}
-            n, now, then = (counts[1], "closed", "open")
-            severity = None if n else same
-            if counts[0]:
-                n, now, then, severity = counts[0], "open", "closed", leaked
+            n_open, n_closed = counts
+            facts |= {"leaked": n_open, "lost": n_closed}
+            n, now, then = (n_open, "open", "closed") if n_open else (n_closed, "closed", "open")
+            severity, verb = leaked if n_open else None, is_or_are(n)
             owner = "in the other layers" if peers else "in the declared mask"
-            verb = is_or_are(n)
-            sentence += (
-                f"; {plural(n, 'pair')} {verb} {now} that {verb} {then} {owner}" if n else ""
-            )
+            if n:
+                sentence += f"; {plural(n, 'pair')} {verb} {now} that {verb} {then} {owner}"
+            else:
+                severity = same
         options: dict[str, Any] = {"severity": severity, "layers": group, "series": series}
         return self.finding(step, finding_id, f"{sentence}.", evidence=facts, **options)
 

@@ -220,7 +220,7 @@ class CacheRule(Rule):
 
     def _lost_finding(self, at: _LayerLengths, lost: Sequence[int]) -> Finding:
         step, inputs, called = at
-        one, severity = len(lost) == 1, Severity.ERROR
+        one, severity = len(lost) == 1, None
         shrunk = set(self._find_shrunk(inputs)) & set(lost)
         if shrunk:
             before, now = (held[min(shrunk)] for held in (self._last_cached, inputs.cached_before))
@@ -236,22 +236,18 @@ class CacheRule(Rule):
             what = f"{'does' if one else 'do'} not store the {grew} of step {step.step}: "
             what += f"{'its' if one else 'their'} cache stays at {inputs.cached_after[lost[0]]}, "
             what += f"the other layers hold {max(inputs.cached_after)}"
-        return self._finding(at, "cache.lost", f"{at.name_layers(lost)} {what}", lost, severity)
+        sentence = f"{at.name_layers(lost)} {what}"
+        return self._finding(at, "cache.lost", sentence, lost, severity=severity)
 
     def _finding(
-        self,
-        at: _LayerLengths,
-        finding_id: str,
-        sentence: str,
-        which: Sequence[int],
-        severity: Severity = Severity.ERROR,
+        self, at: _LayerLengths, id_: str, sentence: str, which: Sequence[int], **options: Any
     ) -> Finding:
+        """Return a finding with the lengths of all layers; `options` are those of `finding`."""
         before, after = list(at.inputs.cached_before), list(at.inputs.cached_after)
         evidence = {"rows": at.step.q_len, "cached_before": before, "cached_after": after}
         evidence["kv_len"] = [call.kv_len for call in at.called.values()]
-        options: dict[str, Any] = {"layers": which, "series": format_ranges(which)}
-        options |= {"severity": severity, "evidence": evidence}
-        return self.finding(at.step, finding_id, f"{sentence}.", **options)
+        options |= {"layers": which, "series": format_ranges(which), "evidence": evidence}
+        return self.finding(at.step, id_, f"{sentence}.", **options)
 
     def _slot_finding(self, step: StepRecord, slots: npt.NDArray[Any], column: int) -> Finding:
         rows = np.flatnonzero(slots[:, column] > 0).tolist()
