@@ -10,8 +10,8 @@ import hashlib
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from flexinspect.core import __version__
@@ -48,24 +48,16 @@ class BrokenRun(Struct, frozen=True):
         ]
 
 
-def _read_catalogue() -> tuple[BrokenRun, ...]:
-    file = Path(__file__).with_name("broken_runs.toml")
-    entries: dict[str, dict[str, Any]] = tomllib.loads(file.read_text(encoding="utf-8"))
-    return tuple(
-        BrokenRun(name, **{**entry, "expected": tuple(entry["expected"])})
-        for name, entry in entries.items()
-    )
-
-
-BROKEN_RUNS = _read_catalogue()
+_CATALOGUE = tomllib.loads(Path(__file__).with_name("broken_runs.toml").read_text(encoding="utf-8"))
+BROKEN_RUNS = tuple(msgspec.convert({"name": n, **run}, BrokenRun) for n, run in _CATALOGUE.items())
 
 
 def find_broken_run(name: str) -> BrokenRun:
     """Return a broken run by name. Raises `UsageError` with the nearest name."""
-    names = [run.name for run in BROKEN_RUNS]
-    if name in names:
-        return BROKEN_RUNS[names.index(name)]
-    hint = did_you_mean(name, names, "'flexinspect museum' lists all of them.")
+    runs = {run.name: run for run in BROKEN_RUNS}
+    if name in runs:
+        return runs[name]
+    hint = did_you_mean(name, runs, "'flexinspect museum' lists all of them.")
     raise UsageError(f"The museum has no exhibit '{name}'.", hint=hint)
 
 

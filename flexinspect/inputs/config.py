@@ -77,8 +77,7 @@ def load_config(start: Path | None = None) -> Config:
     files = []
     sources = [_project_settings(start or Path.cwd())]
     own = user_config_file()
-    if own is not None and own.is_file():
-        sources.append(_load_settings(own))
+    sources.append(_load_settings(own) if own is not None and own.is_file() else None)
     for source in filter(None, sources):
         files.append(source.file)
         aliases = source.section("models").items()
@@ -213,12 +212,13 @@ def _read_keys(source: _SettingsFile) -> dict[str, tuple[str, ...]]:
         if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
             what = f"the action {action!r} needs a key, or a list of keys"
             raise source.error("keys", action, what)
-        keys = {name: parse_key(name) for name in names}
-        for name, key in keys.items():
-            if key is None:
+        keys: list[str] = []
+        for name in names:
+            if (key := parse_key(name)) is None:
                 what = f"the action {action!r} has {name!r}, which is not a key"
                 raise source.error("keys", action, what, KEY_SYNTAX)
-        found[action] = tuple(dict.fromkeys(key for key in keys.values() if key is not None))
+            keys.append(key)
+        found[action] = tuple(dict.fromkeys(keys))
     return found
 
 

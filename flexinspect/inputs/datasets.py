@@ -29,7 +29,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -112,20 +112,19 @@ def load(spec: str, *, max_samples: int | None = None) -> list[Sample]:
 
 def _samples(spec: str, limit: int | None) -> Iterator[Sample]:
     name, _, path = spec.partition(":")
-    if spec == "demo":
-        return plain_samples(local_rows(DEMO))
     if name in PUBLIC_DATASETS:
         rows = local_rows(Path(path)) if path else hub_rows(name)
         return PUBLIC_DATASETS[name].samples(rows, limit)
     if spec in _registered:
         return _user_samples(spec, _registered[spec])
     point = next((p for p in plugins.registered(ENTRY_POINTS) if p.name == spec), None)
-    if point is not None:
+    if point is not None and spec != "demo":
         return _user_samples(spec, lambda: point.load()())
     if _CLASS_SPEC.fullmatch(spec) and not Path(spec).exists():
         return _user_samples(spec, lambda: _import(spec)())
-    if Path(spec).suffix or Path(spec).exists():
-        return plain_samples(local_rows(Path(spec)))
+    if spec == "demo" or Path(spec).suffix or Path(spec).exists():
+        rows = local_rows(DEMO if spec == "demo" else Path(spec))
+        return (sample_from(row.fields, row.where, str(row.number)) for row in rows)
     known = f"Give {', '.join(names())}, a FILE.jsonl, or package.module:Class."
     hint = f"{did_you_mean(spec, names())} {known}".lstrip()
     raise DatasetError(f"The dataset {spec!r} is unknown.", hint=hint)
@@ -154,10 +153,9 @@ def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
     except FlexInspectError:
         raise
     except (Exception, SystemExit) as error:  # its module may be a script that calls sys.exit()
-        raise DatasetError(
-            f"The dataset {spec} failed: {summarize_error(error)}.",
-            hint="It needs a constructor without arguments and a load_dataset() with samples.",
-        ) from error
+        hint = "It needs a constructor without arguments and a load_dataset() with samples."
+        what = f"The dataset {spec} failed: {summarize_error(error)}."
+        raise DatasetError(what, hint=hint) from error
 
 
 def choose_paraphrases(
@@ -231,60 +229,53 @@ def local_rows(path: Path) -> Iterator[DatasetRow]:
 
     Raises `DatasetError` with file and line.
     """
-    readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}
     path = path.expanduser()
     if path.is_dir():
-        return _library_rows(str(path), lambda library: library.load_from_disk(str(path)))
-    reader = readers.get(path.suffix.lower())
+        yield from _library_rows(str(path), lambda library: library.load_from_disk(str(path)))
+        return
+    reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}.get(path.suffix.lower())
     if not path.is_file():
         raise DatasetError(f"There is no dataset file {path}.", hint="Check the path.")
     if reader is None:
         what = f"The dataset file {path} has an unknown format {path.suffix!r}."
         raise DatasetError(what, hint="Use .jsonl, .json or .csv.")
-    return _read_rows(path, reader)
-
-
-_Objects = Iterator[tuple[str, int, Any]]  # the stored objects of a file: location, number, object
-
-
-def _read_rows(path: Path, reader: Callable[[Path], _Objects]) -> Iterator[DatasetRow]:
     try:
-        for where, number, fields in reader(path):
-            yield DatasetRow(where, number, _check_object(fields, where))
+        for row in reader(path):
+            _check_object(row.fields, row.where)
+            yield row
     except UnicodeDecodeError as error:
         raise DatasetError(f"The dataset file {path} is not UTF-8 text.") from error
     except (OSError, csv.Error) as error:
         raise DatasetError(f"The dataset file {path} cannot be read: {error}.") from error
 
 
-def _jsonl(path: Path) -> _Objects:
+def _jsonl(path: Path) -> Iterator[DatasetRow]:
+    example = '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}'
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path}:{number}", number, json.loads(line)
-            except ValueError as error:
-                what = f"{path}:{number}: this line is not valid JSON ({error})."
-                example = '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}'
-                hint = f"Each line is one object, such as {example}."
-                raise DatasetError(what, hint=hint) from error
+            where, hint = f"{path}:{number}", f"Each line is one object, such as {example}."
+            if line.strip():
+                yield DatasetRow(where, number, _parse_json(line, f"{where}: this line", hint))
 
 
-def _json(path: Path) -> _Objects:
+def _parse_json(text: str | bytes, what: str, hint: str | None = None) -> Any:
     try:
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(text)
     except ValueError as error:
-        raise DatasetError(f"{path}: this is not valid JSON ({error}).") from error
+        raise DatasetError(f"{what} is not valid JSON ({error}).", hint=hint) from error
+
+
+def _json(path: Path) -> Iterator[DatasetRow]:
+    data = _parse_json(path.read_bytes(), f"{path}: this")
     if isinstance(data, dict):
         data = next((value for value in data.values() if isinstance(value, list)), None)
     if not isinstance(data, list):
         raise DatasetError(f"{path}: expected a list of objects, or an object that contains one.")
     for number, fields in enumerate(data, start=1):
-        yield f"{path}, entry {number}", number, fields
+        yield DatasetRow(f"{path}, entry {number}", number, fields)
 
 
-def _csv(path: Path) -> _Objects:
+def _csv(path: Path) -> Iterator[DatasetRow]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for number, fields in enumerate(reader, start=1):
@@ -293,7 +284,7 @@ def _csv(path: Path) -> _Objects:
                 for key, value in fields.items()
                 if key and value
             }
-            yield f"{path}:{reader.line_num}", number, row
+            yield DatasetRow(f"{path}:{reader.line_num}", number, row)
 
 
 _LIST_COLUMNS = (
@@ -301,6 +292,7 @@ _LIST_COLUMNS = (
     *("manual_paraphrases", "auto_paraphrases"),
 )
 _QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'" + r'|"((?:[^"\\]|\\.)*)"')
+_DESCRIPTION = re.compile(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)')
 
 
 def _parse_list_cell(text: str) -> Any:
@@ -321,12 +313,6 @@ def _check_object(fields: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise DatasetError(f"{where}: expected an object, not {type(fields).__name__}.")
     return fields
-
-
-def plain_samples(rows: Iterable[DatasetRow]) -> Iterator[Sample]:
-    """Convert rows of a user's file to samples."""
-    for row in rows:
-        yield sample_from(row.fields, row.where, str(row.number))
 
 
 def sample_from(fields: Any, where: str, default_id: str) -> Sample:
@@ -355,14 +341,13 @@ def sample_from(fields: Any, where: str, default_id: str) -> Sample:
 
 def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
     """Return one text, or a list of texts, as a tuple. Raises `DatasetError` for an empty text."""
-    value = [value] if isinstance(value, str) else value
+    value, what = [value] if isinstance(value, str) else value, f"{where}: `{name}`"
     if not isinstance(value, list | tuple):
-        what = f"must be a text or a list of texts, not {type(value).__name__}"
-        raise DatasetError(f"{where}: `{name}` {what}.")
+        kind = type(value).__name__
+        raise DatasetError(f"{what} must be a text or a list of texts, not {kind}.")
     for index, text in enumerate(value):
         if not isinstance(text, str) or not text.strip():
-            what = f"number {index} must be a non-empty text, not {text!r}"
-            raise DatasetError(f"{where}: `{name}` {what}.")
+            raise DatasetError(f"{what} number {index} must be a non-empty text, not {text!r}.")
     return tuple(value)
 
 
@@ -377,18 +362,14 @@ def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iter
         fields = dict(row.fields)
         if "utterance" in fields:
             fields["question"] = fields.pop("utterance")
-            fields["answers"] = _target_values(str(fields.pop("targetValue", "")))
+            targets = _DESCRIPTION.findall(str(fields.pop("targetValue", "")))
+            fields["answers"] = [_unescape(quoted) or bare.strip() for quoted, bare in targets]
         numbered = [key for key in fields if re.fullmatch(r"paraphrase\d+", key)]
         numbered.sort(key=lambda key: int(key.removeprefix("paraphrase")))
         if numbered:
             # Generated paraphrases can be empty; the others are still valid.
             fields["paraphrases"] = [*filter(None, map(fields.pop, numbered))]
         yield sample_from(fields, row.where, f"webqa-{row.number}")
-
-
-def _target_values(text: str) -> list[str]:
-    matches = re.findall(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)', text)
-    return [_unescape(quoted) or bare.strip() for quoted, bare in matches]
 
 
 def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> Iterator[Sample]:
@@ -413,8 +394,8 @@ def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> 
         names = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
         answers = _flatten(_first_field(row.fields, *names))
         if answers is None:
-            what = "there is neither `obj_aliases` nor another object field"
-            raise DatasetError(f"{row.where}: {what}.")
+            what = f"{row.where}: there is neither `obj_aliases` nor another object field."
+            raise DatasetError(what)
         subject, relation = _subject_and_relation(row.fields)
         n_manual = len(dict.fromkeys(manual))
         yield Sample(
@@ -462,7 +443,7 @@ def _flatten(value: Any) -> Any:
     return value
 
 
-class PublicDataset(Struct, frozen=True):
+class PublicDataset(NamedTuple):
     """A public dataset: its hub id and split, and the conversion of its rows to samples."""
 
     repo_id: str
@@ -482,15 +463,13 @@ def hub_rows(name: str) -> Iterator[DatasetRow]:
     Code of the dataset's repository is not run. Raises `DatasetError` without the library, and
     without network if the dataset is not cached.
     """
-    public = PUBLIC_DATASETS[name]
+    repo_id, split, _ = PUBLIC_DATASETS[name]
     hint = (
         "Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or download "
         f"the data elsewhere and use --dataset {name}:FILE.jsonl."
     )
     with offline_if_unreachable():
-        return _library_rows(
-            public.repo_id, lambda lib: lib.load_dataset(public.repo_id, split=public.split), hint
-        )
+        return _library_rows(repo_id, lambda lib: lib.load_dataset(repo_id, split=split), hint)
 
 
 def _library_rows(
@@ -514,9 +493,6 @@ def _library_rows(
 
 def is_correct_answer(answer: str, expected: Iterable[str]) -> bool:
     """Return whether an answer equals an expected one up to case, spaces and a final dot."""
-    normalized = _normalize(answer)
-    return any(normalized == _normalize(other) for other in expected)
-
-
-def _normalize(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFC", text).casefold().strip(" .").split())
+    texts = (unicodedata.normalize("NFC", text).casefold() for text in (answer, *expected))
+    first, *others = (text.strip(" .").split() for text in texts)
+    return first in others

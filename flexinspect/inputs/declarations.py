@@ -50,10 +50,13 @@ class _DeclarationFile(Struct, forbid_unknown_fields=True):
 def read_declaration(file: Path) -> Declaration:
     """Return the declaration in a file. Raises `UsageError` with the file and the invalid key."""
     declared = convert(_DeclarationFile, _parse_file(file), f"The declaration {file}")
-    specs = tuple(
-        _segment_spec(f"{file}: segments[{n}]", e) for n, e in enumerate(declared.segments)
-    )
-    _check_overlaps(file, specs)
+    entries = enumerate(declared.segments)
+    specs = tuple(_segment_spec(f"{file}: segments[{n}]", entry) for n, entry in entries)
+    spans = sorted(spec for spec in specs if len(spec) == 3 and isinstance(spec, tuple))
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        if start < stop:
+            what = f"segments has '{first}' and '{second}', which overlap at position {start}"
+            raise UsageError(f"{file}: {what}.")
     if declared.mask is not None:
         try:
             algebra.check_preset(declared.mask)
@@ -74,8 +77,13 @@ def _parse_file(file: Path) -> Any:
 
 
 def _segment_spec(where: str, entry: object) -> SegmentSpec:
+    """Return a segment, with its kind as the first word of its label, as in `Declaration`."""
     declared = convert(_Segment, {"text": entry} if isinstance(entry, str) else entry, where)
-    label, start, stop = _label(declared), declared.start, declared.stop
+    label, start, stop = declared.label, declared.start, declared.stop
+    first = (label.split() or [""])[0].lower()
+    named = first if first in get_args(_Kind) else str(SegmentKind.PARAPHRASE)
+    if declared.kind not in (None, named):
+        label = f"{declared.kind} {label}".rstrip()
     if declared.text is not None:
         if start is not None or stop is not None:
             what = "has both a text and positions; use one of the two"
@@ -88,22 +96,6 @@ def _segment_spec(where: str, entry: object) -> SegmentSpec:
         what = f"begins at {start} and ends at {stop}: start must be below stop"
         raise UsageError(f"{where} {what}.")
     return start, stop, label or f"span {start}-{stop}"
-
-
-def _label(declared: _Segment) -> str:
-    """Return the label, with the kind as its first word, where `Declaration` keeps it."""
-    first = (declared.label.split() or [""])[0].lower()
-    named = first if first in get_args(_Kind) else str(SegmentKind.PARAPHRASE)
-    has_kind = declared.kind in (None, named)
-    return declared.label if has_kind else f"{declared.kind} {declared.label}".rstrip()
-
-
-def _check_overlaps(file: Path, segments: tuple[SegmentSpec, ...]) -> None:
-    spans = sorted(spec for spec in segments if len(spec) == 3 and isinstance(spec, tuple))
-    for (_, stop, first), (start, _, second) in pairwise(spans):
-        if start < stop:
-            what = f"has '{first}' and '{second}', which overlap at position {start}"
-            raise UsageError(f"{file}: segments {what}.")
 
 
 def check_mask_mod_spec(spec: str) -> None:
@@ -122,11 +114,9 @@ def check_mask_mod_spec(spec: str) -> None:
 def module_exists(module: str) -> bool:
     """Return whether a module can be found, also in the current folder. Imports nothing."""
     search_path: Sequence[str] | None = None
-    parts = module.split(".")
-    for n in range(1, len(parts) + 1):
-        name = ".".join(parts[:n])
-        can_search = parts[n - 1] and (n == 1 or search_path is not None)
-        spec = _find_spec(name, search_path) if can_search else None
+    for n, part in enumerate(parts := module.split("."), start=1):
+        can_search = part and (n == 1 or search_path is not None)
+        spec = _find_spec(".".join(parts[:n]), search_path) if can_search else None
         if spec is None:
             return module in sys.modules  # created by its package when that was imported
         search_path = spec.submodule_search_locations
@@ -135,7 +125,6 @@ def module_exists(module: str) -> bool:
 
 def _find_spec(name: str, search_path: Sequence[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, search_path)
-        if spec is not None:
+        if (spec := finder.find_spec(name, search_path)) is not None:
             return spec
     return PathFinder.find_spec(name, [str(Path.cwd())]) if search_path is None else None

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,9 @@ def read_config_file(file: Path) -> dict[str, Any]:
 
 def count_parameters(source: ModelSource) -> int | None:
     """Return the number of parameters, by formula or from local weight files; None if unknown."""
-    config = read_config(source)
-    try:
-        count = None if config is None else parameter_count(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        count = None
+    config, count = read_config(source) or {}, None
+    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+        count = parameter_count(config)
     if count is None and source.path is not None and has_all_weights(source.path):
         return stored_parameter_count(source.path)
     return count

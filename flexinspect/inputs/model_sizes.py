@@ -19,11 +19,9 @@ from msgspec import Struct
 from flexinspect.core.errors import ModelError, UsageError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_DTYPE_NAMES = {name: name for name in DTYPE_BYTES}
-_DTYPE_NAMES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_DTYPE_NAMES |= {"float": "float32", "half": "float16"}
-# The limit of the safetensors format; a larger number means that the file is damaged.
-_MAX_HEADER = 100_000_000
+_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32"}
+_DTYPE_NAMES |= {"half": "float16"} | {name: name for name in DTYPE_BYTES}
+_MAX_HEADER = 100_000_000  # the limit of the safetensors format; a larger one means damage
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -170,21 +168,18 @@ def read_header(path: Path) -> dict[str, Any]:
 
     Reads no tensor. Raises `ModelError` when the file is truncated or not a safetensors file.
     """
-    damaged = ModelError(
-        f"The weight file {path} is damaged or not a safetensors file.",
-        hint="Fetch the file again: delete it and repeat the download or copy.",
-    )
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header: Any = json.loads(file.read(length)) if length <= _MAX_HEADER else None
         # The shapes are computed so that a header without valid ones is refused here.
         ends = [(int(t["data_offsets"][1]), math.prod(t["shape"])) for t in _tensors(header)]
-        is_damaged = path.stat().st_size < 8 + length + max(ends, default=(0, 0))[0]
+        if path.stat().st_size < 8 + length + max(ends, default=(0, 0))[0]:
+            raise ValueError("the file is truncated")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise damaged from error
-    if is_damaged:
-        raise damaged
+        hint = "Fetch the file again: delete it and repeat the download or copy."
+        what = f"The weight file {path} is damaged or not a safetensors file."
+        raise ModelError(what, hint=hint) from error
     tensors: dict[str, Any] = header
     return tensors
 
@@ -223,9 +218,8 @@ def human_count(n: int | None) -> str:
     """Return a parameter count as "3.2 B", "2.1 M" or "640 k", "?" when unknown."""
     if n is None:
         return "?"
-    for size, unit in ((10**9, "B"), (10**6, "M")):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
+    if n >= 10**6:
+        return f"{n / 1e9:.1f} B" if n >= 10**9 else f"{n / 1e6:.1f} M"
     return f"{n / 1000:.0f} k" if n >= 1000 else str(n)
 
 

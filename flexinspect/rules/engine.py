@@ -8,12 +8,13 @@ microseconds; rules with `offline_only` run over a finished trace.
 
 from __future__ import annotations
 
+import fnmatch
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -56,9 +57,11 @@ def _read_findings_file() -> dict[str, dict[str, Any]]:
 
 
 def finding_kinds(*ids: str) -> dict[str, FindingKind]:
-    """Return the kinds of these ids, as `findings.toml` describes them."""
-    described = {id_: _read_findings_file()[id_] for id_ in ids}
-    complete = {id_: {**f, "query": _find_query(f["query"])} for id_, f in described.items()}
+    """Return the kinds of these ids, or patterns like `cache.*`, that `findings.toml` describes."""
+    described = _read_findings_file()
+    names = chain.from_iterable(fnmatch.filter(described, name) or (name,) for name in ids)
+    kinds = {id_: described[id_] for id_ in names}
+    complete = {id_: {**kind, "query": _find_query(kind["query"])} for id_, kind in kinds.items()}
     return convert(complete, dict[str, FindingKind])
 
 

@@ -27,8 +27,7 @@ from flexinspect.records.step import (
 )
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule
-from flexinspect.rules.text.degenerate_text import TextRule
-from flexinspect.rules.text.token_choice import TokenChoiceRule
+from flexinspect.rules.text.chosen_tokens import TextRule, TokenChoiceRule
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO)
 EOS = 2

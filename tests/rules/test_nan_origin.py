@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from support.traces import sample_step
 
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.numerics.nan_and_inf import find_nonfinite_call
+from flexinspect.rules.numerics.nan_and_inf import find_nonfinite_part
 
 
 @pytest.mark.filterwarnings("error")
@@ -34,6 +34,6 @@ def test_a_float16_call_is_judged_by_those_of_its_scores_that_are_numbers(
         else replace(one, array=one.array[:1])
         for one in step.arrays
     )
-    found = find_nonfinite_call(replace(step, calls=(call,), arrays=arrays), 0, RuleContext())
+    found = find_nonfinite_part(replace(step, calls=(call,), arrays=arrays), 0, RuleContext())
     assert found is not None
     assert found.name == part

@@ -8,7 +8,7 @@ from support.paths import DOCS
 from flexinspect.rules.attention import attention_shape
 from flexinspect.rules.engine import FindingKind
 from flexinspect.rules.numerics import nan_and_inf, output_ranges
-from flexinspect.rules.text import degenerate_text, token_choice
+from flexinspect.rules.text import chosen_tokens
 
 PAGES = DOCS / "findings"
 KINDS: dict[str, FindingKind] = {
@@ -18,8 +18,8 @@ KINDS: dict[str, FindingKind] = {
         output_ranges.OutputRangeRule,
         attention_shape.AttentionShapeRule,
         attention_shape.CallFactsRule,
-        degenerate_text.TextRule,
-        token_choice.TokenChoiceRule,
+        chosen_tokens.TextRule,
+        chosen_tokens.TokenChoiceRule,
     )
     for finding_id, kind in rule.findings.items()
 }

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct, field
+from msgspec import Struct
 
 from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
@@ -31,34 +31,18 @@ NumberArray = npt.NDArray[Any]
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
 
 SINK_SHARE = 0.99
-ONE_KEY_ENTROPY = 0.01
-"""Nats; 0.999 on one key and the rest on up to a thousand others has a lower entropy."""
-
-MIN_STEPS_IN_A_ROW = 3
-"""Consecutive steps from which all layers are reported."""
-
-MIN_LAYER_CHECKS = 4
-"""Consecutive checks from which single layers are reported."""
-
-LAYER_CHECK_INTERVAL = 4
-"""Single layers are checked in the first steps, and then in every step divisible by this."""
-
-ENTROPY_TOLERANCE = 2e-5
-"""Rounding error of an entropy compared with log(n)."""
-
-ZERO_OFFSET = 3e-6
-MIN_OFFSET = 0.05
+ONE_KEY_ENTROPY = 0.01  # nats; 0.999 on one key and the rest on a thousand others has less
+MIN_STEPS_IN_A_ROW = 3  # consecutive steps from which all layers are reported
+MIN_LAYER_CHECKS = 4  # consecutive checks from which single layers are reported
+LAYER_CHECK_INTERVAL = 4  # single layers are checked in the first steps, then in each n-th one
+ENTROPY_TOLERANCE = 2e-5  # rounding error of an entropy compared with log(n)
+ZERO_OFFSET, MIN_OFFSET = 3e-6, 0.05
 """Scores count as equal if they are all 0 (up to `ZERO_OFFSET`), or all far from it: small random
 weights give scores that are close to 0 and to each other, which is not a fault."""
-
-MIN_UNIFORM_TOKENS = 2
-"""Different input tokens required for a uniform layer."""
-
-MIN_OPEN_KEYS = 4
-"""Rows with fewer open keys are not checked."""
-
-LSE_CHECK_TOLERANCE = 1e-2
-"""Calls whose LSE check is above this have no reliable log-sum-exp."""
+MIN_UNIFORM_TOKENS = 2  # different input tokens required for a uniform layer
+MIN_OPEN_KEYS = 4  # rows with fewer open keys are not checked
+LSE_CHECK_TOLERANCE = 1e-2  # calls whose LSE check is above it have no reliable log-sum-exp
+RESCALED_EVENT = "scores-rescaled"  # of an attention function that ignored the scale it received
 
 
 class NewestRow(NamedTuple):
@@ -85,9 +69,8 @@ def newest_row(step: StepRecord) -> NewestRow | None:
 def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
     """Number of open keys of a call's newest row, (1,) or (heads,); None if unknown or averaged."""
     mask = context.mask(step.calls[call].mask)
-    if mask is None or mask.cells is None:
-        return None
-    if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
+    averaged = None if mask is None else mask.uniform_rows
+    if mask is None or mask.cells is None or (averaged is not None and averaged[:, -1].any()):
         return None
     counts: NumberArray = np.count_nonzero(mask.cells[:, -1], axis=-1)
     return counts
@@ -98,9 +81,8 @@ class _Counts(Struct):
 
     collapsed: int = 0
     sink: int = 0
-    layers: dict[int, int] = field(default_factory=dict)
-    uniform: dict[int, set[int]] = field(default_factory=dict)
-    """By layer: the input tokens of the last consecutive uniform steps."""
+    layers: dict[int, int] = {}
+    uniform: dict[int, set[int]] = {}  # by layer: the input tokens of the last uniform steps
 
 
 class AttentionShapeRule(Rule):
@@ -139,12 +121,8 @@ class AttentionShapeRule(Rule):
 
     def _check_model(self, step: StepRecord, runs: _Counts, row: NewestRow) -> Iterator[Finding]:
         """Check all heads of all layers; the first head is enough to skip most steps."""
-        is_collapsed = (
-            float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
-            and float(row.entropy.max()) < ONE_KEY_ENTROPY
-            and self._sees_several(step)
-        )
-        runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
+        is_sharp = row.entropy[0, 0] < ONE_KEY_ENTROPY and row.entropy.max() < ONE_KEY_ENTROPY
+        runs.collapsed = runs.collapsed + 1 if is_sharp and self._sees_several(step) else 0
         if runs.collapsed >= MIN_STEPS_IN_A_ROW:
             where = format_step_layers((call.layer for call in step.calls), step)
             sentence = (
@@ -152,8 +130,8 @@ class AttentionShapeRule(Rule):
                 f"{runs.collapsed} consecutive steps (up to step {step.step}), although up to "
                 f"{step.kv_after} keys are open."
             )
-            evidence: dict[str, Any] = {"steps": runs.collapsed}
-            yield self._finding(step, "attention.collapsed", sentence, evidence=evidence)
+            facts, id_ = {"steps": runs.collapsed}, "attention.collapsed"
+            yield self._finding(step, id_, sentence, evidence=facts)
             return
         share = float(row.segment_attention[0, 0, 0]) if self._has_bos else 0.0
         if share > SINK_SHARE:
@@ -187,9 +165,9 @@ class AttentionShapeRule(Rule):
                 f"attention on one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up "
                 f"to step {step.step})."
             )
-            facts, note = {"layers": which, "steps": MIN_LAYER_CHECKS}, Severity.NOTE
-            id_ = "attention.collapsed"
-            yield self._finding(step, id_, sentence, evidence=facts, layers=which, severity=note)
+            evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
+            options: dict[str, Any] = {"layers": which, "severity": Severity.NOTE}
+            yield self._finding(step, "attention.collapsed", sentence, evidence=evidence, **options)
 
     def _sees_several(self, step: StepRecord, number: int | None = None) -> bool:
         """Whether the newest row has several open keys, in one call or in every call."""
@@ -238,20 +216,15 @@ class AttentionShapeRule(Rule):
 
     def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> Iterator[Finding]:
         """Report an infinite log-sum-exp in a row with open keys; another rule reports NaN."""
-        first_nonfinite = min(
-            (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=math.inf
-        )
+        nonfinite = [stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         for number, call in enumerate(step.calls):
-            lse = row.lse[number]
-            bad = np.flatnonzero(np.isinf(lse))
-            if not len(bad) or call.lse_error is None or not call.lse_error <= LSE_CHECK_TOLERANCE:
+            lse, n_open = row.lse[number], count_open_keys(step, self.context, number)
+            has_check = call.lse_error is not None and call.lse_error <= LSE_CHECK_TOLERANCE
+            if not np.isinf(lse).any() or n_open is None or not has_check:
                 continue
-            if call.layer >= first_nonfinite:
+            if call.layer >= min(nonfinite, default=math.inf):
                 return
-            n_open = count_open_keys(step, self.context, number)
-            if n_open is None:
-                continue
-            wrong = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0].tolist()
+            wrong = np.flatnonzero(np.isinf(lse) & (n_open > 0)).tolist()
             if not wrong:
                 continue
             first, most = float(lse[wrong[0]]), int(n_open.max())
@@ -274,14 +247,7 @@ class AttentionShapeRule(Rule):
         return self.finding(step, id_, sentence, positions=at, series=series, **options)
 
 
-RESCALED_EVENT = "scores-rescaled"
-"""Event of a user's attention function that did not apply the scale it received."""
-
 _compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
-_dtype = attrgetter("dtype")
-
-CAP_SHARE = 0.98
-"""Share of the softcap from which scores count as capped: tanh(2.3)."""
 
 
 class _CallFact(NamedTuple):
@@ -307,9 +273,10 @@ def _format_softcap(call: CallRecord) -> str:
     return "not capped" if call.softcap is None else f"capped at {call.softcap:g}"
 
 
+_softcap, _dtype = attrgetter("softcap"), attrgetter("dtype")
 _CALL_FACTS = (
     _CallFact("attention.scale", "scores are scaled by", _scale_factor, _format_scale),
-    _CallFact("attention.softcap-differs", "scores are", attrgetter("softcap"), _format_softcap),
+    _CallFact("attention.softcap-differs", "scores are", _softcap, _format_softcap),
     _CallFact("attention.dtype-differs", "attention runs in", _dtype, _dtype),
 )
 
@@ -318,9 +285,7 @@ class CallFactsRule(Rule):
     """Compares the calls of a step with each other and with those of the step before."""
 
     name = "call facts"
-    findings = finding_kinds(
-        "attention.scale", "attention.softcap-differs", "attention.dtype-differs"
-    )
+    findings = finding_kinds("attention.scale", "attention.*-differs")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the calls of a generation."""
@@ -349,7 +314,6 @@ class CallFactsRule(Rule):
                 yield self._rescaled_finding(step, event.data)
 
     def _rescaled_finding(self, step: StepRecord, facts: Mapping[str, Any]) -> Finding:
-        """A user's attention function applied another scale than the layers requested."""
         layers, factor, score_mod = list(map(int, facts["layers"])), float(facts["factor"]), ""
         kernel = "its default" if facts["scale"] is None else f"{float(facts['scale']):.4g}"
         if facts.get("score_mod") is not None:
@@ -401,32 +365,13 @@ class CallFactsRule(Rule):
             f"In {format_step_layers(layers, step)} {fact.phrase} {fact.format_value(odd[0])} "
             f"{at} {fact.format_value(other)}."
         )
-        values = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
-        series = f"layer {layers[0]}"
-        return self.finding(
-            step, fact.finding_id, sentence, layers=layers, evidence=values, series=series
-        )
+        evidence = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
+        options: dict[str, Any] = {"layers": layers, "series": f"layer {layers[0]}"}
+        return self.finding(step, fact.finding_id, sentence, evidence=evidence, **options)
 
 
 def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
     """Whether the layers are another layer type: other heads, or several with other masks."""
-    heads = {(call.head_dim, call.kv_heads) for call in odd}
-    if heads.isdisjoint((call.head_dim, call.kv_heads) for call in others):
-        return True
-    return len(odd) > 1 and {call.mask for call in odd}.isdisjoint(call.mask for call in others)
-
-
-def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
-    """The layers in which the attended keys have scores at the softcap in every head."""
-    # The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
-    row = newest_row(step)
-    if row is None:
-        return []
-    caps = np.array([call.softcap or np.inf for call in step.calls])
-    level = np.abs(row.lse - row.entropy).min(axis=1)
-    found = []
-    for number in np.flatnonzero(level >= CAP_SHARE * caps).tolist():
-        n_open = count_open_keys(step, context, number)
-        if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
-            found.append(step.calls[number].layer)
-    return found
+    odd_heads, heads = ({(one.head_dim, one.kv_heads) for one in some} for some in (odd, others))
+    odd_masks, masks = ({one.mask for one in some} for some in (odd, others))
+    return not odd_heads & heads or (len(odd) > 1 and not odd_masks & masks)

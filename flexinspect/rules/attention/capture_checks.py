@@ -17,8 +17,7 @@ from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
 _FAILURE_EVENTS = ("hook-disabled", "rule-disabled", "step-not-recorded")
-_NOT_FOLLOWED_EVENT = "generate-not-followed"
-_UNSEEN_EVENT = "not-recorded"
+_NOT_FOLLOWED_EVENT, _UNSEEN_EVENT = "generate-not-followed", "not-recorded"
 
 
 class ObserverRule(Rule):
@@ -68,10 +67,8 @@ class ObserverRule(Rule):
             f"{value:.2g} (tolerance {tolerance:g}, path {worst.path}, {worst.dtype})."
         )
         evidence = {"check_error": value, "tolerance": tolerance, "kind": worst.check_kind}
-        series = ",".join(map(str, which))
-        yield self.finding(
-            step, "observer.gate", sentence, evidence=evidence, layers=which, series=series
-        )
+        options: dict[str, Any] = {"layers": which, "series": ",".join(map(str, which))}
+        yield self.finding(step, "observer.gate", sentence, evidence=evidence, **options)
 
     def _check_events(self, step: StepRecord) -> Iterator[Finding]:
         no_weights = [event for event in step.events if event.kind == "not-attention-weights"]
@@ -93,15 +90,11 @@ class ObserverRule(Rule):
     def _incomplete_finding(
         self, place: StepRecord | EventRecord, event: EventRecord, evidence: Mapping[str, Any]
     ) -> Finding:
-        is_failure = event.kind in _FAILURE_EVENTS
-        return self.finding(
-            place,
-            "observer.incomplete",
-            printable(event.text),
-            severity=Severity.WARNING if is_failure else Severity.NOTE,
-            evidence=evidence,
-            series=event.text if is_failure else event.kind,
-        )
+        options: dict[str, Any] = {"severity": Severity.NOTE, "series": event.kind}
+        if event.kind in _FAILURE_EVENTS:
+            options = {"severity": Severity.WARNING, "series": event.text}
+        text = printable(event.text)
+        return self.finding(place, "observer.incomplete", text, evidence=evidence, **options)
 
     def _check_layers(self, step: StepRecord, seen: set[int]) -> Iterator[Finding]:
         """Report layers without a call in this step that had one before."""
@@ -116,12 +109,6 @@ class ObserverRule(Rule):
             f"{step.step}, unlike in earlier steps and in {format_layers(sorted(seen), n_layers)}: "
             "it is not known what ran there."
         )
-        yield self.finding(
-            step,
-            "observer.incomplete",
-            sentence,
-            severity=Severity.WARNING,
-            layers=missing,
-            evidence={"missing": missing, "seen": len(seen)},
-            series=f"layers {missing}",
-        )
+        options: dict[str, Any] = {"severity": Severity.WARNING, "series": f"layers {missing}"}
+        options |= {"layers": missing, "evidence": {"missing": missing, "seen": len(seen)}}
+        yield self.finding(step, "observer.incomplete", sentence, **options)

@@ -9,7 +9,7 @@ dynamic lengths; later calls should not compile.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -28,12 +28,8 @@ CRASHED_EVENT = "crashed"
 _FORWARD_END_EVENTS = ("forward-failed", "error")
 
 _BUILD_ERRORS = (
-    "InductorError",
-    "CppCompileError",
-    "BackendCompilerFailed",
-    "LoweringException",
-    "CompilationError",
-    "NoTritonConfigsError",
+    *("InductorError", "CppCompileError", "BackendCompilerFailed", "LoweringException"),
+    *("CompilationError", "NoTritonConfigsError"),
 )
 _MODE_PATTERN = re.compile(r"flex_attention and mode <?([\w.]*)")
 _MAX_ERROR_LENGTH = 160
@@ -55,10 +51,7 @@ class FailuresRule(Rule):
     name = "failures"
     handles_standalone_calls = True
     findings = finding_kinds(
-        "path.kernel-failed",
-        "kernel.does-not-build",
-        "observer.logger-breaks-flex",
-        "observer.crash",
+        "path.kernel-failed", "kernel.*", "observer.crash", "observer.logger-*"
     )
 
     def __init__(self) -> None:
@@ -72,8 +65,7 @@ class FailuresRule(Rule):
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Drop the failures of a step that was recorded, because its forward continued."""
-        if self._pending:
-            self._pending = [event for event in self._pending if event.step != step.step]
+        self._pending = [event for event in self._pending if event.step != step.step]
         return ()
 
     def on_event(self, event: EventRecord) -> Iterator[Finding]:
@@ -89,8 +81,7 @@ class FailuresRule(Rule):
         """Report the newest failure; earlier ones were handled, or are its causes."""
         pending, self._pending = self._pending, []
         if pending:
-            finding_id = failure_finding_id(str(pending[-1].data.get("error", "")))
-            yield self._failure_finding(pending[-1], finding_id, len(pending))
+            yield self._failure_finding(pending[-1], len(pending))
 
     def _on_kernel_failed(self, event: EventRecord) -> Iterator[Finding]:
         error = str(event.data.get("error", ""))
@@ -112,12 +103,13 @@ class FailuresRule(Rule):
             )
             yield self._event_finding(event, id_in_mode, sentence, severity=Severity.ERROR)
         elif finding_id and event.generation is None:
-            yield self._failure_finding(event, finding_id, 1)
+            yield self._failure_finding(event, 1)
         elif finding_id:
             self._pending.append(event)
 
-    def _failure_finding(self, event: EventRecord, finding_id: str, n_failed: int) -> Finding:
+    def _failure_finding(self, event: EventRecord, n_failed: int) -> Finding:
         data, severity = event.data, None
+        finding_id = failure_finding_id(str(data.get("error", "")))
         error = printable(str(data.get("error", ""))).partition(". ")[0].rstrip(".")
         if len(error) > _MAX_ERROR_LENGTH:
             error = error[: _MAX_ERROR_LENGTH - 1] + "…"
@@ -132,16 +124,20 @@ class FailuresRule(Rule):
             in_layer = f" in layer {data['layer']}" if data.get("layer") is not None else ""
             what = f"{subject} ended{in_layer}: {kernel} raised {error}"
         if finding_id == "path.kernel-failed":
-            pairs = [
-                (data.get("q_len"), data.get("mask_q")),
-                (data.get("kv_len"), data.get("mask_kv")),
-            ]
+            names = (("q_len", "mask_q"), ("kv_len", "mask_kv"))
+            pairs = [(data.get(length), data.get(mask_length)) for length, mask_length in names]
             if any(None not in pair and pair[0] != pair[1] for pair in pairs):
                 severity = Severity.NOTE
             elif event.generation is None:
                 severity = Severity.WARNING
-        sentence, failed = f"{what}{_format_lengths(data)}.", {"failed": n_failed}
-        return self._event_finding(event, finding_id, sentence, severity=severity, evidence=failed)
+        if data.get("q_len") is not None and data.get("kv_len") is not None:
+            sizes = f"{data['mask_q']} x {data['mask_kv']}" if data.get("mask_kv") else ""
+            mask = f", mask made for {sizes}" if sizes else ""
+            what += f" ({plural(data['q_len'], 'row')}, {plural(data['kv_len'], 'key')}{mask})"
+        failed = {"failed": n_failed}
+        return self._event_finding(
+            event, finding_id, f"{what}.", severity=severity, evidence=failed
+        )
 
     def _event_finding(self, event: EventRecord, id_: str, text: str, **options: Any) -> Finding:
         evidence = {**event.data, **options.pop("evidence", {})}
@@ -162,22 +158,9 @@ def _format_where(event: EventRecord) -> str:
     return f" in step {event.step}" if layer is None else f" in layer {layer}, step {event.step}"
 
 
-def _format_lengths(data: Mapping[str, Any]) -> str:
-    """The lengths of a call and its mask: ` (1 row, 33 keys, mask made for 1 x 32)`."""
-    if data.get("q_len") is None or data.get("kv_len") is None:
-        return ""
-    mask = f", mask made for {data['mask_q']} x {data['mask_kv']}" if data.get("mask_kv") else ""
-    return f" ({plural(data['q_len'], 'row')}, {plural(data['kv_len'], 'key')}{mask})"
-
-
-COMPILE_EVENTS = ("compiled", "recompiled")
-RECOMPILE_LIMIT_EVENT = "recompile-limit"
-MIN_STEPS_BY_CODE = 4
-"""Consecutive steps with a new graph each, at least two of them because of a new mask_mod."""
-
-MIN_STEPS = 6
-"""Consecutive steps with a new graph each, for any reason."""
-
+# Consecutive steps with a new graph each, from which they are reported: for any reason, and if at
+# least two of the graphs are due to a new mask_mod.
+MIN_STEPS, MIN_STEPS_BY_CODE = 6, 4
 _FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
 
 
@@ -207,43 +190,40 @@ class GraphsRule(Rule):
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Count consecutive new graphs, and report them once there are too many."""
         for event in step.events:
-            if event.kind == RECOMPILE_LIMIT_EVENT:
+            if event.kind == "recompile-limit":
                 yield self._limit_finding(event, step)
-        built = [event for event in step.events if event.kind in COMPILE_EVENTS]
+        built = [event for event in step.events if event.kind in ("compiled", "recompiled")]
         if not built:
             if self._n_steps:
                 self._reset()
             return
+        number = step.generation if self.context.is_standalone else step.step
         key = self._call_key(step)
         if key != self._key:
             self._reset()
-            self._key, self._first = key, self._step_number(step)
+            self._key, self._first = key, number
         self._n_steps += 1
         self._n_graphs += sum(int(event.data.get("graphs", 1)) for event in built)
         self._n_by_code += any("guard" in event.data for event in built)
         self._ms += step.wall_ms
         by_code = self._n_steps >= MIN_STEPS_BY_CODE and self._n_by_code >= MIN_STEPS_BY_CODE - 2
         if by_code or self._n_steps >= MIN_STEPS:
-            yield self._every_step_finding(step, built[-1])
+            yield self._every_step_finding(step, number, built[-1])
 
     def on_event(self, event: EventRecord) -> Iterator[Finding]:
         """Report a call that raised because of the limit."""
         error = str(event.data.get("error", ""))
         if event.kind != KERNEL_FAILED_EVENT or failure_finding_id(error):
             return
-        where = "" if event.step is None else f" in step {event.step}"
+        where, severity = f" in step {event.step}", Severity.ERROR
+        if event.step is None:
+            where, severity = "", Severity.WARNING
         sentence = (
             f"torch.compile reached its recompile limit{where}; with fullgraph=True "
             f"{printable(str(event.data.get('kernel')))} raises instead of running uncompiled."
         )
-        yield self.finding(
-            event,
-            "graphs.limit",
-            sentence,
-            severity=Severity.WARNING if event.step is None else Severity.ERROR,
-            layers=event_layers(event),
-            evidence=event.data,
-        )
+        options: dict[str, Any] = {"layers": event_layers(event), "evidence": event.data}
+        yield self.finding(event, "graphs.limit", sentence, severity=severity, **options)
 
     def _call_key(self, step: StepRecord) -> tuple[Any, ...]:
         """What consecutive steps have in common; a call with another key starts a new count."""
@@ -255,26 +235,21 @@ class GraphsRule(Rule):
         shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.head_dim, call.dtype)
         return (*shape, call.path, None if mask is None else (mask.mask_mod, mask.mask_mod_source))
 
-    def _step_number(self, step: StepRecord) -> int:
-        return step.generation if self.context.is_standalone else step.step
-
-    def _every_step_finding(self, step: StepRecord, event: EventRecord) -> Finding:
+    def _every_step_finding(self, step: StepRecord, number: int, event: EventRecord) -> Finding:
         what, rows = f"{step.phase} steps", "steps"
         if self.context.is_standalone:
             what, rows = "calls", "generations"
         sentence = (
             f"torch.compile built {plural(self._n_graphs, 'new graph')} in {self._n_steps} {what} "
-            f"in a row ({rows} {self._first} to {self._step_number(step)}, {self._ms:.0f} ms)"
+            f"in a row ({rows} {self._first} to {number}, {self._ms:.0f} ms)"
             f"{_format_functions(event)}: {_format_guard(event, self._first_mask(step))}."
         )
         counts = {"graphs": self._n_graphs, "steps": self._n_steps, "first": self._first}
         evidence = {**counts, "ms": round(self._ms, 1), **event.data}
         if self._reported_generation is None:
             self._reported_generation = step.generation
-        series = f"every-step from {self._first}"
-        finding = self.finding(
-            step, "graphs.every-step", sentence, evidence=evidence, series=series
-        )
+        id_, series = "graphs.every-step", f"every-step from {self._first}"
+        finding = self.finding(step, id_, sentence, evidence=evidence, series=series)
         # Each standalone call is a generation; all of them share one finding in the first.
         return replace(finding, generation=self._reported_generation)
 
@@ -293,14 +268,14 @@ class GraphsRule(Rule):
 
 
 def _format_guard(event: EventRecord, mask: MaskRecord | None) -> str:
-    guard, reason = event.data.get("guard"), event.data.get("reason")
-    if not guard:
-        return f"guard: {printable(str(reason))}" if reason else "the guard is not known"
+    guard = event.data.get("guard") or event.data.get("reason")
+    text = f"guard: {printable(str(guard))}" if guard else "the guard is not known"
+    if not event.data.get("guard"):
+        return text
     if mask is None or not mask.mask_mod:
-        return f"guard: {printable(str(guard))}, which is new each time"
+        return f"{text}, which is new each time"
     source = f" ({printable(mask.mask_mod_source)})" if mask.mask_mod_source else ""
-    mask_mod = f'"{printable(mask.mask_mod)}"{source}'
-    return f"guard: {printable(str(guard))}; the mask_mod {mask_mod} is new code each time"
+    return f'{text}; the mask_mod "{printable(mask.mask_mod)}"{source} is new code each time'
 
 
 def _format_functions(event: EventRecord) -> str:

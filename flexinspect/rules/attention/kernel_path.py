@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flexinspect.core.text import capitalize, format_layers, is_or_are, plural, printable
 from flexinspect.masks.algebra import BoolArray
@@ -18,50 +18,23 @@ from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
 
-COSTLY_MS = 50.0
-COSTLY_SHARE = 0.2
-COSTLY_LAYERS = 4
+COSTLY_LAYERS, COSTLY_MS, COSTLY_SHARE = 4, 50.0, 0.2
 """Needless builds are a warning from this many layers, milliseconds and share of the step."""
-
-MIN_UNCHANGED_STEPS = 3
-"""Consecutive steps with a rebuilt unchanged mask, from which it is reported."""
+MIN_UNCHANGED_STEPS = 3  # consecutive steps with a rebuilt unchanged mask, until it is reported
 
 _DIGITS = re.compile(r"\d+")  # they differ between the messages of steps and layers
 _LOOKUP_ERRORS = ("KeyError", "IndexError", "AttributeError", "StopIteration", "LookupError")
 """Exceptions that code uses to detect that it has no mask yet."""
+_NO_MASK_PASSED = (None, "none")  # the kernel received the mask of its layer, or the layer none
 
-_NO_MASK_PASSED = (None, "none")
-"""The kernel received the mask of its layer, or the layer received none."""
-
-Calls = Mapping[int, CallRecord]
-"""The last call of each layer."""
-
-
-class _MaskComparison(NamedTuple):
-    """How the executed mask of a call differs from the expected one.
-
-    `description` ends a sentence. `has_leak` says that pairs are open that should be closed,
-    `is_same` that the masks are known to be equal.
-    """
-
-    description: str = ""
-    has_leak: bool = False
-    is_same: bool = False
-    evidence: Mapping[str, int] | None = None
+Calls = Mapping[int, CallRecord]  # the last call of each layer
 
 
 class KernelPathRule(Rule):
     """Compares the path of each layer with the other layers and with its earlier steps."""
 
     name = "path"
-    findings = finding_kinds(
-        "path.fallback",
-        "path.bypass",
-        "path.unpatched-layer",
-        "path.swallowed",
-        "path.mask-ignored",
-        "path.needless-builds",
-    )
+    findings = finding_kinds("path.[!k]*")  # all but path.kernel-failed
 
     def __init__(self) -> None:
         self._last_mask: str | None = None  # the only one of the last step, of any generation
@@ -117,7 +90,12 @@ class KernelPathRule(Rule):
         for paths, finding in self._ongoing:
             if all(layer in rest and rest[layer].path == path for layer, path in paths.items()):
                 yield finding
-        moved = {layer: call for layer, call in rest.items() if self._has_changed_path(call)}
+        moved = {}  # layers that switched to or from FlexAttention for the first time
+        for layer, call in rest.items():
+            before = self._paths_before(layer)
+            is_new = bool(before) and call.path not in before
+            if is_new and _is_flex(call.path) != any(map(_is_flex, before)):
+                moved[layer] = call
         if moved:
             finding = self._changed_path_finding(step, moved, last)
             self._ongoing.append(({n: call.path for n, call in moved.items()}, finding))
@@ -134,21 +112,32 @@ class KernelPathRule(Rule):
         sentence: str,
         group: Calls,
         last: Calls,
-        lost: _MaskComparison,
+        *,
+        peers: Sequence[CallRecord],
         evidence: Mapping[str, Any],
-        **options: Any,
+        series: str,
+        leaked: Severity | None = None,
+        same: Severity | None = None,
     ) -> Finding:
-        """Return the finding about a group of the last calls; `lost` ends its sentence."""
-        paths = {str(layer): call.path for layer, call in last.items()}
-        facts = {"layers": len(group), "of": len(last), "paths": paths}
-        return self.finding(
-            step,
-            finding_id,
-            f"{sentence}{lost.description}.",
-            layers=group,
-            evidence={**evidence, **facts, **(lost.evidence or {})},
-            **options,
-        )
+        """Return the finding about a group of the last calls, with a comparison of its first mask.
+
+        Its severity is `leaked` if pairs are open that should be closed, `same` for equal masks.
+        """
+        paths, severity = {str(layer): call.path for layer, call in last.items()}, None
+        facts = {**evidence, "layers": len(group), "of": len(last), "paths": paths}
+        counts = self._compare_mask(next(iter(group.values())), peers)
+        if counts is not None:
+            n_open, n_closed = counts
+            facts |= {"leaked": n_open, "lost": n_closed}
+            n, now, then = (n_open, "open", "closed") if n_open else (n_closed, "closed", "open")
+            severity, verb = leaked if n_open else None, is_or_are(n)
+            owner = "in the other layers" if peers else "in the declared mask"
+            if n:
+                sentence += f"; {plural(n, 'pair')} {verb} {now} that {verb} {then} {owner}"
+            else:
+                severity = same
+        options: dict[str, Any] = {"severity": severity, "layers": group, "series": series}
+        return self.finding(step, finding_id, f"{sentence}.", evidence=facts, **options)
 
     def _suppressed_finding(self, step: StepRecord, group: Calls, last: Calls) -> Finding:
         call = next(iter(group.values()))
@@ -157,7 +146,6 @@ class KernelPathRule(Rule):
         of = "" if len(group) == len(last) else f" (of {len(last)} layers)"
         kernel = self._failed_kernels.get((call.layer, message), "")
         peers = [call for layer, call in last.items() if layer not in group]
-        lost = self._compare_mask(call, peers)
         id_, verb = "path.swallowed", "continued with"
         if self._is_fallback(step, call, kernel, peers):
             id_, verb = "path.fallback", "fell back to"
@@ -165,12 +153,10 @@ class KernelPathRule(Rule):
             f"{where}{of} {verb} {call.path} in step {step.step}: "
             f"{kernel + ' raised ' if kernel else ''}{printable(message)}, suppressed"
         )
-        evidence = {"suppressed_exception": message, "kernel": kernel}
-        severity = Severity.ERROR if lost.has_leak else None
-        series = f"{call.path} in {list(group)}: {_DIGITS.sub('#', message)}"
-        return self._path_finding(
-            step, id_, sentence, group, last, lost, evidence, severity=severity, series=series
-        )
+        options: dict[str, Any] = {"peers": peers, "leaked": Severity.ERROR}
+        options["evidence"] = {"suppressed_exception": message, "kernel": kernel}
+        options["series"] = f"{call.path} in {list(group)}: {_DIGITS.sub('#', message)}"
+        return self._path_finding(step, id_, sentence, group, last, **options)
 
     def _is_fallback(
         self, step: StepRecord, call: CallRecord, kernel: str, peers: Sequence[CallRecord]
@@ -186,19 +172,12 @@ class KernelPathRule(Rule):
         is_lookup = str(call.suppressed_exception).partition(":")[0] in _LOOKUP_ERRORS
         return not _is_flex(call.path) and (bool(step.builds) or not is_lookup)
 
-    def _has_changed_path(self, call: CallRecord) -> bool:
-        """Whether a layer switched to or from FlexAttention for the first time."""
-        before = self._paths_before(call.layer)
-        is_new = bool(before) and call.path not in before
-        return is_new and _is_flex(call.path) != any(map(_is_flex, before))
-
     def _changed_path_finding(self, step: StepRecord, moved: Calls, last: Calls) -> Finding:
         """Report layers that switch to or from FlexAttention within a generation."""
         call, where = next(iter(moved.values())), format_layers(tuple(moved), len(last))
         before = self._paths_by_layer[call.layer]
         is_first = call.q_len == 1 and not any(one_row for _, one_row in before)
         paths = " and ".join(dict.fromkeys(path for path, _ in before))
-        lost = self._compare_mask(call, [])
         id_ = "path.bypass" if is_first or _is_flex(call.path) else "path.fallback"
         sentence = f"From step {step.step} on {where} ran {call.path} after {paths}"
         if is_first and not _is_flex(call.path):
@@ -207,35 +186,30 @@ class KernelPathRule(Rule):
                 f"one row, from step {step.step} on: the patch calls the original attention there"
             )
         sentence += ", without an exception"
-        evidence, series = {"before": paths}, f"{call.path} in {list(moved)}"
-        severity = Severity.NOTE if lost.is_same else None
+        options: dict[str, Any] = {"evidence": {"before": paths}, "same": Severity.NOTE}
+        series = f"{call.path} in {list(moved)}"
         return self._path_finding(
-            step, id_, sentence, moved, last, lost, evidence, severity=severity, series=series
+            step, id_, sentence, moved, last, peers=(), series=series, **options
         )
 
     def _check_unpatched(self, step: StepRecord, rest: Calls, last: Calls) -> Iterator[Finding]:
         """Report layers that never ran FlexAttention although others do."""
-        unpatched = {
-            layer: call
-            for layer, call in rest.items()
-            if not any(map(_is_flex, (call.path, *self._paths_before(layer))))
-        }
+        paths = {layer: (call.path, *self._paths_before(layer)) for layer, call in rest.items()}
+        unpatched = {n: call for n, call in rest.items() if not any(map(_is_flex, paths[n]))}
         flex = [call for call in last.values() if _is_flex(call.path)]
         if not flex or not unpatched:
             return
         call, where = next(iter(unpatched.values())), format_layers(tuple(unpatched), len(last))
-        lost = self._compare_mask(call, flex)
         with_flex = format_layers([c.layer for c in flex], len(last))
         sentence = (
             f"{capitalize(where)} (of {len(last)} layers) ran {call.path} in step {step.step}, "
             f"while {with_flex} ran {flex[0].path}, without an exception: "
             f"{'it was' if len(unpatched) == 1 else 'they were'} never patched"
         )
-        id_, series = "path.unpatched-layer", "layers " + ",".join(map(str, unpatched))
-        severity = Severity.ERROR if lost.has_leak else None
-        yield self._path_finding(
-            step, id_, sentence, unpatched, last, lost, {}, severity=severity, series=series
-        )
+        series = "layers " + ",".join(map(str, unpatched))
+        options: dict[str, Any] = {"peers": flex, "series": series, "leaked": Severity.ERROR}
+        id_ = "path.unpatched-layer"
+        yield self._path_finding(step, id_, sentence, unpatched, last, evidence={}, **options)
 
     def _check_ignored_mask(self, step: StepRecord, group: Calls) -> Iterator[Finding]:
         """Report a mask that the layer received but the kernel did not use, not even in part."""
@@ -252,19 +226,20 @@ class KernelPathRule(Rule):
             f"in step {step.step}, but the kernel received {used}."
         )
         evidence = {"mask_passed_to_layer": passed, "mask": call.mask, "kind": mask.kind}
-        yield self.finding(
-            step, "path.mask-ignored", sentence, layers=group, evidence=evidence, series=kind
-        )
+        options: dict[str, Any] = {"layers": group, "evidence": evidence, "series": kind}
+        yield self.finding(step, "path.mask-ignored", sentence, **options)
 
-    def _compare_mask(self, call: CallRecord, peers: Sequence[CallRecord]) -> _MaskComparison:
-        """Compare a call's mask with those of `peers`, or with the declared mask if there are none.
+    def _compare_mask(
+        self, call: CallRecord, peers: Sequence[CallRecord]
+    ) -> tuple[int, int] | None:
+        """Count the pairs that only a call's mask opens, and those that only it closes.
 
-        Of several other masks (sliding and full layers) the most similar one is used. The result is
-        empty if cells were not recorded.
+        It is compared with the most similar mask of `peers` (sliding and full layers differ), or
+        with the declared mask if there are none. None if cells were not recorded.
         """
         mask, spec = self.context.mask(call.mask), self.context.declared_spec
         if mask is None or mask.cells is None:
-            return _MaskComparison()
+            return None
         mine, theirs = mask.cells, list[BoolArray]()
         if peers:
             others = map(self.context.mask, dict.fromkeys(peer.mask for peer in peers))
@@ -272,20 +247,11 @@ class KernelPathRule(Rule):
         elif spec is not None and not mask.kv_offset:
             theirs = [spec.dense(mine.shape[1], mine.shape[2], q_offset=mask.q_offset)[None]]
         counts = [
-            tuple(int(cells.any(axis=0).sum()) for cells in (mine & ~other, ~mine & other))
+            (int((mine & ~other).any(axis=0).sum()), int((~mine & other).any(axis=0).sum()))
             for other in theirs
             if other.shape[1:] == mine.shape[1:]
         ]
-        if not counts:
-            return _MaskComparison()
-        leaked, closed = min(counts, key=sum)
-        evidence = {"leaked": leaked, "lost": closed}
-        if not leaked and not closed:
-            return _MaskComparison(is_same=True, evidence=evidence)
-        n, now, then = (leaked, "open", "closed") if leaked else (closed, "closed", "open")
-        owner = "in the other layers" if peers else "in the declared mask"
-        words = f"; {plural(n, 'pair')} {is_or_are(n)} {now} that {is_or_are(n)} {then} {owner}"
-        return _MaskComparison(words, has_leak=leaked > 0, evidence=evidence)
+        return min(counts, key=sum, default=None)
 
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
         """Report masks that several layers build, or else one that each step builds again."""
@@ -296,7 +262,7 @@ class KernelPathRule(Rule):
         for build in step.builds:
             mask = None if build.layer is None else mask_of.get(build.layer)
             if mask is not None:
-                groups.setdefault((mask, build.mask_mod, *_grid_sizes(build)), []).append(build)
+                groups.setdefault((mask, build.mask_mod, *grid_sizes(build)), []).append(build)
         repeated = [(key[0], builds) for key, builds in groups.items() if len(builds) > 1]
         for mask, builds in repeated:
             yield self._repeated_build_finding(step, mask, builds)
@@ -320,22 +286,13 @@ class KernelPathRule(Rule):
         )
         is_slow = spare >= COSTLY_MS and spare >= COSTLY_SHARE * step.wall_ms
         is_costly = is_slow and len(layers) >= COSTLY_LAYERS
-        return self.finding(
-            step,
-            "path.needless-builds",
-            sentence,
-            severity=Severity.WARNING if is_costly else Severity.NOTE,
-            layers=layers,
-            evidence={
-                "builds": len(builds),
-                "grid": grid,
-                "ms": round(ms, 2),
-                "needless_ms": round(spare, 2),
-                "peak_growth": sum(build.peak_growth for build in builds),
-                "heads_ignored": heads_ignored,
-            },
-            series="layers",
-        )
+        evidence = {"builds": len(builds), "grid": grid, "ms": round(ms, 2)}
+        peak_growth = sum(build.peak_growth for build in builds)
+        evidence |= {"needless_ms": round(spare, 2), "peak_growth": peak_growth}
+        evidence["heads_ignored"] = heads_ignored
+        severity = Severity.WARNING if is_costly else Severity.NOTE
+        options: dict[str, Any] = {"severity": severity, "layers": layers, "series": "layers"}
+        return self.finding(step, "path.needless-builds", sentence, evidence=evidence, **options)
 
     def _check_unchanged_mask(self, step: StepRecord) -> Iterator[Finding]:
         """Report a mask that each step rebuilds without a change."""
@@ -355,18 +312,17 @@ class KernelPathRule(Rule):
             f"The mask of step {step.step} is the same as in the {n} steps before, but was rebuilt "
             f"in each (grid {grid}, {ms:.1f} ms)."
         )
-        evidence = {"steps": n + 1, "grid": grid, "ms": round(ms, 2)}
-        yield self.finding(
-            step, "path.needless-builds", sentence, evidence=evidence, series="steps"
-        )
+        evidence, id_ = {"steps": n + 1, "grid": grid, "ms": round(ms, 2)}, "path.needless-builds"
+        yield self.finding(step, id_, sentence, evidence=evidence, series="steps")
 
 
-def _grid_sizes(build: BuildRecord) -> tuple[int, ...]:
+def grid_sizes(build: BuildRecord) -> tuple[int, ...]:
+    """Return the batch, heads, rows and keys for which a mask was built."""
     return build.batch or 1, build.heads or 1, build.q_len, build.kv_len
 
 
 def _format_grid(build: BuildRecord) -> str:
-    return " x ".join(map(str, _grid_sizes(build)))
+    return " x ".join(map(str, grid_sizes(build)))
 
 
 def _is_flex(path: str) -> bool:

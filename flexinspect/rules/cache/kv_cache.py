@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,6 @@ from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, Step
 from flexinspect.rules.context import RuleContext, format_step_layers, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 
-EMPTY_LAYER, CACHE_LOST, CACHE_NOT_USED = "cache.empty-layer", "cache.lost", "cache.not-used"
-CACHE_DUPLICATED, CACHE_SHARED = "cache.duplicated", "cache.shared"
-EMPTY_SLOTS, STALE_SLOTS = "cache.empty-slots", "cache.stale-slots"
-
 NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
 CACHED_PROMPT_EVENT = "cached-prompt"  # has the prompt tokens that a caller assumes to be cached
 
@@ -33,9 +30,9 @@ _MAX_GENERATIONS = 16  # earlier generations whose tokens are compared with a fi
 _MIN_COMMON_PREFIX = 8  # equal tokens of a repeated text; templates have a few in common
 
 SLOT_STREAM = "attention.slots"
-OPEN_COLUMN, EMPTY_COLUMN, EMPTY_WEIGHT_COLUMN, STALE_COLUMN, STALE_WEIGHT_COLUMN = range(5)
-"""Columns of `attention.slots` (calls, 5): open keys; empty (all-zero) keys and their weight; stale
-keys beyond the filled length and their weight. Weights are means over heads."""
+OPEN_COLUMN, EMPTY_COLUMN, STALE_COLUMN = 0, 1, 3
+"""Columns of `attention.slots` (calls, 5): open keys; empty (all-zero) keys; stale keys beyond the
+filled length. The column after each of the last two is their weight, a mean over heads."""
 
 
 class _LayerLengths(NamedTuple):
@@ -66,53 +63,81 @@ class _LayerLengths(NamedTuple):
 
 
 class CacheRule(Rule):
-    """Follows the cache through the steps and generations of one model.
+    """Follows the cache and its text through the steps and generations of one model.
 
     In standalone calls only empty slots are checked. If no layer stores anything, each step is a
     generation of its own, and one finding is enough for all of them.
     """
 
-    name: ClassVar[str] = "caches"
-    streams: ClassVar[tuple[str, ...]] = (SLOT_STREAM,)
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(
-        *(EMPTY_LAYER, CACHE_LOST, CACHE_NOT_USED, EMPTY_SLOTS, STALE_SLOTS),
-        *(CACHE_DUPLICATED, CACHE_SHARED),
-    )
+    name = "caches"
+    streams = (SLOT_STREAM,)
+    handles_standalone_calls = True
+    findings = finding_kinds("cache.*")
 
     def __init__(self) -> None:
-        self._texts = CacheTextTracker(self)
         self._is_always_empty = False
+        self._cached_texts: deque[list[int]] = deque(maxlen=_MAX_GENERATIONS)
+        """Token ids of the last generations, which may be in a cache."""
+        self._last_step: StepRecord | None = None  # of any generation, without its large arrays
+        self._n_continued = self._n_tokens_before = 0
+        self._is_loss_reported = False
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; the texts of earlier ones are kept."""
         super().on_generation_start(context)
-        self._texts.on_generation_start(context)
         self._last_cached: tuple[int, ...] = ()
         self._reported_layers: set[int | None] = set()  # those with a finding in this generation
+        self._full_forwards: list[tuple[int, int]] = []  # (step, rows), each over the whole text
+        self._masks: frozenset[str | None] = frozenset()
+        self._declared_ids: list[int] | None = None  # which the caller assumes to be cached
+        self._is_cache_off = False
+        self._length = 0
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Store the prompt that the caller assumes to be cached."""
         if event.kind == CACHED_PROMPT_EVENT:
-            self._texts.declared_ids = list(event.data["prompt"])
+            self._declared_ids = list(event.data["prompt"])
         return ()
 
     def on_step(self, step: StepRecord) -> Iterator[Finding]:
         """Check the slots, the lengths and the text of the cache at a step."""
-        yield from self._check_slots(step)
+        # The filled length is unknown for keys that a program stores itself.
+        is_known = step.inputs is not None and bool(step.inputs.cached_after)
+        slots = step_array(step, SLOT_STREAM)
+        for column in (EMPTY_COLUMN, STALE_COLUMN) if is_known else (EMPTY_COLUMN,):
+            if slots is not None and (slots[:, column] > 0).any():
+                yield self._slot_finding(step, slots, column)
         if step.inputs is not None:
             if not self._is_healthy(step, step.inputs):
                 called = {call.layer: call for call in step.calls}
                 yield from self._check_layers(_LayerLengths(step, step.inputs, called))
             self._last_cached = step.inputs.cached_after
-            text_finding = self._texts.on_step(step)
+            text_finding = self._check_text(step)
             # If all layers are always empty, the tokens show the same fault.
             if text_finding is not None and not self._is_always_empty:
                 yield text_finding
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Report that no cache was used."""
-        return () if self.context.is_standalone else self._texts.on_generation_end()
+        """Keep the text, and report that each step recomputed the whole sequence."""
+        if self.context.is_standalone:
+            return ()
+        self._cached_texts.append(self._token_ids(0, self._length))
+        steps, self._full_forwards = self._full_forwards, []
+        if len(steps) < 3 or not self._is_causal():
+            return ()
+        rows, (_, first), (last_step, last) = sum(n for _, n in steps), steps[0], steps[-1]
+        needed = first + len(steps) - 1
+        lengths = ", ".join(str(n) for _, n in steps[:3])
+        sentence = (
+            f"No cache is used: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
+            f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
+            f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}."
+        )
+        severity = Severity.NOTE if self._is_cache_off else None
+        evidence = {"steps": len(steps), "rows": rows, "needed": needed, "first": first}
+        evidence["last"] = last
+        found = self.finding(None, "cache.not-used", sentence, severity=severity, evidence=evidence)
+        return [replace(found, step=steps[1][0], last_step=last_step, times=len(steps) - 1)]
 
     def _is_healthy(self, step: StepRecord, inputs: InputsRecord) -> bool:
         """Whether all layers hold the same length: the previous one plus the rows of this step."""
@@ -149,7 +174,7 @@ class CacheRule(Rule):
                 f"{plural(step.q_len, 'row')}: keys are stored more than once"
             )
             at = at._replace(called={})
-            found.append(self._finding(at, CACHE_DUPLICATED, sentence, twice))
+            found.append(self._finding(at, "cache.duplicated", sentence, twice))
         is_known = self._is_always_empty
         self._is_always_empty = bool(empty) and not any(held.values())
         if is_known and self._is_always_empty:
@@ -165,11 +190,11 @@ class CacheRule(Rule):
         if not step.kv_before:
             return []
         blind = [n for n in at.called if at.is_blind(n)]
-        pairs = list(zip(inputs.cached_before, inputs.cached_after, strict=False))
-        grew = {after - before for before, after in pairs if after >= 0}
-        stuck = []
-        if len(grew) > 1 and max(grew) == step.q_len:
-            stuck = [n for n, (b, a) in enumerate(pairs) if 0 <= a - b < step.q_len and a >= 0]
+        pairs = enumerate(zip(inputs.cached_before, inputs.cached_after, strict=False))
+        growth = {n: after - before for n, (before, after) in pairs if after >= 0}
+        stuck = [n for n, grew in growth.items() if 0 <= grew < step.q_len]
+        if max(growth.values(), default=0) != step.q_len:
+            stuck = []
         return sorted({*blind, *stuck, *self._find_shrunk(inputs)})
 
     def _find_shrunk(self, inputs: InputsRecord) -> list[int]:
@@ -191,11 +216,11 @@ class CacheRule(Rule):
             attends = "it attends" if len(empty) == 1 else "they attend"
             sentence += f": in step {step.step} {attends} to {plural(max(sees), 'key')} instead of "
             sentence += f"{step.kv_after}"
-        return self._finding(at, EMPTY_LAYER, sentence, empty)
+        return self._finding(at, "cache.empty-layer", sentence, empty)
 
     def _lost_finding(self, at: _LayerLengths, lost: Sequence[int]) -> Finding:
         step, inputs, called = at
-        one, severity = len(lost) == 1, Severity.ERROR
+        one, severity = len(lost) == 1, None
         shrunk = set(self._find_shrunk(inputs)) & set(lost)
         if shrunk:
             before, now = (held[min(shrunk)] for held in (self._last_cached, inputs.cached_before))
@@ -211,39 +236,18 @@ class CacheRule(Rule):
             what = f"{'does' if one else 'do'} not store the {grew} of step {step.step}: "
             what += f"{'its' if one else 'their'} cache stays at {inputs.cached_after[lost[0]]}, "
             what += f"the other layers hold {max(inputs.cached_after)}"
-        return self._finding(at, CACHE_LOST, f"{at.name_layers(lost)} {what}", lost, severity)
+        sentence = f"{at.name_layers(lost)} {what}"
+        return self._finding(at, "cache.lost", sentence, lost, severity=severity)
 
     def _finding(
-        self,
-        at: _LayerLengths,
-        finding_id: str,
-        sentence: str,
-        which: Sequence[int],
-        severity: Severity = Severity.ERROR,
+        self, at: _LayerLengths, id_: str, sentence: str, which: Sequence[int], **options: Any
     ) -> Finding:
+        """Return a finding with the lengths of all layers; `options` are those of `finding`."""
         before, after = list(at.inputs.cached_before), list(at.inputs.cached_after)
         evidence = {"rows": at.step.q_len, "cached_before": before, "cached_after": after}
         evidence["kv_len"] = [call.kv_len for call in at.called.values()]
-        return self.finding(
-            at.step,
-            finding_id,
-            f"{sentence}.",
-            severity=severity,
-            layers=which,
-            evidence=evidence,
-            series=format_ranges(which),
-        )
-
-    def _check_slots(self, step: StepRecord) -> Iterator[Finding]:
-        """At most one finding about empty and one about stale slots of a step."""
-        slots = step_array(step, SLOT_STREAM)
-        if slots is None:
-            return
-        # The filled length is unknown for keys that a program stores itself.
-        is_known = step.inputs is not None and bool(step.inputs.cached_after)
-        for column in (EMPTY_COLUMN, STALE_COLUMN) if is_known else (EMPTY_COLUMN,):
-            if (slots[:, column] > 0).any():
-                yield self._slot_finding(step, slots, column)
+        options |= {"layers": which, "series": format_ranges(which), "evidence": evidence}
+        return self.finding(at.step, id_, f"{sentence}.", **options)
 
     def _slot_finding(self, step: StepRecord, slots: npt.NDArray[Any], column: int) -> Finding:
         rows = np.flatnonzero(slots[:, column] > 0).tolist()
@@ -256,9 +260,9 @@ class CacheRule(Rule):
             where = f"{capitalize(format_step_layers(layers, step))}, step {step.step}: "
             what = "step"
             most = f" (layer {step.calls[worst].layer})" if len(rows) > 1 else ""
-        finding_id, kind = EMPTY_SLOTS, "empty slots"
+        finding_id, kind = "cache.empty-slots", "empty slots"
         if column == STALE_COLUMN:
-            finding_id, kind = STALE_SLOTS, "slots with keys of an earlier text"
+            finding_id, kind = "cache.stale-slots", "slots with keys of an earlier text"
         share = f"{weights[worst]:.0%}".replace("%", " %")
         share = share if weights[worst] >= 0.01 else "less than 1 %"
         sentence = (
@@ -268,32 +272,10 @@ class CacheRule(Rule):
         evidence: dict[str, Any] = {"allowed": n_open, "filled": n_open - n_bad, "slots": n_bad}
         by_layer = {step.calls[row].layer: round(weight, 4) for row, weight in weights.items()}
         evidence |= {"weight": round(weights[worst], 4), "weights": by_layer}
-        return self.finding(
-            step, finding_id, sentence, layers=layers, evidence=evidence, series=finding_id
-        )
+        options: dict[str, Any] = {"layers": layers, "series": finding_id}
+        return self.finding(step, finding_id, sentence, evidence=evidence, **options)
 
-
-class CacheTextTracker:
-    """Follows the input tokens of a model from one generation to the next, for a rule."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self._cached_texts: deque[list[int]] = deque(maxlen=_MAX_GENERATIONS)
-        """Token ids of the last generations, which may be in a cache."""
-        self._last_step: StepRecord | None = None  # of any generation, without its large arrays
-        self._n_continued = self._n_tokens_before = 0
-        self._is_loss_reported = False
-
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Begin a generation; the texts of earlier ones are kept."""
-        self.context = context
-        self._full_forwards: list[tuple[int, int]] = []  # (step, rows), each over the whole text
-        self._masks: frozenset[str | None] = frozenset()
-        self.declared_ids: list[int] | None = None  # which the caller assumes to be cached
-        self._is_cache_off = False
-        self._length = 0
-
-    def on_step(self, step: StepRecord) -> Finding | None:
+    def _check_text(self, step: StepRecord) -> Finding | None:
         """Compare the input of a step with the content of the cache."""
         found: Finding | None = None
         if step.step == 0:
@@ -314,43 +296,15 @@ class CacheTextTracker:
         self._length = step.kv_after
         return found
 
-    def on_generation_end(self) -> Sequence[Finding]:
-        """Keep the text, and report that each step recomputed the whole sequence."""
-        self._cached_texts.append(self._token_ids(0, self._length))
-        steps, self._full_forwards = self._full_forwards, []
-        if len(steps) < 3 or not self._is_causal():
-            return ()
-        rows, (_, first), (last_step, last) = sum(n for _, n in steps), steps[0], steps[-1]
-        needed = first + len(steps) - 1
-        lengths = ", ".join(str(n) for _, n in steps[:3])
-        sentence = (
-            f"No cache is used: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
-            f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
-            f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}"
-        )
-        severity = Severity.NOTE if self._is_cache_off else None
-        evidence = {"steps": len(steps), "rows": rows, "needed": needed}
-        evidence |= {"first": first, "last": last}
-        finding = self._rule.finding(
-            None, CACHE_NOT_USED, f"{sentence}.", severity=severity, evidence=evidence
-        )
-        return [replace(finding, step=steps[1][0], last_step=last_step, times=len(steps) - 1)]
-
     def _token_ids(self, start: int, stop: int) -> list[int]:
         """The token ids of these positions, up to the first unknown one."""
-        ids = []
-        for token in map(self.context.token, range(start, stop)):
-            if token is None:
-                break
-            ids.append(token.token_id)
-        return ids
+        tokens = takewhile(bool, map(self.context.token, range(start, stop)))
+        return [token.token_id for token in tokens if token is not None]
 
     def _check_filled_cache(self, step: StepRecord) -> Finding | None:
-        """Compare the prompt that the caller assumes to be cached with the texts of earlier runs.
-
-        The trace does not say which cache it is, so one matching text is enough.
-        """
-        n, declared = step.kv_before, self.declared_ids
+        """Compare the prompt that the caller assumes to be cached with texts of earlier runs."""
+        # The trace does not say which cache it is, so one matching text is enough.
+        n, declared = step.kv_before, self._declared_ids
         if declared is None:
             return self._check_cut(step)
         known = [ids[:n] for ids in self._cached_texts if len(ids) >= n]
@@ -363,15 +317,15 @@ class CacheTextTracker:
             f"the prompt differ from the cached ones, from position {wrong[0]} on (token "
             f"{declared[wrong[0]]}, cached {cached[wrong[0]]})"
         )
-        return self._token_finding(step, CACHE_SHARED, Severity.ERROR, sentence, wrong, len(wrong))
+        return self._token_finding(
+            step, "cache.shared", Severity.ERROR, sentence, wrong, len(wrong)
+        )
 
     def _check_cut(self, step: StepRecord) -> Finding | None:
-        """Report that the text continues with its next token although keys were removed.
-
-        Rejected drafts and chat turns are cropped too, but not by more than half before the next
-        token. A smaller loss is certain only if the last step had one row and its best token
-        follows. A cache that drops one key for each new one does so by design.
-        """
+        """Report that the text continues with its next token although keys were removed."""
+        # Rejected drafts and chat turns are cropped too, but not by more than half before the next
+        # token. A smaller loss is certain only if the last step had one row and its best token
+        # follows. A cache that drops one key for each new one does so by design.
         last, token = self._last_step, self.context.token(step.kv_before)
         if last is None or token is None or step.q_len != 1 or self._is_loss_reported:
             return None
@@ -388,8 +342,8 @@ class CacheTextTracker:
             f"{step.kv_before}, but the text continues with the next token "
             f"({self.context.format_position(step.kv_before)})"
         )
-        positions = (step.kv_before,)
-        return self._token_finding(step, CACHE_LOST, Severity.WARNING, sentence, positions, n_lost)
+        at = (step.kv_before,)
+        return self._token_finding(step, "cache.lost", Severity.WARNING, sentence, at, n_lost)
 
     def _check_repeated_token(self, step: StepRecord) -> Finding | None:
         """Report that the first decode step repeats the last prompt token, which was not chosen."""
@@ -407,14 +361,15 @@ class CacheTextTracker:
             f"{self.context.format_position(pos)}, the same token as before, which is not among "
             f"the {len(candidate_ids)} best candidates of step {step.step - 1}"
         )
-        return self._token_finding(step, CACHE_DUPLICATED, Severity.WARNING, sentence, (pos,), 1)
+        id_, severity = "cache.duplicated", Severity.WARNING
+        return self._token_finding(step, id_, severity, sentence, (pos,), 1)
 
     def _check_rows(self, step: StepRecord) -> Finding | None:
         """Report rows on a filled cache that repeat the cached text from its beginning."""
         new_ids = [t.token_id for t in step.tokens if step.kv_before <= t.pos < step.kv_after]
         cached_ids = self._token_ids(0, step.kv_before)
         n_same, n_new = _common_prefix_len(cached_ids, new_ids), len(new_ids)
-        finding_id, severity, n_rows = CACHE_DUPLICATED, Severity.WARNING, n_same
+        finding_id, severity, n_rows = "cache.duplicated", Severity.WARNING, n_same
         if n_same == min(len(cached_ids), n_new) >= 4:
             first = self.context.format_position(step.kv_before)
             is_whole = n_same == len(cached_ids)
@@ -427,7 +382,7 @@ class CacheTextTracker:
         elif n_same < _MIN_COMMON_PREFIX or 2 * n_same < n_new:
             return None
         else:
-            finding_id, n_rows = CACHE_SHARED, n_new
+            finding_id, n_rows = "cache.shared", n_new
             sentence = (
                 f"Step {step.step} starts another text on a cache that still holds "
                 f"{step.kv_before} keys: its first {n_same} of {n_new} tokens are the first cached "
@@ -445,21 +400,14 @@ class CacheTextTracker:
         positions: Sequence[int],
         n_tokens: int,
     ) -> Finding:
-        return self._rule.finding(
-            step,
-            finding_id,
-            f"{sentence}.",
-            severity=severity,
-            positions=positions,
-            evidence={"cached": step.kv_before, "rows": step.q_len, "tokens": n_tokens},
-        )
+        evidence = {"cached": step.kv_before, "rows": step.q_len, "tokens": n_tokens}
+        options: dict[str, Any] = {"severity": severity, "positions": positions}
+        return self.finding(step, finding_id, f"{sentence}.", evidence=evidence, **options)
 
     def _check_lost_cache(self, step: StepRecord) -> Finding | None:
-        """Report single tokens that continue the last step without its cache.
-
-        They continue it if their position id is the next one, or if two in a row are among the best
-        candidates of the step before them.
-        """
+        """Report single tokens that continue the last step without its cache."""
+        # They continue it if their position id is the next one, or if two in a row are among the
+        # best candidates of the step before them.
         last, token = self._last_step, self.context.token(0)
         # A model with only recurrent layers keeps a state instead of keys.
         has_keys = step.calls or (step.inputs is not None and step.inputs.cached_after)
@@ -484,23 +432,18 @@ class CacheTextTracker:
         )
         evidence = {"keys": 1, "position_id": position_id}
         evidence |= {"last_generation": last.generation, "last_kv": last.kv_after}
-        return self._rule.finding(
-            step, CACHE_LOST, f"{sentence}.", positions=(0,), evidence=evidence
-        )
+        return self.finding(step, "cache.lost", f"{sentence}.", positions=(0,), evidence=evidence)
 
     def _is_causal(self) -> bool:
-        """Whether new tokens leave earlier rows unchanged; otherwise no cache can be used.
-
-        Masks that were not recorded count as causal.
-        """
+        """Whether new tokens leave earlier rows unchanged; masks not recorded count as causal."""
         masks = [mask for mask in map(self.context.mask, self._masks) if mask is not None]
         square = [m.cells for m in masks if m.cells is not None and m.q_len == m.kv_len]
         return not any(cells[:, :-1, -1].any() for cells in square)  # rows that see the newest key
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    pairs = enumerate(zip(ids, other_ids, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(other_ids)))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))
+    return len(list(equal))
 
 
 def _candidate_ids(step: StepRecord) -> list[int]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import BuildRecord, MemoryRecord, StepRecord
+from flexinspect.records.step import BuildRecord, StepRecord
+from flexinspect.rules.attention.kernel_path import grid_sizes
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-MASK_CREATION, MEMORY_GROWTH = "memory.mask-creation", "memory.growth"
-CAPTURE_MEMORY = "memory.capture"
 
 MIB = 1 << 20
 MIN_BUILD_BYTES = 96 * MIB  # peak growth during a mask build from which it is reported
@@ -26,17 +25,16 @@ MIN_GROWTH_PER_STEP = MIB
 MIN_TOTAL_GROWTH = 96 * MIB
 MIN_RISING_SHARE = 0.75
 """Growth beyond the KV cache, per step and in total, and the share of windows in which it rises."""
-
 MIN_CAPTURE_SHARE, MIN_CAPTURE_BYTES = 0.25, 256 * MIB
 
 
 class MemoryRule(Rule):
     """Checks the memory of mask builds and the growth of the process from step to step."""
 
-    name: ClassVar[str] = "memory"
-    streams: ClassVar[tuple[str, ...]] = ("*",)
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(MASK_CREATION, MEMORY_GROWTH, CAPTURE_MEMORY)
+    name = "memory"
+    streams = ("*",)
+    handles_standalone_calls = True
+    findings = finding_kinds("memory.*")
 
     def __init__(self) -> None:
         self._built_without_heads: set[str] = set()  # mask_mods of masks built with H=None
@@ -55,8 +53,16 @@ class MemoryRule(Rule):
         memory = step.memory
         if memory is None:
             return
-        if step.q_len > 1 and step.arrays:
-            yield from self._check_capture(step, memory)
+        n_bytes = sum(array.array.nbytes for array in step.arrays) if step.q_len > 1 else 0
+        if n_bytes >= max(MIN_CAPTURE_BYTES, MIN_CAPTURE_SHARE * memory.rss):
+            sentence = (
+                f"Capture recorded {n_bytes / MIB:.0f} MiB of step {step.step} "
+                f"({plural(len(step.arrays), 'array')}), {n_bytes / memory.rss:.0%} of the "
+                f"{memory.rss / MIB:.0f} MiB that the process used."
+            )
+            evidence = {"bytes": n_bytes, "rss": memory.rss, "arrays": len(step.arrays)}
+            id_ = "memory.capture"
+            yield self.finding(step, id_, sentence, evidence=evidence, series=id_)
         if step.phase == "decode" and step.branch == 0:
             used = memory.rss if memory.cuda_allocated is None else memory.cuda_allocated
             self._bytes.append(used - memory.kv_cache)
@@ -80,7 +86,7 @@ class MemoryRule(Rule):
             f"{total / MIB:.0f} MiB from step {first} to {last}."
         )
         evidence = {"per_step": round(slope), "total": round(total), "steps": len(values)}
-        yield replace(self.finding(None, MEMORY_GROWTH, sentence, evidence=evidence), step=last)
+        yield replace(self.finding(None, "memory.growth", sentence, evidence=evidence), step=last)
 
     def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
         self._built_without_heads.update(one.mask_mod for one in step.builds if not one.heads)
@@ -90,7 +96,7 @@ class MemoryRule(Rule):
         self._peak = largest.peak_growth
         ignores_heads = self._ignores_heads(step, largest)
         is_serious = ignores_heads or largest.peak_growth >= HUGE_BUILD_BYTES
-        sizes = (largest.batch or 1, largest.heads or 1, largest.q_len, largest.kv_len)
+        sizes = grid_sizes(largest)
         grid = " x ".join(map(str, sizes))
         place = "a standalone call" if self.context.is_standalone else f"step {step.step}"
         advice = ""
@@ -104,49 +110,24 @@ class MemoryRule(Rule):
         )
         evidence = {"grid": list(sizes), "peak_growth": largest.peak_growth}
         evidence |= {"wall_ms": round(largest.wall_ms, 1), "heads_ignored": ignores_heads}
-        yield self.finding(
-            step,
-            MASK_CREATION,
-            sentence,
-            severity=Severity.WARNING if is_serious else Severity.NOTE,
-            layers=() if largest.layer is None else (largest.layer,),
-            evidence=evidence,
-            series=MASK_CREATION,
-        )
+        id_, severity = "memory.mask-creation", Severity.WARNING if is_serious else Severity.NOTE
+        layers = () if largest.layer is None else (largest.layer,)
+        options: dict[str, Any] = {"severity": severity, "layers": layers, "series": id_}
+        yield self.finding(step, id_, sentence, evidence=evidence, **options)
 
     def _ignores_heads(self, step: StepRecord, build: BuildRecord) -> bool:
-        """Whether H was passed for a mask_mod that is known to ignore the head.
-
-        Known from the cells of the executed mask, or from a build of the same mask_mod with H=None.
-        """
-        if (build.heads or 1) == 1:
-            return False
-        if build.mask_mod in self._built_without_heads:
-            return True
-        for call in step.calls:
-            mask = self.context.mask(call.mask)
+        """Whether H was passed for a mask_mod that is known to ignore the head."""
+        # Known from the cells of the mask, or from a build of the same mask_mod with H=None.
+        if (build.heads or 1) == 1 or build.mask_mod in self._built_without_heads:
+            return (build.heads or 1) > 1
+        for mask in (self.context.mask(call.mask) for call in step.calls):
             if mask is not None and (mask.q_len, mask.kv_len) == (build.q_len, build.kv_len):
                 has_one_head = mask.cells is not None and len(mask.cells) == 1
                 return has_one_head and mask.mask_mod == build.mask_mod
         return False
 
-    def _check_capture(self, step: StepRecord, memory: MemoryRecord) -> Iterator[Finding]:
-        n_bytes = sum(array.array.nbytes for array in step.arrays)
-        if n_bytes < MIN_CAPTURE_BYTES or n_bytes < MIN_CAPTURE_SHARE * memory.rss:
-            return
-        sentence = (
-            f"Capture recorded {n_bytes / MIB:.0f} MiB of step {step.step} "
-            f"({plural(len(step.arrays), 'array')}), {n_bytes / memory.rss:.0%} of the "
-            f"{memory.rss / MIB:.0f} MiB that the process used."
-        )
-        evidence = {"bytes": n_bytes, "rss": memory.rss, "arrays": len(step.arrays)}
-        yield self.finding(step, CAPTURE_MEMORY, sentence, evidence=evidence, series=CAPTURE_MEMORY)
-
 
 def _grid_peak_growth(build: BuildRecord) -> int:
-    """The peak growth of a build in bytes, 0 if its grid cannot explain it.
-
-    A compiled build of a small grid uses memory too, for the compiler.
-    """
-    cells = (build.batch or 1) * (build.heads or 1) * build.q_len * build.kv_len
-    return build.peak_growth if build.peak_growth <= cells * MAX_BYTES_PER_CELL else 0
+    """The peak growth of a build in bytes, 0 if its grid does not explain it (compilation)."""
+    is_explained = build.peak_growth <= math.prod(grid_sizes(build)) * MAX_BYTES_PER_CELL
+    return build.peak_growth if is_explained else 0

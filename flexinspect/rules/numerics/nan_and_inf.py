@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, LayerStatRecord, LogitsRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import (
     ROW_STREAMS,
+    NewestRow,
     NumberArray,
     count_open_keys,
     newest_row,
@@ -28,7 +29,6 @@ from flexinspect.rules.attention.attention_shape import (
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
 
-NAN, INF = "numbers.nan", "numbers.inf"
 _AFTER_LAST_LAYER = 1 << 30  # stands for the final norm and the output head
 _UNLIMITED = 1 << 62
 
@@ -42,10 +42,10 @@ class NumbersRule(Rule):
     recorded only if the logit of the chosen token is not finite.
     """
 
-    name: ClassVar[str] = "numbers"
-    streams: ClassVar[tuple[str, ...]] = ("hidden", *ROW_STREAMS)
-    handles_standalone_calls: ClassVar[bool] = True
-    findings = finding_kinds(NAN, INF)
+    name = "numbers"
+    streams = ("hidden", *ROW_STREAMS)
+    handles_standalone_calls = True
+    findings = finding_kinds("numbers.nan", "numbers.inf")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the reported layers."""
@@ -59,7 +59,7 @@ class NumbersRule(Rule):
         nonfinite = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         row = newest_row(step)
         if row is not None and step.layer_stats and not math.isfinite(float(row.lse.sum())):
-            finding = self._check_scores(step, nonfinite)
+            finding = self._check_scores(step, row, nonfinite)
             if finding is not None:
                 return (finding,)
         if nonfinite:
@@ -86,7 +86,9 @@ class NumbersRule(Rule):
         is_newest = step.q_len - 1 == producer.bad_row or (
             rows is not None and step.kv_before + step.q_len - 1 in rows
         )
-        part = find_nonfinite_part(step, producer, self.context, is_newest=is_newest)
+        layer = producer.layer
+        number = next((n for n, call in enumerate(step.calls) if call.layer == layer), None)
+        part = find_nonfinite_part(step, number, self.context, layer=layer, is_newest=is_newest)
         sentence = (
             f"{'NaN' if producer.n_nan else 'Inf'} "
             f"{'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears in the output of layer "
@@ -105,28 +107,23 @@ class NumbersRule(Rule):
         evidence |= {"carriers": carriers, "in_logits": in_logits}
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
-        finding_id, layers = NAN if producer.n_nan else INF, (producer.layer,)
-        positions = () if rows is None else rows
-        yield self.finding(
-            step, finding_id, f"{sentence}.", layers=layers, positions=positions, evidence=evidence
-        )
+        id_ = "numbers.nan" if producer.n_nan else "numbers.inf"
+        options: dict[str, Any] = {"layers": (layer,), "positions": () if rows is None else rows}
+        yield self.finding(step, id_, f"{sentence}.", evidence=evidence, **options)
 
     def _check_scores(
-        self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
+        self, step: StepRecord, row: NewestRow, nonfinite: Sequence[LayerStatRecord]
     ) -> Finding | None:
-        """Report a call with NaN scores whose layer output is finite.
-
-        Kernels may ignore NaN: SDPA on a CPU (torch 2.13) returns zeros for a row of NaN scores.
-        """
-        earliest = min((stat.layer for stat in nonfinite), default=_AFTER_LAST_LAYER)
-        reported = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
+        """Report a call with NaN scores whose layer output is finite."""
+        # Kernels may ignore NaN: SDPA on a CPU (torch 2.13) returns zeros for a row of NaN scores.
+        reported = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER)
+        earliest = min(reported, *(stat.layer for stat in nonfinite), _AFTER_LAST_LAYER)
         for number, call in enumerate(step.calls):
-            if call.layer >= min(earliest, reported):
+            if call.layer >= earliest:
                 return None
-            part, lse = None, _call_lse(step, number)
-            if lse is not None and np.isnan(lse).any():
-                part = _score_part(step, call, lse, call.layer, self.context)
-            if part is None:
+            lse = row.lse[number]
+            part = _score_part(step, call, lse, call.layer, self.context)
+            if part is None or not np.isnan(lse).any():
                 continue
             self._reported_layers[step.branch] = call.layer
             sentence = (
@@ -140,7 +137,9 @@ class NumbersRule(Rule):
     def _check_calls(self, step: StepRecord) -> Iterator[Finding]:
         """Check standalone calls: their LSE check is NaN if their output is."""
         for number, call in enumerate(step.calls):
-            part = find_nonfinite_call(step, number, self.context)
+            part = None
+            if call.lse_error != call.lse_error and call.path != "flex compiled":
+                part = find_nonfinite_part(step, number, self.context)
             if part is not None:
                 sentence = (
                     f"The output of the newest of {plural(call.q_len, 'row')} of the call "
@@ -152,52 +151,33 @@ class NumbersRule(Rule):
     def _call_finding(
         self, step: StepRecord, call: CallRecord, sentence: str, evidence: Mapping[str, Any]
     ) -> Finding:
-        return self.finding(
-            step,
-            NAN,
-            sentence,
-            layers=(call.layer,),
-            positions=(step.kv_after - 1,),
-            evidence=evidence,
-            query="nan-call",
-        )
+        options: dict[str, Any] = {"layers": (call.layer,), "positions": (step.kv_after - 1,)}
+        id_, query = "numbers.nan", "nan-call"
+        return self.finding(step, id_, sentence, evidence=evidence, query=query, **options)
 
     def _format_rows(
         self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord
     ) -> str:
+        context = self.context
         if rows is not None and len(rows) == 1:
-            return f"at {self.context.format_position(int(rows[0]))}"
+            return f"at {context.format_position(int(rows[0]))}"
         if rows is not None and len(rows):
-            first = self.context.format_first_position(rows)
-            return f"in {self.context.format_rows(rows)} ({first})"
+            return f"in {context.format_rows(rows)} ({context.format_first_position(rows)})"
         if producer.bad_row is None:
             return f"(somewhere in its {step.q_len} rows)"
-        first = self.context.format_position(step.kv_before + producer.bad_row)
+        first = context.format_position(step.kv_before + producer.bad_row)
         return f"(of its {step.q_len} rows the first is {first})"
 
     def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
-        """Check logits before any logits processor.
-
-        A model may exclude tokens with -Inf by design (vocabulary padding), but then in every step.
-        So their number in the first step counts as intended, and only a larger one is reported.
-        """
+        """Check logits before any logits processor."""
+        # A model may exclude tokens with -Inf by design (vocabulary padding), but then in every
+        # step: their number in the first step counts as intended, and a larger one is reported.
         evidence = {"module": "logits", "n_nan": logits.n_nan, "n_inf": logits.n_inf}
-        severity = None
-        has_largest_inf = any(candidate.logit == np.inf for candidate in logits.candidates)
-        if not logits.n_nan and not has_largest_inf:
-            before = self._n_closed.setdefault(step.branch, logits.n_inf)
-            if logits.n_inf <= before or step.branch in self._reported_layers:
+        options: dict[str, Any] = {"positions": (step.kv_after - 1,), "query": "logits"}
+        is_reported = step.branch in self._reported_layers
+        if logits.n_nan or any(candidate.logit == np.inf for candidate in logits.candidates):
+            if is_reported:
                 return
-            self._n_closed[step.branch] = _UNLIMITED
-            evidence, severity = {**evidence, "before": before}, Severity.WARNING
-            sentence = (
-                f"{plural(logits.n_inf, 'logit')} of step {step.step} {is_or_are(logits.n_inf)} "
-                f"-Inf before any logits processor, where the first step had {before}: no "
-                "processor or sampling option excluded these tokens."
-            )
-        elif step.branch in self._reported_layers:
-            return
-        else:
             self._reported_layers[step.branch] = _AFTER_LAST_LAYER
             source = "and its source is not recorded (level advanced records all layers)"
             if step.layer_stats:
@@ -207,15 +187,19 @@ class NumbersRule(Rule):
                 f"{'NaN' if logits.n_nan else 'Inf'} appears in the logits of step {step.step} "
                 f"({_format_value_counts(logits)}), {source}."
             )
-        yield self.finding(
-            step,
-            NAN if logits.n_nan else INF,
-            sentence,
-            severity=severity,
-            positions=(step.kv_after - 1,),
-            evidence=evidence,
-            query="logits",
-        )
+        else:
+            before = self._n_closed.setdefault(step.branch, logits.n_inf)
+            if logits.n_inf <= before or is_reported:
+                return
+            self._n_closed[step.branch] = _UNLIMITED
+            evidence["before"], options["severity"] = before, Severity.WARNING
+            sentence = (
+                f"{plural(logits.n_inf, 'logit')} of step {step.step} {is_or_are(logits.n_inf)} "
+                f"-Inf before any logits processor, where the first step had {before}: no "
+                "processor or sampling option excluded these tokens."
+            )
+        id_ = "numbers.nan" if logits.n_nan else "numbers.inf"
+        yield self.finding(step, id_, sentence, evidence=evidence, **options)
 
 
 def _format_value_counts(record: LayerStatRecord | LogitsRecord) -> str:
@@ -235,10 +219,7 @@ def _format_carriers(carriers: Sequence[int], in_logits: bool) -> str:
 
 
 def _find_nonfinite_rows(step: StepRecord, layer: int) -> Positions | None:
-    """The positions with a non-finite output; None if they are not known.
-
-    A decode step has one row. In a prompt the rows are known if the layer's output is stored.
-    """
+    """The positions with a non-finite output; None if they are not known (output not stored)."""
     if step.q_len == 1:
         return np.array([step.kv_before])
     for record in step.arrays:
@@ -259,23 +240,34 @@ class LayerPart(NamedTuple):
 
 
 def find_nonfinite_part(
-    step: StepRecord, producer: LayerStatRecord, context: RuleContext, *, is_newest: bool
+    step: StepRecord,
+    number: int | None,
+    context: RuleContext,
+    *,
+    layer: int | None = None,
+    is_newest: bool = False,
 ) -> LayerPart | None:
-    """The part of the producing layer that is not finite, None if it is not known.
+    """The part of a layer that is not finite, None if it is not known.
 
+    `number` is that of the layer's call in the step; `layer` is None for a standalone call.
     `is_newest` says that the newest row of the layer's output is non-finite: if its attention is
     finite, the fault follows it.
     """
-    number = next((n for n, call in enumerate(step.calls) if call.layer == producer.layer), None)
-    lse = _call_lse(step, number)
-    if number is None or lse is None:
+    row = newest_row(step)
+    if number is None or row is None:
         return None
     call = step.calls[number]
-    part = _score_part(step, call, lse, producer.layer, context)
+    part = _score_part(step, call, row.lse[number], layer, context)
     if part is not None or call.lse_error is None:
         return part
     if call.lse_error != call.lse_error:
-        return _value_part(step, number, context)
+        words = "its scores are finite, so NaN is among the values"
+        n_open = count_open_keys(step, context, number)
+        n_closed = 0 if n_open is None else call.kv_len - int(n_open.max())
+        if n_closed:
+            words += f" ({plural(n_closed, 'key')} of {call.kv_len} {is_or_are(n_closed)} closed "
+            words += "to the newest row, but 0 times NaN is NaN)"
+        return LayerPart("values", words)
     if not is_newest:
         return None
     if call.check_kind == "output":
@@ -283,24 +275,6 @@ def find_nonfinite_part(
         return LayerPart("after attention", f"{words}projection, the MLP or a norm")
     words = "the scores of that row are finite, so it comes from the values or a later part"
     return LayerPart("after the scores", words)
-
-
-def find_nonfinite_call(step: StepRecord, number: int, context: RuleContext) -> LayerPart | None:
-    """The non-finite part of a standalone call, None if none is known.
-
-    The compiled kernel skips closed blocks, so a recomputed NaN in them does not count.
-    """
-    call = step.calls[number]
-    lse = _call_lse(step, number)
-    is_nan = call.lse_error is not None and call.lse_error != call.lse_error
-    if lse is None or not is_nan or call.path == "flex compiled":
-        return None
-    return _score_part(step, call, lse, None, context) or _value_part(step, number, context)
-
-
-def _call_lse(step: StepRecord, number: int | None) -> NumberArray | None:
-    row = newest_row(step)
-    return None if row is None or number is None else row.lse[number]
 
 
 def _score_part(
@@ -317,9 +291,9 @@ def _score_part(
     if call.dtype == "float16" and is_nan and (np.abs(lse[~bad]) > LARGEST_FLOAT16).any():
         words = f"its scores exceed the largest float16 ({LARGEST_FLOAT16}) and overflow to Inf"
         return LayerPart("scores", words)
-    if not bad.any():
-        return None
     n_bad = int(bad.sum())
+    if not n_bad:
+        return None
     heads = "every head" if n_bad == len(lse) else f"{n_bad} of {plural(len(lse), 'head')}"
     if np.isposinf(lse).any():
         return LayerPart("scores", f"the scores of its newest row are already Inf, in {heads}")
@@ -329,15 +303,3 @@ def _score_part(
     row = f" of {context.format_position(step.kv_after - 1)}" if step.q_len == 1 else "s"
     words += f", so check the embedding{row} and the first norm"
     return LayerPart("embedding or first norm", words)
-
-
-def _value_part(step: StepRecord, number: int, context: RuleContext) -> LayerPart:
-    """The values are not finite; the description counts those that the mask closes."""
-    call = step.calls[number]
-    words = "its scores are finite, so NaN is among the values"
-    n_open = count_open_keys(step, context, number)
-    n_closed = 0 if n_open is None else call.kv_len - int(n_open.max())
-    if n_closed:
-        words += f" ({plural(n_closed, 'key')} of {call.kv_len} {is_or_are(n_closed)} closed to "
-        words += "the newest row, but 0 times NaN is NaN)"
-    return LayerPart("values", words)

@@ -8,23 +8,20 @@ with itself in other steps of the same phase, and only the range of float16 is a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter, eq, lt
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from flexinspect.core.text import capitalize, format_layers
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import LayerStatRecord, StepRecord
-from flexinspect.rules.attention.attention_shape import ROW_STREAMS, find_capped_layers
+from flexinspect.rules.attention.attention_shape import ROW_STREAMS, count_open_keys, newest_row
 from flexinspect.rules.context import RuleContext, format_step_layers
 from flexinspect.rules.engine import Rule, finding_kinds
-
-OVERFLOW_RISK, SATURATION = "numbers.overflow-risk", "numbers.saturation"
-NORM_JUMP = "numbers.jump"
 
 FLOAT16_MAX = 65504.0
 NEAR_LIMIT_SHARE = 0.5  # share of the float16 range from which an output is reported
@@ -34,27 +31,26 @@ MAX_NORM_FACTOR = 100.0  # factor by which a norm must differ from those of othe
 MAX_CHANNEL_FACTOR = 1e4
 """The same if a single channel dominates the norm: trained models have activations up to a thousand
 times as large as the others (Sun et al. 2024, Massive Activations in Large Language Models)."""
+CAP_SHARE = 0.98  # share of the softcap from which scores count as capped: tanh(2.3)
 MIN_HEALTHY_STEPS = 3  # steps required before another one is compared with them
 
-_get_norm = attrgetter("norm")
+_get_norm, _stat_values = attrgetter("norm"), attrgetter("min", "max", "mean", "norm")
 
 
 class _NormHistory(Struct):
     """The norms of the layers in one phase of one branch."""
 
     n: int = 0
-    smallest: list[float] = field(default_factory=list)
-    largest: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    last_norms: list[float] = field(default_factory=list)
+    smallest: list[float] = []
+    largest: list[float] = []
+    low: list[float] = []
+    high: list[float] = []
+    last_norms: list[float] = []
     last_stats: Sequence[LayerStatRecord] = ()  # the layer statistics of the last step with one row
     last_token_id: int | None = None  # the input token of that step
 
     def are_in_range(self, norms: list[float]) -> bool:
-        """Whether all norms are within the range of earlier steps."""
-        if self.n < MIN_HEALTHY_STEPS:
-            return True
+        """Whether all norms are within the range of earlier steps, if there are enough of them."""
         return all(map(lt, self.low, norms)) and all(map(lt, norms, self.high))
 
     def add(self, norms: list[float]) -> None:
@@ -75,9 +71,9 @@ class OutputRangeRule(Rule):
     From level advanced on, which records every layer of every step.
     """
 
-    name: ClassVar[str] = "ranges"
-    streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
-    findings = finding_kinds(OVERFLOW_RISK, SATURATION, NORM_JUMP)
+    name = "ranges"
+    streams = ROW_STREAMS
+    findings = finding_kinds("numbers.overflow-risk", "numbers.saturation", "numbers.jump")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the norms."""
@@ -92,7 +88,10 @@ class OutputRangeRule(Rule):
         if len(stats) < 2:  # level basic records only non-finite layers
             return
         norms = list(map(_get_norm, stats))
-        history = self._norm_history(step)
+        key = (step.branch, step.phase)
+        history = self._histories.get(key)
+        if history is None or len(history.last_norms) != len(stats):  # another number of layers
+            history = self._histories[key] = _NormHistory()
         if not history.are_in_range(norms):
             yield from self._check_jump(step, history, norms)
         else:
@@ -107,13 +106,6 @@ class OutputRangeRule(Rule):
         history.last_norms = norms
         if step.calls and step.calls[0].dtype == "float16":
             yield from self._check_overflow(step)
-
-    def _norm_history(self, step: StepRecord) -> _NormHistory:
-        """The history of the step's phase; a new one if the number of recorded layers changes."""
-        history = self._histories.get((step.branch, step.phase))
-        if history is None or len(history.last_norms) != len(step.layer_stats):
-            history = self._histories[step.branch, step.phase] = _NormHistory()
-        return history
 
     def _check_overflow(self, step: StepRecord) -> Iterator[Finding]:
         near = [
@@ -131,16 +123,12 @@ class OutputRangeRule(Rule):
         )
         if len(which) > 1:
             sentence += f"; {format_layers(which, len(step.layer_stats))} are above half of it"
-        is_at_limit = largest >= AT_LIMIT_SHARE * FLOAT16_MAX
-        yield self.finding(
-            step,
-            OVERFLOW_RISK,
-            f"{sentence}.",
-            severity=Severity.WARNING if is_at_limit else Severity.NOTE,
-            layers=(worst.layer,),
-            evidence={"module": worst.module, "min": worst.min, "max": worst.max},
-            series="at the end" if is_at_limit else "near",
-        )
+        options: dict[str, Any] = {"severity": Severity.NOTE, "series": "near"}
+        if largest >= AT_LIMIT_SHARE * FLOAT16_MAX:
+            options = {"severity": Severity.WARNING, "series": "at the end"}
+        options["evidence"] = {"module": worst.module, "min": worst.min, "max": worst.max}
+        id_, layers = "numbers.overflow-risk", (worst.layer,)
+        yield self.finding(step, id_, f"{sentence}.", layers=layers, **options)
 
     def _constant_finding(self, step: StepRecord, constant: Sequence[LayerStatRecord]) -> Finding:
         which, value = sorted(stat.layer for stat in constant), constant[0].min
@@ -151,7 +139,7 @@ class OutputRangeRule(Rule):
         )
         if len(which) > 1:
             sentence += f"; also constant: {format_layers(which[1:], len(step.layer_stats))}"
-        return self._saturation(step, f"{sentence}.", which, {"value": value}, "dead")
+        return self._saturation(step, f"{sentence}.", which, "dead", value=value)
 
     def _check_identity(self, step: StepRecord) -> Iterator[Finding]:
         pairs = [(a, b) for a, b in pairwise(step.layer_stats) if a.layer < b.layer]
@@ -162,7 +150,7 @@ class OutputRangeRule(Rule):
                 f"{capitalize(format_layers(which, len(step.layer_stats)))} {verb} unchanged in "
                 f"step {step.step}: neither attention nor MLP adds anything."
             )
-            yield self._saturation(step, sentence, which, {"layers": which}, "idle")
+            yield self._saturation(step, sentence, which, "idle", layers=which)
 
     def _check_unchanged(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
@@ -183,10 +171,20 @@ class OutputRangeRule(Rule):
                 f"as in step {step.step - 1}, although the input token differs: "
                 f"{'it does' if len(which) == 1 else 'they do'} not depend on the input."
             )
-            yield self._saturation(step, sentence, which, {"layers": which}, "stuck")
+            yield self._saturation(step, sentence, which, "stuck", layers=which)
 
     def _check_capped(self, step: StepRecord) -> Iterator[Finding]:
-        which = find_capped_layers(step, self.context)
+        """Report layers in which the attended keys have scores at the softcap in every head."""
+        row, which = newest_row(step), list[int]()
+        if row is None:
+            return
+        caps = np.array([call.softcap or np.inf for call in step.calls])
+        # The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
+        level = np.abs(row.lse - row.entropy).min(axis=1)
+        for number in np.flatnonzero(level >= CAP_SHARE * caps).tolist():
+            n_open = count_open_keys(step, self.context, number)
+            if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
+                which.append(step.calls[number].layer)
         if which:
             cap = next(call.softcap for call in step.calls if call.layer == which[0])
             sentence = (
@@ -194,20 +192,14 @@ class OutputRangeRule(Rule):
                 f"softcap of {cap:g} in every head of {format_step_layers(which, step)}: the "
                 "softcap makes them all equal."
             )
-            yield self._saturation(step, sentence, which, {"softcap": cap}, "capped")
+            yield self._saturation(step, sentence, which, "capped", softcap=cap)
 
     def _saturation(
-        self,
-        step: StepRecord,
-        sentence: str,
-        which: Sequence[int],
-        evidence: Mapping[str, Any],
-        series: str,
+        self, step: StepRecord, sentence: str, which: Sequence[int], series: str, **evidence: Any
     ) -> Finding:
+        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
         query = "capped" if series == "capped" else ""
-        return self.finding(
-            step, SATURATION, sentence, layers=which, evidence=evidence, series=series, query=query
-        )
+        return self.finding(step, "numbers.saturation", sentence, query=query, **options)
 
     def _check_jump(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
@@ -241,9 +233,8 @@ class OutputRangeRule(Rule):
             sentence += f"; it continues in {format_layers(which[1:], len(norms))}"
         evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
         series = f"layer {first.layer} {'up' if more else 'down'}"
-        yield self.finding(
-            step, NORM_JUMP, f"{sentence}.", layers=which, evidence=evidence, series=series
-        )
+        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
+        yield self.finding(step, "numbers.jump", f"{sentence}.", **options)
 
 
 def _abs_max(stat: LayerStatRecord) -> float:
@@ -260,7 +251,3 @@ def _is_jump(stat: LayerStatRecord, norm: float, low: float, high: float) -> boo
     """Whether a norm is out of range, and not because of massive activations in a few channels."""
     factor = MAX_CHANNEL_FACTOR if norm > high and _abs_max(stat) > norm / 2 else MAX_NORM_FACTOR
     return norm > high * factor or norm < low / factor
-
-
-def _stat_values(stat: LayerStatRecord) -> tuple[float, ...]:
-    return stat.min, stat.max, stat.mean, stat.norm

@@ -22,8 +22,7 @@ from flexinspect.rules.context import RuleContext, step_array
 from flexinspect.rules.engine import Rule, finding_kinds
 from flexinspect.rules.masks.declared_vs_executed import count_pads
 
-LEARNED_POSITIONS_EVENT = "learned-positions"
-"""Event of a model with learned position embeddings, where absolute ids matter."""
+LEARNED_POSITIONS_EVENT = "learned-positions"  # absolute ids matter for learned embeddings
 
 PositionIds = npt.NDArray[Any]
 
@@ -46,13 +45,7 @@ class PositionsRule(Rule):
 
     name = "positions"
     streams = ("inputs.mask", "inputs.positions")
-    findings = finding_kinds(
-        "positions.jump",
-        "positions.restart",
-        "positions.padding",
-        "positions.duplicate",
-        "positions.not-reset",
-    )
+    findings = finding_kinds("positions.*")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a generation."""
@@ -63,7 +56,7 @@ class PositionsRule(Rule):
         self._unpadded: npt.NDArray[np.bool_] | None = None
         self._reported: _Fault | None = None  # the first fault of the decode steps, or first error
         self._counted_pads_severity = Severity.NOTE  # rotary embeddings are not affected
-        self._isolated_pairs: Sequence[_IsolatedPair] = ()  # until a row attends to both
+        self._isolated_pairs: Sequence[tuple[Segment, Segment]] = ()  # until a row sees both
 
     def on_step(self, step: StepRecord) -> Iterable[Finding]:
         """Check the position ids of a step."""
@@ -93,7 +86,14 @@ class PositionsRule(Rule):
             self._counted_pads_severity = Severity.WARNING if is_learned else Severity.NOTE
             self._unpadded = real if real is not None and real.shape == ids.shape else None
             self._isolated_pairs = _find_isolated_pairs(self.context, step, ids[0])
-            yield from self._check_prompt(step, ids)
+            self._prompt_ids = ids[0]
+            for row in range(len(ids)):
+                fault = self._check_padded_row(ids[row], row)
+                if fault is None and row == 0:
+                    fault = self._check_unpadded_row(ids[row])
+                if fault is not None:
+                    yield self._fault_finding(step, fault, row, len(ids))
+                    break
             if self._unpadded is not None:  # with right padding, that of the last real token
                 last_real = ids.shape[1] - 1 - self._unpadded[:, ::-1].argmax(axis=1)
                 last = ids[np.arange(len(ids)), last_real]
@@ -102,16 +102,7 @@ class PositionsRule(Rule):
         if pair is not None or step.kv_before:
             self._isolated_pairs = ()
         if pair is not None:
-            yield self._not_reset_finding(step, pair)
-
-    def _check_prompt(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
-        for row in range(len(ids)):
-            fault = self._check_padded_row(ids[row], row)
-            if fault is None and row == 0:
-                fault = self._check_unpadded_row(ids[row])
-            if fault is not None:
-                yield self._fault_finding(step, fault, row, len(ids))
-                return
+            yield self._not_reset_finding(step, *pair)
 
     def _check_padded_row(self, ids: PositionIds, row: int) -> _Fault | None:
         """Compare the ids of the real tokens of a padded row with each other."""
@@ -221,10 +212,9 @@ class PositionsRule(Rule):
                 f"holds {cached} keys"
             )
         else:
+            counted = ": they count the cached keys, unlike the prompt's ids"
             id_, words = "positions.jump", f"position ids jump from {before} to {now} {where}"
-            words += (
-                ": they count the cached keys, unlike the prompt's ids" if now == cached else ""
-            )
+            words += counted if now == cached else ""
         return _Fault(id_, severity, words, 0, seen)
 
     def _format_position(self, pos: int, row: int) -> str:
@@ -238,43 +228,29 @@ class PositionsRule(Rule):
             if step.kv_before and n_rows > 1:
                 where = f"in {n_rows} batch rows, first in row {row}:"
             words = f"{where} {words}"
-        return self.finding(
-            step,
-            fault.id,
-            f"{capitalize(words)}.",
-            severity=fault.severity,
-            positions=(step.kv_before + fault.column,),
-            evidence={**fault.ids, "batch_row": row},
-            series="decode" if step.kv_before else "prompt",
-        )
+        options: dict[str, Any] = {"severity": fault.severity}
+        options["positions"] = (step.kv_before + fault.column,)
+        options["evidence"] = {**fault.ids, "batch_row": row}
+        options["series"] = "decode" if step.kv_before else "prompt"
+        return self.finding(step, fault.id, f"{capitalize(words)}.", **options)
 
-    def _not_reset_finding(self, step: StepRecord, pair: _IsolatedPair) -> Finding:
-        a, b = printable(pair.first.label), printable(pair.second.label)
+    def _not_reset_finding(self, step: StepRecord, first: Segment, second: Segment) -> Finding:
+        a, b = printable(first.label), printable(second.label)
+        id_a, id_b = (int(self._prompt_ids[segment.start]) for segment in (first, second))
         sentence = (
-            f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
-            f"({self.context.format_position(pair.second.start)}), and {a}, to which it does not "
-            f"attend, at {pair.first_id}; a row that attends to both sees them at different "
+            f"Position ids are not restarted at {b}: it begins at {id_b} "
+            f"({self.context.format_position(second.start)}), and {a}, to which it does not "
+            f"attend, at {id_a}; a row that attends to both sees them at different "
             "distances, so their order may matter (a modeling choice, not a fault)."
         )
-        evidence = {"first": a, "second": b, "first_id": pair.first_id, "second_id": pair.second_id}
-        at = (pair.second.start,)
-        return self.finding(
-            step, "positions.not-reset", sentence, positions=at, evidence=evidence, series="order"
-        )
-
-
-class _IsolatedPair(NamedTuple):
-    """Two segments that do not attend to each other, and the position ids at which they begin."""
-
-    first: Segment
-    second: Segment
-    first_id: int
-    second_id: int
+        evidence = {"first": a, "second": b, "first_id": id_a, "second_id": id_b}
+        options: dict[str, Any] = {"positions": (second.start,), "series": "order"}
+        return self.finding(step, "positions.not-reset", sentence, evidence=evidence, **options)
 
 
 def _find_isolated_pairs(
-    context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
-) -> list[_IsolatedPair]:
+    context: RuleContext, step: StepRecord, ids: PositionIds
+) -> list[tuple[Segment, Segment]]:
     """Pairs of segments that the executed mask isolates while the position ids continue."""
     # `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
     n = len(ids)
@@ -288,7 +264,7 @@ def _find_isolated_pairs(
             continue
         cells: BoolArray = np.any(mask.cells, axis=0)
         isolated = [
-            _IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start]))
+            (a, b)
             for a, b in pairs
             if not cells[b.start : b.stop, a.start : a.stop].any()
             and not cells[a.start : a.stop, b.start : b.stop].any()
@@ -299,18 +275,15 @@ def _find_isolated_pairs(
 
 
 def _find_pair_in_one_row(
-    context: RuleContext, step: StepRecord, pairs: Sequence[_IsolatedPair]
-) -> _IsolatedPair | None:
+    context: RuleContext, step: StepRecord, pairs: Sequence[tuple[Segment, Segment]]
+) -> tuple[Segment, Segment] | None:
     """The first of these pairs of which some row of the step attends to both."""
     for fingerprint in dict.fromkeys(call.mask for call in step.calls) if pairs else ():
         mask = context.mask(fingerprint)
         if mask is None or mask.cells is None or mask.kv_offset:
             continue
         for pair in pairs:
-            sees_first, sees_second = (
-                mask.cells[..., segment.start : segment.stop].any(axis=2)
-                for segment in (pair.first, pair.second)
-            )
-            if (sees_first & sees_second).any():
+            first, second = (mask.cells[..., one.start : one.stop].any(axis=2) for one in pair)
+            if (first & second).any():
                 return pair
     return None

@@ -11,25 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, islice, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from flexinspect.records import prompt as records
-from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, Span, TokenizerFacts
+from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, Span
 from flexinspect.records.step import TokenRecord
 from flexinspect.rules.context import RuleContext
 
-MAX_COUNTED_PLACES = 9
-"""Occurrences of a text are counted up to this number."""
-
-MAX_SHIFT = 32
-"""Tokens by which spans are shifted at most, except by the padding, which may be any length."""
+MAX_COUNTED_PLACES = 9  # occurrences of a text are counted up to this number
+MAX_SHIFT = 32  # tokens by which spans are shifted at most, except by the padding (any length)
 _MAX_SPAN_SHIFT = 8
-
-SPECIAL_MARK = "\0"
-"""Replaces a special token in the text that is searched."""
-
+SPECIAL_MARK = "\0"  # replaces a special token in the text that is searched
 _SENTENCE_ENDS = ".?!:。？！："
 
 
@@ -46,98 +39,48 @@ class LocatedPiece(NamedTuple):
     n_places: int = 1
 
 
-class PromptTokens(Struct, frozen=True, dict=True):
-    """The tokens of a prompt, from position `start` on, and the declared pieces."""
+class PromptTokens:
+    """The tokens of a prompt, from position `start` up to `stop`, and the declared pieces.
 
-    tokens: tuple[TokenRecord, ...]
-    segments: tuple[Segment, ...]
-    pieces: tuple[DeclaredSegment, ...]
-    tokenizer: TokenizerFacts
+    `later` are the tokens of later chunks of a prefill. `texts` has a text for each token; those of
+    special tokens are `SPECIAL_MARK`, which no declared text has. `has_text` says whether there was
+    a tokenizer, `has_bos` whether the first token after `n_pads` padding tokens is a BOS. `pad_id`
+    is None if it is also the BOS or an EOS. `spans` are the pieces declared as spans, and
+    `paraphrases` the segments that should be isolated from each other, by position.
+    """
 
-    @classmethod
-    def from_context(cls, context: RuleContext, later: Sequence[TokenRecord] = ()) -> PromptTokens:
-        """The prompt of a generation; `later` are the tokens of later chunks of a prefill."""
-        tokens, declared = context.generation.tokens, context.generation.declared
-        pieces, tokenizer = (
-            records.declared_segments(declared),
-            records.declared_tokenizer(declared),
-        )
-        return cls((*tokens, *later), context.segments, pieces, tokenizer)
-
-    @property
-    def start(self) -> int:
-        """The first input position."""
-        return self.tokens[0].pos if self.tokens else 0
-
-    @property
-    def stop(self) -> int:
-        """The position after the last input token."""
-        return self.tokens[-1].pos + 1 if self.tokens else 0
-
-    @cached_property
-    def ids(self) -> list[int]:
-        """The input ids."""
-        return [token.token_id for token in self.tokens]
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """The text of each token; special tokens are `SPECIAL_MARK`, which no declared text has."""
-        return [SPECIAL_MARK if token.special else token.text for token in self.tokens]
-
-    @property
-    def has_text(self) -> bool:
-        """Whether a tokenizer was available, so that tokens have texts."""
-        return self.tokenizer.adds_bos is not None
-
-    @cached_property
-    def n_pads(self) -> int:
-        """Number of leading padding tokens, from the padding mask or else from their id."""
-        padding = [segment for segment in self.segments[:2] if segment.label == "padding"]
-        if padding and padding[0].kind is SegmentKind.SHARED:
-            return len(padding[0])
-        pad = self.pad_id
-        return next((n for n, id_ in enumerate(self.ids) if id_ != pad), 0)
-
-    @property
-    def pad_id(self) -> int | None:
-        """The padding id, None if it is also the BOS or an EOS."""
-        pad = self.tokenizer.pad
-        return None if pad in (self.tokenizer.bos, *self.tokenizer.eos) else pad
-
-    @cached_property
-    def first_unpadded(self) -> int:
-        """The first position that is not padding."""
-        return self.start + self.n_pads
-
-    @cached_property
-    def has_bos(self) -> bool:
-        """Whether the first token after the padding is a BOS."""
+    def __init__(self, context: RuleContext, later: Sequence[TokenRecord] = ()) -> None:
+        declared = context.generation.declared
+        self.tokens = tokens = (*context.generation.tokens, *later)
+        self.pieces = records.declared_segments(declared)
+        self.tokenizer = facts = records.declared_tokenizer(declared)
+        self.start, self.stop = (tokens[0].pos, tokens[-1].pos + 1) if tokens else (0, 0)
+        self.ids = [token.token_id for token in tokens]
+        self.texts = [SPECIAL_MARK if token.special else token.text for token in tokens]
+        self.has_text = facts.adds_bos is not None
+        self.pad_id = None if facts.pad in (facts.bos, *facts.eos) else facts.pad
+        # From the padding mask, or else from the padding id.
+        pads = (len(s) for s in context.segments[:2] if _is_padding(s))
+        leading = (n for n, id_ in enumerate(self.ids) if id_ != self.pad_id)
+        self.n_pads = next(chain(pads, leading), 0)
+        self.first_unpadded = self.start + self.n_pads
         first = self.ids[self.n_pads : self.n_pads + 1]
-        return self.tokenizer.bos is not None and first == [self.tokenizer.bos]
-
-    @cached_property
-    def spans(self) -> tuple[DeclaredSegment, ...]:
-        """The pieces declared as spans, by position."""
-        spans = [piece for piece in self.pieces if piece.text is None]
-        return tuple(sorted(spans, key=lambda piece: piece.start))
-
-    @cached_property
-    def paraphrases(self) -> tuple[Segment, ...]:
-        """The segments that should be isolated from each other, by position."""
-        return tuple(s for s in self.segments if s.kind is SegmentKind.PARAPHRASE)
+        self.has_bos = facts.bos is not None and first == [facts.bos]
+        spans = (piece for piece in self.pieces if piece.text is None)
+        self.spans = tuple(sorted(spans, key=attrgetter("start")))
+        self.paraphrases = tuple(s for s in context.segments if s.kind is SegmentKind.PARAPHRASE)
 
     @cached_property
     def located_pieces(self) -> tuple[LocatedPiece, ...]:
         """All pieces with their spans, in declared order."""
         located: list[LocatedPiece] = []
-        taken: list[Span] = []
         after = self.n_pads
         for piece in self.pieces:
             span, n_places = self._find_piece(piece, after)
             overlaps = False
             if span is not None:
+                taken = (one.span for one in located if one.span is not None)
                 overlaps = any(span[0] < stop and start < span[1] for start, stop in taken)
-                taken.append(span)
                 after = span[1] - self.start
             located.append(LocatedPiece(piece, span, overlaps, n_places))
         return tuple(located)
@@ -156,11 +99,8 @@ class PromptTokens(Struct, frozen=True, dict=True):
     @property
     def token_lengths(self) -> tuple[tuple[int, int], ...]:
         """For each text that was found, its number of tokens alone and in the prompt."""
-        return tuple(
-            (len(located.piece.ids), stop - start)
-            for located, (start, stop) in self.found_pieces
-            if located.piece.text is not None and located.piece.ids
-        )
+        texts = [(one.piece, span) for one, span in self.found_pieces if one.piece.text is not None]
+        return tuple((len(piece.ids), stop - start) for piece, (start, stop) in texts if piece.ids)
 
     def _find_piece(self, piece: DeclaredSegment, after: int) -> tuple[Span | None, int]:
         """Return the span of a piece, and how often its text occurs."""
@@ -168,11 +108,9 @@ class PromptTokens(Struct, frozen=True, dict=True):
             return (piece.start, piece.stop), 1
         # After the previous piece first, then from the beginning.
         searches = (*self._search(piece, after), *self._search(piece, self.n_pads))
-        for start, stop in islice(chain.from_iterable(searches), 1):
-            counts = [
-                sum(1 for _ in islice(places, MAX_COUNTED_PLACES))
-                for places in self._search(piece, self.n_pads)
-            ]
+        for start, stop in chain.from_iterable(searches):
+            everywhere = self._search(piece, self.n_pads)
+            counts = [len(list(islice(places, MAX_COUNTED_PLACES))) for places in everywhere]
             return (self.start + start, self.start + stop), max(counts)
         return None, 0
 
@@ -199,6 +137,10 @@ class PromptTokens(Struct, frozen=True, dict=True):
                 begins.add(token.pos)
             before = "\n" if token.special else (before + text)[-8:]
         return frozenset(begins), frozenset(ends)
+
+
+def _is_padding(segment: Segment) -> bool:
+    return segment.label == "padding" and segment.kind is SegmentKind.SHARED
 
 
 class SpanShift(NamedTuple):

@@ -27,22 +27,15 @@ from flexinspect.rules.prompt import prompt_facts
 from flexinspect.rules.prompt.prompt_facts import PromptTokens
 
 _LIBRARY_PREFIXES = ("transformers.", "flexinspect")
+MAX_NAMES = 3  # labels or places that a sentence lists; it counts the others
+MAX_BORDER_ROWS = 4096  # rows up to which the borders of a declared mask are computed
 
-MAX_NAMES = 3
-"""Labels or places that a sentence lists; it counts the others."""
-
-OpenKeyCounts = npt.NDArray[np.intp]
-"""Open keys per row, (rows,)."""
-
-Borders = tuple[int, ...]
-"""Positions of the rows at which another set of keys begins."""
-
-MAX_BORDER_ROWS = 4096
-"""Rows up to which the borders of a declared mask are computed."""
+Borders = tuple[int, ...]  # positions of the rows at which another set of keys begins
+HeadBorders = tuple[tuple[int, ...], Borders]  # by heads of a mask; () if all heads share them
 
 
 class BorderFault(NamedTuple):
-    """A fault in the borders of some heads of a mask (see `BorderComparison`)."""
+    """A fault in the borders of some heads of a mask: their `offsets`, or segments without one."""
 
     id: str
     heads: tuple[int, ...]
@@ -58,7 +51,6 @@ class BorderCheck:
         self._rule, self._context, self._prompt = rule, rule.context, prompt
         self._paraphrases = prompt.paraphrases
         self._has_declared_mask = self._context.declared_spec is not None
-        self.is_needed = bool(self._paraphrases)
 
     @cached_property
     def _declared_borders(self) -> Borders:
@@ -83,12 +75,10 @@ class BorderCheck:
             offsets = _find_offsets(borders, self._context.segments, apart, shifts)
         offsets = offsets or self._find_declared_shift(borders, mask.q_len)
         if misplaced or offsets:
-            off = {*offsets}
             shift = prompt_facts.find_shift(self._prompt)  # of the declared spans themselves
-            n = 0 if shift is None else shift.tokens or 0
-            if not off or off == {-n}:
+            if not offsets or {*offsets} == {0 if shift is None else -(shift.tokens or 0)}:
                 return None
-            kind = "segments.shifted" if len(off) == 1 else "segments.drift"
+            kind = "segments.shifted" if len({*offsets}) == 1 else "segments.drift"
             return BorderFault(kind, heads, borders, offsets)
         missing = tuple(
             later
@@ -121,36 +111,26 @@ class BorderCheck:
         where = format_step_layers(layers, step)
         if fault.heads:
             where += f" ({plural(len(fault.heads), 'head')}, first {fault.heads[0]})"
-        describe = {
-            "segments.shifted": self._describe_shift,
-            "segments.drift": self._describe_drift,
-            "segments.merged": self._describe_merge,
-        }[fault.id]
-        sentence, positions = describe(fault, where)
-        if not self._has_declared_mask:
-            sentence += " No mask was declared; segments are assumed to be isolated."
-        evidence: dict[str, Any] = {
-            "mask": calls[0].mask,
-            "borders": list(fault.borders),
-            "declared": [[s.label, s.start, s.stop] for s in self._paraphrases],
-            "layers": list(layers),
-            "heads": list(fault.heads) or "all",
-        }
+        evidence: dict[str, Any] = {"mask": calls[0].mask, "borders": list(fault.borders)}
+        evidence["declared"] = [[s.label, s.start, s.stop] for s in self._paraphrases]
+        evidence |= {"layers": list(layers), "heads": list(fault.heads) or "all"}
         if fault.offsets:
             evidence |= {"shift": fault.offsets[0], "offsets": list(fault.offsets)}
-        if fault.id == "segments.drift":
+        if fault.id == "segments.shifted":
+            sentence, positions = self._describe_shift(fault, where)
+        elif fault.id == "segments.drift":
+            sentence, positions = self._describe_drift(fault, where)
             evidence["tokens alone and in the prompt"] = list(map(list, self._prompt.token_lengths))
-        return self._rule.finding(
-            step,
-            fault.id,
-            sentence,
-            severity=Severity.ERROR if self._has_declared_mask else Severity.WARNING,
-            layers=layers,
-            head=fault.heads[0] if len(fault.heads) == 1 else None,
-            positions=positions,
-            evidence=evidence,
-            series=f"mask {fault.heads} {fault.offsets} {len(fault.missing)}",
-        )
+        else:
+            sentence, positions = self._describe_merge(fault, where)
+        severity = Severity.ERROR
+        if not self._has_declared_mask:
+            severity = Severity.WARNING
+            sentence += " No mask was declared; segments are assumed to be isolated."
+        options: dict[str, Any] = {"severity": severity, "layers": layers, "positions": positions}
+        options["head"] = fault.heads[0] if len(fault.heads) == 1 else None
+        options["series"] = f"mask {fault.heads} {fault.offsets} {len(fault.missing)}"
+        return self._rule.finding(step, fault.id, sentence, evidence=evidence, **options)
 
     def _describe_shift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
         """Describe the tokens that are cut off from each segment; also their positions."""
@@ -173,9 +153,8 @@ class BorderCheck:
             )
         else:  # inside separators
             positions, first = list(fault.borders), fault.borders[0]
-            what = (
-                f"the first is at {format_position(first)} instead of {format_position(first + n)}"
-            )
+            moved = format_position(first + n)
+            what = f"the first is at {format_position(first)} instead of {moved}"
         sentence = (
             f"In {where} the borders of the executed mask are {plural(abs(n), 'token')} "
             f"{'before' if n > 0 else 'after'} the declared ones{explain_shift(self._prompt, n)}: "
@@ -237,21 +216,12 @@ def limit_names(names: Sequence[str]) -> list[str]:
 
 def explain_shift(prompt: PromptTokens, n: int) -> str:
     """The usual cause of a shift by n tokens, as the end of a clause; "" if it is not known."""
-    bos = int(prompt.has_bos)
+    bos, n_pads = int(prompt.has_bos), prompt.n_pads
     if n == -1 and not bos and prompt.tokenizer.bos is not None:
         return ", as if a BOS had been counted that is not in the prompt"
-    omitted = ""
-    if n == bos == 1:
-        omitted = "the BOS"
-    elif n and prompt.n_pads and n == prompt.n_pads:
-        omitted = "the padding"
-    elif n and prompt.n_pads and n == prompt.n_pads + bos:
-        omitted = "the padding and the BOS"
+    causes = {n_pads + bos: "the padding and the BOS", n_pads: "the padding"} if n_pads else {}
+    omitted = "the BOS" if n == bos == 1 else causes.get(n)
     return f", as if positions had been counted without {omitted}" if omitted else ""
-
-
-HeadBorders = tuple[tuple[int, ...], Borders]
-"""Heads of a mask with their borders; without heads, all heads share them."""
 
 
 def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
@@ -278,7 +248,7 @@ def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:
     return tuple((tuple(heads), borders) for borders, heads in by_head.items())
 
 
-def _find_row_borders(counts: OpenKeyCounts, offset: int) -> Borders:
+def _find_row_borders(counts: npt.NDArray[np.intp], offset: int) -> Borders:
     """Positions at which the number of open keys per row, (rows,), does not rise by one."""
     steps = np.diff(counts)
     has_begun = np.maximum.accumulate(counts)[:-1] > 0

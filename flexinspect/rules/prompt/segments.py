@@ -32,29 +32,23 @@ _KNOWN_SPECIALS = re.compile(r"<\|\w[\w ]{0,40}\|>|</?s>|<(?:bos|eos|pad|(?:star
 """Special tokens of well-known vocabularies."""
 _HTML_TAG = re.compile(r"</?(?:a|p|b|i|br|div|span|li|ul|td|tr|html|body)\b[^>]*>")
 _SHIFT_REASONS = {
-    "lines": (
-        "it starts and ends at line or sentence boundaries",
-        "they start and end at line or sentence boundaries",
-    ),
-    "gaps": ("it has the same tokens around it", "they have the same tokens between them"),
-    "ends": (
-        "it excludes the BOS and ends with the prompt",
-        "they exclude the BOS and end with the prompt",
-    ),
+    ("lines", True): "it starts and ends at line or sentence boundaries",
+    ("lines", False): "they start and end at line or sentence boundaries",
+    ("gaps", True): "it has the same tokens around it",
+    ("gaps", False): "they have the same tokens between them",
+    ("ends", True): "it excludes the BOS and ends with the prompt",
+    ("ends", False): "they exclude the BOS and end with the prompt",
 }
-"""By `SpanShift.source`, why the shifted spans fit: for one span, and for several."""
+"""By `SpanShift.source` and whether there is one span, why the shifted spans fit."""
 
 
 class _TruncatedPiece(NamedTuple):
-    """A piece of which the prompt holds only one end: `n_lost` of `n` units are missing.
-
-    `unit` is "position", "token" or "character"; `at_end` says that its end is missing.
-    """
+    """A piece of which `n_lost` of `n` units are missing, at its end or at its beginning."""
 
     piece: DeclaredSegment
     n_lost: int
     n: int
-    unit: str
+    unit: str  # "position", "token" or "character"
     at_end: bool = True
 
 
@@ -62,23 +56,7 @@ class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
     name = "prompt"
-    findings = finding_kinds(
-        "segments.shifted",
-        "segments.drift",
-        "segments.merged",
-        "segments.odd-border",
-        "segments.not-found",
-        "segments.truncated",
-        "segments.ambiguous",
-        "segments.overlap",
-        "segments.uncovered",
-        "segments.padding-inside",
-        "segments.bos-missing",
-        "segments.bos-doubled",
-        "segments.eos-inside",
-        "segments.reordered",
-        "segments.special-as-text",
-    )
+    findings = finding_kinds("segments.[!u]*", "segments.uncovered")  # all but segments.unused
 
     def __init__(self) -> None:
         self._borders: dict[str, tuple[HeadBorders, ...]] = {}  # by mask, for the whole run
@@ -88,7 +66,7 @@ class PromptRule(Rule):
         """Reset the state of a generation."""
         super().on_generation_start(context)
         self._later_tokens: list[TokenRecord] = []
-        self._prompt = PromptTokens.from_context(context)
+        self._prompt = PromptTokens(context)
         self._is_checked = not self._prompt.tokens
         self._border_check = segment_borders.BorderCheck(self, self._prompt)
         self._border_faults: dict[str, list[BorderFault]] = {}
@@ -101,11 +79,11 @@ class PromptRule(Rule):
             prompt_tokens = [token for token in step.tokens if token.step is None]
             if prompt_tokens:
                 self._later_tokens += prompt_tokens
-                self._prompt = PromptTokens.from_context(self.context, self._later_tokens)
+                self._prompt = PromptTokens(self.context, self._later_tokens)
             # Later forwards may still add missing pieces.
             if self._prompt.is_complete or (step.step > 0 and not prompt_tokens):
                 yield from self._check_prompt()
-        if step.q_len > 1 and self._border_check.is_needed:
+        if step.q_len > 1 and self._prompt.paraphrases:
             yield from self._check_masks(step)
 
     def on_generation_end(self) -> Iterator[Finding]:
@@ -140,16 +118,14 @@ class PromptRule(Rule):
         for fingerprint, calls in calls_by_mask(step).items():
             if fingerprint is None:
                 continue
-            if fingerprint not in self._border_faults:
-                mask = self.context.mask(fingerprint)
+            faults = self._border_faults.get(fingerprint)
+            if faults is None:
+                mask, check = self.context.mask(fingerprint), self._border_check.check_mask
                 if fingerprint not in self._borders:
                     self._borders[fingerprint] = segment_borders.find_borders(mask)
-                faults = (
-                    self._border_check.check_mask(mask, borders)
-                    for borders in self._borders[fingerprint]
-                )
-                self._border_faults[fingerprint] = [one for one in faults if one is not None]
-            for fault in self._border_faults[fingerprint]:
+                found = (check(mask, borders) for borders in self._borders[fingerprint])
+                faults = self._border_faults[fingerprint] = list(filter(None, found))
+            for fault in faults:
                 calls_by_fault.setdefault(fault, []).extend(calls)
         for fault, calls in calls_by_fault.items():
             yield self._border_check.make_finding(step, fault, calls)
@@ -162,10 +138,9 @@ class PromptRule(Rule):
         evidence: Mapping[str, Any],
         severity: Severity | None = None,
     ) -> Finding:
-        finding = self.finding(
-            None, finding_id, sentence, severity=severity, positions=positions, evidence=evidence
-        )
-        return replace(finding, step=0)
+        options: dict[str, Any] = {"severity": severity, "positions": positions}
+        found = self.finding(None, finding_id, sentence, evidence=evidence, **options)
+        return replace(found, step=0)
 
     def _shifted(self, shift: SpanShift) -> Finding:
         """All spans are off by the same number of tokens."""
@@ -177,7 +152,7 @@ class PromptRule(Rule):
         sentence = (
             f"{subject} {plural(abs(n), 'token')} too {'early' if n > 0 else 'late'}"
             f"{segment_borders.explain_shift(self._prompt, n)}: {listed}. Shifted by {n:+d}, "
-            f"{_SHIFT_REASONS[shift.source][not one]}."
+            f"{_SHIFT_REASONS[shift.source, one]}."
         )
         positions = sorted({position for _, some in misfits for position in some})
         declared = [[span.label, span.start, span.stop] for span in spans]
@@ -207,11 +182,9 @@ class PromptRule(Rule):
             f"summed from pieces encoded one by one; {_quote_label(spans[-1])} begins at "
             f"{self.context.format_position(spans[-1].start)}."
         )
-        positions = [span.start for span in spans]
         declared = [[span.label, span.start, span.stop] for span in spans]
-        evidence = {"offsets": offsets, "declared": declared}
-        severity = Severity.WARNING
-        return self._prompt_finding("segments.drift", sentence, positions, evidence, severity)
+        evidence, starts = {"offsets": offsets, "declared": declared}, [one.start for one in spans]
+        return self._prompt_finding("segments.drift", sentence, starts, evidence, Severity.WARNING)
 
     def _odd_border(self) -> Iterator[Finding]:
         """A single border of several spans does not fit to a line or sentence boundary."""
@@ -240,13 +213,11 @@ class PromptRule(Rule):
     def _inner_padding(self) -> Iterator[Finding]:
         """Pieces contain padding (by the padding mask or its id): one finding for all of them."""
         prompt, pads, pieces = self._prompt, list[int](), []
+        leading = range(prompt.start, prompt.first_unpadded)
+        at_pads = {token.pos for token in prompt.tokens if token.token_id == prompt.pad_id}
         for located, (start, stop) in prompt.found_pieces:
             inside = range(max(start, prompt.start), min(stop, prompt.stop))
-            some = [
-                p
-                for p in inside
-                if p < prompt.first_unpadded or prompt.ids[p - prompt.start] == prompt.pad_id
-            ]
+            some = [pos for pos in inside if pos in leading or pos in at_pads]
             if some and not located.piece.label.lower().startswith("padding"):
                 pads += some
                 pieces.append(located.piece)
@@ -285,15 +256,11 @@ class PromptRule(Rule):
         """Pieces are missing or truncated; only a note if an earlier prompt had them all."""
         # A prompt without some of the pieces then probably has another purpose.
         prompt, cut = self._prompt, self._find_truncated()
-        missing = [
-            located.piece
-            for located in prompt.located_pieces
-            if located.span is None and (prompt.has_text or located.piece.ids) and prompt.ids
-        ]
+        absent = [one.piece for one in prompt.located_pieces if one.span is None and prompt.ids]
+        missing = [piece for piece in absent if prompt.has_text or piece.ids]
         if cut is not None:
-            late = [span for span in prompt.spans if span.stop > prompt.stop and span != cut.piece]
-            after = [*(piece for piece in missing if piece != cut.piece), *late]
-            yield self._truncated(cut, after)
+            late = [span for span in prompt.spans if span.stop > prompt.stop]
+            yield self._truncated(cut, [one for one in (*missing, *late) if one != cut.piece])
         elif missing:
             n, one = len(prompt.pieces), len(missing) == 1
             beginning = "".join(token.text for token in prompt.tokens[prompt.n_pads :][:12])
@@ -311,15 +278,12 @@ class PromptRule(Rule):
     def _find_truncated(self) -> _TruncatedPiece | None:
         """Return the first piece that is cut off at the end or the beginning of the prompt."""
         prompt = self._prompt
-        for located in prompt.located_pieces:
-            piece = located.piece
+        for piece, span in ((located.piece, located.span) for located in prompt.located_pieces):
             if piece.text is None and piece.stop > prompt.stop:
                 lost = piece.stop - max(prompt.stop, piece.start)
                 return _TruncatedPiece(piece, lost, piece.stop - piece.start, "position")
-            if located.span is None:
-                cut = _find_cut(prompt, piece)
-                if cut is not None:
-                    return cut
+            if span is None and (cut := _find_cut(prompt, piece)) is not None:
+                return cut
         return None
 
     def _truncated(self, cut: _TruncatedPiece, after: Sequence[DeclaredSegment]) -> Finding:
@@ -358,16 +322,15 @@ class PromptRule(Rule):
         for second, (start, stop) in found:
             for first, (a, b) in found if second.overlaps else ():
                 shared = range(max(a, start), min(b, stop))
-                if first is second or not shared:
-                    continue
-                sentence = (
-                    f"{_quote_label(first.piece)} and {_quote_label(second.piece)} share "
-                    f"{plural(len(shared), 'token')}, starting at "
-                    f"{self.context.format_position(shared[0])}; only the first is a segment."
-                )
-                evidence = {"segments": [first.piece.label, second.piece.label]}
-                yield self._prompt_finding("segments.overlap", sentence, shared, evidence)
-                break
+                if first is not second and shared:
+                    sentence = (
+                        f"{_quote_label(first.piece)} and {_quote_label(second.piece)} share "
+                        f"{plural(len(shared), 'token')}, starting at "
+                        f"{self.context.format_position(shared[0])}; only the first is a segment."
+                    )
+                    evidence = {"segments": [first.piece.label, second.piece.label]}
+                    yield self._prompt_finding("segments.overlap", sentence, shared, evidence)
+                    break
 
     def _length_drift(self) -> Iterator[Finding]:
         """Pieces have another number of tokens when encoded alone, so sums of lengths are wrong."""
@@ -382,10 +345,7 @@ class PromptRule(Rule):
             f"prompt they have {lengths_joined}. Borders summed from the pieces are off by up to "
             f"{plural(worst, 'token')}."
         )
-        evidence = {
-            "tokens alone and in the prompt": [list(pair) for pair in pairs],
-            "worst": worst,
-        }
+        evidence = {"tokens alone and in the prompt": list(map(list, pairs)), "worst": worst}
         yield self._prompt_finding("segments.drift", sentence, (), evidence)
 
     def _reordered(self) -> Iterator[Finding]:
@@ -402,10 +362,8 @@ class PromptRule(Rule):
                 f"{len(pieces)} declared texts are in another order in the prompt than declared: "
                 f"{_join_labels(pieces)}."
             )
-            evidence = {
-                "received": [piece.label for piece in pieces],
-                "declared": [piece.label for piece in self._prompt.pieces if piece in pieces],
-            }
+            order = [piece.label for piece in self._prompt.pieces if piece in pieces]
+            evidence = {"received": [piece.label for piece in pieces], "declared": order}
             starts = [start for (start, _), _ in by_position]
             severity = None if _is_order_declared(self._prompt) else Severity.NOTE
             yield self._prompt_finding("segments.reordered", sentence, starts, evidence, severity)
@@ -551,8 +509,7 @@ def _find_cut(prompt: PromptTokens, piece: DeclaredSegment) -> _TruncatedPiece |
         part, whole = list(piece.ids), prompt.ids[prompt.n_pads :]
         unit, least = "token", _MIN_CUT_TOKENS
     for kept in range(len(part) - 1, least - 1, -1):
-        if whole[-kept:] == part[:kept]:
-            return _TruncatedPiece(piece, len(part) - kept, len(part), unit)
-        if whole[:kept] == part[-kept:]:
-            return _TruncatedPiece(piece, len(part) - kept, len(part), unit, at_end=False)
+        at_end = whole[-kept:] == part[:kept]
+        if at_end or whole[:kept] == part[-kept:]:
+            return _TruncatedPiece(piece, len(part) - kept, len(part), unit, at_end)
     return None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, cast
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.text import format_ranges, is_or_are, plural
@@ -21,8 +21,6 @@ from flexinspect.records.step import MaskRecord, StepRecord
 from flexinspect.rules import step_diff
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS = "twins.same", "twins.rounding", "twins.differ"
 
 MAX_GENERATIONS = 4  # earlier generations that are kept for comparison
 MAX_COMPARED_STEPS = 32  # steps of each generation that are kept
@@ -35,33 +33,30 @@ class _GenerationRun(Struct):
     generation: int
     prompt: tuple[int, ...]
     unpadded: step_diff.RealPositions = None
-    steps: list[StepRecord] = field(default_factory=list)
-    masks: dict[str, MaskRecord] = field(default_factory=dict)
+    steps: list[StepRecord] = []
+    masks: dict[str, MaskRecord] = {}
 
 
 class SamePromptRule(Rule):
     """Compares a finished generation with an earlier one of the same prompt."""
 
-    name: ClassVar[str] = "same_prompt"
-    streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
-    findings = finding_kinds(SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS)
+    name = "same_prompt"
+    streams = ("inputs.mask",)
+    findings = finding_kinds("twins.*")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; earlier ones are kept, also those of other models."""
         super().on_generation_start(context)
-        prompt = tuple(token.token_id for token in context.generation.tokens)
-        self._current = _GenerationRun(
-            context.generation.generation, () if context.is_standalone else prompt
-        )
-        if self._current.prompt:
+        tokens = () if context.is_standalone else context.generation.tokens
+        prompt = tuple(token.token_id for token in tokens)
+        self._current = _GenerationRun(context.generation.generation, prompt)
+        if prompt:
             self._generations.append(self._current)
 
     @property
     def _generations(self) -> deque[_GenerationRun]:
-        runs: deque[_GenerationRun] = self.context.shared_memory.setdefault(
-            self.name, deque(maxlen=MAX_GENERATIONS)
-        )
-        return runs
+        kept: deque[_GenerationRun] = deque(maxlen=MAX_GENERATIONS)
+        return cast("deque[_GenerationRun]", self.context.shared_memory.setdefault(self.name, kept))
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Store the step, without its large arrays."""
@@ -100,20 +95,20 @@ class SamePromptRule(Rule):
         if odd is not None:
             layer = odd.masks[0].layers[0] if odd.masks else difference.jump
             text = _describe_difference(odd, limit)
-            yield self._generations_finding(a, b, DIFFERS, text, odd, layer)
+            yield self._generations_finding(a, b, "twins.differ", text, odd, layer)
             return
-        last = len(differences) - 1
-        logits = [run.steps[last].logits for run in (a, b)]
-        best_ids = {
-            one.candidates[0].token_id if one and one.candidates else None for one in logits
-        }
-        is_drawn = parted is not None and len(best_ids) == 1
-        finding_id, text = DIFFERS_BY_ROUNDING, _describe_rounding(differences, is_drawn)
+        logits = [run.steps[len(differences) - 1].logits for run in (a, b)]
+        best = [one.candidates[0].token_id if one and one.candidates else None for one in logits]
+        is_drawn = parted is not None and best[0] == best[1]
+        finding_id, text = "twins.rounding", _describe_rounding(differences, is_drawn)
         # Steps are equal if they differ only in the last bits.
         largest = max((layer.difference for one in differences for layer in one.layers), default=0)
         is_equal = largest < 1e-4 and all((one.logits or 0.0) < 1e-3 for one in differences)
         if (parted is None or is_drawn) and is_equal:
-            finding_id, text = SAME_OUTPUT, _describe_same(differences)
+            moved, n_steps = max(one.logits or 0.0 for one in differences), len(differences)
+            steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
+            sampled = "" if parted is None else _describe_sampled(parted)
+            finding_id, text = "twins.same", f"and {steps} (logits up to {moved:.1g}){sampled}"
         yield self._generations_finding(a, b, finding_id, text, parted or differences[0])
 
     def _generations_finding(
@@ -135,30 +130,20 @@ class SamePromptRule(Rule):
         ran_a, ran_b = ("", "") if paths[0] == paths[1] else (f" ({path})" for path in paths)
         margins = [None if math.isnan(one) else one for one in at.margins or ()]
         by_layer = {str(one.layer): round(one.difference, 6) for one in at.layers}
-        finding = self.finding(
-            None,
-            finding_id,
+        sentence = (
             f"Generation {b.generation}{ran_b} has the same prompt as generation "
-            f"{a.generation}{ran_a}, {text}.",
-            layers=() if layer is None else (layer,),
-            positions=pads or (() if first is None else (first[0],)),
-            evidence={"logits": at.logits, "margins": margins, "layers": by_layer},
+            f"{a.generation}{ran_a}, {text}."
         )
-        return replace(finding, step=at.step)
+        options: dict[str, Any] = {"layers": () if layer is None else (layer,)}
+        options["positions"] = pads or (() if first is None else (first[0],))
+        options["evidence"] = {"logits": at.logits, "margins": margins, "layers": by_layer}
+        return replace(self.finding(None, finding_id, sentence, **options), step=at.step)
 
 
 def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Number of layers, and heads and head dimension of each call, to tell models apart."""
     layers = {one.layer for one in run.steps[0].layer_stats}
     return len(layers), tuple((call.q_heads, call.head_dim) for call in run.steps[0].calls)
-
-
-def _describe_same(differences: Sequence[step_diff.StepDifference]) -> str:
-    moved = max((one.logits or 0.0 for one in differences), default=0.0)
-    n_steps = len(differences)
-    sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
-    steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
-    return f"and {steps} (logits up to {moved:.1g}){sampled}"
 
 
 def _describe_sampled(parted: step_diff.StepDifference) -> str:
@@ -189,10 +174,8 @@ def _describe_difference(odd: step_diff.StepDifference, limit: float) -> str:
         first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
         cells = "" if mask.cells is None else f" ({plural(mask.cells, 'cell')}{first})"
         what.append(f"the masks of layers {format_ranges(mask.layers)} differ{cells}")
-    if odd.lengths:
-        what.append(f"the computed rows differ ({odd.lengths})")
-    if odd.positions:
-        what.append(f"the position ids differ ({odd.positions})")
+    inputs = {"computed rows": odd.lengths, "position ids": odd.positions}
+    what += [f"the {name} differ ({texts})" for name, texts in inputs.items() if texts]
     jump, worst = step_diff.find_jump(odd.layers, limit), odd.worst
     if jump is not None:
         what.append(f"layer {jump.layer} adds a relative difference of {jump.added:.2g}")

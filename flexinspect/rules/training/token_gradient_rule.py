@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -20,66 +20,51 @@ from flexinspect.records.finding import Finding
 from flexinspect.records.token_gradients import GradientRecord, GradientStat
 from flexinspect.rules.engine import Rule, finding_kinds
 
-GRADIENT_NAN, GRADIENT_INF = "gradient.nan", "gradient.inf"
-EXPLODING, VANISHING, DEAD = "gradient.exploding", "gradient.vanishing", "gradient.dead"
-FORWARD_CHECK, ANOMALY = "gradient.gate", "gradient.anomaly"
-
 MAX_LAYER_GROWTH = 100.0
 """Growth of a hidden state's gradient through one layer from which it explodes, and whose inverse
 is the shrinking from which it vanishes. Measured: 0.9 to 1.3 in the demo model, 1.1 to 3 in random
 models of seven families."""
-
 MIN_RELATIVE_NORM = 1e-6
 """Norm of a weight's gradient, relative to that at the logits, below which it vanishes: the
 threshold that training tools use for absolute norms. Clean models stay above 0.1."""
-
-_CHECKED_PARTS = frozenset({"q", "k", "v", "qkv", "o", "mlp"})
-"""Parts whose matrices are checked; small gradients of norms and biases are not a fault."""
+_CHECKED_PARTS = ("q", "k", "v", "qkv", "o", "mlp")  # gradients of norms and biases may be small
 _MAX_NAMED_PARAMETERS = 6
 
 
 class GradientsRule(Rule):
     """Checks the gradients of generated tokens, which are recorded with `--grads`."""
 
-    name: ClassVar[str] = "gradients"
-    findings = finding_kinds(
-        *(GRADIENT_NAN, GRADIENT_INF, EXPLODING, VANISHING, DEAD, FORWARD_CHECK, ANOMALY)
-    )
+    name = "gradients"
+    findings = finding_kinds("gradient.*")
 
     def on_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
         """Check the gradients of one token."""
-        if gradients.anomaly:
-            yield self._anomaly_finding(gradients, gradients.anomaly)
+        if anomaly := gradients.anomaly:
+            message, *_ = anomaly.splitlines()
+            parts = message.split("'")  # Function 'SqrtBackward0' returned nan values in its ...
+            function = parts[1] if len(parts) > 2 else message
+            sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
+            facts, id_ = {"function": function, "anomaly_message": anomaly}, "gradient.anomaly"
+            yield self.finding(gradients, id_, sentence, evidence=facts, series=function)
         bad = [stat for stat in gradients.stats if stat.n_nan or stat.n_inf]
         if not gradients.matches_recorded:
-            yield self._forward_check_finding(gradients)
+            error, tolerance, path = gradients.logits_error, gradients.tolerance, gradients.path
+            sentence = (
+                f"The forward to differentiate for step {gradients.step} ({path}) is not what ran: "
+                f"its logits differ by {error:.2g} of the largest recorded one, but rounding "
+                f"explains at most {tolerance:.0e}."
+            )
+            evidence = {"check_error": error, "tolerance": tolerance, "path": path}
+            id_ = "gradient.gate"
+            yield self.finding(gradients, id_, sentence, evidence=evidence, series="gate")
         elif bad:
             yield self._nonfinite_finding(gradients, bad)
         elif 0 < gradients.scale < math.inf:  # else the probability is exactly 1: all are 0
             yield from self._check_growth(gradients)
             yield from self._check_small_gradients(gradients)
 
-    def _anomaly_finding(self, gradients: GradientRecord, anomaly: str) -> Finding:
-        message, *_ = anomaly.splitlines()
-        parts = message.split("'")  # Function 'SqrtBackward0' returned nan values in its 0th output
-        function = parts[1] if len(parts) > 2 else message
-        sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
-        evidence = {"function": function, "anomaly_message": anomaly}
-        return self.finding(gradients, ANOMALY, sentence, evidence=evidence, series=function)
-
-    def _forward_check_finding(self, gradients: GradientRecord) -> Finding:
-        error, tolerance, path = gradients.logits_error, gradients.tolerance, gradients.path
-        sentence = (
-            f"The forward to differentiate for step {gradients.step} ({path}) is not what ran: its "
-            f"logits differ by {error:.2g} of the largest recorded one, but rounding explains at "
-            f"most {tolerance:.0e}."
-        )
-        evidence = {"check_error": error, "tolerance": tolerance, "path": path}
-        return self.finding(gradients, FORWARD_CHECK, sentence, evidence=evidence, series="gate")
-
     def _nonfinite_finding(self, gradients: GradientRecord, bad: Sequence[GradientStat]) -> Finding:
-        is_nan = any(stat.n_nan for stat in bad)
-        kind = "NaN" if is_nan else "Inf"
+        kind = "NaN" if any(stat.n_nan for stat in bad) else "Inf"
         start, layer = _find_gradient_origin(gradients)
         sentence = (
             f"{kind} is in {_format_target(gradients)}: in {len(bad)} of "
@@ -87,32 +72,27 @@ class GradientsRule(Rule):
             f"{start}."
         )
         counts = {name: sum(getattr(stat, name) for stat in bad) for name in ("n_nan", "n_inf")}
-        return self.finding(
-            gradients,
-            GRADIENT_NAN if is_nan else GRADIENT_INF,
-            sentence,
-            layers=() if layer is None else (layer,),
-            evidence=_name_parameters(bad) | counts,
-            series=f"{kind} {layer}",
-        )
+        id_, layers = f"gradient.{kind.lower()}", () if layer is None else (layer,)
+        options: dict[str, Any] = {"evidence": _name_parameters(bad) | counts, "layers": layers}
+        return self.finding(gradients, id_, sentence, series=f"{kind} {layer}", **options)
 
     def _check_growth(self, gradients: GradientRecord) -> Iterator[Finding]:
         """Report each layer through which the gradient grows or shrinks too much."""
         for layer, rate in enumerate(layer_growth(gradients)):
             if rate >= MAX_LAYER_GROWTH:
-                finding_id, words = EXPLODING, f"grows {rate:.3g} times"
+                finding_id, words = "gradient.exploding", f"grows {rate:.3g} times"
             elif rate <= 1 / MAX_LAYER_GROWTH:
                 rest = f"{rate:.2g} of its size" if rate else "0"
-                finding_id, words = VANISHING, f"shrinks to {rest}"
+                finding_id, words = "gradient.vanishing", f"shrinks to {rest}"
             else:
                 continue
             sentence = (
                 f"{capitalize(_format_target(gradients))} {words} from the output of layer {layer} "
                 "back to its input (through the layers of clean models by less than 4)."
             )
-            evidence, series = {"growth": rate}, f"growth {layer}"
+            options: dict[str, Any] = {"layers": (layer,), "series": f"growth {layer}"}
             yield self.finding(
-                gradients, finding_id, sentence, layers=(layer,), evidence=evidence, series=series
+                gradients, finding_id, sentence, evidence={"growth": rate}, **options
             )
 
     def _check_small_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
@@ -123,24 +103,20 @@ class GradientsRule(Rule):
         zero = [stat for stat in weights if stat.norm == 0 and not _is_expected_zero(stat, weights)]
         tiny = [stat for stat in weights if 0 < stat.norm < MIN_RELATIVE_NORM * scale]
         for finding_id, which, words in (
-            (DEAD, zero, "is exactly 0"),
-            (VANISHING, tiny, f"is below {MIN_RELATIVE_NORM:.0e} of the logits'"),
+            ("gradient.dead", zero, "is exactly 0"),
+            ("gradient.vanishing", tiny, f"is below {MIN_RELATIVE_NORM:.0e} of the logits'"),
         ):
             if not which:
                 continue
             where = _format_stat_layers(gradients, which)
             # "q_proj" from "model.layers.2.self_attn.q_proj.weight"
             names = ", ".join(dict.fromkeys(stat.name.split(".")[-2:][0] for stat in which))
-            target = capitalize(_format_target(gradients))
+            target, count = capitalize(_format_target(gradients)), plural(len(which), "weight")
+            sentence = f"{target} {words} in {count}{where}: {names}."
             largest = max(stat.norm for stat in which)
-            yield self.finding(
-                gradients,
-                finding_id,
-                f"{target} {words} in {plural(len(which), 'weight')}{where}: {names}.",
-                layers=_stat_layers(which),
-                evidence={**_name_parameters(which), "largest_norm": largest, "scale": scale},
-                series=f"{where} {names}",
-            )
+            evidence = {**_name_parameters(which), "largest_norm": largest, "scale": scale}
+            options: dict[str, Any] = {"layers": _stat_layers(which), "series": f"{where} {names}"}
+            yield self.finding(gradients, finding_id, sentence, evidence=evidence, **options)
 
 
 def layer_growth(gradients: GradientRecord) -> list[float]:
@@ -162,11 +138,10 @@ def _find_gradient_origin(gradients: GradientRecord) -> tuple[str, int | None]:
     """Where in the backward it begins, and the layer, None outside the layers."""
     if gradients.value != gradients.value or not math.isfinite(gradients.scale):
         return "the logits are already not finite, so it comes from the forward", None
-    norms = gradients.layers
+    norms = () if gradients.layers is None else gradients.layers
     watched = {-1, *(stat.layer for stat in gradients.stats)}
-    numbered = () if norms is None else enumerate(norms)
-    nonfinite = [at for at, norm in numbered if at - 1 in watched and not np.isfinite(norm)]
-    if norms is None or not nonfinite:
+    nonfinite = [n for n, norm in enumerate(norms) if n - 1 in watched and not np.isfinite(norm)]
+    if not nonfinite:
         return "the gradients of the hidden states are finite", None
     last = nonfinite[-1]  # 0 is the embeddings, n the output of layer n - 1
     if last == len(norms) - 1:

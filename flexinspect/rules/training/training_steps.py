@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import Any
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
@@ -15,12 +15,6 @@ from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, finding_kinds
-
-LOSS_NAN, LOSS_SPIKE = "training.loss-nan", "training.loss-spike"
-GRADIENT_EXPLOSION, GRADIENT_VANISHING = "training.explosion", "training.vanishing"
-DEAD_PARAMETERS, LEARNING_RATE = "training.dead-parameters", "training.learning-rate"
-NAN_GRADIENT, FP16_OVERFLOW = "training.nan-gradient", "training.fp16-overflow"
-SCALER_SKIPS, LOADER_BOUND = "training.scaler-skips", "training.loader-bound"
 
 MAX_LEARNING_RATE = 1.0  # learning rates above this are reported
 LEARNED_SHARE = 1e-3  # below this share of the first loss, small gradients are expected
@@ -33,10 +27,7 @@ MIN_LOG_DEVIATIONS = 6.0
 MIN_SPIKE_RATIO = 2.0
 MIN_SPIKE_SHARE = 0.1
 """A spike exceeds the median by these deviations and ratio, and by a share of the first losses.
-
-Small losses of small batches vary by powers of ten, so a spike must also stand out among their
-logarithms.
-"""
+Losses of small batches vary by powers of ten, so it must also stand out among their logarithms."""
 
 MAX_SKIPS = 5  # consecutive skipped steps after the first update of a run
 MAX_INITIAL_SKIPS = 10  # consecutive skipped steps before the first update
@@ -46,20 +37,15 @@ MIN_WAIT_SHARE = 0.5
 MIN_WAIT_MS = 5.0
 MIN_OUTSIDE_MS = 30.0
 """Steps that are compared after the warm-up; share and milliseconds from which waiting counts.
-
 If the loader is not watched, only the time outside all other work is known (`MIN_OUTSIDE_MS`), with
-a few switches of the interpreter lock (5 ms each).
-"""
+a few switches of the interpreter lock (5 ms each)."""
 
 
 class TrainingRule(Rule):
     """Checks each optimizer step; one finding of each kind, at its first step."""
 
-    name: ClassVar[str] = "training_steps"
-    findings = finding_kinds(
-        *(LOSS_NAN, LOSS_SPIKE, GRADIENT_EXPLOSION, GRADIENT_VANISHING, DEAD_PARAMETERS),
-        *(LEARNING_RATE, NAN_GRADIENT, FP16_OVERFLOW, SCALER_SKIPS, LOADER_BOUND),
-    )
+    name = "training_steps"
+    findings = finding_kinds("training.*")
 
     def on_generation_start(self, context: RuleContext) -> None:
         """Reset the state of a run."""
@@ -79,42 +65,40 @@ class TrainingRule(Rule):
             *(self._check_loader, self._check_unreached, self._check_dead),
         )
         if step.training is not None:
-            found = [check(step, step.training) for check in checks]
-            yield from (finding for finding in found if finding is not None)
+            yield from filter(None, [check(step, step.training) for check in checks])
 
     def _finding(
-        self,
-        step: StepRecord,
-        finding_id: str,
-        sentence: str,
-        evidence: AnomalyOrigin | Mapping[str, Any],
-        severity: Severity | None = None,
-        series: str = "",
+        self, step: StepRecord, id_: str, sentence: str, evidence: Mapping[str, Any], **options: Any
     ) -> Finding:
         """A finding that is merged with those of its kind at other steps."""
-        if isinstance(evidence, AnomalyOrigin):
-            evidence = _origin_evidence(evidence)
-        series = series or finding_id
-        return self.finding(
-            step, finding_id, f"{sentence}.", severity=severity, evidence=evidence, series=series
-        )
+        options = {"series": id_, **options}
+        return self.finding(step, id_, f"{sentence}.", evidence=evidence, **options)
 
     def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        origin = training.anomaly_origin
-        kind = None if origin is None else origin.kind
-        if origin is not None and kind == "module" and origin.detail == "float16":
+        origin = training.anomaly_origin or AnomalyOrigin("", "")
+        evidence, kind = _origin_evidence(origin), origin.kind
+        if kind == "module" and origin.detail == "float16":
             sentence = (
                 f"The float16 output of {printable(origin.name)} is not finite in step "
                 f"{step.step}: it may have overflowed (largest value 65504); its weights are "
                 f"finite{_describe_carriers(origin, 'module')}"
             )
-            return self._finding(step, FP16_OVERFLOW, sentence, origin)
+            return self._finding(step, "training.fp16-overflow", sentence, evidence)
         has_bad_output = kind in ("input", "weights", "module", "loss") and not training.has_loss
         if training.is_loss_anomaly or (has_bad_output and not training.is_skipped):
-            return self._loss_finding(step, training, origin or AnomalyOrigin("loss", ""))
-        if origin is not None and kind == "backward" and not training.is_skipped:
-            return self._gradient_finding(step, training, origin)
-        return None
+            return self._loss_finding(step, training, origin if kind else AnomalyOrigin("loss", ""))
+        if kind != "backward" or training.is_skipped:
+            return None
+        loss = "the loss was not reported"
+        if training.has_loss:
+            loss = f"the loss {training.loss:.4g} is finite"
+        arrives = ", but the incoming gradient is not" if "arrives" in origin.detail else ""
+        sentence = (
+            f"The gradient of {printable(origin.name)} is not finite in step {step.step} "
+            f"({printable(origin.detail.partition(';')[0])}), the first on the way back from the "
+            f"loss; {loss}{arrives}{_describe_carriers(origin, 'parameter')}"
+        )
+        return self._finding(step, "training.nan-gradient", sentence, evidence)
 
     def _loss_finding(
         self, step: StepRecord, training: TrainingStepRecord, origin: AnomalyOrigin
@@ -131,23 +115,8 @@ class TrainingRule(Rule):
         history += f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else ""
         rates = [*training.learning_rates]
         evidence = {**_origin_evidence(origin), "loss": training.loss, "learning_rates": rates}
-        return self._finding(
-            step, LOSS_NAN, f"{subject}: {_describe_origin(origin)}{history}", evidence
-        )
-
-    def _gradient_finding(
-        self, step: StepRecord, training: TrainingStepRecord, origin: AnomalyOrigin
-    ) -> Finding:
-        loss = "the loss was not reported"
-        if training.has_loss:
-            loss = f"the loss {training.loss:.4g} is finite"
-        arrives = ", but the incoming gradient is not" if "arrives" in origin.detail else ""
-        sentence = (
-            f"The gradient of {printable(origin.name)} is not finite in step {step.step} "
-            f"({printable(origin.detail.partition(';')[0])}), the first on the way back from the "
-            f"loss; {loss}{arrives}{_describe_carriers(origin, 'parameter')}"
-        )
-        return self._finding(step, NAN_GRADIENT, sentence, origin)
+        sentence = f"{subject}: {_describe_origin(origin)}{history}"
+        return self._finding(step, "training.loss-nan", sentence, evidence)
 
     def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin = training.anomaly_origin
@@ -160,7 +129,7 @@ class TrainingRule(Rule):
             f"{origin.detail}{clipped}, above 10; the first on the way back from the loss"
             f"{_describe_carriers(origin, 'parameter')}"
         )
-        return self._finding(step, GRADIENT_EXPLOSION, sentence, origin)
+        return self._finding(step, "training.explosion", sentence, _origin_evidence(origin))
 
     def _check_vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin, total = training.anomaly_origin, training.total_norm
@@ -177,7 +146,7 @@ class TrainingRule(Rule):
             f"The gradient of {printable(origin.name)} vanishes in step {step.step}: its norm is "
             f"{origin.detail}, below 1e-6, of {total:.3g} in total{also}"
         )
-        return self._finding(step, GRADIENT_VANISHING, sentence, origin)
+        return self._finding(step, "training.vanishing", sentence, _origin_evidence(origin))
 
     def _check_dead(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if not training.gradients or training.is_skipped:
@@ -195,20 +164,20 @@ class TrainingRule(Rule):
             f"{since} to {step.step}{also}"
         )
         evidence = {"names": names[:100], "n": len(names)}
-        return self._finding(step, DEAD_PARAMETERS, sentence, evidence)
+        return self._finding(step, "training.dead-parameters", sentence, evidence)
 
     def _check_unreached(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        events = (one for one in step.events if one.kind == "parameters-without-gradient")
-        event = next(events, None)
-        if event is None:
+        facts = [one.data for one in step.events if one.kind == "parameters-without-gradient"]
+        if not facts:
             return None
-        names, n = list(event.data.get("names", [])), int(event.data.get("n", 0))
+        names, n = list(facts[0].get("names", [])), int(facts[0].get("n", 0))
         sentence = (
             f"{plural(n, 'trainable parameter')} get no gradient in step {step.step}, first "
             f"{printable(str(names[0]))}: the loss does not depend on them"
         )
-        evidence = {"names": names, "n": n}
-        return self._finding(step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached")
+        evidence: dict[str, Any] = {"names": names, "n": n}
+        id_, severity = "training.dead-parameters", Severity.NOTE
+        return self._finding(step, id_, sentence, evidence, severity=severity, series="unreached")
 
     def _check_rate(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         high = _highest_rate(training)
@@ -216,7 +185,7 @@ class TrainingRule(Rule):
             return None
         sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0"
         evidence = {"learning_rates": [*training.learning_rates]}
-        return self._finding(step, LEARNING_RATE, sentence, evidence)
+        return self._finding(step, "training.learning-rate", sentence, evidence)
 
     def _check_loss_spike(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         loss = training.loss
@@ -233,7 +202,8 @@ class TrainingRule(Rule):
             f"The loss jumps to {loss:.4g} in step {step.step}; the median of the {len(before)} "
             f"losses before is {middle:.4g}"
         )
-        return self._finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
+        evidence = {"loss": loss, "median": middle}
+        return self._finding(step, "training.loss-spike", sentence, evidence)
 
     def _check_scaler(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if not training.is_skipped:
@@ -242,14 +212,15 @@ class TrainingRule(Rule):
         self._n_skipped += 1
         if self._n_skipped < (MAX_SKIPS if self._n_done else MAX_INITIAL_SKIPS):
             return None
-        origin = training.anomaly_origin
+        origin = training.anomaly_origin or AnomalyOrigin("", "")
+        verb, what = "are" if origin.kind == "weights" else "is", _name_nonfinite(origin)
         scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
         sentence = (
             f"The gradient scaler has skipped {self._n_skipped} consecutive steps up to step "
-            f"{step.step}{scale}{'' if origin is None else _describe_nonfinite(origin)}"
+            f"{step.step}{scale}{f'; {what} {verb} not finite' if what else ''}"
         )
         evidence = {"in_a_row": self._n_skipped, "scale": training.scale}
-        return self._finding(step, SCALER_SKIPS, sentence, evidence)
+        return self._finding(step, "training.scaler-skips", sentence, evidence)
 
     def _check_loader(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if step.step < WARMUP_STEPS:
@@ -272,42 +243,33 @@ class TrainingRule(Rule):
         )
         severity = Severity.WARNING if is_measured else Severity.NOTE
         evidence = {"ms": typical, "share": share, "mean_ms": fmean(w for w, _ in self._waits)}
-        return self._finding(step, LOADER_BOUND, sentence, evidence, severity)
+        return self._finding(step, "training.loader-bound", sentence, evidence, severity=severity)
+
+
+def _name_nonfinite(origin: AnomalyOrigin) -> str:
+    """What is not finite; "" if everything is."""
+    name = printable(origin.name)
+    names = {"input": "the batch", "weights": f"the weights {name}", "loss": "the loss"}
+    names["module"] = f"the output of {'the model' if name == '(output)' else name}"
+    names["backward"] = f"the gradient of {name}"
+    return names.get(origin.kind, "")
 
 
 def _describe_origin(origin: AnomalyOrigin) -> str:
     """Where non-finite values come from, and how many modules propagate them."""
-    carried = _describe_carriers(origin, "module")
+    carried, what = _describe_carriers(origin, "module"), _name_nonfinite(origin)
     if origin.kind == "input":
         return "the input batch is already not finite"
     if origin.kind == "weights":
-        return f"the weights {printable(origin.name)} are not finite before the step{carried}"
+        return f"{what} are not finite before the step{carried}"
     if origin.kind == "module":
         dtype, _, weights = origin.detail.partition("; ")
         weights = printable(weights) or "whose weights are finite"
-        return (
-            f"it first appears in {_name_output(origin)} ({printable(dtype)}), {weights}{carried}"
-        )
+        return f"it first appears in {what} ({printable(dtype)}), {weights}{carried}"
     return (
         "the model's outputs are finite, so the loss function produces it (a logarithm of 0, a "
         "square that overflows)"
     )
-
-
-def _describe_nonfinite(origin: AnomalyOrigin) -> str:
-    """What is not finite, as the end of a sentence; "" if everything is."""
-    words = {
-        "input": "the batch is",
-        "weights": f"the weights {printable(origin.name)} are",
-        "module": f"{_name_output(origin)} is",
-        "loss": "the loss is",
-        "backward": f"the gradient of {printable(origin.name)} is",
-    }
-    return f"; {words[origin.kind]} not finite" if origin.kind in words else ""
-
-
-def _name_output(origin: AnomalyOrigin) -> str:
-    return f"the output of {'the model' if origin.name == '(output)' else printable(origin.name)}"
 
 
 def _describe_carriers(origin: AnomalyOrigin, what: str) -> str:
