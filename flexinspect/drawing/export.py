@@ -218,34 +218,22 @@ def _draw_row(drawing: _Drawing, strip: Strip, y: int) -> None:
             x += cell_len(piece)
 
 
-def _split_pieces(text: str) -> Iterator[str]:
-    """Yield runs of one block character, single wide characters, and runs of narrow text."""
-    if text.isascii():
-        yield text
-        return
-    for char, group in groupby(_split_clusters(text), key=_cluster_kind):
-        if char:
-            yield "".join(group)
-        else:
-            yield from group
+def _split_pieces(text: str) -> list[str]:
+    """Return runs of one block character, single wide characters, and runs of narrow text.
 
-
-def _split_clusters(text: str) -> list[str]:
-    """Return the characters, each with the zero-width marks that follow it."""
-    clusters: list[str] = []
+    A zero-width mark belongs to the character before it.
+    """
+    pieces: list[str] = []
+    last = None
     for char in text:
-        if clusters and not cell_len(char):
-            clusters[-1] += char
+        width = cell_len(char)
+        kind = char if char in _AREAS or char in _SHADES else width
+        if pieces and (not width or (kind == last and kind != 2)):
+            pieces[-1] += char
         else:
-            clusters.append(char)
-    return clusters
-
-
-def _cluster_kind(cluster: str) -> str:
-    """Return the block character itself, "t" for narrow text, "" for a wide character."""
-    if cluster in _AREAS or cluster in _SHADES:
-        return cluster
-    return "t" if cell_len(cluster) == 1 else ""
+            pieces.append(char)
+        last = kind if width else last
+    return pieces
 
 
 def _printable(text: str) -> str:

@@ -83,6 +83,13 @@ def boxes(
     return strips
 
 
+def draw_scale(palette: Palette, theme: Theme) -> list[tuple[str, Style]]:
+    """Return the colours of a palette from the lowest to the highest level as spans of a legend."""
+    levels = np.linspace(0, palette.size - 1, 8).astype(np.uint8)
+    (scale,) = boxes(levels[None], palette, theme, cell_width=1)
+    return [(segment.text, segment.style or Style.null()) for segment in scale]
+
+
 def _clamp_levels(levels: Levels, palette: Palette) -> Levels:
     return np.minimum(levels, np.uint8(palette.size - 1))
 
@@ -121,8 +128,7 @@ def _cursor_segment(level: int, width: int, palette: Palette, theme: Theme) -> S
     if theme.no_color:
         inside, style = palette.ramp[level], theme.style("cursor")
     else:
-        back = palette.pairs[level * palette.size + level].style or Style.null()
-        inside, style = " ", back + Style(color=palette.text_color(level), bold=True)
+        inside, style = " ", palette.style(level) + Style(bold=True)
     return Segment("+" if width == 1 else f"[{inside * (width - 2)}]", style)
 
 
@@ -201,11 +207,12 @@ class Palette:
             self._runs[key, length] = run
         return run
 
-    def text_color(self, level: int) -> Color:
-        """Return black or white, whichever contrasts more with the colour of a level."""
+    def style(self, level: int) -> Style:
+        """Return the style of text on a level: black or white, whichever contrasts more."""
         red, green, blue = self.rgb[level]
         bright = 0.299 * red + 0.587 * green + 0.114 * blue > 127  # luma of ITU-R BT.601
-        return Color.from_rgb(0, 0, 0) if bright else Color.from_rgb(255, 255, 255)
+        ink = Color.from_rgb(0, 0, 0) if bright else Color.from_rgb(255, 255, 255)
+        return Style(color=ink, bgcolor=Color.from_rgb(red, green, blue))
 
 
 def quantise(values: npt.ArrayLike, low: float, high: float, size: int) -> Levels:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import compress
 from statistics import median
 
 from msgspec import Struct
+from msgspec.structs import replace
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.plots import bar, format_number, timeline
+from flexinspect.drawing.plots import bar, finite_bounds, format_number, timeline
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
+from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
@@ -45,6 +47,9 @@ _SCORE_RTOL = 1e-5
 
 _MAX_HISTOGRAM_HEIGHT = 8
 """Maximum lines of the histogram, its title included."""
+
+MIN_HEADER_HEIGHT = 5
+"""Height from which the candidates have a header."""
 
 _NUMBER_WIDTH = 7
 
@@ -172,16 +177,10 @@ def _describe_processors(data: LogitsData) -> str:
 
 def _candidate_numbers(candidate: Candidate, width: int) -> tuple[str, str, str, str]:
     """Return the logit, its probability, the score and its probability (or "filtered")."""
-    logit, before, score, after = (
-        format_number(value, width)
-        for value in (
-            candidate.logit,
-            probability(candidate.logprob),
-            candidate.score,
-            probability(candidate.score_logprob),
-        )
-    )
-    return logit, before, score, "filtered" if is_filtered(candidate) else after
+    before, after = probability(candidate.logprob), probability(candidate.score_logprob)
+    values = (candidate.logit, before, candidate.score, after)
+    logit, prob, score, prob_after = (format_number(value, width) for value in values)
+    return logit, prob, score, "filtered" if is_filtered(candidate) else prob_after
 
 
 def _candidate_table(data: LogitsData) -> list[str]:
@@ -259,11 +258,8 @@ class LogitsPanel(TimelinePanel[LogitsData]):
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
-            raise Missing(
-                f"No logits are recorded at step {place.step}.",
-                "The logits hook records them at every level; 'flexinspect dump' shows whether it "
-                "was disabled.",
-            )
+            missing = f"No logits are recorded at step {place.step}."
+            raise Missing(missing, hook_hint("logits", "them"))
         rows = step_range(reader, place.generation, window.start, window.stop, place.branch)
         tokens = reader.step_tokens(place.generation, place.step, branch)
         text = next((token.text for token in tokens if token.token_id == record.chosen_id), None)
@@ -288,7 +284,11 @@ class LogitsPanel(TimelinePanel[LogitsData]):
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
         layout, pen = logits_layout(data, request.width, request.height), Pen(theme, request.width)
-        left = _draw_candidates(data, layout, pen.resize(left_width(request.width)))
+        left_pen = pen.resize(left_width(request.width))
+        left = _draw_candidates(data, layout.rows, request.height >= MIN_HEADER_HEIGHT, left_pen)
+        if layout.histogram:
+            left += [left_pen.line()] * is_two_column(request.width)
+            left += _draw_histogram(data, layout.histogram, left_pen)
         timelines = self.draw_timelines(data, request, theme)
         problem = describe_bad_logits(data)
         rank, steps = format_rank(data.record.chosen_rank), data.window.format_steps()
@@ -302,10 +302,10 @@ class LogitsPanel(TimelinePanel[LogitsData]):
     def draw_timeline(self, name: str, data: LogitsData, area: Area, theme: Theme) -> list[Strip]:
         """Draw one of `SERIES` over the window."""
         values, window = data.series(name), data.window
-        finite = [v for v in values.values() if v is not None and math.isfinite(v)]
-        limits = "no finite value"
-        if finite:
-            limits = f"{format_number(min(finite))} to {format_number(max(finite))}"
+        low, high = finite_bounds(values.values())
+        limits = f"{format_number(low)} to {format_number(high)}"
+        if low is None:
+            limits = "no finite value"
         title = [
             (f"{name} ", "title"),
             (f"{format_number(values.get(window.current))}{UNITS[name]}", "strong"),
@@ -318,34 +318,34 @@ class LogitsPanel(TimelinePanel[LogitsData]):
 class LogitsLayout(Struct, frozen=True):
     """The lines of candidates (their header included) and of the histogram, and the timelines.
 
-    The areas of the timelines exclude their titles; they are beside the rest if `is_wide`.
+    The areas of the timelines exclude their titles.
     """
 
-    is_wide: bool
-    has_header: bool
     rows: int
     histogram: int
     timelines: dict[str, Area]
 
 
 def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
-    """Lay out a picture of this size."""
-    wide, names, has_header = is_two_column(width), data.series_names, height >= 5
+    """Lay out a picture of this size: the timelines are beside the rest, or below it."""
+    wide, names, has_header = is_two_column(width), data.series_names, height >= MIN_HEADER_HEIGHT
     rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
     if wide:
-        timelines = stack_timelines(names, width, 0, height)
+        rest, timelines = height - rows - 1, stack_timelines(names, width, 0, height)
     else:
         reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
         rows = min(rows, height - reserved // len(names) * len(names))
         timelines = stack_timelines(names, width, rows, height - rows)
-    n_lines = 1 if wide else sum(area.height + 1 for area in timelines.values())
-    rest = height - rows - n_lines
+        rest = height - rows - sum(area.height + 1 for area in timelines.values())
     histogram = min(rest, _MAX_HISTOGRAM_HEIGHT) if data.record.histogram and rest >= 3 else 0
-    return LogitsLayout(wide, has_header, rows, histogram, timelines)
+    if not wide:
+        timelines = {n: replace(area, y=area.y + histogram) for n, area in timelines.items()}
+    return LogitsLayout(rows, histogram, timelines)
 
 
-def _draw_candidates(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[Strip]:
+def _draw_candidates(data: LogitsData, rows: int, header: bool, pen: Pen) -> list[Strip]:
     record, is_unknown = data.record, data.record.chosen_id == UNKNOWN
+    rank = "?" if is_unknown else str(record.chosen_rank)
     summary: list[NamedSpan] = [
         ("entropy ", "muted"),
         (format_number(record.entropy), "strong"),
@@ -353,26 +353,20 @@ def _draw_candidates(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[S
         ("  margin ", "muted"),
         (format_number(record.margin), "strong"),
         ("  rank ", "muted"),
-        (
-            "?" if is_unknown else str(record.chosen_rank),
-            "warn" if record.chosen_rank else "strong",
-        ),
+        (rank, "warn" if record.chosen_rank else "strong"),
     ]
     strips = [pen.line(*summary)]
-    if layout.has_header:
+    if header:
         titles = ("logit", "before" if data.is_processed else "prob", "score", "after")
         strips.append(_draw_row("    ", "token", titles, "muted", None, data, pen))
-    room = layout.rows - len(strips)
+    room = rows - len(strips)
     shown = record.candidates[:room]
     if data.chosen not in shown and room > 0:
         shown = shown[: room - 1]
     strips += [_draw_candidate(candidate, data, pen) for candidate in shown]
     if data.chosen not in shown and room > 0:
         strips.append(_draw_unlisted_choice(data, pen))
-    if not layout.histogram:
-        return strips
-    gap = [pen.line()] if layout.is_wide else []
-    return [*strips, *gap, *_draw_histogram(data, layout.histogram, pen)]
+    return strips
 
 
 def _draw_candidate(candidate: Candidate, data: LogitsData, pen: Pen) -> Strip:
@@ -423,16 +417,14 @@ def _draw_row(
     columns = (has_logits, True, has_logits and processed, processed)
     widths = (*(_NUMBER_WIDTH,) * 3, _NUMBER_WIDTH + 2)
     after_style = "muted" if numbers[3] == "filtered" else style
-    spans: list[NamedSpan] = [(mark, style), (clip_text(label, name), style)]
-    spans += [
+    styles = ("muted", style, "muted", after_style)
+    cells = [
         (" " + align_right(number, n), number_style)
-        for number, n, number_style, is_shown in zip(
-            numbers, widths, ("muted", style, "muted", after_style), columns, strict=True
-        )
-        if is_shown
+        for number, n, number_style in zip(numbers, widths, styles, strict=True)
     ]
     length = "" if share is None or not room else " " + bar(share, room)
-    return pen.line(*spans, (length, "accent"))
+    label_spans = [(mark, style), (clip_text(label, name), style)]
+    return pen.line(*label_spans, *compress(cells, columns), (length, "accent"))
 
 
 def _draw_histogram(data: LogitsData, height: int, pen: Pen) -> list[Strip]:

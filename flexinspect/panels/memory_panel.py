@@ -14,7 +14,7 @@ from flexinspect.drawing.plots import bar
 from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes
-from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
+from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
@@ -81,11 +81,7 @@ class MemoryData(Struct, frozen=True):
     @property
     def figures(self) -> list[str]:
         """The titles of the recorded figures: those of CUDA only on a CUDA device."""
-        return [
-            name
-            for name, value in FIGURES.items()
-            if any(value(record) is not None for record in self.records.values())
-        ]
+        return [name for name in FIGURES if set(self.series(name).values()) - {None}]
 
     def series(self, name: str) -> dict[int, int | None]:
         """Return a figure for each loaded step."""
@@ -101,11 +97,9 @@ class MemoryData(Struct, frozen=True):
 
         Step 0 never has one.
         """
-        values = self.series(name)
-        pairs = pairwise(values.items())
         return {
             step: new - old
-            for (before, old), (step, new) in pairs
+            for (before, old), (step, new) in pairwise(self.series(name).items())
             if step == before + 1 and old is not None and new is not None
         }
 
@@ -158,32 +152,20 @@ def growth_trend(data: MemoryData, name: str) -> float | None:
     return median_growth(data, name)
 
 
-class MemoryLeak(Struct, frozen=True):
-    """A figure that grows much faster than the KV cache; both rates in bytes per step."""
-
-    name: str
-    rate: int
-    cache: int
-
-    def format_note(self) -> str:
-        """Return both rates in a short form."""
-        rate, cache = human_bytes(self.rate), human_bytes(self.cache)
-        return f"{self.name} grows by {rate} a step, the KV cache by {cache}"
-
-    def sentence(self, window: StepWindow) -> str:
-        """Return a full sentence with the steps and the conclusion."""
-        where = f"throughout {window.format_steps()}"
-        return f"{self.format_note()}, {where}: something else keeps memory at every step."
-
-
-def find_leak(data: MemoryData) -> MemoryLeak | None:
-    """Return the figure that grows much faster than the KV cache in the window, if there is one."""
+def find_leak(data: MemoryData) -> str:
+    """Describe the figure that grows much faster than the KV cache in the window, "" without."""
     cache = growth_trend(data, "KV cache") or 0.0
     for name in ("CUDA allocated", "RSS"):
         rate = growth_trend(data, name) if name in data.figures else None
         if rate is not None and rate >= max(LEAK_FACTOR * cache, LEAK_BYTES):
-            return MemoryLeak(name, round(rate), round(cache))
-    return None
+            own, other = human_bytes(round(rate)), human_bytes(round(cache))
+            return f"{name} grows by {own} a step, the KV cache by {other}"
+    return ""
+
+
+def _leak_sentences(data: MemoryData) -> list[str]:
+    leak, where = find_leak(data), f"throughout {data.window.format_steps()}"
+    return [f"{leak}, {where}: something else keeps memory at every step."] if leak else []
 
 
 def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
@@ -217,11 +199,8 @@ class MemoryPanel(TimelinePanel[MemoryData]):
         before = max(window.start - 1, window.first)
         records = memory_range(reader, place.generation, before, window.stop, place.branch)
         if not any(step in records for step in window.steps):
-            raise Missing(
-                f"No memory is recorded in {window.format_steps()}.",
-                "The memory hook records it at every level; 'flexinspect dump' shows whether it "
-                "was disabled.",
-            )
+            missing = f"No memory is recorded in {window.format_steps()}."
+            raise Missing(missing, hook_hint("memory", "it"))
         branch = branch_of_step(reader, place.generation, window.current, place.branch)
         step = reader.step(place.generation, window.current, branch)
         record = records.get(window.current)
@@ -231,19 +210,17 @@ class MemoryPanel(TimelinePanel[MemoryData]):
 
     def describe(self, data: MemoryData) -> list[str]:
         """Return a leak if there is one, the figures as a table, the cache by segment, ranges."""
-        leak, current = find_leak(data), data.window.current
-        lines = [leak.sentence(data.window)] if leak else []
+        lines, current = _leak_sentences(data), data.window.current
         if data.current_record is None:
             lines.append(f"No memory is recorded at step {current}.")
-        title = f"growth from step {current - 1}:"
-        if current == data.window.first:
-            title = "the first one: no growth yet."
+        is_first = current == data.window.first
+        title = "the first one: no growth yet." if is_first else f"growth from step {current - 1}:"
         lines.append(f"Memory at the end of step {current}, {title}")
         rows = [("", "now", "growth", "median growth per step")]
         rows += [(name, *figure_texts(data, name)) for name in data.figures]
         lines += [f"{name:<14}  {now:>9}  {new:>9}  {usual:>22}" for name, now, new, usual in rows]
-        lines += _describe_cache(data)
-        return lines + [_describe_range(data, name) for name in data.figures if name != "model"]
+        ranges = [_describe_range(data, name) for name in data.figures if name != "model"]
+        return [*lines, *_describe_cache(data), *ranges]
 
     def paint(self, data: MemoryData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the figures, then timelines and segments if there is room for them."""
@@ -251,16 +228,15 @@ class MemoryPanel(TimelinePanel[MemoryData]):
         left_pen = pen.resize(left_width(request.width))
         timelines = self.draw_timelines(data, request, theme)
         left = _draw_figures(data, left_pen)
+        leak = _draw_leak_warning(data, pen.resize(timeline_columns(request.width)))
         if is_two_column(request.width):
-            warning = _draw_leak_warning(data, pen.resize(timeline_columns(request.width)))
-            timelines = [*warning, *timelines]
+            timelines = [*leak, *timelines]
             left += _draw_cache_parts(data, left_pen, height - len(left))
         else:
-            left = [*_draw_leak_warning(data, pen), *left]
+            left = [*leak, *left]
             timelines += _draw_cache_parts(data, pen, height - len(left) - len(timelines))
-        leak = find_leak(data)
-        note = leak.format_note() if leak else data.window.format_steps()
-        return Picture(draw_beside(left, timelines, height, pen), note, alarm=leak is not None)
+        note = find_leak(data) or data.window.format_steps()
+        return Picture(draw_beside(left, timelines, height, pen), note, alarm=bool(leak))
 
     def timeline_areas(self, data: MemoryData, width: int, height: int) -> dict[str, Area]:
         """Return the areas of the timelines, without their titles."""
@@ -307,8 +283,7 @@ def _describe_range(data: MemoryData, name: str) -> str:
 
 
 def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
-    leak = find_leak(data)
-    return pen.paragraph(leak.sentence(data.window), "warn") if leak else []
+    return pen.paragraphs((sentence, "warn") for sentence in _leak_sentences(data))
 
 
 def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:
@@ -326,13 +301,13 @@ def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
         return []
     strips = [pen.line(("KV cache by segment ", "title"), ("(by length)", "muted"))]
     largest = max(part.n_bytes for part in data.parts)
-    name = min(max(pen.width // 3, 6), 18)
+    width = min(max(pen.width // 3, 6), 18)
     for part in _largest_parts(data.parts, room - 1):
         share = part.n_bytes / largest if largest and part in data.parts else 0.0
         figures = f" {align_right(human_bytes(part.n_bytes), _BYTES_WIDTH)} {part.n_tokens:>6} tok "
-        length = bar(share, max(pen.width - name - len(figures), 0))
-        label = clip_text(part.label, name)
-        strips.append(pen.line((label, "text"), (figures, "muted"), (length, "accent")))
+        length = bar(share, max(pen.width - width - len(figures), 0))
+        spans = ((clip_text(part.label, width), "text"), (figures, "muted"), (length, "accent"))
+        strips.append(pen.line(*spans))
     return strips
 
 

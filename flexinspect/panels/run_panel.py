@@ -146,16 +146,14 @@ def _concatenation_lines(facts: RunFacts) -> list[str]:
     prompt = [s for s in facts.segments if s.kind is not SegmentKind.GENERATED]
     if not prompt:
         return []
-    n_tokens, positions = prompt[-1].stop, facts.generation.positions if facts.generation else ""
+    positions = facts.generation.positions if facts.generation else ""
     pieces = [s for s in prompt if s.kind is not SegmentKind.SEPARATOR]
-    more = len(pieces) - _MAX_SEGMENTS
-    head = pieces if more <= 0 else [*pieces[: _MAX_SEGMENTS - 1], pieces[-1]]
-    named = [f"{s.label} [{s.start}, {s.stop})" for s in head]
-    if more > 0:
-        named.insert(-1, f"… {more} more")
+    named = [f"{s.label} [{s.start}, {s.stop})" for s in pieces]
+    if (more := len(pieces) - _MAX_SEGMENTS) > 0:
+        named[_MAX_SEGMENTS - 1 : -1] = [f"… {more} more"]
     n_between = len(prompt) - len(pieces)
     return [
-        f"{n_tokens} tokens in {len(prompt)} segments",
+        f"{prompt[-1].stop} tokens in {len(prompt)} segments",
         f"positions {positions}" if positions else "",
         *named,
         f"and {plural(n_between, 'separator')}" if n_between else "",
@@ -179,9 +177,10 @@ def _mask_lines(facts: RunFacts) -> list[str]:
 
 def _patch_lines(facts: RunFacts) -> list[str]:
     parts = (("prefill", facts.prefill_calls), ("decode", facts.calls))
-    paths = [(name, _format_paths(calls)) for name, calls in parts if calls]
-    same = len({text for _, text in paths}) == 1
-    lines = [paths[0][1]] if same and paths else [f"{name}: {text}" for name, text in paths]
+    paths = {name: _format_paths(calls) for name, calls in parts if calls}
+    lines = [f"{name}: {text}" for name, text in paths.items()]
+    if len({*paths.values()}) == 1:
+        lines = [*paths.values()][:1]
     backends = dict.fromkeys(call.backend for call in (*facts.prefill_calls, *facts.calls))
     compiled = facts.fact("compiled")
     return [
@@ -192,13 +191,11 @@ def _patch_lines(facts: RunFacts) -> list[str]:
 
 
 def _format_paths(calls: Sequence[CallRecord]) -> str:
-    layers_by_path: dict[str, set[int]] = {}
+    layers: dict[str, set[int]] = {}
     for call in calls:
-        layers_by_path.setdefault(call.path, set()).add(call.layer)
-    return "; ".join(
-        f"{path}, {format_numbers('layer', sorted(layers))}"
-        for path, layers in sorted(layers_by_path.items())
-    )
+        layers.setdefault(call.path, set()).add(call.layer)
+    named = ((path, format_numbers("layer", sorted(layers[path]))) for path in sorted(layers))
+    return "; ".join(map(", ".join, named))
 
 
 def _decode_lines(facts: RunFacts) -> list[str]:
@@ -391,23 +388,24 @@ def _clamp_offset(offset: int, n_lines: int, height: int) -> int:
 def _load_generation_facts(
     source: Source, place: TracePlace, base: RunFacts, branches: Mapping[int, BranchRow]
 ) -> RunFacts:
-    reader, generation = source.reader, place.generation
-    segments = reader.segments(generation, place.branch) or reader.segments(generation)
+    reader, own = source.reader, (place.generation, place.branch)
+    generation, number = own
+    segments = reader.segments(*own) or reader.segments(generation)
     first = reader.steps(generation, 0, limit=1)
-    newest = newest_step(reader, generation, place.branch)
+    newest = newest_step(reader, *own)
     prefill = first[0] if first and first[0].phase == "prefill" else None
     prefill_calls = reader.calls(generation, prefill.step) if prefill else []
-    owner = branch_of_step(reader, generation, place.step, place.branch)
+    owner = branch_of_step(reader, generation, place.step, number)
     calls = reader.calls(generation, place.step, owner) if place.step else []
     if not calls:
         start = max(place.step - _WINDOW_STEPS // 2, 1)
-        near = step_range(reader, generation, start, start + _WINDOW_STEPS, place.branch)
+        near = step_range(reader, generation, start, start + _WINDOW_STEPS, number)
         calls = reader.calls(generation, near[0].step, near[0].branch) if near else []
-    masks = (call.mask for call in (*prefill_calls, *calls) if call.mask is not None)
-    mask = reader.mask_summary(name) if (name := next(masks, None)) is not None else None
-    row, branch = reader.generation(generation), branches.get(place.branch)
+    name = next((call.mask for call in (*prefill_calls, *calls) if call.mask is not None), None)
+    mask = reader.mask_summary(name) if name is not None else None
+    row, branch = reader.generation(generation), branches.get(number)
     answer = _load_answer(reader, place, branch, segments)
-    own, state = (generation, place.branch), (branch or row).state
+    time_key = ("decode time", *own, reader.last_step(*own))
     return replace(
         base,
         generation=row,
@@ -415,12 +413,10 @@ def _load_generation_facts(
         segments=tuple(segments),
         question=_load_question(reader, generation, segments),
         answer=answer,
-        is_correct=is_answer_correct(source, own, state, answer, row.expected),
+        is_correct=is_answer_correct(source, own, (branch or row).state, answer, row.expected),
         prefill=prefill,
         n_steps=0 if newest is None else newest + 1,
-        decode_time=source.get_or_create(
-            ("decode time", *own, reader.last_step(*own)), partial(decode_phase_time, reader, *own)
-        ),
+        decode_time=source.get_or_create(time_key, partial(decode_phase_time, reader, *own)),
         prefill_calls=tuple(prefill_calls),
         calls=tuple(calls),
         mask=mask,

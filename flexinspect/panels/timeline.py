@@ -97,8 +97,13 @@ def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> 
     """Return the window around a place, with two queries. Raises `Missing` without any step."""
     bounds = step_bounds(reader, place.generation, place.branch)
     if bounds is None:
-        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+        raise no_steps_yet()
     return step_window(place.step, *bounds, n_columns)
+
+
+def no_steps_yet() -> Missing:
+    """Return the error for a generation without any recorded step."""
+    return Missing("No step of this generation is recorded yet.", "Wait for its first step.")
 
 
 def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:
@@ -107,9 +112,8 @@ def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> St
     if bounds is None:
         raise Missing("No training step is recorded yet.", "Wait for the first one.")
     first, last = bounds
-    current = min(max(place.step, first), last)
     n_points = max(min(n_columns, last - first + 1), 1)
-    return StepWindow(first, last + 1, current, first, last, n_points)
+    return StepWindow(first, last + 1, min(max(place.step, first), last), first, last, n_points)
 
 
 class Area(Struct, frozen=True):

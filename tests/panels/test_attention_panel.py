@@ -92,7 +92,7 @@ def test_keys_that_a_sliding_cache_has_dropped_are_not_read_as_first_keys(made: 
     assert data.tokens.first_pos == N_PROMPT + 3 - 5
     expected = scene.weights(0, 3, N_PROMPT + 2)[data.tokens.first_pos :]
     np.testing.assert_allclose(data.tokens.weights, expected, atol=1e-5)
-    assert data.tokens.tokens[N_PROMPT + 2].text == f" w{N_PROMPT + 2}"
+    assert data.cells[N_PROMPT + 2].text == f" w{N_PROMPT + 2}"
 
 
 def test_the_measures_are_masses_entropy_and_sink(made: Made) -> None:
@@ -265,8 +265,8 @@ def test_a_forks_row_reads_the_keys_of_its_parent_before_the_fork(tmp_path: Path
     data = load(source, step=3, branch=1, layer=1, head=2)
     assert data.tokens is not None
     np.testing.assert_allclose(data.tokens.weights, fork.weights(1, 2, N_PROMPT + 2), atol=1e-5)
-    assert data.tokens.tokens[N_PROMPT + 1].text == f" w{N_PROMPT + 1}"
-    assert data.tokens.tokens[N_PROMPT + 2].text == " f2"
+    assert data.cells[N_PROMPT + 1].text == f" w{N_PROMPT + 1}"
+    assert data.cells[N_PROMPT + 2].text == " f2"
     before = load(source, step=1, branch=1)
     assert before.tokens is not None
     np.testing.assert_allclose(before.tokens.weights, scene.weights(0, 0, N_PROMPT), atol=1e-5)

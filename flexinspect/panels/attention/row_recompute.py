@@ -6,21 +6,14 @@ cached together, so that going to the next step reads little more than the new k
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.masks.attention_row import (
-    AttentionRow,
-    Bools,
-    Floats,
-    LseCheck,
-    kv_head_of,
-    row_scores,
-    row_weights,
-    worst_check,
-)
+from flexinspect.masks import attention_row
+from flexinspect.masks.attention_row import Bools, Floats, LseCheck, kv_head_of, row_scores
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
@@ -39,6 +32,7 @@ MAX_CACHED_MASK_CELLS = 1 << 22
 """Cells of a head up to which a mask is cached as a whole; of a larger one, the row that is shown.
 """
 
+N_HEAVIEST = 64
 EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
 
 
@@ -87,10 +81,10 @@ def load_queries(view: StepView, layer: int) -> Array:
         infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
         stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
         names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
-        missing = f"The queries and keys of layer {layer} are not stored"
-        raise RowNotRecordedError(
-            f"{missing}; those of layers {names} are." if stored else EXTREME_ONLY
+        missing = (
+            f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
         )
+        raise RowNotRecordedError(missing if stored else EXTREME_ONLY)
     if queries.ndim != 3:
         raise RowNotRecordedError(
             f"The stored queries of layer {layer} have the unexpected shape {queries.shape}."
@@ -102,10 +96,8 @@ def load_keys(view: StepView, call: CallRecord) -> list[Array]:
     """Return the keys of the call's layer up to this step: pieces (kv heads, rows, head dim)."""
     size = view.step_row.kv_after * call.kv_heads * call.head_dim * 4
     if size > MAX_READ_BYTES:
-        raise RowNotRecordedError(
-            f"The keys of this row take {size >> 20} MiB, "
-            f"more than the limit of {MAX_READ_BYTES >> 20} MiB."
-        )
+        limit = f"more than the limit of {MAX_READ_BYTES >> 20} MiB"
+        raise RowNotRecordedError(f"The keys of this row take {size >> 20} MiB, {limit}.")
     stop = view.step_row.step + 1
     spans = [(0, 1)]
     spans += [(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
@@ -167,10 +159,8 @@ def load_mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
 def _read_mask_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
     """Return a row of a mask of any size, bool (heads, 1, keys), None where it has none."""
     cells = find_mask_cells(reader, fingerprint)
-    if cells is None:
-        return None
-    at = 0 if cells.n_rows == 1 else row
-    if not 0 <= at < cells.n_rows:
+    at = 0 if cells is not None and cells.n_rows == 1 else row
+    if cells is None or not 0 <= at < cells.n_rows:
         return None
     heads = [
         packed
@@ -195,19 +185,30 @@ def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> b
     return bool(flags[row if len(flags) > 1 else 0])
 
 
-class RecomputedRow(Struct, frozen=True):
-    """A row over the keys from position `first_pos` on; `open_keys` says which are open.
+class TokenRow(Struct, frozen=True, dict=True):
+    """The weights of a row over its keys, float64 (keys,), 0 where `open_keys` is False.
 
-    `lse_check` is the row's own; only the newest row can be checked.
+    `total` is their sum. Key 0 is at position `first_pos`. `lse_check` is the row's own; only the
+    newest row can be checked.
     """
 
-    row: AttentionRow
+    weights: Floats
+    total: float
     open_keys: Bools
     first_pos: int
     lse_check: LseCheck
 
+    @cached_property
+    def heaviest(self) -> npt.NDArray[np.intp]:
+        """The keys with the largest weights, at most `N_HEAVIEST`, in descending order."""
+        n = min(int(self.open_keys.sum()), N_HEAVIEST)
+        ranked = np.where(self.open_keys, self.weights, -1.0)
+        top = np.argpartition(-ranked, n - 1)[:n] if 0 < n < len(ranked) else np.arange(len(ranked))
+        # Of equal weights the earlier key comes first.
+        return top[np.lexsort((top, -ranked[top]))][:n]
 
-def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> RecomputedRow:
+
+def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> TokenRow:
     """Recompute row `q_idx` of a head in call `index` of a step. Raises `RowNotRecordedError`.
 
     The newest row is normalised with the stored log-sum-exp. If the kernel returned none, that was
@@ -232,10 +233,15 @@ def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> Recomput
     open_keys = open_keys[:n_keys]  # a static cache has room for more
     if _is_row_averaged(view, call, head, row_in_step):
         scores = np.zeros_like(scores)
-    newest = q_idx == step_row.kv_after - 1
-    lse = _stored_lse(view, index, head) if newest else None
-    row = row_weights(scores[first_pos:], open_keys, lse)
-    return RecomputedRow(row, open_keys, first_pos, _make_lse_check(row.lse_error, call))
+    lse = _stored_lse(view, index, head) if q_idx == step_row.kv_after - 1 else None
+    row = attention_row.row_weights(scores[first_pos:], open_keys, lse)
+    check = LseCheck() if row.lse_error is None else LseCheck(row.lse_error, "lse")
+    if row.lse_error is not None and call.check_kind == "output":
+        errors = (row.lse_error, call.lse_error)
+        check = attention_row.worst_check(
+            [LseCheck(error, "output", call.dtype) for error in errors]
+        )
+    return TokenRow(row.weights, row.total, open_keys, first_pos, check)
 
 
 def _key_scores(view: StepView, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
@@ -254,14 +260,6 @@ def _stored_lse(view: StepView, index: int, head: int) -> float | None:
     if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
         return None
     return float(lse[index, head])
-
-
-def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
-    if own is None:
-        return LseCheck()
-    if call.check_kind != "output":
-        return LseCheck(own, "lse")
-    return worst_check([LseCheck(error, "output", call.dtype) for error in (own, call.lse_error)])
 
 
 def first_token_weights(view: StepView) -> Floats | None:
