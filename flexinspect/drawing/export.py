@@ -14,7 +14,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -122,27 +122,20 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
     try:
         import resvg_py
     except ImportError as error:
-        raise FlexInspectError(
-            "A PNG needs the package resvg-py, which is not installed.",
-            hint="pip install 'flexinspect[png]', or save as .svg, which needs no extra package.",
-        ) from error
+        hint = "pip install 'flexinspect[png]', or save as .svg, which needs no extra package."
+        missing = "A PNG needs the package resvg-py, which is not installed."
+        raise FlexInspectError(missing, hint=hint) from error
     font = find_monospace()
     if font is None:
         raise FlexInspectError(
             "A PNG needs a monospace font, and no known one was found on this machine.",
             hint="Install one (Debian: apt-get install fonts-dejavu-core), or save as .svg.",
         )
-    svg = svg.replace(_FONT_FAMILIES, f"'{font.family}'").translate(_CONTROL_SYMBOLS)
+    family, files = font
+    svg = svg.replace(_FONT_FAMILIES, f"'{family}'").translate(_CONTROL_SYMBOLS)
+    render = partial(resvg_py.svg_to_bytes, font_family=family, monospace_family=family)
     try:
-        return bytes(
-            resvg_py.svg_to_bytes(
-                svg_string=svg,
-                zoom=zoom,
-                font_files=list(font.files),
-                font_family=font.family,
-                monospace_family=font.family,
-            )
-        )
+        return bytes(render(svg_string=svg, zoom=zoom, font_files=[*files]))
     except ValueError as error:
         raise FlexInspectError(
             f"The PNG could not be rendered: {error}.", hint="Save the picture as .svg instead."
@@ -305,13 +298,6 @@ def _write_atomically(target: Path, data: bytes) -> None:
         ) from error
 
 
-class Font(NamedTuple):
-    """A font family and the files of its styles."""
-
-    family: str
-    files: tuple[str, ...]
-
-
 _FONTS = dict(
     pair.strip().split(" = ")
     for pair in """dejavusansmono = DejaVu Sans Mono
@@ -333,8 +319,8 @@ _FONTS = dict(
 
 
 @lru_cache(maxsize=1)
-def find_monospace() -> Font | None:
-    """Return the best known monospace font of this machine, None without any.
+def find_monospace() -> tuple[str, tuple[str, ...]] | None:
+    """Return the family and the files of the best known monospace font, None without any.
 
     The renderer silently omits all text of a family that is not installed.
     """
@@ -347,7 +333,7 @@ def find_monospace() -> Font | None:
         if stem in files:
             file = files[stem]
             prefix = file.stem.split("-")[0]
-            return Font(family, tuple(sorted(map(str, file.parent.glob(f"{prefix}*")))))
+            return family, tuple(sorted(map(str, file.parent.glob(f"{prefix}*"))))
     return None
 
 

@@ -78,8 +78,12 @@ def boxes(
     rows, columns = levels.shape
     if marked and 0 <= marked[0] < rows and 0 <= marked[1] < columns and cell_width > 0:
         row, column = marked
-        box = _cursor_segment(int(wide[row, column * cell_width]), cell_width, palette, theme)
-        strips[row] = replace_cells(strips[row], column * cell_width, box)
+        level, at = int(wide[row, column * cell_width]), column * cell_width
+        inside, style = " ", palette.style(level) + Style(bold=True)
+        if theme.no_color:
+            inside, style = palette.ramp[level], theme.style("cursor")
+        box = "+" if cell_width == 1 else f"[{inside * (cell_width - 2)}]"
+        strips[row] = replace_cells(strips[row], at, Segment(box, style))
     return strips
 
 
@@ -122,14 +126,6 @@ def _color_strips(upper: Levels, lower: Levels, palette: Palette, theme: Theme) 
         codes = [code for _, code in runs[begin:end]]
         strips.append(CellStrip(segments, width, codes) if truecolor else Strip(segments, width))
     return strips
-
-
-def _cursor_segment(level: int, width: int, palette: Palette, theme: Theme) -> Segment:
-    if theme.no_color:
-        inside, style = palette.ramp[level], theme.style("cursor")
-    else:
-        inside, style = " ", palette.style(level) + Style(bold=True)
-    return Segment("+" if width == 1 else f"[{inside * (width - 2)}]", style)
 
 
 def replace_cells(strip: Strip, at: int, piece: Segment) -> Strip:

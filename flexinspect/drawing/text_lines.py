@@ -176,20 +176,23 @@ class Pen(Struct, frozen=True):
         return [strip for text, style in texts for strip in self.paragraph(text, style)]
 
 
-def join_blocks(left: Sequence[Strip], right: Sequence[Strip], blank: Style) -> list[Strip]:
-    """Join two blocks side by side; the shorter one is filled up with blank lines."""
+def join_blocks(
+    left: Sequence[Strip], right: Sequence[Strip], blank: Style, *, gap: int = 0
+) -> list[Strip]:
+    """Join two blocks, `gap` columns apart; the shorter one is filled up with blank lines."""
     height = max(len(left), len(right))
     blocks = []
-    for block in (left, right):
-        width = block[0].cell_length if block else 0
-        empty = Strip([Segment(" " * width, blank)], width)
-        blocks.append([*block, *[empty] * (height - len(block))])
+    for block, space in ((left, gap), (right, 0)):
+        width = (block[0].cell_length if block else 0) + space
+        rows = [strip.adjust_cell_length(width, blank) for strip in block]
+        blocks.append([*rows, *[Strip.blank(width, blank)] * (height - len(block))])
     return [Strip.join(pair) for pair in zip(*blocks, strict=True)]
 
 
-def first_visible(at: int, room: int, total: int) -> int:
-    """Return the first of `room` visible items of `total`, with item `at` near the middle."""
-    return max(0, min(at - room // 2, total - room))
+def visible(at: int, room: int, total: int) -> slice:
+    """Return the visible items of `total`: at most `room`, with item `at` near the middle."""
+    first = max(0, min(at - room // 2, total - room))
+    return slice(first, first + max(room, 0))
 
 
 SEPARATOR = " · "

@@ -64,9 +64,6 @@ class Request(Struct, Generic[O_co], frozen=True):
         return options
 
 
-PlainRequest = Request[NoOptions]
-
-
 CURSOR_MOVES = {
     "cursor.up": (-1, 0),
     "cursor.down": (1, 0),
@@ -92,14 +89,14 @@ class Picture(Struct, frozen=True):
     """The picture of a panel: at most `height` strips of `width` cells.
 
     `note` is shown in the lower border of the panel: for example the mask, the check or the zoom.
-    `alarm` highlights the note because something is wrong. `target` returns the place to which a
-    click on cell (x, y) goes.
+    `alarm` highlights the note because something is wrong. `target` is the response to a click on
+    cell (x, y): a place, new options, or None.
     """
 
     strips: list[Strip]
     note: str = ""
     alarm: bool = False
-    target: Callable[[int, int], Navigate | None] = lambda x, y: None
+    target: Callable[[int, int], Any] = lambda x, y: None
 
 
 class Help(NamedTuple):
@@ -158,7 +155,9 @@ class Panel(Generic[D, O_co]):
 
     def on_click(self, x: int, y: int, data: D, request: Request[O_co]) -> O_co | Navigate | None:
         """Handle a click on cell (x, y) of the picture; returns the same as `on_action`."""
-        return self.paint(data, request, Theme("none")).target(x, y)
+        response: O_co | Navigate | None
+        response = self.paint(data, request, Theme("none")).target(x, y)
+        return response
 
 
 class Missing(Exception):

@@ -15,7 +15,7 @@ from textual.strip import Strip
 
 from flexinspect.analysis.reports import collect
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.text_lines import Pen, clip_text, first_visible
+from flexinspect.drawing.text_lines import Pen, clip_text, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import base
 from flexinspect.panels.panel_source import Source
@@ -179,12 +179,21 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         pen, height = Pen(theme, request.width), request.height
         if not data.groups:
             return base.Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
-        rows = _visible_rows(data, height)
+        n_groups = len(data.groups)
+        rows = range(n_groups)[visible(data.selected, max(height // 2 - 1, 1), n_groups)]
         strips = [_draw_group(data, index, pen) for index in rows]
         strips.append(pen.line(("─" * pen.width, "muted")))
         strips += pen.paragraphs(describe_finding(data))
         summary = summarize_groups(data.groups)
-        return base.Picture(strips[:height], summary.counts(), alarm=summary.errors > 0)
+
+        def target(x: int, y: int) -> FindingsOptions | base.Navigate | None:
+            """Select the line that was clicked; a click on the selected one goes to its place."""
+            if not 0 <= y < len(rows):
+                return None
+            chosen = data.chosen if rows[y] == data.selected else None
+            return navigate_to_finding(chosen.finding) if chosen else _select_group(data, rows[y])
+
+        return base.Picture(strips[:height], summary.counts(), summary.errors > 0, target)
 
     def on_action(
         self, action: str, data: FindingsData, request: base.Request[FindingsOptions]
@@ -202,18 +211,6 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
             return None
         selection = _select_group(data, data.selected)
         return selection and replace(selection, member=member)
-
-    def on_click(
-        self, x: int, y: int, data: FindingsData, request: base.Request[FindingsOptions]
-    ) -> FindingsOptions | base.Navigate | None:
-        """Select the line that was clicked; a click on the selected one goes to its place."""
-        rows = _visible_rows(data, request.height)
-        if not 0 <= y < len(rows):
-            return None
-        index = rows[y]
-        if index == data.selected and data.chosen is not None:
-            return navigate_to_finding(data.chosen.finding)
-        return _select_group(data, index)
 
 
 # -- summary and navigation of the trace screen ---------------------------------------------------
@@ -321,13 +318,6 @@ def _select_group(data: FindingsData, selected: int) -> FindingsOptions | None:
         return None
     group = data.groups[selected]
     return FindingsOptions(selected, (group.severity.value, group.id))
-
-
-def _visible_rows(data: FindingsData, height: int) -> range:
-    """Return the indices of the visible classes, which take half of the height."""
-    n_rows = min(len(data.groups), max(height // 2 - 1, 1))
-    top = first_visible(data.selected, n_rows, len(data.groups))
-    return range(top, top + n_rows)
 
 
 def _draw_group(data: FindingsData, index: int, pen: Pen) -> Strip:

@@ -15,7 +15,7 @@ from textual.strip import Strip
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, quantise
 from flexinspect.drawing.plots import bar, format_number
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, first_visible
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import wrap_cells
 from flexinspect.panels import token_window
@@ -420,8 +420,7 @@ def _draw_norms(data: GradientsData, height: int, pen: Pen) -> Picture:
     names = "".join(align_right(name, each - 1) + " " for name in data.columns)
     bounds = _log_bounds(data)
     at = next((i for i, row in enumerate(data.rows) if row.layer == data.place.layer), 0)
-    top = first_visible(at, height - 2, len(data.rows))
-    shown = data.rows[top : top + max(height - 2, 1)]
+    shown = data.rows[visible(at, max(height - 2, 1), len(data.rows))]
     strips = [
         pen.line((" " * LABEL_WIDTH + names, "muted")),
         *(_norm_line(row, data, each, bounds, pen) for row in shown),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import compress
+from itertools import chain, compress
 from statistics import median
 
 from msgspec import Struct
@@ -15,12 +15,11 @@ from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.plots import bar, finite_bounds, format_number, timeline
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request, hook_hint
+from flexinspect.panels.base import Help, Missing, NoOptions, Panel, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
     StepWindow,
-    TimelinePanel,
     draw_beside,
     draw_timeline,
     is_two_column,
@@ -28,6 +27,7 @@ from flexinspect.panels.timeline import (
     load_step_window,
     stack_timelines,
     timeline_columns,
+    timeline_target,
 )
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
 from flexinspect.trace.queries.range_queries import branch_of_step, step_range
@@ -47,9 +47,6 @@ _SCORE_RTOL = 1e-5
 
 _MAX_HISTOGRAM_HEIGHT = 8
 """Maximum lines of the histogram, its title included."""
-
-MIN_HEADER_HEIGHT = 5
-"""Height from which the candidates have a header."""
 
 _NUMBER_WIDTH = 7
 
@@ -235,7 +232,7 @@ def find_bin(record: LogitsRecord, logit: float) -> int | None:
     return min(max(int((logit - record.histogram_min) / span * n_bins), 0), n_bins - 1)
 
 
-class LogitsPanel(TimelinePanel[LogitsData]):
+class LogitsPanel(Panel[LogitsData, NoOptions]):
     """Bars of the most likely tokens, and timelines of entropy, margin and rank."""
 
     name = "logits"
@@ -250,6 +247,7 @@ class LogitsPanel(TimelinePanel[LogitsData]):
         "Look for a step where the entropy jumps or the margin falls near 0: there the answer "
         "could have changed.",
     )
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the scalar columns of the window's steps."""
@@ -283,64 +281,43 @@ class LogitsPanel(TimelinePanel[LogitsData]):
 
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
-        layout, pen = logits_layout(data, request.width, request.height), Pen(theme, request.width)
-        left_pen = pen.resize(left_width(request.width))
-        left = _draw_candidates(data, layout.rows, request.height >= MIN_HEADER_HEIGHT, left_pen)
-        if layout.histogram:
-            left += [left_pen.line()] * is_two_column(request.width)
-            left += _draw_histogram(data, layout.histogram, left_pen)
-        timelines = self.draw_timelines(data, request, theme)
+        pen, width, height = Pen(theme, request.width), request.width, request.height
+        wide, names, has_header = is_two_column(width), data.series_names, height >= 5
+        rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
+        if wide:
+            rest, areas = height - rows - 1, stack_timelines(names, width, 0, height)
+        else:
+            reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
+            rows = min(rows, height - reserved // len(names) * len(names))
+            areas = stack_timelines(names, width, rows, height - rows)
+            rest = height - rows - sum(area.height + 1 for area in areas.values())
+        left_pen = pen.resize(left_width(width))
+        left = _draw_candidates(data, rows, has_header, left_pen)
+        if data.record.histogram and rest >= 3:
+            histogram = _draw_histogram(data, min(rest, _MAX_HISTOGRAM_HEIGHT), left_pen)
+            left += [*[left_pen.line()] * wide, *histogram]
+            if not wide:  # the timelines are below it
+                areas = {n: replace(a, y=a.y + len(histogram)) for n, a in areas.items()}
+        drawn = (_draw_series(name, data, area, theme) for name, area in areas.items())
+        strips = draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
         problem = describe_bad_logits(data)
         rank, steps = format_rank(data.record.chosen_rank), data.window.format_steps()
         note = problem or f"{format_chosen(data)}, {rank} · {steps}"
-        return Picture(draw_beside(left, timelines, request.height, pen), note, bool(problem))
-
-    def timeline_areas(self, data: LogitsData, width: int, height: int) -> dict[str, Area]:
-        """Return the areas of the timelines, without their titles."""
-        return logits_layout(data, width, height).timelines
-
-    def draw_timeline(self, name: str, data: LogitsData, area: Area, theme: Theme) -> list[Strip]:
-        """Draw one of `SERIES` over the window."""
-        values, window = data.series(name), data.window
-        low, high = finite_bounds(values.values())
-        limits = f"{format_number(low)} to {format_number(high)}"
-        if low is None:
-            limits = "no finite value"
-        title = [
-            (f"{name} ", "title"),
-            (f"{format_number(values.get(window.current))}{UNITS[name]}", "strong"),
-            (f"  {limits}", "muted"),
-            (f"  {window.format_steps()}", "muted"),
-        ]
-        return draw_timeline(title, map(values.get, window.steps), window, area, theme)
+        return Picture(strips, note, bool(problem), timeline_target(data.window, areas))
 
 
-class LogitsLayout(Struct, frozen=True):
-    """The lines of candidates (their header included) and of the histogram, and the timelines.
-
-    The areas of the timelines exclude their titles.
-    """
-
-    rows: int
-    histogram: int
-    timelines: dict[str, Area]
-
-
-def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
-    """Lay out a picture of this size: the timelines are beside the rest, or below it."""
-    wide, names, has_header = is_two_column(width), data.series_names, height >= MIN_HEADER_HEIGHT
-    rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
-    if wide:
-        rest, timelines = height - rows - 1, stack_timelines(names, width, 0, height)
-    else:
-        reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
-        rows = min(rows, height - reserved // len(names) * len(names))
-        timelines = stack_timelines(names, width, rows, height - rows)
-        rest = height - rows - sum(area.height + 1 for area in timelines.values())
-    histogram = min(rest, _MAX_HISTOGRAM_HEIGHT) if data.record.histogram and rest >= 3 else 0
-    if not wide:
-        timelines = {n: replace(area, y=area.y + histogram) for n, area in timelines.items()}
-    return LogitsLayout(rows, histogram, timelines)
+def _draw_series(name: str, data: LogitsData, area: Area, theme: Theme) -> list[Strip]:
+    """Draw one of `SERIES` over the window."""
+    values, window = data.series(name), data.window
+    low, high = finite_bounds(values.values())
+    limits = f"{format_number(low)} to {format_number(high)}"
+    title = [
+        (f"{name} ", "title"),
+        (f"{format_number(values.get(window.current))}{UNITS[name]}", "strong"),
+        (f"  {'no finite value' if low is None else limits}", "muted"),
+        (f"  {window.format_steps()}", "muted"),
+    ]
+    return draw_timeline(title, map(values.get, window.steps), window, area, theme)
 
 
 def _draw_candidates(data: LogitsData, rows: int, header: bool, pen: Pen) -> list[Strip]:

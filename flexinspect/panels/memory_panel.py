@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 
 from msgspec import Struct
@@ -14,20 +14,9 @@ from flexinspect.drawing.plots import bar
 from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes
-from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request, hook_hint
+from flexinspect.panels import timeline
+from flexinspect.panels.base import Help, Missing, NoOptions, Panel, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import (
-    Area,
-    StepWindow,
-    TimelinePanel,
-    draw_beside,
-    draw_timeline,
-    is_two_column,
-    left_width,
-    load_step_window,
-    stack_timelines,
-    timeline_columns,
-)
 from flexinspect.panels.token_window import load_segments
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MemoryRecord
@@ -68,7 +57,7 @@ class CachePart(Struct, frozen=True):
 class MemoryData(Struct, frozen=True):
     """The memory of the window's steps and one before; `parts` is the current step's KV cache."""
 
-    window: StepWindow
+    window: timeline.StepWindow
     records: Mapping[int, MemoryRecord]
     step_row: StepRow | None
     parts: tuple[CachePart, ...]
@@ -178,7 +167,7 @@ def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
     )
 
 
-class MemoryPanel(TimelinePanel[MemoryData]):
+class MemoryPanel(Panel[MemoryData, NoOptions]):
     """Memory figures with their growth, the KV cache by segment, and two timelines."""
 
     name = "memory"
@@ -191,11 +180,12 @@ class MemoryPanel(TimelinePanel[MemoryData]):
         "Look for memory that grows faster than the KV cache: the cache grows with every token, "
         "and any other growth means that something else keeps memory.",
     )
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
         """Read the memory of the window of steps that fits the width."""
         reader, place = source.reader, request.place
-        window = load_step_window(reader, place, timeline_columns(request.width))
+        window = timeline.load_step_window(reader, place, timeline.timeline_columns(request.width))
         before = max(window.start - 1, window.first)
         records = memory_range(reader, place.generation, before, window.stop, place.branch)
         if not any(step in records for step in window.steps):
@@ -224,41 +214,43 @@ class MemoryPanel(TimelinePanel[MemoryData]):
 
     def paint(self, data: MemoryData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the figures, then timelines and segments if there is room for them."""
-        pen, height = Pen(theme, request.width), request.height
-        left_pen = pen.resize(left_width(request.width))
-        timelines = self.draw_timelines(data, request, theme)
-        left = _draw_figures(data, left_pen)
-        leak = _draw_leak_warning(data, pen.resize(timeline_columns(request.width)))
-        if is_two_column(request.width):
+        pen, width, height = Pen(theme, request.width), request.width, request.height
+        left_pen = pen.resize(timeline.left_width(width))
+        main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
+        sentences = ((sentence, "warn") for sentence in _leak_sentences(data))
+        leak = pen.resize(timeline.timeline_columns(width)).paragraphs(sentences)
+        left, top, most = _draw_figures(data, left_pen), len(leak), timeline.MAX_PLOT_HEIGHT
+        room = height - top
+        if not timeline.is_two_column(width):
+            top, most = top + len(left), 4
+            room = min(height - top, max((height - top) * 2 // 3, 6))
+        areas = timeline.stack_timelines([main, "KV cache"], width, top, room, most)
+        drawn = (_draw_figure_timeline(name, data, area, theme) for name, area in areas.items())
+        timelines = [*chain.from_iterable(drawn)]
+        if timeline.is_two_column(width):
             timelines = [*leak, *timelines]
             left += _draw_cache_parts(data, left_pen, height - len(left))
         else:
             left = [*leak, *left]
             timelines += _draw_cache_parts(data, pen, height - len(left) - len(timelines))
-        note = find_leak(data) or data.window.format_steps()
-        return Picture(draw_beside(left, timelines, height, pen), note, alarm=bool(leak))
+        note, strips = find_leak(data), timeline.draw_beside(left, timelines, height, pen)
+        target = timeline.timeline_target(data.window, areas)
+        return Picture(strips, note or data.window.format_steps(), bool(note), target)
 
-    def timeline_areas(self, data: MemoryData, width: int, height: int) -> dict[str, Area]:
-        """Return the areas of the timelines, without their titles."""
-        main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
-        top = len(_draw_leak_warning(data, Pen(Theme("none"), timeline_columns(width))))
-        if is_two_column(width):
-            return stack_timelines([main, "KV cache"], width, top, height - top)
-        top += len(data.figures) + 1
-        room = min(height - top, max((height - top) * 2 // 3, 6))
-        return stack_timelines([main, "KV cache"], width, top, room, most=4)
 
-    def draw_timeline(self, name: str, data: MemoryData, area: Area, theme: Theme) -> list[Strip]:
-        """Draw a figure over the window, scaled from its lowest value, which the title shows."""
-        values = data.known(name)
-        low, high = min(values.values(), default=0), max(values.values(), default=0)
-        title = [
-            (f"{name} ", "title"),
-            (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
-            (f"  {data.window.format_steps()}", "muted"),
-        ]
-        heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
-        return draw_timeline(title, heights, data.window, area, theme)
+def _draw_figure_timeline(
+    name: str, data: MemoryData, area: timeline.Area, theme: Theme
+) -> list[Strip]:
+    """Draw a figure over the window, scaled from its lowest value, which the title shows."""
+    values = data.known(name)
+    low, high = min(values.values(), default=0), max(values.values(), default=0)
+    title = [
+        (f"{name} ", "title"),
+        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
+        (f"  {data.window.format_steps()}", "muted"),
+    ]
+    heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
+    return timeline.draw_timeline(title, heights, data.window, area, theme)
 
 
 def _describe_cache(data: MemoryData) -> list[str]:
@@ -280,10 +272,6 @@ def _describe_range(data: MemoryData, name: str) -> str:
     least, most = (f"{human_bytes(values[step])} (step {step})" for step in (low, high))
     span = human_bytes(values[high] - values[low])
     return f"{name} in {data.window.format_steps()}: {least} to {most}, by {span}."
-
-
-def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
-    return pen.paragraphs((sentence, "warn") for sentence in _leak_sentences(data))
 
 
 def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:

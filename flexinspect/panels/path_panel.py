@@ -14,7 +14,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.core.text import capitalize, escape_unprintable, format_numbers, plural
-from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible, merge_spans
+from flexinspect.drawing.text_lines import NamedSpan, Pen, merge_spans, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import base
 from flexinspect.panels.panel_source import Source
@@ -211,8 +211,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
         if len(rows) > room:
             rows = merge_layers(data)
         current = next((i for i, (layers, _) in enumerate(rows) if data.place.layer in layers), 0)
-        top = first_visible(current, room, len(rows))
-        shown = rows[top : top + room]
+        shown = rows[visible(current, room, len(rows))]
         strips = [_axis(data, pen), *(_map_row(data, row, pen) for row in shown)]
         strips += [_legend(data, pen), *description]
         warnings = describe_warnings(data)

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Pen, first_visible
+from flexinspect.drawing.text_lines import Pen, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text, token_style, wrap_cells
 from flexinspect.panels import token_window
@@ -116,8 +116,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         footer += [pen.line(_format_verdict(data))] if height > 3 else []
         room = height - len(footer)
         rows = wrap_cells(token_window.token_cells(data.window, request.options.colour), pen.width)
-        top = first_visible(data.window.row_of_current(rows), room, len(rows))
-        shown = rows[top : top + max(room, 0)]
+        shown = rows[visible(data.window.row_of_current(rows), room, len(rows))]
         strips = [pen.line(*row.spans(theme, current=current)) for row in shown]
         strips += [pen.line()] * (room - len(strips))
         extent = "" if _is_whole(data.window) else ", around this step"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,8 @@ from flexinspect.drawing.heatmap import CIVIDIS_MISSING, boxes, quantise
 from flexinspect.drawing.plots import finite_bounds, format_number
 from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels import base
+from flexinspect.panels import base, timeline
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import (
-    Area,
-    StepWindow,
-    TimelinePanel,
-    draw_beside,
-    draw_timeline,
-    is_two_column,
-    left_width,
-    load_whole_run,
-    stack_timelines,
-    timeline_columns,
-)
 from flexinspect.records.training_step import (
     EXPLODING_NORM,
     VANISHING_NORM,
@@ -65,7 +53,7 @@ class TrainingData(Struct, frozen=True):
 
     step: TrainingStepRecord
     run_facts: Mapping[str, Any]
-    window: StepWindow
+    window: timeline.StepWindow
     points: Mapping[int, CurvePoint]
 
     def values(self, name: str) -> dict[int, float | None]:
@@ -73,7 +61,7 @@ class TrainingData(Struct, frozen=True):
         return {index: CURVES[name](point) for index, point in self.points.items()}
 
 
-class TrainingPanel(TimelinePanel[TrainingData]):
+class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
     """Facts of a training step beside the curves of loss, learning rate and gradient norm."""
 
     name = "training"
@@ -87,12 +75,13 @@ class TrainingPanel(TimelinePanel[TrainingData]):
         "Look for the step before the loss jumps: a gradient norm that rises, a learning rate that "
         "has just changed, steps that the loss scaler skipped.",
     )
+    depends_on_size = True
 
     def load(self, source: Source, request: base.Request[base.NoOptions]) -> TrainingData:
         """Read the step, and the curves in as many points as there are columns."""
         place, reader = request.place, source.reader
         facts = base.require_training_facts(source, place)
-        window = load_whole_run(reader, place, timeline_columns(request.width))
+        window = timeline.load_whole_run(reader, place, timeline.timeline_columns(request.width))
         step = reader.training_step(place.generation, window.current, place.branch)
         if step is None:
             raise base.Missing(f"Step {window.current} is not a training step.")
@@ -118,44 +107,42 @@ class TrainingPanel(TimelinePanel[TrainingData]):
         self, data: TrainingData, request: base.Request[base.NoOptions], theme: Theme
     ) -> base.Picture:
         """Draw the facts with the curves beside or below them."""
-        width, height = request.width, request.height
-        pen, problem = Pen(theme, width), _describe_problem(data)
-        left_pen = pen.resize(left_width(width))
+        width, height, window = request.width, request.height, data.window
+        pen, problem, facts = Pen(theme, width), _describe_problem(data), step_facts(data)
+        left_pen = pen.resize(timeline.left_width(width))
         left = left_pen.paragraph(problem, "bad") if problem else []
-        facts = ((clip_text(name, _NAME_WIDTH), value) for name, value in step_facts(data))
-        left += [left_pen.line((name, "muted"), (value, "text")) for name, value in facts]
-        curves = self.draw_timelines(data, request, theme)
-        room = height if is_two_column(width) else max(height - len(curves), 0)
-        strips = draw_beside(left[:room], curves[:height], height, pen)
-        return base.Picture(strips, data.window.format_steps(), alarm=bool(problem))
+        named = ((clip_text(name, _NAME_WIDTH), value) for name, value in facts)
+        left += [left_pen.line((name, "muted"), (value, "text")) for name, value in named]
+        if timeline.is_two_column(width):
+            areas = timeline.stack_timelines([*CURVES], width, 0, height)
+        else:
+            room = max(height - min(len(facts) + bool(problem), height // 2), 0)
+            areas = timeline.stack_timelines([*CURVES], width, 0, room, most=4)
+            left = left[: max(height - sum(area.height + 1 for area in areas.values()), 0)]
+            areas = {name: replace(area, y=area.y + len(left)) for name, area in areas.items()}
+        drawn = (_draw_curve(name, data, area, theme) for name, area in areas.items())
+        strips = timeline.draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
+        target = timeline.timeline_target(window, areas)
+        return base.Picture(strips, window.format_steps(), bool(problem), target)
 
-    def timeline_areas(self, data: TrainingData, width: int, height: int) -> dict[str, Area]:
-        """Return the areas of the curves, without their titles."""
-        if is_two_column(width):
-            return stack_timelines([*CURVES], width, 0, height)
-        n_facts = len(step_facts(data)) + (1 if _describe_problem(data) else 0)
-        room = max(height - min(n_facts, height // 2), 0)
-        areas = stack_timelines([*CURVES], width, 0, room, most=4)
-        top = min(height - sum(area.height + 1 for area in areas.values()), n_facts)
-        return {name: replace(area, y=area.y + top) for name, area in areas.items()}
 
-    def draw_timeline(self, name: str, data: TrainingData, area: Area, theme: Theme) -> list[Strip]:
-        """Draw one of `CURVES`; learning rates that differ by group below each other."""
-        rates = rate_curves(data.points) if name == LEARNING_RATE else []
-        if len(rates) > 1:
-            return _draw_rates(rates, data.window, area, theme)
-        curve = data.values(name)
-        low, high = finite_bounds(curve.values())
-        title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
-        if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
-            title.append(("  logarithmic", "muted"))
-            curve = {
-                i: math.log10(max(v / low, 1.0)) if v and math.isfinite(v) else v
-                for i, v in curve.items()
-            }
-        style = "good" if name == LEARNING_RATE else "accent"
-        points = map(curve.get, range(data.window.n_points))
-        return draw_timeline(title, points, data.window, area, theme, style=style)
+def _draw_curve(name: str, data: TrainingData, area: timeline.Area, theme: Theme) -> list[Strip]:
+    """Draw one of `CURVES`; learning rates that differ by group below each other."""
+    rates = rate_curves(data.points) if name == LEARNING_RATE else []
+    if len(rates) > 1:
+        return _draw_rates(rates, data.window, area, theme)
+    curve = data.values(name)
+    low, high = finite_bounds(curve.values())
+    title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
+    if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
+        title.append(("  logarithmic", "muted"))
+        curve = {
+            i: math.log10(max(v / low, 1.0)) if v and math.isfinite(v) else v
+            for i, v in curve.items()
+        }
+    style = "good" if name == LEARNING_RATE else "accent"
+    points = map(curve.get, range(data.window.n_points))
+    return timeline.draw_timeline(title, points, data.window, area, theme, style=style)
 
 
 def step_facts(data: TrainingData) -> list[tuple[str, str]]:
@@ -249,7 +236,7 @@ def format_range(curve: Curve) -> str:
 
 
 def _draw_rates(
-    curves: list[tuple[str, Curve]], window: StepWindow, area: Area, theme: Theme
+    curves: list[tuple[str, Curve]], window: timeline.StepWindow, area: timeline.Area, theme: Theme
 ) -> list[Strip]:
     """Draw curves below each other, as many as there are rows, under a title with their ranges."""
     shown = curves[: max(area.height, 0)]
@@ -268,7 +255,7 @@ def _draw_rates(
         height = area.height * (i + 1) // len(shown) - area.height * i // len(shown)
         rows, style = replace(area, height=height), CURVE_STYLES[i % len(CURVE_STYLES)]
         points = map(curve.get, range(window.n_points))
-        strips += draw_timeline((), points, window, rows, theme, style=style)
+        strips += timeline.draw_timeline((), points, window, rows, theme, style=style)
     return strips
 
 
@@ -281,7 +268,7 @@ class GradientStripData(Struct, frozen=True):
 
     groups: tuple[str, ...]
     norms: npt.NDArray[np.float64]
-    window: StepWindow
+    window: timeline.StepWindow
 
 
 class GradientStripPanel(base.Panel[GradientStripData, base.NoOptions]):
@@ -304,7 +291,7 @@ class GradientStripPanel(base.Panel[GradientStripData, base.NoOptions]):
         place = request.place
         declared = tuple(map(str, base.require_training_facts(source, place).get("groups", [])))
         groups = source.reader.added_groups(place.generation) or declared
-        window = load_whole_run(source.reader, place, _strip_width(request.width))
+        window = timeline.load_whole_run(source.reader, place, _strip_width(request.width))
         norms = source.reader.group_curve(
             place.generation, window.start, len(window), window.n_points, place.branch
         )

@@ -17,9 +17,9 @@ from flexinspect.drawing.text_lines import (
     Pen,
     align_right,
     clip_text,
-    first_visible,
     join_blocks,
     merge_spans,
+    visible,
 )
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCell, token_style
@@ -80,9 +80,8 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         layout = attention_layout(data, request.width, request.height)
         strips = draw_attention(data, layout, request.height, Pen(theme, request.width))
         grid_check, check = worst_check(grid.lse_checks), row_lse_check(data)
-        note = f"{grid.measure} · {check.describe()}" + (
-            ": not what ran" if check.is_failed else ""
-        )
+        note = f"{grid.measure} · {check.describe()}"
+        note += ": not what ran" if check.is_failed else ""
         if grid_check.is_failed and not check.is_failed:
             note += f" · grid {grid_check.describe()}"
         if data.missing_reason == EXTREME_ONLY:
@@ -198,23 +197,17 @@ _COLUMN_GAP = 2
 class AttentionLayout(Struct, frozen=True):
     """The layout of the grid: its cells begin at (`left`, `top`), each `cell_width` columns wide.
 
-    `rows` and `heads` are the visible ones; `width` and `height` are those of the whole block with
-    title, header and legend. `is_two_column` is True if the row is drawn beside it.
+    `rows` and `heads` are the visible ones; `width` is that of the whole block: less than that of
+    the picture if the row is drawn beside it.
     """
 
     width: int
-    height: int
     left: int
     top: int
     cell_width: int
     rows: range
     heads: range
-    is_two_column: bool
-
-    @property
-    def has_legend(self) -> bool:
-        """Whether there is a line for the legend."""
-        return self.height > self.top + len(self.rows)
+    has_legend: bool
 
 
 def attention_layout(data: AttentionData, width: int, height: int) -> AttentionLayout:
@@ -226,19 +219,16 @@ def attention_layout(data: AttentionData, width: int, height: int) -> AttentionL
     cell = min(max(room // n_heads, 1), 3)
     shown = min(n_heads, max(room // cell, 1))
     most = height if wide else max(height // 2, 1)
-    extra = (most >= 2) + (most >= 4) + (most >= 5)
-    count = min(n_layers, max(most - extra, 1))
-    first_row = first_visible(data.grid_row, count, n_layers)
-    first_head = first_visible(data.head, shown, n_heads)
+    top, has_legend = (most >= 2) + (most >= 5), most >= 4
+    count = min(n_layers, max(most - top - has_legend, 1))
     return AttentionLayout(
         width=min(max(left + cell * shown, 34), width // 2) if wide else width,
-        height=count + extra,
         left=left,
-        top=(most >= 2) + (most >= 5),
+        top=top,
         cell_width=cell,
-        rows=range(n_layers)[first_row:][:count],
-        heads=range(n_heads)[first_head:][:shown],
-        is_two_column=wide,
+        rows=range(n_layers)[visible(data.grid_row, count, n_layers)],
+        heads=range(n_heads)[visible(data.head, shown, n_heads)],
+        has_legend=has_legend,
     )
 
 
@@ -248,7 +238,7 @@ def draw_attention(
     """Draw the whole picture: at most `height` strips."""
     grid_pen = pen.resize(layout.width)
     grid = _draw_grid(data, layout, grid_pen)
-    if not layout.is_two_column:
+    if layout.width == pen.width:
         return [*grid, *_draw_row(data, height - len(grid), pen)][:height]
     spare = height - len(grid) - 1
     below = len(data.segments) < spare and data.tokens is not None
@@ -257,9 +247,8 @@ def draw_attention(
     row_pen = pen.resize(pen.width - layout.width - _COLUMN_GAP)
     row = _draw_row(data, height, row_pen, with_segments=not below)
     grid += [grid_pen.line()] * (height - len(grid))
-    row += [row_pen.line()] * (height - len(row))
-    gap, plain = [pen.resize(_COLUMN_GAP).line()] * height, pen.style("text")
-    return join_blocks(join_blocks(grid[:height], gap, plain), row[:height], plain)
+    plain = pen.style("text")
+    return join_blocks(grid[:height], row[:height], plain, gap=_COLUMN_GAP)
 
 
 # -- the grid -------------------------------------------------------------------------------------

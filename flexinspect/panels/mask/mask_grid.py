@@ -6,7 +6,7 @@ the positions of its steps, because a mask that occurs again is stored once, wit
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain, count, groupby
 
@@ -19,7 +19,7 @@ from flexinspect.masks.attention_row import Bools
 from flexinspect.masks.viewport import BlockLayout
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.records.step import Array, MaskRecord
+from flexinspect.records.step import Array
 from flexinspect.trace import mask_cells
 from flexinspect.trace.queries.branch_queries import visible_lineage
 
@@ -28,6 +28,9 @@ MAX_PACKED_BYTES = 16 << 20
 
 BAND_ROWS = 1024
 _serials = count()
+
+Chunks = Iterable[tuple[int, counting.PackedMask]]
+"""Packed rows in pieces, each with the number of its first row."""
 
 
 class StepMaskRows(Struct, frozen=True):
@@ -222,6 +225,12 @@ MAX_STEPS = 1024
 """Maximum number of steps in the window."""
 
 
+PartCells = tuple[
+    int, int, Bools, Chunks, counting.PackedMask | None, mask_cells.StoredCells | None
+]
+"""The cells of a part: `n_keys`, `heads`, `known`, chunks of rows, `packed`, `cells`."""
+
+
 class MaskLoader(Struct, frozen=True):
     """Loads the mask view of a place; the cells are counted by the groups of positions."""
 
@@ -298,66 +307,15 @@ class MaskLoader(Struct, frozen=True):
         # All heads share the part of a mask that is the same for all of them.
         head = min(max(self.place.head, 0), heads - 1)
         key: Hashable = ("mask.part", steps, row, head, self.spec, self.groups)
+        return self.source.get_or_create(key, lambda: self._make_part(steps, row, head))
+
+    def _make_part(self, steps: tuple[StepMaskRows, ...], row: int, head: int) -> MaskPart:
+        """Read the cells of some steps, and count them."""
         is_prefill = len(steps) == 1 and steps[0].n_rows > 1
-        make = self._prefill_part if is_prefill else self._decode_part
-        return self.source.get_or_create(key, lambda: make(steps, row, head))
-
-    def _decode_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
-        masks: dict[str | None, tuple[int, counting.PackedMask]] = {}
-        heads = 1
-        names = [step.mask for step in steps if step.mask]
-        for name, cells in mask_cells.read_mask_arrays(self.source.reader, names, "mask.cells"):
-            if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
-                heads = max(heads, cells.shape[0])
-                head = min(chosen, cells.shape[0] - 1)
-                masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
-        widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
-        n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
-        packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
-        for number, step in enumerate(steps):
-            if step.mask in masks:
-                mask_row = counting.shift_keys(masks[step.mask][1], widths[number], step.kv_offset)
-                packed[number, : mask_row.shape[1]] = mask_row[0]
-        known = np.array([step.mask in masks for step in steps])
-        return self._count_part(steps, row, n_keys, heads, known, [(0, packed)], packed)
-
-    def _prefill_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
-        (step,) = steps
-        reader, n_rows = self.source.reader, step.n_rows
-        cells = mask_cells.find_mask_cells(reader, step.mask) if step.mask is not None else None
-        if cells is None or cells.n_rows not in (1, n_rows) or cells.heads < 1:
-            n_keys = step.kv_offset + step.kv_len
-            return self._count_part(steps, row, n_keys, 1, np.zeros(n_rows, bool), [], None)
-        n_keys = step.kv_offset + cells.n_keys
-        n_bytes = -(-n_keys // 8)
-        fits = n_rows * n_bytes <= MAX_PACKED_BYTES
-        whole = np.empty((n_rows, n_bytes), np.uint8) if fits else None
-
-        def read() -> Iterator[tuple[int, counting.PackedMask]]:
-            head = min(chosen, cells.heads - 1)
-            for start, rows in _read_rows(self.source, cells, step.kv_offset, head, 0, n_rows):
-                if whole is not None:
-                    whole[start : start + len(rows)] = rows
-                yield start, rows
-
-        known = np.ones(n_rows, bool)
-        return self._count_part(steps, row, n_keys, cells.heads, known, read(), whole, cells)
-
-    def _count_part(
-        self,
-        steps: tuple[StepMaskRows, ...],
-        row: int,
-        n_keys: int,
-        heads: int,
-        known: Bools,
-        chunks: Iterable[tuple[int, counting.PackedMask]],
-        packed: counting.PackedMask | None,
-        cells: mask_cells.StoredCells | None = None,
-    ) -> MaskPart:
-        """Return a part with the counts of its cells, which are in `chunks`: (row, packed rows)."""
+        read = self._read_prefill if is_prefill else self._read_decode_steps
+        n_keys, heads, known, chunks, packed, cells = read(steps, head)
         starts = (np.arange(step.pos, step.pos + step.n_rows, dtype=np.int32) for step in steps)
-        positions = np.concatenate([*starts])
-        spec = self.spec
+        positions, spec = np.concatenate([*starts]), self.spec
 
         def declared(start: int, stop: int) -> counting.PackedMask:
             assert spec is not None
@@ -376,10 +334,49 @@ class MaskLoader(Struct, frozen=True):
         )
         return MaskPart(row, steps, positions, n_keys, heads, known, counts, packed, cells)
 
+    def _read_decode_steps(self, steps: tuple[StepMaskRows, ...], chosen: int) -> PartCells:
+        masks: dict[str | None, tuple[int, counting.PackedMask]] = {}
+        heads = 1
+        names = [step.mask for step in steps if step.mask]
+        for name, cells in mask_cells.read_mask_arrays(self.source.reader, names, "mask.cells"):
+            if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
+                heads = max(heads, cells.shape[0])
+                head = min(chosen, cells.shape[0] - 1)
+                masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
+        widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
+        n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
+        packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
+        for number, step in enumerate(steps):
+            if step.mask in masks:
+                mask_row = counting.shift_keys(masks[step.mask][1], widths[number], step.kv_offset)
+                packed[number, : mask_row.shape[1]] = mask_row[0]
+        known = np.array([step.mask in masks for step in steps])
+        return n_keys, heads, known, [(0, packed)], packed, None
+
+    def _read_prefill(self, steps: tuple[StepMaskRows, ...], chosen: int) -> PartCells:
+        (step,) = steps
+        reader, n_rows = self.source.reader, step.n_rows
+        cells = mask_cells.find_mask_cells(reader, step.mask) if step.mask is not None else None
+        if cells is None or cells.n_rows not in (1, n_rows) or cells.heads < 1:
+            return step.kv_offset + step.kv_len, 1, np.zeros(n_rows, bool), [], None, None
+        n_keys = step.kv_offset + cells.n_keys
+        n_bytes = -(-n_keys // 8)
+        fits = n_rows * n_bytes <= MAX_PACKED_BYTES
+        whole = np.empty((n_rows, n_bytes), np.uint8) if fits else None
+
+        def read() -> Chunks:
+            head = min(chosen, cells.heads - 1)
+            for start, rows in _read_rows(self.source, cells, step.kv_offset, head, 0, n_rows):
+                if whole is not None:
+                    whole[start : start + len(rows)] = rows
+                yield start, rows
+
+        return n_keys, cells.heads, np.ones(n_rows, bool), read(), whole, cells
+
 
 def _read_rows(
     source: Source, cells: mask_cells.StoredCells, kv_offset: int, head: int, start: int, stop: int
-) -> Iterator[tuple[int, counting.PackedMask]]:
+) -> Chunks:
     """Yield (row, packed rows from it on, over the view's keys) of the rows `start` to `stop`."""
     if cells.n_rows == 1:  # one row that is broadcast
         packed = next(mask_cells.read_packed_rows(source.reader, cells, head, 0, 1))[1]
@@ -444,8 +441,17 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
     blocks: list[BlockLayout] = []
     spans: list[tuple[int, int]] = []
     row = part.row
-    known = {name: mask for name, mask in masks.items() if name in tables["mask.partial"]}
-    for (size, offset), group in groupby(part.steps, key=lambda step: _block_size(step, known)):
+
+    def block_size(step: StepMaskRows) -> tuple[int, int] | None:
+        mask = masks.get(step.mask or "")
+        if mask is None or mask.kind != "block" or not mask.block_q or not mask.block_kv:
+            return None
+        return mask.block_q, mask.block_kv
+
+    def stored_size(step: StepMaskRows) -> tuple[tuple[int, int] | None, int]:
+        return block_size(step) if step.mask in tables["mask.partial"] else None, step.kv_offset
+
+    for (size, offset), group in groupby(part.steps, key=stored_size):
         steps = list(group)
         start, row = row, row + sum(step.n_rows for step in steps)
         if size is None:
@@ -459,19 +465,8 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
         keys = _block_edges(offset, size[1], partial.shape[1], part.n_keys)
         blocks.append(BlockLayout(rows, keys, partial, full))
         spans.append((start, row))
-    sizes = (_block_size(step, masks)[0] for step in part.steps)
-    size = next((size for size in sizes if size is not None), None)
+    size = next(filter(None, map(block_size, part.steps)), None)
     return BlockPart(tuple(blocks), tuple(spans), size=size)
-
-
-def _block_size(
-    step_rows: StepMaskRows, masks: Mapping[str, MaskRecord | None]
-) -> tuple[tuple[int, int] | None, int]:
-    """Return the size of a block, None without block tables, and the offset of its keys."""
-    mask = masks.get(step_rows.mask) if step_rows.mask is not None else None
-    if mask is None or mask.kind != "block" or not mask.block_q or not mask.block_kv:
-        return None, step_rows.kv_offset
-    return (mask.block_q, mask.block_kv), step_rows.kv_offset
 
 
 def _block_edges(start: int, size: int, n_blocks: int, stop: int) -> IntArray:
