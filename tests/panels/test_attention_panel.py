@@ -287,7 +287,7 @@ def test_a_mask_of_one_row_stands_for_all_rows(
     monkeypatch.setattr(row_recompute, "MAX_CACHED_MASK_CELLS", limit)
     _, source = made(change=one_row)
     view = row_recompute.load_step_view(source, TracePlace())
-    row = row_recompute.load_mask_row(view, view.calls[0], 4)
+    row = view.load_mask_row(view.calls[0], 4)
     assert row.tolist() == [[True] * N_PROMPT]
 
 
@@ -303,8 +303,8 @@ def test_of_a_large_mask_one_row_is_read_and_no_more(
     monkeypatch.setattr(TraceReader, "mask", whole)
     view = row_recompute.load_step_view(source, TracePlace())
     for number in (0, 7):
-        row = row_recompute.load_mask_row(view, view.calls[0], number)
+        row = view.load_mask_row(view.calls[0], number)
         expected = np.pad(scene.cells(number), (0, N_PROMPT - 1 - number))
         np.testing.assert_array_equal(row, expected[None])
     with pytest.raises(row_recompute.RowNotRecordedError):
-        row_recompute.load_mask_row(view, view.calls[0], N_PROMPT)
+        view.load_mask_row(view.calls[0], N_PROMPT)

@@ -298,7 +298,7 @@ def test_below_a_histogram_a_click_goes_to_the_step_that_is_drawn_there(source: 
     data = load(source(walk()), 80, 60, step=2)
     lines, asked = drawn(data, 80, 60), request(80, 60, step=2)
     assert any(" of them, log counts" in line for line in lines)
-    x, y = find(lines, "entropy 2 nats")
+    x, y = find(lines, "entropy 2 nats  0 to 5")
     assert PANEL.on_mouse(x + 1, y, data, asked, click=True) is None
     assert PANEL.on_mouse(x + 1, y + 1, data, asked, click=True) == Navigate(step=0)
 

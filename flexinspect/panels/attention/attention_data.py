@@ -201,7 +201,7 @@ def _load_grid(
     if measure == ENTROPY:
         values = view.load_array("attention.entropy")
     elif measure == SINK and not one_token:
-        values = row_recompute.first_token_weights(view)
+        values = view.first_token_weights()
         # The capture's checks are of sums that were not computed with these weights.
         gates = (attention_row.UNCHECKED,) * len(gates)
     else:
@@ -254,7 +254,7 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
 
 def _load_token_row(view: row_recompute.StepView, data: AttentionData) -> AttentionData:
     try:
-        recompute = partial(row_recompute.recompute_row, view, data.grid_row, data.head)
+        recompute = partial(view.recompute_row, data.grid_row, data.head)
         newest = recompute(data.rows[-1])
         row = newest if data.is_newest else recompute(data.q_idx)
     except row_recompute.RowNotRecordedError as error:
