@@ -63,7 +63,7 @@ def display_text(token: str, text: str, *, special: bool) -> tuple[str, bool]:
 
 def token_style(cell: TokenCell, theme: Theme, *, current: bool = False) -> Style:
     """Return the style of a token: its colour, lighter at odd positions, and its attributes."""
-    style = _segment_style(cell.segment_color, cell.pos % 2, theme.no_color)
+    style = segment_style(cell.segment_color, cell.pos % 2, theme.no_color)
     if cell.heat is not None:
         style = _heat_style(min(max(int(cell.heat * 15), 0), 15), theme.no_color)
     if cell.special:
@@ -79,7 +79,8 @@ _CURRENT_STYLE = Style(color=Color.parse("#000000"), bgcolor=Color.parse("#fffff
 
 
 @lru_cache(maxsize=64)
-def _segment_style(number: int, odd: int, plain: bool) -> Style:
+def segment_style(number: int, odd: int, plain: bool) -> Style:
+    """Return the background of segment `number`, lighter at odd positions; neighbours differ."""
     if plain:
         return Style(underline=bool(odd))
     back = SEPARATOR_COLOR if number < 0 else SEGMENT_COLORS[number % len(SEGMENT_COLORS)]

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from msgspec import Struct
-from msgspec.structs import replace
 from rich.cells import cell_len
 from textual.strip import Strip
 
@@ -43,6 +42,7 @@ MAX_QUERY_CHARS = 300
 MAX_DESCRIBED_GROUPS = 50
 MAX_GROUPS = 500
 
+PLACE_FIELDS = ("generation", "branch", "step", "layer", "head")
 SEVERITY_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "muted"}
 _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
 
@@ -86,10 +86,9 @@ def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
     finding = data.chosen.finding
     group = data.groups[data.selected]
     yield finding.sentence, SEVERITY_STYLES[finding.severity]
-    number = (
-        f" ({collect.format_thousands(data.member + 1)} of {collect.format_thousands(group.count)})"
-    )
-    yield f"At {collect.describe_place(finding)}{number if group.count > 1 else ''}.", "text"
+    number, of = map(collect.format_thousands, (data.member + 1, group.count))
+    which = f" ({number} of {of})" if group.count > 1 else ""
+    yield f"At {collect.describe_place(finding)}{which}.", "text"
     if data.tokens:
         yield _format_positions(data, finding), "text"
     for name in ("why", "confirm", "fix"):
@@ -206,11 +205,7 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         down, across = base.CURSOR_MOVES.get(action, (0, 0))
         if down:
             return _select_group(data, data.selected + down)
-        member = data.member + across
-        if not across or not 0 <= member < data.groups[data.selected].count:
-            return None
-        selection = _select_group(data, data.selected)
-        return selection and replace(selection, member=member)
+        return _select_group(data, data.selected, data.member + across) if across else None
 
 
 # -- summary and navigation of the trace screen ---------------------------------------------------
@@ -277,8 +272,7 @@ def next_finding(
     queries. Raises `TraceError`.
     """
     if after is not None and all(
-        getattr(after.finding, name) in (None, getattr(place, name))
-        for name in ("generation", "branch", "step", "layer", "head")
+        getattr(after.finding, name) in (None, getattr(place, name)) for name in PLACE_FIELDS
     ):
         position = finding_position(after)
     else:
@@ -291,14 +285,8 @@ def next_finding(
 
 def navigate_to_finding(finding: Finding) -> base.Navigate:
     """Return the place of a finding and its first position; what it does not name is unchanged."""
-    return base.Navigate(
-        generation=finding.generation,
-        branch=finding.branch,
-        step=finding.step,
-        layer=finding.layer,
-        head=finding.head,
-        pos=finding.positions[0] if finding.positions else None,
-    )
+    place = {name: getattr(finding, name) for name in PLACE_FIELDS}
+    return base.Navigate(**place, pos=finding.positions[0] if finding.positions else None)
 
 
 def load_groups(source: Source) -> tuple[FindingGroup, ...]:
@@ -313,11 +301,11 @@ def load_groups(source: Source) -> tuple[FindingGroup, ...]:
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def _select_group(data: FindingsData, selected: int) -> FindingsOptions | None:
-    if not 0 <= selected < len(data.groups):
+def _select_group(data: FindingsData, selected: int, member: int = 0) -> FindingsOptions | None:
+    if not 0 <= selected < len(data.groups) or not 0 <= member < data.groups[selected].count:
         return None
     group = data.groups[selected]
-    return FindingsOptions(selected, (group.severity.value, group.id))
+    return FindingsOptions(selected, (group.severity.value, group.id), member)
 
 
 def _draw_group(data: FindingsData, index: int, pen: Pen) -> Strip:

@@ -63,11 +63,6 @@ class MemoryData(Struct, frozen=True):
     parts: tuple[CachePart, ...]
 
     @property
-    def current_record(self) -> MemoryRecord | None:
-        """The current step's memory."""
-        return self.records.get(self.window.current)
-
-    @property
     def figures(self) -> list[str]:
         """The titles of the recorded figures: those of CUDA only on a CUDA device."""
         return [name for name in FIGURES if set(self.series(name).values()) - {None}]
@@ -82,10 +77,7 @@ class MemoryData(Struct, frozen=True):
         return {step: n for step in self.window.steps if (n := values.get(step)) is not None}
 
     def growth(self, name: str) -> dict[int, int]:
-        """Return the growth of a figure since the step before, for each step where both are known.
-
-        Step 0 never has one.
-        """
+        """Return the growth of a figure since the step before, where both are known."""
         return {
             step: new - old
             for (before, old), (step, new) in pairwise(self.series(name).items())
@@ -159,10 +151,10 @@ def _leak_sentences(data: MemoryData) -> list[str]:
 
 def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
     """Return a figure of the current step, its growth, and its median growth per step."""
-    record = data.current_record
+    current = data.window.current
     return (
-        human_bytes(None if record is None else FIGURES[name](record)),
-        format_growth(data.growth(name).get(data.window.current)),
+        human_bytes(data.series(name).get(current)),
+        format_growth(data.growth(name).get(current)),
         format_growth(median_growth(data, name)),
     )
 
@@ -193,15 +185,14 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
             raise Missing(missing, hook_hint("memory", "it"))
         branch = branch_of_step(reader, place.generation, window.current, place.branch)
         step = reader.step(place.generation, window.current, branch)
-        record = records.get(window.current)
-        segments = load_segments(reader, place)
+        record, segments = records.get(window.current), load_segments(reader, place)
         parts = cache_parts(segments, step, record.kv_cache) if step and record else ()
         return MemoryData(window, records, step, parts)
 
     def describe(self, data: MemoryData) -> list[str]:
         """Return a leak if there is one, the figures as a table, the cache by segment, ranges."""
         lines, current = _leak_sentences(data), data.window.current
-        if data.current_record is None:
+        if current not in data.records:
             lines.append(f"No memory is recorded at step {current}.")
         is_first = current == data.window.first
         title = "the first one: no growth yet." if is_first else f"growth from step {current - 1}:"

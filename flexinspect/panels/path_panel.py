@@ -16,6 +16,7 @@ from textual.strip import Strip
 from flexinspect.core.text import capitalize, escape_unprintable, format_numbers, plural
 from flexinspect.drawing.text_lines import NamedSpan, Pen, merge_spans, visible
 from flexinspect.drawing.theme import Theme
+from flexinspect.drawing.token_cells import segment_style
 from flexinspect.panels import base
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, no_steps_yet, step_window
@@ -204,7 +205,9 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
     ) -> base.Picture:
         """Draw the map, and as much of the description of the step as there is room for."""
         pen, height, window = Pen(theme, request.width), request.height, data.window
-        description = _draw_description(data, pen)
+        warnings, described = describe_warnings(data), describe_step(data)
+        texts = [*((text, "bad") for text in warnings), *((text, "text") for text in described)]
+        description = pen.paragraphs(texts)
         # What the description leaves, and at least three fifths.
         room = max(min(height - 2, max(height * 3 // 5, height - 2 - len(description))), 0)
         rows: list[LayerRow] = [((layer,), data.layer_letters(layer)) for layer in data.layers]
@@ -214,7 +217,6 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
         shown = rows[visible(current, room, len(rows))]
         strips = [_axis(data, pen), *(_map_row(data, row, pen) for row in shown)]
         strips += [_legend(data, pen), *description]
-        warnings = describe_warnings(data)
         note = escape_unprintable(warnings[0] if warnings else window.format_steps())
 
         def target(x: int, y: int) -> base.Navigate | None:
@@ -277,22 +279,16 @@ def _cell_style(data: PathData, step: int, letter: str, theme: Theme) -> Style:
         return theme.style("bad") + Style(reverse=True)
     if step == data.place.step:
         return theme.style("cursor")
-    return theme.style("text") if theme.no_color else theme.segment_style(_PATH_COLORS[letter])
+    return theme.style("text") if theme.no_color else segment_style(_PATH_COLORS[letter], 0, False)
 
 
 def _legend(data: PathData, pen: Pen) -> Strip:
     spans: list[NamedSpan] = []
-    seen = set(data.letters.values())
     for path, letter in PATH_LETTERS.items():
-        if letter in seen:
-            color = pen.theme.segment_style(_PATH_COLORS[letter])
+        if letter in data.letters.values():
+            color = segment_style(_PATH_COLORS[letter], 0, False)
             spans += [(letter, "strong" if pen.theme.no_color else color), (f" {path}  ", "muted")]
     return pen.line(*spans)
-
-
-def _draw_description(data: PathData, pen: Pen) -> list[Strip]:
-    warnings = ((text, "bad") for text in describe_warnings(data))
-    return pen.paragraphs([*warnings, *((text, "text") for text in describe_step(data))])
 
 
 def _path_name(letter: str) -> str:

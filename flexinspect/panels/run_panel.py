@@ -229,9 +229,7 @@ def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
 
 
 def _format_state(branch: BranchRow | None) -> str:
-    if branch is None:
-        return ""
-    return f"{branch.state}, {branch.stop_reason}" if branch.stop_reason else branch.state
+    return ", ".join(filter(None, (branch.state, branch.stop_reason))) if branch else ""
 
 
 # -- drawing -------------------------------------------------------------------------------------
