@@ -231,8 +231,6 @@ def _split_pieces(text: str) -> list[str]:
 
 def _printable(text: str) -> str:
     """Replace characters that XML forbids or no font shows; panels escape theirs before this."""
-    if text.isprintable():
-        return text
     return "".join(char if char.isprintable() else "�" for char in text)
 
 

@@ -33,18 +33,12 @@ class Canvas(Widget):
     ALLOW_SELECT = False
     DEFAULT_CSS = "Canvas { width: 1fr; height: 1fr; }"
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
-        super().__init__(id=id, classes=classes)
-        self._strips: Sequence[Strip] = ()
-
-    @property
-    def strips(self) -> Sequence[Strip]:
-        """The strips that are shown."""
-        return self._strips
+    strips: Sequence[Strip] = ()
+    """The strips that are shown."""
 
     def show(self, strips: Sequence[Strip]) -> None:
         """Show these strips from the next repaint on."""
-        self._strips = strips
+        self.strips = strips
         self.refresh()
 
     def repaint(self) -> None:
@@ -56,7 +50,7 @@ class Canvas(Widget):
         style = self.rich_style.without_color if self.app.no_color else self.rich_style
         strips = [
             strip if strip.cell_length == width else strip.adjust_cell_length(width, style)
-            for strip in self._strips[crop.y : crop.bottom]
+            for strip in self.strips[crop.y : crop.bottom]
         ]
         if len(strips) < crop.height:
             strips += [Strip.blank(width, style)] * (crop.height - len(strips))
@@ -157,15 +151,6 @@ class Pen(Struct, frozen=True):
         """Return the spans as one strip; see `line`."""
         named = ((text, self.style(name)) for text, name in spans)
         return line(named, self.width, self.style("text"))
-
-    def row(self, texts: Iterable[str], widths: Iterable[int], styles: Iterable[str]) -> Strip:
-        """Return a row of a table: the first column left-aligned, the others right-aligned."""
-        columns = zip(texts, widths, styles, strict=True)
-        spans = [
-            (" " + align_right(text, width) if index else clip_text(text, width), style)
-            for index, (text, width, style) in enumerate(columns)
-        ]
-        return self.line(*spans)
 
     def paragraph(self, text: str, style: str = "text") -> list[Strip]:
         """Wrap a text at words; see `wrap_paragraph`."""

@@ -17,7 +17,7 @@ from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, quan
 from flexinspect.drawing.plots import bar, format_number
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, visible
 from flexinspect.drawing.theme import Theme
-from flexinspect.drawing.token_cells import wrap_cells
+from flexinspect.drawing.token_cells import CURRENT_TOKEN_STYLE, wrap_cells
 from flexinspect.panels import token_window
 from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
@@ -42,7 +42,6 @@ CAVEAT = (
 
 _SHARE_WIDTH = 7
 _MAX_CAVEAT_LINES = 4
-_CURRENT_STYLE = Style.parse("bold #000000 on #ffffff")
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -263,7 +262,6 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
     def load(self, source: Source, request: Request[GradientsOptions]) -> GradientsData:
         """Read the gradients of the place's step, and the tokens that fit."""
         reader, place = source.reader, request.place
-        reach = max(request.width * request.height // 4, 64)
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.gradients(place.generation, place.step, branch)
         if record is None:
@@ -281,7 +279,7 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             candidates = reader.candidates(place.generation, place.step, branch)
             texts = (_quote(c.text) for c in candidates if c.token_id == record.runner_up_id)
             runner_up = next(texts, f"token {record.runner_up_id}")
-        segments = tuple(reader.segments(place.generation, place.branch))
+        segments = reader.segments(place.generation, place.branch)
         chosen = reader.step_tokens(place.generation, place.step, branch)
         columns, rows = gradient_norms(record)
         return GradientsData(
@@ -289,7 +287,9 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             record=record,
             token=_quote(chosen[0].text if chosen else f"token {record.token_id}"),
             runner_up=runner_up,
-            window=token_window.load_token_window(source, place, reach),
+            window=token_window.load_token_window(
+                source, place, max(request.width * request.height // 4, 64)
+            ),
             shares=segment_shares(record, segments),
             columns=columns,
             rows=rows,
@@ -395,7 +395,7 @@ def _token_style(data: GradientsData, pos: int, largest: float, pen: Pen, by_nor
     """Return the colour of a token's contribution; the generated token itself is white."""
     own, plain = data.record.tokens, pen.theme.no_color
     if own is not None and pos == own.shape[1]:
-        return pen.style("cursor") if plain else _CURRENT_STYLE
+        return pen.style("cursor") if plain else CURRENT_TOKEN_STYLE
     value = data.value_at(pos, by_norm)
     if value is None:
         return pen.style("muted")

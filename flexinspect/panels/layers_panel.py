@@ -173,15 +173,14 @@ def stat_table(data: LayersData) -> list[str]:
         hint = "level basic records only layers with NaN or Inf"
         return [f"No layer statistics are recorded at step {step}; {hint}."]
     names = ("norm", "norm/row", "min", "max", "mean", "std")
-    header = f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"
-    rows = []
+    lines = [f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"]
     for stat in data.step_stats:
         per_row = stat.norm / data.rows**0.5
         values = (stat.norm, per_row, stat.min, stat.max, stat.mean, stat.std)
         figures = "".join(f" {format_number(value, 9)}" for value in values)
         counts = f"{stat.n_nan:>8}{stat.n_inf:>8}"
-        rows.append(f"{stat.layer:>5}{figures}{counts}  {escape_unprintable(stat.module)}")
-    return ["", f"Step {data.window.current} ({plural(data.rows, 'row')}):", header, *rows, ""]
+        lines.append(f"{stat.layer:>5}{figures}{counts}  {escape_unprintable(stat.module)}")
+    return ["", f"Step {data.window.current} ({plural(data.rows, 'row')}):", *lines, ""]
 
 
 def _describe_range(data: LayersData) -> str:
@@ -227,8 +226,7 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
 
     def load(self, source: Source, request: Request[LayersOptions]) -> LayersData:
         """Read the window of steps that fits, and find the first NaN or Inf of the branch."""
-        reader, place, options = source.reader, request.place, request.options
-        measure, chosen = options.measure, options.module
+        reader, place, measure = source.reader, request.place, request.options.measure
         owner = range_queries.branch_of_step(reader, place.generation, place.step, place.branch)
         step_stats = tuple(reader.layer_stats(place.generation, place.step, owner))
         max_steps = max(MAX_CELLS // max(len(step_stats), 1), 8)
@@ -243,7 +241,8 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
             )
         lengths = {row.step: row.q_len for row in range_queries.step_range(reader, *span)}
         kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
-        kind = chosen if chosen in kinds else "" if "" in kinds or not kinds else kinds[0]
+        wanted = (kind for kind in (request.options.module, "", *kinds) if kind in kinds)
+        kind = next(wanted, "")
         shown = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
         layers = tuple(sorted({cell.layer for cell in shown}))
         values, n_bad = stat_arrays(shown, window, layers)

@@ -270,8 +270,12 @@ def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:
     styles = ("title", "strong", "text", "muted")
     rows = [((f"step {data.window.current}", "now", "growth", "median"), ("muted",) * 4)]
     rows += [((name, *figure_texts(data, name)), styles) for name in data.figures]
-    widths = (name_width, *(_BYTES_WIDTH,) * 3)
-    return [pen.row(texts, widths, styles) for texts, styles in rows]
+    strips = []
+    for (name, *figures), (name_style, *figure_styles) in rows:
+        cells = (f" {align_right(figure, _BYTES_WIDTH)}" for figure in figures)
+        named = (clip_text(name, name_width), name_style)
+        strips.append(pen.line(named, *zip(cells, figure_styles, strict=True)))
+    return strips
 
 
 def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 from rich.style import Style
 from textual.strip import Strip
@@ -103,10 +104,11 @@ def path_map(
 
 
 def _largest_lse_errors(calls: Iterable[CallRecord]) -> dict[int, float]:
+    """Return the largest error of the LSE check per layer; NaN counts as the largest."""
     errors: dict[int, float] = {}
     for call in calls:
         if call.lse_error is not None:
-            errors[call.layer] = _largest_error([call.lse_error, errors.get(call.layer, 0.0)])
+            errors[call.layer] = float(np.maximum(call.lse_error, errors.get(call.layer, 0.0)))
     return errors
 
 
@@ -128,11 +130,6 @@ def _layers_by_text(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[
         if text is not None:
             layers_by_text[text] = (*layers_by_text.get(text, ()), layer)
     return layers_by_text
-
-
-def _largest_error(errors: Sequence[float]) -> float:
-    """Return the largest error of the LSE check; NaN counts as the largest."""
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def merge_layers(data: PathData) -> list[LayerRow]:
@@ -267,7 +264,7 @@ def _map_row(data: PathData, row: LayerRow, pen: Pen) -> Strip:
     )
     errors = [error for layer, error in data.lse_errors.items() if layer in layers]
     if errors:
-        worst = _largest_error(errors)
+        worst = np.max(errors)
         spans.append((f" {worst:.0e}" if worst else " 0", "muted"))
     return pen.line(*spans)
 

@@ -132,11 +132,11 @@ def _truncate(text: str, most: int) -> str:
 
 
 def _input_lines(facts: RunFacts) -> list[str]:
-    about = facts.generation
+    sample_id = facts.generation.sample_id if facts.generation else ""
     source = "typed prompts" if facts.fact("job", "prompts") else facts.fact("job", "dataset")
     n = sum(segment.kind is SegmentKind.PARAPHRASE for segment in facts.segments)
     return [
-        f"{source or ''} {about.sample_id if about else ''}",
+        f"{source or ''} {sample_id}",
         plural(n, "paraphrase") if facts.segments else "",
         f"“{facts.question}”" if facts.question else "",
     ]
@@ -438,11 +438,10 @@ def _load_open_share(source: Source, summary: MaskRecord) -> float | None:
 
 def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segment]) -> str:
     """Return the text of the first paraphrase, or without one of the first segment."""
-    ordered = sorted(segments, key=lambda segment: segment.kind is not SegmentKind.PARAPHRASE)
-    if not ordered:
+    first = min(segments, key=lambda s: s.kind is not SegmentKind.PARAPHRASE, default=None)
+    if first is None:
         return ""
-    start, stop = ordered[0].start, ordered[0].stop
-    tokens = reader.tokens(generation, 0, start, stop, limit=_MAX_TOKENS)
+    tokens = reader.tokens(generation, 0, first.start, first.stop, limit=_MAX_TOKENS)
     return "".join(token.text for token in tokens).strip()
 
 

@@ -67,8 +67,8 @@ class TokenWindow(Struct, frozen=True):
 
     def row_of_current(self, rows: Sequence[TokenCellRow]) -> int:
         """Return the index of the row with the current token, the last one if none has it."""
-        has_current = (any(cell.pos == self.current for cell in row.cells) for row in rows)
-        return next((i for i, found in enumerate(has_current) if found), len(rows) - 1)
+        positions = ([cell.pos for cell in row.cells] for row in rows)
+        return next((i for i, own in enumerate(positions) if self.current in own), len(rows) - 1)
 
     def navigate_to(self, cell: TokenCell | None) -> Navigate | None:
         """Return the step that chose a token, or the position of a token of the prompt."""

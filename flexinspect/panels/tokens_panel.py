@@ -74,9 +74,8 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         """Read the tokens that fit around the place, and their steps."""
         place = request.place
         # Few tokens are shorter than two cells, so half of this many fill the panel.
-        window = token_window.load_token_window(
-            source, place, max(request.width * request.height // 4, 64)
-        )
+        reach = max(request.width * request.height // 4, 64)
+        window = token_window.load_token_window(source, place, reach)
         row = source.reader.generation(place.generation)
         branch = (place.generation, place.branch)
         forks = source.reader.branches(place.generation) if place.branch else []

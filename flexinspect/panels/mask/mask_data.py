@@ -31,7 +31,7 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import no_steps_yet
 from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import CallRecord, MaskRecord
+from flexinspect.records.step import MaskRecord
 from flexinspect.trace.queries.branch_queries import generation_in_branch
 from flexinspect.trace.queries.range_queries import branch_of_step
 from flexinspect.trace.queries.search_queries import n_generations
@@ -48,7 +48,8 @@ class MaskData(Struct, frozen=True):
     same for the block tables, None if they are not shown. `current` are the rows of the place's
     step, `cursor` is (row, key). `tokens` has the tokens that are named, by position. `mask` is the
     mask of the cursor's row, or of the current step. `fallback_reason` says why another view than
-    the requested one is shown, "" if it is the requested one.
+    the requested one is shown, "" if it is the requested one. `lse_check` is that of the step's
+    newest row.
     """
 
     place: TracePlace
@@ -63,15 +64,10 @@ class MaskData(Struct, frozen=True):
     current: range | None
     cursor: tuple[int, int] | None
     tokens: dict[int, TokenCell]
-    call: CallRecord | None
+    lse_check: LseCheck
     mask: MaskRecord | None
     empty_rows: npt.NDArray[np.intp]
     fallback_reason: str = ""
-
-    @property
-    def lse_check(self) -> LseCheck:
-        """The LSE check of the step's newest row."""
-        return recorded_check(self.call) if self.call else UNCHECKED
 
     @property
     def focus_row(self) -> int | None:
@@ -99,18 +95,19 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     row = generation_in_branch(reader, reader.generation(place.generation), place.branch)
     segments = tuple(sorted(load_segments(reader, place), key=lambda segment: segment.start))
     owner = branch_of_step(reader, place.generation, place.step, place.branch)
-    # The call of the place's layer, of the first layer if it has none, None without any.
+    # The call of the place's layer, of the first layer if it has none.
     calls = sorted(
         reader.calls(place.generation, place.step, owner),
         key=lambda call: call.layer != place.layer,
     )
-    if call := next(iter(calls), None):
-        place = replace(place, layer=call.layer)
+    check = UNCHECKED
+    if calls:
+        place, check = replace(place, layer=calls[0].layer), recorded_check(calls[0])
     groups = PositionGroups(tuple(segment.start for segment in segments) or (0,))
     mask_view = MaskLoader(source, place, declared_spec(row.declared), groups).load()
     if mask_view is None or not mask_view.n_keys:
         raise Missing("No step of this generation has processed a token yet.")
-    data = _make_mask_data(request, place, row, mask_view, segments, call)
+    data = _make_mask_data(request, place, row, mask_view, segments, check)
     positions = _named_positions(data)
     return replace(data, tokens=load_token_cells(source, place, segments, positions))
 
@@ -121,7 +118,7 @@ def _make_mask_data(
     row: GenerationRow,
     mask_view: MaskView,
     segments: tuple[Segment, ...],
-    call: CallRecord | None,
+    check: LseCheck,
 ) -> MaskData:
     source, options = mask_view.source, request.options
     current = mask_view.rows_of_step(place.step)
@@ -153,7 +150,7 @@ def _make_mask_data(
         current=current,
         cursor=cursor,
         tokens={},
-        call=call,
+        lse_check=check,
         mask=mask,
         empty_rows=np.flatnonzero(np.concatenate(is_empty)),
         fallback_reason=fallback_reason,
@@ -344,15 +341,10 @@ class MaskLayout(Struct, frozen=True):
         """First line of the grid."""
         return self.header + self.token_lines
 
-    @property
-    def columns(self) -> int:
-        """Columns of the grid."""
-        return self.grid.width * self.cell_width
-
     def cell_at(self, x: int, y: int) -> tuple[int, int] | None:
         """Return the (row, key) at a cell of the picture: the upper one of two."""
         column, line = x - self.left, y - self.top
-        if not (0 <= column < self.columns and 0 <= line < self.lines):
+        if not (0 <= column < self.grid.width * self.cell_width and 0 <= line < self.lines):
             return None
         row = self.grid.row + 2 * line // self.cell_width * self.grid.row_scale
         key = self.grid.key + column // self.cell_width * self.grid.key_scale
