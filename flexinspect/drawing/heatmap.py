@@ -50,11 +50,7 @@ def heat(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
     levels = _clamp_levels(levels, palette)
     if len(levels) % 2:
         levels = np.vstack([levels, levels[-1:]])
-    upper, lower = levels[0::2], levels[1::2]
-    if theme.no_color:
-        above, below = (np.abs(part.astype(int) - palette.centre) for part in (upper, lower))
-        return _character_strips(np.where(above >= below, upper, lower), palette, theme)
-    return _color_strips(upper, lower, palette, theme)
+    return _draw_pairs(levels[0::2], levels[1::2], palette, theme)
 
 
 def boxes(
@@ -71,10 +67,7 @@ def boxes(
     cell. A cursor outside of the levels is not drawn.
     """
     wide = np.repeat(_clamp_levels(levels, palette), max(cell_width, 0), axis=1)
-    if theme.no_color:
-        strips = _character_strips(wide, palette, theme)
-    else:
-        strips = _color_strips(wide, wide, palette, theme)
+    strips = _draw_pairs(wide, wide, palette, theme)
     rows, columns = levels.shape
     if marked and 0 <= marked[0] < rows and 0 <= marked[1] < columns and cell_width > 0:
         row, column = marked
@@ -98,9 +91,13 @@ def _clamp_levels(levels: Levels, palette: Palette) -> Levels:
     return np.minimum(levels, np.uint8(palette.size - 1))
 
 
-def _character_strips(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
-    style, ramp = theme.style("text"), palette.ramp
-    texts = ["".join([ramp[level] for level in row]) for row in levels.tolist()]
+def _draw_pairs(upper: Levels, lower: Levels, palette: Palette, theme: Theme) -> list[Strip]:
+    """Draw pairs of levels as cells; without colours, the one farther from the centre."""
+    if not theme.no_color:
+        return _color_strips(upper, lower, palette, theme)
+    above, below = (np.abs(part.astype(int) - palette.centre) for part in (upper, lower))
+    style, levels = theme.style("text"), np.where(above >= below, upper, lower)
+    texts = ["".join([palette.ramp[level] for level in row]) for row in levels.tolist()]
     return [Strip([Segment(text, style)] if text else [], len(text)) for text in texts]
 
 
