@@ -20,13 +20,11 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import (
     Area,
     StepWindow,
+    column_widths,
     draw_beside,
     draw_timeline,
-    is_two_column,
-    left_width,
     load_step_window,
     stack_timelines,
-    timeline_columns,
     timeline_target,
 )
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
@@ -252,7 +250,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the scalar columns of the window's steps."""
         reader, place = source.reader, request.place
-        window = load_step_window(reader, place, timeline_columns(request.width))
+        window = load_step_window(reader, place, column_widths(request.width)[1])
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
@@ -282,7 +280,8 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
         pen, width, height = Pen(theme, request.width), request.width, request.height
-        wide, names, has_header = is_two_column(width), data.series_names, height >= 5
+        left_pen = pen.resize(column_widths(width)[0])
+        wide, names, has_header = left_pen.width < width, data.series_names, height >= 5
         rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
         if wide:
             rest, areas = height - rows - 1, stack_timelines(names, width, 0, height)
@@ -291,7 +290,6 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
             rows = min(rows, height - reserved // len(names) * len(names))
             areas = stack_timelines(names, width, rows, height - rows)
             rest = height - rows - sum(area.height + 1 for area in areas.values())
-        left_pen = pen.resize(left_width(width))
         left = _draw_candidates(data, rows, has_header, left_pen)
         if data.record.histogram and rest >= 3:
             histogram = _draw_histogram(data, min(rest, _MAX_HISTOGRAM_HEIGHT), left_pen)

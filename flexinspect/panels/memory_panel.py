@@ -177,7 +177,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
         """Read the memory of the window of steps that fits the width."""
         reader, place = source.reader, request.place
-        window = timeline.load_step_window(reader, place, timeline.timeline_columns(request.width))
+        window = timeline.load_step_window(reader, place, timeline.column_widths(request.width)[1])
         before = max(window.start - 1, window.first)
         records = memory_range(reader, place.generation, before, window.stop, place.branch)
         if not any(step in records for step in window.steps):
@@ -206,19 +206,20 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
     def paint(self, data: MemoryData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the figures, then timelines and segments if there is room for them."""
         pen, width, height = Pen(theme, request.width), request.width, request.height
-        left_pen = pen.resize(timeline.left_width(width))
+        left_pen, right_pen = map(pen.resize, timeline.column_widths(width))
+        is_wide = left_pen.width < width
         main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
         sentences = ((sentence, "warn") for sentence in _leak_sentences(data))
-        leak = pen.resize(timeline.timeline_columns(width)).paragraphs(sentences)
+        leak = right_pen.paragraphs(sentences)
         left, top, most = _draw_figures(data, left_pen), len(leak), timeline.MAX_PLOT_HEIGHT
         room = height - top
-        if not timeline.is_two_column(width):
+        if not is_wide:
             top, most = top + len(left), 4
             room = min(height - top, max((height - top) * 2 // 3, 6))
         areas = timeline.stack_timelines([main, "KV cache"], width, top, room, most)
         drawn = (_draw_figure_timeline(name, data, area, theme) for name, area in areas.items())
         timelines = [*chain.from_iterable(drawn)]
-        if timeline.is_two_column(width):
+        if is_wide:
             timelines = [*leak, *timelines]
             left += _draw_cache_parts(data, left_pen, height - len(left))
         else:

@@ -124,6 +124,14 @@ def _load_compile_events(
     return tuple(f"{row.event.kind}: {row.event.text}" for row in events)
 
 
+def _load_masks(
+    reader: TraceReader, paths: Iterable[range_queries.StepPath]
+) -> dict[str, MaskRecord]:
+    names = dict.fromkeys(path.mask for path in paths if path.mask is not None)
+    found = ((name, reader.mask_summary(name)) for name in [*names][:MAX_MASKS])
+    return {name: mask for name, mask in found if mask is not None}
+
+
 def _layers_by_text(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[int, ...]]:
     layers_by_text: dict[str, tuple[int, ...]] = {}
     for text, layer in dict.fromkeys(pairs):
@@ -169,8 +177,6 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
         letters, usual_letters = path_map(found)
         paths = tuple(path for path in found if path.step == step)
         previous_paths = tuple(path for path in found if path.step == step - 1)
-        named = (path.mask for path in (*paths, *previous_paths) if path.mask is not None)
-        names = list(dict.fromkeys(named))[:MAX_MASKS]
         key = (generation, step, range_queries.branch_of_step(reader, generation, step, branch))
         row, about, calls = reader.step(*key), reader.generation(generation), reader.calls(*key)
         has_declaration = {*about.declared} - {*prompt.DECLARED_SEGMENT_KEYS}
@@ -186,7 +192,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
             declared_mask=about.mask if has_declaration else "",
             calls=tuple(calls),
             lse_errors=_largest_lse_errors(calls),
-            masks={name: mask for name in names if (mask := reader.mask_summary(name)) is not None},
+            masks=_load_masks(reader, (*paths, *previous_paths)),
             n_new=len(reader.fingerprints(*key)),
             compiled=_load_compile_events(reader, generation, step, row),
             graphs_counted=bool(reader.run().get("graphs_counted")),

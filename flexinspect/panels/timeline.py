@@ -139,19 +139,12 @@ def timeline_target(
     return target
 
 
-def is_two_column(width: int) -> bool:
-    """Whether the timelines of a picture of this width are beside the rest of the panel."""
-    return width >= MIN_TWO_COLUMN_WIDTH
-
-
-def left_width(width: int) -> int:
-    """Return the columns of the part beside or above the timelines."""
-    return (width - COLUMN_GAP) // 2 if is_two_column(width) else width
-
-
-def timeline_columns(width: int) -> int:
-    """Return the columns of the timelines in a picture of this width."""
-    return width - left_width(width) - COLUMN_GAP if is_two_column(width) else width
+def column_widths(width: int) -> tuple[int, int]:
+    """Return the columns of the rest of a panel, and of the timelines beside or below it."""
+    if width < MIN_TWO_COLUMN_WIDTH:
+        return width, width
+    left = (width - COLUMN_GAP) // 2
+    return left, width - left - COLUMN_GAP
 
 
 def stack_timelines(
@@ -163,9 +156,10 @@ def stack_timelines(
     """
     names = names[: max(room // 2, 0)]
     each = min(room // len(names), most) if names else 0
-    x = left_width(width) + COLUMN_GAP if is_two_column(width) else 0
+    left, n_columns = column_widths(width)
+    x = left + COLUMN_GAP if left < width else 0
     return {
-        name: Area(x, top + each * index + 1, timeline_columns(width), each - 1)
+        name: Area(x, top + each * index + 1, n_columns, each - 1)
         for index, name in enumerate(names)
     }
 
@@ -174,9 +168,10 @@ def draw_beside(
     left: Sequence[Strip], timelines: Sequence[Strip], height: int, pen: Pen
 ) -> list[Strip]:
     """Draw timelines beside the rest of a panel, or below it in a narrow picture."""
-    if not is_two_column(pen.width):
+    left_width, n_columns = column_widths(pen.width)
+    if left_width == pen.width:
         return [*left, *timelines][:height]
-    empty = [pen.resize(timeline_columns(pen.width)).line()] * (height - len(timelines))
+    empty = [pen.resize(n_columns).line()] * (height - len(timelines))
     plain = pen.style("text")
     return join_blocks(left, [*timelines, *empty], plain, gap=COLUMN_GAP)[:height]
 

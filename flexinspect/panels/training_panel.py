@@ -81,7 +81,7 @@ class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
         """Read the step, and the curves in as many points as there are columns."""
         place, reader = request.place, source.reader
         facts = base.require_training_facts(source, place)
-        window = timeline.load_whole_run(reader, place, timeline.timeline_columns(request.width))
+        window = timeline.load_whole_run(reader, place, timeline.column_widths(request.width)[1])
         step = reader.training_step(place.generation, window.current, place.branch)
         if step is None:
             raise base.Missing(f"Step {window.current} is not a training step.")
@@ -109,11 +109,11 @@ class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
         """Draw the facts with the curves beside or below them."""
         width, height, window = request.width, request.height, data.window
         pen, problem, facts = Pen(theme, width), _describe_problem(data), step_facts(data)
-        left_pen = pen.resize(timeline.left_width(width))
+        left_pen = pen.resize(timeline.column_widths(width)[0])
         left = left_pen.paragraph(problem, "bad") if problem else []
         named = ((clip_text(name, _NAME_WIDTH), value) for name, value in facts)
         left += [left_pen.line((name, "muted"), (value, "text")) for name, value in named]
-        if timeline.is_two_column(width):
+        if left_pen.width < width:
             areas = timeline.stack_timelines([*CURVES], width, 0, height)
         else:
             room = max(height - min(len(facts) + bool(problem), height // 2), 0)
