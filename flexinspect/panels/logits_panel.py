@@ -12,21 +12,12 @@ from msgspec.structs import replace
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.plots import bar, finite_bounds, format_number, timeline
+from flexinspect.drawing import plots
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
+from flexinspect.panels import timeline
 from flexinspect.panels.base import Help, Missing, NoOptions, Panel, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import (
-    Area,
-    StepWindow,
-    column_widths,
-    draw_beside,
-    draw_timeline,
-    load_step_window,
-    stack_timelines,
-    timeline_target,
-)
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
 from flexinspect.trace.queries.range_queries import branch_of_step, step_range
 from flexinspect.trace.query_results import StepRow
@@ -58,7 +49,7 @@ class LogitsData(Struct, frozen=True):
     step: int
     record: LogitsRecord
     text: str | None
-    window: StepWindow
+    window: timeline.StepWindow
     rows: Mapping[int, StepRow]
 
     @property
@@ -149,7 +140,7 @@ def _describe_choice(data: LogitsData) -> str:
     record = data.record
     if record.chosen_id == UNKNOWN:
         return f"The token chosen at step {data.step} is unknown: the model never received it."
-    chance = format_number(probability(record.chosen_logprob))
+    chance = plots.format_number(probability(record.chosen_logprob))
     when = " before the processors" if data.is_processed else ""
     return (
         f"Step {data.step} chose {format_chosen(data)} (token {record.chosen_id}), "
@@ -174,7 +165,7 @@ def _candidate_numbers(candidate: Candidate, width: int) -> tuple[str, str, str,
     """Return the logit, its probability, the score and its probability (or "filtered")."""
     before, after = probability(candidate.logprob), probability(candidate.score_logprob)
     values = (candidate.logit, before, candidate.score, after)
-    logit, prob, score, prob_after = (format_number(value, width) for value in values)
+    logit, prob, score, prob_after = (plots.format_number(value, width) for value in values)
     return logit, prob, score, "filtered" if is_filtered(candidate) else prob_after
 
 
@@ -203,8 +194,8 @@ def _describe_series(data: LogitsData, name: str) -> str:
     n_bad = len(values) - len(finite)
     bad = f", non-finite at {plural(n_bad, 'step')}" if n_bad else ""
     return (
-        f"{title}: {format_number(low)} (step {low_step}) to {format_number(high)} "
-        f"(step {high_step}), median {format_number(middle)}{bad}."
+        f"{title}: {plots.format_number(low)} (step {low_step}) to {plots.format_number(high)} "
+        f"(step {high_step}), median {plots.format_number(middle)}{bad}."
     )
 
 
@@ -216,8 +207,8 @@ def _describe_histogram(record: LogitsRecord) -> str:
             "finite logits."
         )
     fullest = max(range(len(counts)), key=counts.__getitem__)
-    mode = format_number(low + (fullest + 0.5) * (high - low) / len(counts))
-    span = f"{format_number(low)} and {format_number(high)}"
+    mode = plots.format_number(low + (fullest + 0.5) * (high - low) / len(counts))
+    span = f"{plots.format_number(low)} and {plots.format_number(high)}"
     return f"The {sum(counts)} logits lie between {span}, most of them near {mode}."
 
 
@@ -250,7 +241,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the scalar columns of the window's steps."""
         reader, place = source.reader, request.place
-        window = load_step_window(reader, place, column_widths(request.width)[1])
+        window = timeline.load_step_window(reader, place, timeline.column_widths(request.width)[1])
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
@@ -264,7 +255,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     def describe(self, data: LogitsData) -> list[str]:
         """Return the choice, the candidates as a table, and summaries of the timelines."""
         record, problem = data.record, describe_bad_logits(data)
-        entropy, margin = format_number(record.entropy), format_number(record.margin)
+        entropy, margin = plots.format_number(record.entropy), plots.format_number(record.margin)
         spread = f"Entropy {entropy} nats, margin {margin} (best logit minus second best)."
         lines = [_describe_choice(data), spread]
         if problem:
@@ -280,15 +271,15 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
         pen, width, height = Pen(theme, request.width), request.width, request.height
-        left_pen = pen.resize(column_widths(width)[0])
+        left_pen = pen.resize(timeline.column_widths(width)[0])
         wide, names, has_header = left_pen.width < width, data.series_names, height >= 5
         rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
         if wide:
-            rest, areas = height - rows - 1, stack_timelines(names, width, 0, height)
+            rest, areas = height - rows - 1, timeline.stack_timelines(names, width, 0, height)
         else:
             reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
             rows = min(rows, height - reserved // len(names) * len(names))
-            areas = stack_timelines(names, width, rows, height - rows)
+            areas = timeline.stack_timelines(names, width, rows, height - rows)
             rest = height - rows - sum(area.height + 1 for area in areas.values())
         left = _draw_candidates(data, rows, has_header, left_pen)
         if data.record.histogram and rest >= 3:
@@ -297,25 +288,25 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
             if not wide:  # the timelines are below it
                 areas = {n: replace(a, y=a.y + len(histogram)) for n, a in areas.items()}
         drawn = (_draw_series(name, data, area, theme) for name, area in areas.items())
-        strips = draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
+        strips = timeline.draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
         problem = describe_bad_logits(data)
         rank, steps = format_rank(data.record.chosen_rank), data.window.format_steps()
         note = problem or f"{format_chosen(data)}, {rank} · {steps}"
-        return Picture(strips, note, bool(problem), timeline_target(data.window, areas))
+        return Picture(strips, note, bool(problem), timeline.timeline_target(data.window, areas))
 
 
-def _draw_series(name: str, data: LogitsData, area: Area, theme: Theme) -> list[Strip]:
+def _draw_series(name: str, data: LogitsData, area: timeline.Area, theme: Theme) -> list[Strip]:
     """Draw one of `SERIES` over the window."""
     values, window = data.series(name), data.window
-    low, high = finite_bounds(values.values())
-    limits = f"{format_number(low)} to {format_number(high)}"
+    low, high = plots.finite_bounds(values.values())
+    limits = f"{plots.format_number(low)} to {plots.format_number(high)}"
     title = [
         (f"{name} ", "title"),
-        (f"{format_number(values.get(window.current))}{UNITS[name]}", "strong"),
+        (f"{plots.format_number(values.get(window.current))}{UNITS[name]}", "strong"),
         (f"  {'no finite value' if low is None else limits}", "muted"),
         (f"  {window.format_steps()}", "muted"),
     ]
-    return draw_timeline(title, map(values.get, window.steps), window, area, theme)
+    return timeline.draw_timeline(title, map(values.get, window.steps), window, area, theme)
 
 
 def _draw_candidates(data: LogitsData, rows: int, header: bool, pen: Pen) -> list[Strip]:
@@ -323,10 +314,10 @@ def _draw_candidates(data: LogitsData, rows: int, header: bool, pen: Pen) -> lis
     rank = "?" if is_unknown else str(record.chosen_rank)
     summary: list[NamedSpan] = [
         ("entropy ", "muted"),
-        (format_number(record.entropy), "strong"),
+        (plots.format_number(record.entropy), "strong"),
         (" nats" if pen.width >= 60 else "", "muted"),
         ("  margin ", "muted"),
-        (format_number(record.margin), "strong"),
+        (plots.format_number(record.margin), "strong"),
         ("  rank ", "muted"),
         (rank, "warn" if record.chosen_rank else "strong"),
     ]
@@ -362,7 +353,7 @@ def _draw_unlisted_choice(data: LogitsData, pen: Pen) -> Strip:
     if record.chosen_id == UNKNOWN:
         return pen.line(("  ? the chosen token is unknown", "muted"))
     chance = probability(record.chosen_logprob)
-    numbers = ("", format_number(chance, _NUMBER_WIDTH), "", "")
+    numbers = ("", plots.format_number(chance, _NUMBER_WIDTH), "", "")
     mark = f"*{record.chosen_rank:>2} " if record.chosen_rank < 100 else "*.. "
     label = token_label(data.chosen_text, record.chosen_id)
     share = None if data.is_processed else chance
@@ -397,16 +388,16 @@ def _draw_row(
         (" " + align_right(number, n), number_style)
         for number, n, number_style in zip(numbers, widths, styles, strict=True)
     ]
-    length = "" if share is None or not room else " " + bar(share, room)
+    length = "" if share is None or not room else " " + plots.bar(share, room)
     label_spans = [(mark, style), (clip_text(label, name), style)]
     return pen.line(*label_spans, *compress(cells, columns), (length, "accent"))
 
 
 def _draw_histogram(data: LogitsData, height: int, pen: Pen) -> list[Strip]:
     record = data.record
-    low, high = format_number(record.histogram_min), format_number(record.histogram_max)
+    low, high = plots.format_number(record.histogram_min), plots.format_number(record.histogram_max)
     about = f"{low} to {high}, {sum(record.histogram)} of them, log counts"
     heights = [math.log1p(count) if count > 0 else None for count in record.histogram]
     mark = find_bin(record, data.chosen.logit) if data.chosen else None
-    drawn = timeline(heights, pen.width, height - 1, pen.theme, marked=mark, style="muted")
+    drawn = plots.timeline(heights, pen.width, height - 1, pen.theme, marked=mark, style="muted")
     return [pen.line(("logits ", "title"), (about, "muted")), *drawn]

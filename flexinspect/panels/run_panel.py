@@ -21,28 +21,14 @@ from flexinspect.core.text import escape_unprintable, format_numbers, plural
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes, human_count
-from flexinspect.panels.base import (
-    CURSOR_MOVES,
-    Help,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    format_placement,
-    is_count,
-)
+from flexinspect.panels import base
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import is_answer_correct
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.file.location import COMPANION_SUFFIXES
-from flexinspect.trace.queries.range_queries import (
-    branch_of_step,
-    decode_phase_time,
-    newest_step,
-    step_range,
-)
+from flexinspect.trace.queries import range_queries
 from flexinspect.trace.queries.search_queries import read_tokens
 from flexinspect.trace.query_results import BranchRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
@@ -314,13 +300,13 @@ class RunOptions(Struct, frozen=True):
     offset: int = 0
 
 
-class RunPanel(Panel[RunFacts, RunOptions]):
+class RunPanel(base.Panel[RunFacts, RunOptions]):
     """The stages of the current generation, and below them the manifest."""
 
     name = "run"
     title = "Run"
     initial_options = RunOptions()
-    help = Help(
+    help = base.Help(
         "It shows the stages of this generation from the sample to the answer, with the recorded "
         "numbers of each stage, and below them the manifest of the run.",
         "Follow the arrows from input to text; scroll to the manifest with shift+down and back "
@@ -330,7 +316,7 @@ class RunPanel(Panel[RunFacts, RunOptions]):
     )
     actions = ("cursor.up", "cursor.down")
 
-    def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
+    def load(self, source: Source, request: base.Request[RunOptions]) -> RunFacts:
         """Read the manifest and the facts of one generation, independent of its length."""
         reader, place = source.reader, request.place
         # A trace may have several models; show the one of this generation.
@@ -339,16 +325,18 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         for suffix in ("", *COMPANION_SUFFIXES):
             with suppress(OSError):
                 size += reader.path.with_name(reader.path.name + suffix).stat().st_size
-        base = RunFacts(run, reader.state, str(reader.path), size)
+        common = RunFacts(run, reader.state, str(reader.path), size)
         branches = {row.branch: row for row in reader.branches(place.generation)}
-        return _load_generation_facts(source, place, base, branches) if branches else base
+        return _load_generation_facts(source, place, common, branches) if branches else common
 
     def describe(self, data: RunFacts) -> list[str]:
         """Return the stages in order, then the manifest."""
         lines = [f"{box.title.rstrip(' ↻')}: {'; '.join(box.lines)}." for box in run_stages(data)]
         return [*lines, "Manifest:", *(f"{name}: {value}" for name, value in manifest_rows(data))]
 
-    def paint(self, data: RunFacts, request: Request[RunOptions], theme: Theme) -> Picture:
+    def paint(
+        self, data: RunFacts, request: base.Request[RunOptions], theme: Theme
+    ) -> base.Picture:
         """Draw the diagram and the manifest, scrolled by the offset."""
         strips = _draw_all(data, Pen(theme, request.width))
         offset = _clamp_offset(request.options.offset, len(strips), request.height)
@@ -356,16 +344,16 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         note = data.state or "state unknown"
         if len(strips) > len(shown):
             note += f", lines {offset + 1}-{offset + len(shown)} of {len(strips)}"
-        return Picture(shown, escape_unprintable(note), alarm=data.state == "failed")
+        return base.Picture(shown, escape_unprintable(note), alarm=data.state == "failed")
 
     def on_action(
-        self, action: str, data: RunFacts, request: Request[RunOptions]
+        self, action: str, data: RunFacts, request: base.Request[RunOptions]
     ) -> RunOptions | None:
         """Scroll by a third of the height."""
         if action not in self.actions:
             return None
         n_lines = len(_draw_all(data, Pen(Theme("none"), request.width)))
-        move = max(request.height // 3, 1) * CURSOR_MOVES[action][0]
+        move = max(request.height // 3, 1) * base.CURSOR_MOVES[action][0]
         here = _clamp_offset(request.options.offset, n_lines, request.height)
         offset = _clamp_offset(here + move, n_lines, request.height)
         return RunOptions(offset) if offset != request.options.offset else None
@@ -384,20 +372,20 @@ def _clamp_offset(offset: int, n_lines: int, height: int) -> int:
 
 
 def _load_generation_facts(
-    source: Source, place: TracePlace, base: RunFacts, branches: Mapping[int, BranchRow]
+    source: Source, place: base.TracePlace, common: RunFacts, branches: Mapping[int, BranchRow]
 ) -> RunFacts:
     reader, own = source.reader, (place.generation, place.branch)
     generation, number = own
     segments = reader.segments(*own) or reader.segments(generation)
     first = reader.steps(generation, 0, limit=1)
-    newest = newest_step(reader, *own)
+    newest = range_queries.newest_step(reader, *own)
     prefill = first[0] if first and first[0].phase == "prefill" else None
     prefill_calls = reader.calls(generation, prefill.step) if prefill else []
-    owner = branch_of_step(reader, generation, place.step, number)
+    owner = range_queries.branch_of_step(reader, generation, place.step, number)
     calls = reader.calls(generation, place.step, owner) if place.step else []
     if not calls:
         start = max(place.step - _WINDOW_STEPS // 2, 1)
-        near = step_range(reader, generation, start, start + _WINDOW_STEPS, number)
+        near = range_queries.step_range(reader, generation, start, start + _WINDOW_STEPS, number)
         calls = reader.calls(generation, near[0].step, near[0].branch) if near else []
     name = next((call.mask for call in (*prefill_calls, *calls) if call.mask is not None), None)
     mask = reader.mask_summary(name) if name is not None else None
@@ -405,7 +393,7 @@ def _load_generation_facts(
     answer = _load_answer(reader, place, branch, segments)
     time_key = ("decode time", *own, reader.last_step(*own))
     return replace(
-        base,
+        common,
         generation=row,
         branch=branch,
         segments=tuple(segments),
@@ -414,7 +402,9 @@ def _load_generation_facts(
         is_correct=is_answer_correct(source, own, (branch or row).state, answer, row.expected),
         prefill=prefill,
         n_steps=0 if newest is None else newest + 1,
-        decode_time=source.get_or_create(time_key, partial(decode_phase_time, reader, *own)),
+        decode_time=source.get_or_create(
+            time_key, partial(range_queries.decode_phase_time, reader, *own)
+        ),
         prefill_calls=tuple(prefill_calls),
         calls=tuple(calls),
         mask=mask,
@@ -446,7 +436,10 @@ def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segm
 
 
 def _load_answer(
-    reader: TraceReader, place: TracePlace, branch: BranchRow | None, segments: Iterable[Segment]
+    reader: TraceReader,
+    place: base.TracePlace,
+    branch: BranchRow | None,
+    segments: Iterable[Segment],
 ) -> str:
     """Return the answer, or the generated text so far of an unfinished generation."""
     if branch is not None and branch.answer:
@@ -506,12 +499,12 @@ def run_stages(facts: RunFacts) -> list[Box]:
     if not isinstance(training, Mapping):
         return generation_stages(facts)
     values, parameters = training.get("values"), training.get("parameters")
-    named, placement = training.get("groups"), format_placement(training)
+    named, placement = training.get("groups"), base.format_placement(training)
     groups = f" in {len(named)} groups" if isinstance(named, list) else ""
     model = [
         str(facts.fact("model", "class") or ""),
-        f"{human_count(values)} weights are trained" if is_count(values) else "",
-        f"{parameters} parameters{groups}" if is_count(parameters) else "",
+        f"{human_count(values)} weights are trained" if base.is_count(values) else "",
+        f"{parameters} parameters{groups}" if base.is_count(parameters) else "",
         f"on {placement}" if placement else "",
     ]
     ratio, level = facts.fact("cost", "ratio"), facts.fact("level")
@@ -521,7 +514,10 @@ def run_stages(facts: RunFacts) -> list[Box]:
         f"capture {100 * ratio:.1f} % of it" if isinstance(ratio, int | float) else "",
     ]
     wrong = facts.fact("training", "anomaly_steps")
-    outcome = [_format_state(facts.branch), plural(wrong, "wrong step") if is_count(wrong) else ""]
+    outcome = [
+        _format_state(facts.branch),
+        plural(wrong, "wrong step") if base.is_count(wrong) else "",
+    ]
     return [
         make_box("model", model),
         make_box("optimizer", [str(training.get("optimizer") or "none: steps are reported")]),

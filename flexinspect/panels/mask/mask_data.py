@@ -172,11 +172,6 @@ def _find_cursor(view: MaskView, options: MaskOptions, place: TracePlace) -> tup
     return row, min(max(key, 0), view.n_keys - 1)
 
 
-RECORD_CELLS_HINT = (
-    "Record with --level advanced or higher; masks of up to 67 million cells are kept."
-)
-
-
 def _choose_view_mode(mask_view: MaskView, requested: MaskViewMode) -> tuple[MaskViewMode, str]:
     """Return the view to show, and the reason if it is not the requested one. Raises `Missing`."""
     if requested in ("declared", "difference") and mask_view.spec is None:
@@ -189,7 +184,8 @@ def _choose_view_mode(mask_view: MaskView, requested: MaskViewMode) -> tuple[Mas
         return "received", "The executed cells were not recorded; this is the received mask"
     if mask_view.spec is not None:
         return "declared", "The executed cells were not recorded; this is the declared mask"
-    raise Missing("The mask of this layer was not recorded.", RECORD_CELLS_HINT)
+    hint = "Record with --level advanced or higher; masks of up to 67 million cells are kept."
+    raise Missing("The mask of this layer was not recorded.", hint)
 
 
 # -- tokens ---------------------------------------------------------------------------------------
