@@ -196,11 +196,10 @@ def uncertainty(step: StepRow, colour: str) -> float | None:
 
     An entropy of 3 nats (that of about twenty equally likely tokens) or more counts as 1.
     """
-    if colour == "probability" and step.chosen_logprob is not None:
-        return 1 - math.exp(min(step.chosen_logprob, 0.0))
-    if colour == "entropy" and step.entropy is not None and step.entropy == step.entropy:
-        return min(step.entropy / 3, 1.0)
-    return None
+    value = {"probability": step.chosen_logprob, "entropy": step.entropy}.get(colour)
+    if value is None or math.isnan(value):
+        return None
+    return 1 - math.exp(min(value, 0.0)) if colour == "probability" else min(value / 3, 1.0)
 
 
 def segment_at(segments: Sequence[Segment], pos: int) -> Segment | None:
