@@ -14,7 +14,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -122,27 +122,20 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
     try:
         import resvg_py
     except ImportError as error:
-        raise FlexInspectError(
-            "A PNG needs the package resvg-py, which is not installed.",
-            hint="pip install 'flexinspect[png]', or save as .svg, which needs no extra package.",
-        ) from error
+        hint = "pip install 'flexinspect[png]', or save as .svg, which needs no extra package."
+        missing = "A PNG needs the package resvg-py, which is not installed."
+        raise FlexInspectError(missing, hint=hint) from error
     font = find_monospace()
     if font is None:
         raise FlexInspectError(
             "A PNG needs a monospace font, and no known one was found on this machine.",
             hint="Install one (Debian: apt-get install fonts-dejavu-core), or save as .svg.",
         )
-    svg = svg.replace(_FONT_FAMILIES, f"'{font.family}'").translate(_CONTROL_SYMBOLS)
+    family, files = font
+    svg = svg.replace(_FONT_FAMILIES, f"'{family}'").translate(_CONTROL_SYMBOLS)
+    render = partial(resvg_py.svg_to_bytes, font_family=family, monospace_family=family)
     try:
-        return bytes(
-            resvg_py.svg_to_bytes(
-                svg_string=svg,
-                zoom=zoom,
-                font_files=list(font.files),
-                font_family=font.family,
-                monospace_family=font.family,
-            )
-        )
+        return bytes(render(svg_string=svg, zoom=zoom, font_files=[*files]))
     except ValueError as error:
         raise FlexInspectError(
             f"The PNG could not be rendered: {error}.", hint="Save the picture as .svg instead."
@@ -218,40 +211,26 @@ def _draw_row(drawing: _Drawing, strip: Strip, y: int) -> None:
             x += cell_len(piece)
 
 
-def _split_pieces(text: str) -> Iterator[str]:
-    """Yield runs of one block character, single wide characters, and runs of narrow text."""
-    if text.isascii():
-        yield text
-        return
-    for char, group in groupby(_split_clusters(text), key=_cluster_kind):
-        if char:
-            yield "".join(group)
-        else:
-            yield from group
+def _split_pieces(text: str) -> list[str]:
+    """Return runs of one block character, single wide characters, and runs of narrow text.
 
-
-def _split_clusters(text: str) -> list[str]:
-    """Return the characters, each with the zero-width marks that follow it."""
-    clusters: list[str] = []
+    A zero-width mark belongs to the character before it.
+    """
+    pieces: list[str] = []
+    last = None
     for char in text:
-        if clusters and not cell_len(char):
-            clusters[-1] += char
+        width = cell_len(char)
+        kind = char if char in _AREAS or char in _SHADES else width
+        if pieces and (not width or (kind == last and kind != 2)):
+            pieces[-1] += char
         else:
-            clusters.append(char)
-    return clusters
-
-
-def _cluster_kind(cluster: str) -> str:
-    """Return the block character itself, "t" for narrow text, "" for a wide character."""
-    if cluster in _AREAS or cluster in _SHADES:
-        return cluster
-    return "t" if cell_len(cluster) == 1 else ""
+            pieces.append(char)
+        last = kind if width else last
+    return pieces
 
 
 def _printable(text: str) -> str:
     """Replace characters that XML forbids or no font shows; panels escape theirs before this."""
-    if text.isprintable():
-        return text
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
@@ -317,13 +296,6 @@ def _write_atomically(target: Path, data: bytes) -> None:
         ) from error
 
 
-class Font(NamedTuple):
-    """A font family and the files of its styles."""
-
-    family: str
-    files: tuple[str, ...]
-
-
 _FONTS = dict(
     pair.strip().split(" = ")
     for pair in """dejavusansmono = DejaVu Sans Mono
@@ -345,8 +317,8 @@ _FONTS = dict(
 
 
 @lru_cache(maxsize=1)
-def find_monospace() -> Font | None:
-    """Return the best known monospace font of this machine, None without any.
+def find_monospace() -> tuple[str, tuple[str, ...]] | None:
+    """Return the family and the files of the best known monospace font, None without any.
 
     The renderer silently omits all text of a family that is not installed.
     """
@@ -359,7 +331,7 @@ def find_monospace() -> Font | None:
         if stem in files:
             file = files[stem]
             prefix = file.stem.split("-")[0]
-            return Font(family, tuple(sorted(map(str, file.parent.glob(f"{prefix}*")))))
+            return family, tuple(sorted(map(str, file.parent.glob(f"{prefix}*"))))
     return None
 
 

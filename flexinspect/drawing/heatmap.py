@@ -50,11 +50,7 @@ def heat(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
     levels = _clamp_levels(levels, palette)
     if len(levels) % 2:
         levels = np.vstack([levels, levels[-1:]])
-    upper, lower = levels[0::2], levels[1::2]
-    if theme.no_color:
-        above, below = (np.abs(part.astype(int) - palette.centre) for part in (upper, lower))
-        return _character_strips(np.where(above >= below, upper, lower), palette, theme)
-    return _color_strips(upper, lower, palette, theme)
+    return _draw_pairs(levels[0::2], levels[1::2], palette, theme)
 
 
 def boxes(
@@ -71,25 +67,37 @@ def boxes(
     cell. A cursor outside of the levels is not drawn.
     """
     wide = np.repeat(_clamp_levels(levels, palette), max(cell_width, 0), axis=1)
-    if theme.no_color:
-        strips = _character_strips(wide, palette, theme)
-    else:
-        strips = _color_strips(wide, wide, palette, theme)
+    strips = _draw_pairs(wide, wide, palette, theme)
     rows, columns = levels.shape
     if marked and 0 <= marked[0] < rows and 0 <= marked[1] < columns and cell_width > 0:
         row, column = marked
-        box = _cursor_segment(int(wide[row, column * cell_width]), cell_width, palette, theme)
-        strips[row] = replace_cells(strips[row], column * cell_width, box)
+        level, at = int(wide[row, column * cell_width]), column * cell_width
+        inside, style = " ", palette.style(level) + Style(bold=True)
+        if theme.no_color:
+            inside, style = palette.ramp[level], theme.style("cursor")
+        box = "+" if cell_width == 1 else f"[{inside * (cell_width - 2)}]"
+        strips[row] = replace_cells(strips[row], at, Segment(box, style))
     return strips
+
+
+def draw_scale(palette: Palette, theme: Theme) -> list[tuple[str, Style]]:
+    """Return the colours of a palette from the lowest to the highest level as spans of a legend."""
+    levels = np.linspace(0, palette.size - 1, 8).astype(np.uint8)
+    (scale,) = boxes(levels[None], palette, theme, cell_width=1)
+    return [(segment.text, segment.style or Style.null()) for segment in scale]
 
 
 def _clamp_levels(levels: Levels, palette: Palette) -> Levels:
     return np.minimum(levels, np.uint8(palette.size - 1))
 
 
-def _character_strips(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
-    style, ramp = theme.style("text"), palette.ramp
-    texts = ["".join([ramp[level] for level in row]) for row in levels.tolist()]
+def _draw_pairs(upper: Levels, lower: Levels, palette: Palette, theme: Theme) -> list[Strip]:
+    """Draw pairs of levels as cells; without colours, the one farther from the centre."""
+    if not theme.no_color:
+        return _color_strips(upper, lower, palette, theme)
+    above, below = (np.abs(part.astype(int) - palette.centre) for part in (upper, lower))
+    style, levels = theme.style("text"), np.where(above >= below, upper, lower)
+    texts = ["".join([palette.ramp[level] for level in row]) for row in levels.tolist()]
     return [Strip([Segment(text, style)] if text else [], len(text)) for text in texts]
 
 
@@ -115,15 +123,6 @@ def _color_strips(upper: Levels, lower: Levels, palette: Palette, theme: Theme) 
         codes = [code for _, code in runs[begin:end]]
         strips.append(CellStrip(segments, width, codes) if truecolor else Strip(segments, width))
     return strips
-
-
-def _cursor_segment(level: int, width: int, palette: Palette, theme: Theme) -> Segment:
-    if theme.no_color:
-        inside, style = palette.ramp[level], theme.style("cursor")
-    else:
-        back = palette.pairs[level * palette.size + level].style or Style.null()
-        inside, style = " ", back + Style(color=palette.text_color(level), bold=True)
-    return Segment("+" if width == 1 else f"[{inside * (width - 2)}]", style)
 
 
 def replace_cells(strip: Strip, at: int, piece: Segment) -> Strip:
@@ -201,11 +200,12 @@ class Palette:
             self._runs[key, length] = run
         return run
 
-    def text_color(self, level: int) -> Color:
-        """Return black or white, whichever contrasts more with the colour of a level."""
+    def style(self, level: int) -> Style:
+        """Return the style of text on a level: black or white, whichever contrasts more."""
         red, green, blue = self.rgb[level]
         bright = 0.299 * red + 0.587 * green + 0.114 * blue > 127  # luma of ITU-R BT.601
-        return Color.from_rgb(0, 0, 0) if bright else Color.from_rgb(255, 255, 255)
+        ink = Color.from_rgb(0, 0, 0) if bright else Color.from_rgb(255, 255, 255)
+        return Style(color=ink, bgcolor=Color.from_rgb(red, green, blue))
 
 
 def quantise(values: npt.ArrayLike, low: float, high: float, size: int) -> Levels:

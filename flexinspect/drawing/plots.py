@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from textual.strip import Strip
@@ -106,6 +106,12 @@ def _number_forms(value: float | None) -> list[str]:
     return [best, *whole, f"{mantissa}e{int(exponent)}"]
 
 
+def finite_bounds(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Return the lowest and the highest finite value, None without any."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return min(finite, default=None), max(finite, default=None)
+
+
 def _is_nonfinite(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
 
@@ -125,11 +131,12 @@ def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | 
 
 def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:
     """Return the height of each column, 1 to `top` eighths; 0 for None, NaN and Inf."""
-    finite = [float(value) for value in columns if value is not None and math.isfinite(value)]
-    low, high = min([0.0, *finite]), max(finite, default=0.0)
+    lowest, highest = finite_bounds(columns)
+    low, high = min(0.0, lowest or 0.0), max(highest or 0.0, lowest or 0.0)
     span = high / 2 - low / 2 or 1.0  # halves: the difference itself may overflow
-    shares = (
-        None if value is None or not math.isfinite(value) else (float(value) / 2 - low / 2) / span
+    return [
+        max(round((value / 2 - low / 2) / span * top), min(top, 1))
+        if value is not None and math.isfinite(value)
+        else 0
         for value in columns
-    )
-    return [0 if share is None else max(round(share * top), min(top, 1)) for share in shares]
+    ]

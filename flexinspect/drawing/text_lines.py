@@ -33,18 +33,12 @@ class Canvas(Widget):
     ALLOW_SELECT = False
     DEFAULT_CSS = "Canvas { width: 1fr; height: 1fr; }"
 
-    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
-        super().__init__(id=id, classes=classes)
-        self._strips: Sequence[Strip] = ()
-
-    @property
-    def strips(self) -> Sequence[Strip]:
-        """The strips that are shown."""
-        return self._strips
+    strips: Sequence[Strip] = ()
+    """The strips that are shown."""
 
     def show(self, strips: Sequence[Strip]) -> None:
         """Show these strips from the next repaint on."""
-        self._strips = strips
+        self.strips = strips
         self.refresh()
 
     def repaint(self) -> None:
@@ -56,7 +50,7 @@ class Canvas(Widget):
         style = self.rich_style.without_color if self.app.no_color else self.rich_style
         strips = [
             strip if strip.cell_length == width else strip.adjust_cell_length(width, style)
-            for strip in self._strips[crop.y : crop.bottom]
+            for strip in self.strips[crop.y : crop.bottom]
         ]
         if len(strips) < crop.height:
             strips += [Strip.blank(width, style)] * (crop.height - len(strips))
@@ -158,15 +152,6 @@ class Pen(Struct, frozen=True):
         named = ((text, self.style(name)) for text, name in spans)
         return line(named, self.width, self.style("text"))
 
-    def row(self, texts: Iterable[str], widths: Iterable[int], styles: Iterable[str]) -> Strip:
-        """Return a row of a table: the first column left-aligned, the others right-aligned."""
-        columns = zip(texts, widths, styles, strict=True)
-        spans = [
-            (" " + align_right(text, width) if index else clip_text(text, width), style)
-            for index, (text, width, style) in enumerate(columns)
-        ]
-        return self.line(*spans)
-
     def paragraph(self, text: str, style: str = "text") -> list[Strip]:
         """Wrap a text at words; see `wrap_paragraph`."""
         return wrap_paragraph(text, self.width, self.style(style))
@@ -176,20 +161,23 @@ class Pen(Struct, frozen=True):
         return [strip for text, style in texts for strip in self.paragraph(text, style)]
 
 
-def join_blocks(left: Sequence[Strip], right: Sequence[Strip], blank: Style) -> list[Strip]:
-    """Join two blocks side by side; the shorter one is filled up with blank lines."""
+def join_blocks(
+    left: Sequence[Strip], right: Sequence[Strip], blank: Style, *, gap: int = 0
+) -> list[Strip]:
+    """Join two blocks, `gap` columns apart; the shorter one is filled up with blank lines."""
     height = max(len(left), len(right))
     blocks = []
-    for block in (left, right):
-        width = block[0].cell_length if block else 0
-        empty = Strip([Segment(" " * width, blank)], width)
-        blocks.append([*block, *[empty] * (height - len(block))])
+    for block, space in ((left, gap), (right, 0)):
+        width = (block[0].cell_length if block else 0) + space
+        rows = [strip.adjust_cell_length(width, blank) for strip in block]
+        blocks.append([*rows, *[Strip.blank(width, blank)] * (height - len(block))])
     return [Strip.join(pair) for pair in zip(*blocks, strict=True)]
 
 
-def first_visible(at: int, room: int, total: int) -> int:
-    """Return the first of `room` visible items of `total`, with item `at` near the middle."""
-    return max(0, min(at - room // 2, total - room))
+def visible(at: int, room: int, total: int) -> slice:
+    """Return the visible items of `total`: at most `room`, with item `at` near the middle."""
+    first = max(0, min(at - room // 2, total - room))
+    return slice(first, first + max(room, 0))
 
 
 SEPARATOR = " · "

@@ -60,10 +60,6 @@ class Theme(Struct, frozen=True, dict=True):
         """Return a style by its name. Raises `KeyError` for an unknown one."""
         return self._styles[name]
 
-    def segment_style(self, number: int) -> Style:
-        """Return the background of segment `number`; neighbours differ."""
-        return self._segment_styles[number % len(self._segment_styles)]
-
     def color(self, name: str) -> Color:
         """Return a colour of the theme by its name, a key of `DARK_COLORS`."""
         return Color.parse(self.colors[name])
@@ -89,13 +85,6 @@ class Theme(Struct, frozen=True, dict=True):
             "special": on + tint["accent"] + Style(italic=True),
             "invisible": muted,
         }
-
-    @cached_property
-    def _segment_styles(self) -> tuple[Style, ...]:
-        if self.no_color:
-            return (Style(), Style(underline=True))
-        white = Color.parse("#ffffff")
-        return tuple(Style(color=white, bgcolor=Color.parse(band)) for band in SEGMENT_COLORS)
 
 
 class NoColorFilter(LineFilter):

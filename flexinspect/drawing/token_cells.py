@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from msgspec import Struct
 from rich.cells import cell_len
@@ -63,7 +65,7 @@ def display_text(token: str, text: str, *, special: bool) -> tuple[str, bool]:
 
 def token_style(cell: TokenCell, theme: Theme, *, current: bool = False) -> Style:
     """Return the style of a token: its colour, lighter at odd positions, and its attributes."""
-    style = _segment_style(cell.segment_color, cell.pos % 2, theme.no_color)
+    style = segment_style(cell.segment_color, cell.pos % 2, theme.no_color)
     if cell.heat is not None:
         style = _heat_style(min(max(int(cell.heat * 15), 0), 15), theme.no_color)
     if cell.special:
@@ -71,15 +73,16 @@ def token_style(cell: TokenCell, theme: Theme, *, current: bool = False) -> Styl
     if cell.invisible:
         style += Style(dim=True)
     if current:
-        style += Style(reverse=True, bold=True) if theme.no_color else _CURRENT_STYLE
+        style += Style(reverse=True, bold=True) if theme.no_color else CURRENT_TOKEN_STYLE
     return style
 
 
-_CURRENT_STYLE = Style(color=Color.parse("#000000"), bgcolor=Color.parse("#ffffff"), bold=True)
+CURRENT_TOKEN_STYLE = Style.parse("bold #000000 on #ffffff")
 
 
 @lru_cache(maxsize=64)
-def _segment_style(number: int, odd: int, plain: bool) -> Style:
+def segment_style(number: int, odd: int, plain: bool) -> Style:
+    """Return the background of segment `number`, lighter at odd positions; neighbours differ."""
     if plain:
         return Style(underline=bool(odd))
     back = SEPARATOR_COLOR if number < 0 else SEGMENT_COLORS[number % len(SEGMENT_COLORS)]
@@ -101,46 +104,43 @@ def _heat_style(level: int, plain: bool) -> Style:
 
 
 class TokenCellRow(Struct, frozen=True):
-    """A row of token cells, and the column at which each begins."""
+    """A row of token cells."""
 
     cells: tuple[TokenCell, ...]
-    columns: tuple[int, ...]
 
     @property
-    def width(self) -> int:
-        """Width in terminal cells."""
-        return self.columns[-1] + cell_len(self.cells[-1].text) if self.cells else 0
+    def columns(self) -> list[int]:
+        """The column at which each cell begins, and the one after the last cell."""
+        return [0, *accumulate(cell_len(cell.text) for cell in self.cells)]
 
     def spans(self, theme: Theme, *, current: int | None) -> list[Span]:
         """Return the row as spans; `current` is the position of the current token."""
         return [(c.text, token_style(c, theme, current=c.pos == current)) for c in self.cells]
 
     def cell_at(self, column: int) -> TokenCell | None:
-        """Return the token cell at a column, None after the last one."""
-        for cell, start in zip(self.cells, self.columns, strict=True):
-            if start <= column < start + cell_len(cell.text):
-                return cell
-        return None
+        """Return the token cell at a column, None outside of the row."""
+        index = bisect_right(self.columns, column) - 1
+        return self.cells[index] if 0 <= index < len(self.cells) else None
 
 
 def wrap_cells(cells: Sequence[TokenCell], width: int) -> list[TokenCellRow]:
     """Lay token cells out in rows of `width` columns; a wider cell has a row of its own."""
-    rows: list[list[tuple[TokenCell, int]]] = []
+    rows: list[list[TokenCell]] = []
     used = 0
     for cell in cells:
         length = cell_len(cell.text)
         if not rows or used + length > width:
             rows.append([])
             used = 0
-        rows[-1].append((cell, used))
+        rows[-1].append(cell)
         used += length
-    return [TokenCellRow(*zip(*row, strict=True)) for row in rows]
+    return [TokenCellRow(tuple(row)) for row in rows]
 
 
 def row_around(cells: Sequence[TokenCell], current: int, width: int) -> TokenCellRow:
     """Return a row of at most `width` columns with the cell at index `current` near its middle."""
     if not cells:
-        return TokenCellRow((), ())
+        return TokenCellRow(())
     lengths = [cell_len(cell.text) for cell in cells]
     start = min(max(current, 0), len(cells) - 1)
     stop = start + 1
@@ -157,4 +157,4 @@ def row_around(cells: Sequence[TokenCell], current: int, width: int) -> TokenCel
         else:
             used += lengths[stop]
             stop += 1
-    return wrap_cells(cells[start:stop], max(width, used))[0]
+    return TokenCellRow(tuple(cells[start:stop]))

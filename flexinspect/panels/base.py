@@ -9,7 +9,7 @@ interface's thread, and `describe` returns it as text. So one panel serves the i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct
@@ -64,18 +64,6 @@ class Request(Struct, Generic[O_co], frozen=True):
         return options
 
 
-class Picture(Struct, frozen=True):
-    """The picture of a panel: at most `height` strips of `width` cells.
-
-    `note` is shown in the lower border of the panel: for example the mask, the check or the zoom.
-    `alarm` highlights the note because something is wrong.
-    """
-
-    strips: list[Strip]
-    note: str = ""
-    alarm: bool = False
-
-
 CURSOR_MOVES = {
     "cursor.up": (-1, 0),
     "cursor.down": (1, 0),
@@ -95,6 +83,20 @@ class Navigate(Struct, frozen=True):
     head: int | None = None
     pos: int | None = None
     panel: str | None = None
+
+
+class Picture(Struct, frozen=True):
+    """The picture of a panel: at most `height` strips of `width` cells.
+
+    `note` is shown in the lower border of the panel: for example the mask, the check or the zoom.
+    `alarm` highlights the note because something is wrong. `target` is the response to a click on
+    cell (x, y): a place, new options, or None.
+    """
+
+    strips: list[Strip]
+    note: str = ""
+    alarm: bool = False
+    target: Callable[[int, int], Any] = lambda x, y: None
 
 
 class Help(NamedTuple):
@@ -123,6 +125,8 @@ class Panel(Generic[D, O_co]):
     """The actions (see `flexinspect.core.keyboard`) that `on_action` handles."""
     initial_options: ClassVar[Any] = NoOptions()
     """The options that the panel starts with."""
+    cycles: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}
+    """The actions that select the next choice of an option: the option and its choices."""
 
     def load(self, source: Source, request: Request[O_co]) -> D:
         """Read the data of the request. Runs in a worker thread."""
@@ -138,7 +142,7 @@ class Panel(Generic[D, O_co]):
 
     def on_action(self, action: str, data: D, request: Request[O_co]) -> O_co | Navigate | None:
         """Return new options or a place to go to, None for an action that changes nothing."""
-        return None
+        return request.with_next(*self.cycles[action]) if action in self.cycles else None
 
     def on_mouse(
         self, x: int, y: int, data: D, request: Request[O_co], *, click: bool
@@ -151,7 +155,9 @@ class Panel(Generic[D, O_co]):
 
     def on_click(self, x: int, y: int, data: D, request: Request[O_co]) -> O_co | Navigate | None:
         """Handle a click on cell (x, y) of the picture; returns the same as `on_action`."""
-        return None
+        response: O_co | Navigate | None
+        response = self.paint(data, request, Theme("none")).target(x, y)
+        return response
 
 
 class Missing(Exception):
@@ -164,6 +170,14 @@ class Missing(Exception):
     def lines(self) -> list[str]:
         """Return the reason, then the hint if there is one."""
         return [self.reason, self.hint] if self.hint else [self.reason]
+
+
+def hook_hint(hook: str, records: str) -> str:
+    """Return the hint for records that a hook makes at every level, and that are missing."""
+    return (
+        f"The {hook} hook records {records} at every level; 'flexinspect dump' shows whether it "
+        "was disabled."
+    )
 
 
 def is_training_trace(source: Source) -> bool:
@@ -196,10 +210,8 @@ def require_training_facts(source: Source, place: TracePlace) -> Mapping[str, An
     """Return the declared facts of a training run. Raises `Missing` for any other generation."""
     facts = training_facts(source, place.generation)
     if facts is None:
-        raise Missing(
-            "This generation is not a training run.",
-            "Record one with flexinspect.watch_training(model, optimizer).",
-        )
+        hint = "Record one with flexinspect.watch_training(model, optimizer)."
+        raise Missing("This generation is not a training run.", hint)
     return facts
 
 

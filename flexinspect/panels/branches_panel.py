@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 from msgspec import Struct
 from textual.strip import Strip
 
-from flexinspect.analysis.branch_comparison import (
-    BranchNode,
-    MaskChange,
-    StepChange,
-    StepMask,
-    branch_tree,
-    first_difference,
-    mask_change,
-    step_change,
-    step_mask,
-)
+from flexinspect.analysis import branch_comparison
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
@@ -47,7 +38,7 @@ class StepPair(Struct, frozen=True):
     step: int
     base: str | None
     own: str | None
-    change: StepChange | None = None
+    change: branch_comparison.StepChange | None = None
 
     @property
     def is_different(self) -> bool:
@@ -61,12 +52,12 @@ class BranchesData(Struct, frozen=True):
     `diverged_at` is the first step at which both chose different tokens, None without one.
     """
 
-    nodes: tuple[BranchNode, ...]
+    nodes: tuple[branch_comparison.BranchNode, ...]
     place: TracePlace
     compared: BranchRow | None = None
     pairs: tuple[StepPair, ...] = ()
     diverged_at: int | None = None
-    masks: MaskChange | None = None
+    masks: branch_comparison.MaskChange | None = None
 
 
 class BranchesPanel(Panel[BranchesData, NoOptions]):
@@ -90,7 +81,7 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> BranchesData:
         """Read the tree, and the steps of the branch that fit the height."""
         reader, place = source.reader, request.place
-        nodes = tuple(branch_tree(reader, place.generation))
+        nodes = tuple(branch_comparison.branch_tree(reader, place.generation))
         if not nodes:
             raise Missing("This generation has no branch yet.")
         # The current branch, or for the root its last fork.
@@ -101,10 +92,14 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         if shown is None or shown.parent is None:
             return BranchesData(nodes, place)
         pairs = _load_pairs(reader, shown, place.step, request.height - len(nodes) - 2)
-        masks = None
-        if any(pair.step == place.step and pair.change is not None for pair in pairs):
-            masks = _diff_masks(source, place, shown.parent, shown.branch)
-        diverged_at = _find_divergence(reader, shown)
+        has_change = any(pair.step == place.step and pair.change is not None for pair in pairs)
+        masks = _diff_masks(source, place, shown.parent, shown.branch) if has_change else None
+        both = (shown.parent, shown.branch)
+        diverged_at = branch_comparison.first_difference(reader, place.generation, *both)
+        if diverged_at is not None:
+            step = (reader, place.generation, diverged_at)
+            if None in [_load_step_text(*step, branch) for branch in both]:
+                diverged_at = None  # one branch ended
         return BranchesData(nodes, place, shown, tuple(pairs), diverged_at, masks)
 
     def describe(self, data: BranchesData) -> list[str]:
@@ -128,8 +123,11 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
     def paint(self, data: BranchesData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the tree, then the steps, then how the masks differ."""
         pen, height, current = Pen(theme, request.width), request.height, data.place.branch
+        n_nodes = height if data.compared is None else max(height - _MIN_COMPARISON_LINES, 1)
+        nodes = data.nodes[:n_nodes]
+        targets: list[Navigate | None] = [Navigate(branch=node.row.branch) for node in nodes]
         strips = []
-        for node in data.nodes[: _tree_height(data, height)]:
+        for node in nodes:
             style = "chosen" if node.row.branch == current else "text"
             strips.append(pen.line((_format_node(node, current), style)))
         if data.compared is None:
@@ -137,76 +135,64 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
                 "There is no fork. While the model is running, F continues from a step with "
                 "another token, E with another mask."
             )
-            return Picture([*strips, *pen.paragraph(hint, "muted")][:height], "one branch")
-        strips.append(_draw_heading(data.compared, pen))
-        strips += [_draw_pair(pair, data, pen) for pair in data.pairs]
+            strips += pen.paragraph(hint, "muted")
+        else:
+            strips += [
+                _draw_heading(data.compared, pen),
+                *(_draw_pair(p, data, pen) for p in data.pairs),
+            ]
+            targets += [None, *(Navigate(step=pair.step) for pair in data.pairs)]
         if data.masks is not None:
             strips[height - 1 :] = []
             text = _describe_masks(data.masks, data.place)
             paragraph = pen.paragraph(text, "muted")
             fits = len(strips) + len(paragraph) <= height
             strips += paragraph if fits else [pen.line((text, "muted"))]
-        at = data.diverged_at
-        note = "the same tokens" if at is None else f"diverges at step {at}"
-        return Picture(strips[:height], note)
-
-    def on_click(
-        self, x: int, y: int, data: BranchesData, request: Request[NoOptions]
-    ) -> Navigate | None:
-        """Go to the branch or the step that was clicked."""
-        n_nodes = min(len(data.nodes), _tree_height(data, request.height))
-        if y < n_nodes:
-            return Navigate(branch=data.nodes[y].row.branch)
-        index = y - n_nodes - 1
-        return Navigate(step=data.pairs[index].step) if 0 <= index < len(data.pairs) else None
+        note = "the same tokens"
+        if data.compared is None:
+            note = "one branch"
+        elif data.diverged_at is not None:
+            note = f"diverges at step {data.diverged_at}"
+        target = dict(enumerate(targets)).get
+        return Picture(strips[:height], note, target=lambda x, y: target(y))
 
 
-def _tree_height(data: BranchesData, height: int) -> int:
-    return max(height - _MIN_COMPARISON_LINES, 1) if data.compared is not None else height
-
-
-def _diff_masks(source: Source, place: TracePlace, parent: int, branch: int) -> MaskChange | None:
+def _diff_masks(
+    source: Source, place: TracePlace, parent: int, branch: int
+) -> branch_comparison.MaskChange | None:
     """Compare the masks of all steps up to this one; the mask of each step is cached."""
-    reader, generation, layer, head = source.reader, place.generation, place.layer, place.head
+    reader, generation = source.reader, place.generation
+    at = {"layer": place.layer, "head": place.head}
 
-    def find_mask(owner: int, step: int) -> StepMask | None:
-        return source.get_or_create(
-            ("branches.mask", generation, owner, step, layer, head),
-            lambda: step_mask(reader, generation, step, owner, layer, head),
-        )
+    def find_mask(owner: int, step: int) -> branch_comparison.StepMask | None:
+        key = ("branches.mask", generation, owner, step, *at.values())
+        read = partial(branch_comparison.step_mask, reader, generation, step, owner, **at)
+        return source.get_or_create(key, read)
 
-    return mask_change(
-        reader, generation, place.step, parent, branch, layer=layer, head=head, find=find_mask
+    return branch_comparison.mask_change(
+        reader, generation, place.step, parent, branch, **at, find=find_mask
     )
 
 
 def _load_pairs(reader: TraceReader, shown: BranchRow, step: int, room: int) -> list[StepPair]:
     """Return the steps around `step`, from the fork to the end of both branches."""
     generation, both = shown.generation, (shown.parent or 0, shown.branch)
-    bounds = [step_bounds(reader, generation, branch) for branch in both]
-    last = max((first_last[1] for first_last in bounds if first_last is not None), default=-1)
+    bounds = (step_bounds(reader, generation, branch) for branch in both)
+    last = max((newest for _, newest in filter(None, bounds)), default=-1)
     n = max(room, 2)
     start = max(shown.fork_step or 0, min(step - n // 2, last + 1 - n))
     pairs = []
     for number in range(start, min(start + n, last + 1)):
-        base, own = (_load_step_text(reader, generation, branch, number) for branch in both)
+        base, own = (_load_step_text(reader, generation, number, branch) for branch in both)
         has_both = base is not None and own is not None
-        change = step_change(reader, generation, number, *both) if has_both else None
+        change = (
+            branch_comparison.step_change(reader, generation, number, *both) if has_both else None
+        )
         pairs.append(StepPair(number, base, own, change))
     return pairs
 
 
-def _find_divergence(reader: TraceReader, shown: BranchRow) -> int | None:
-    """Return the first step at which both chose different tokens, None if one branch ended."""
-    generation, both = shown.generation, (shown.parent or 0, shown.branch)
-    step = first_difference(reader, generation, *both)
-    if step is None:
-        return None
-    texts = [_load_step_text(reader, generation, branch, step) for branch in both]
-    return step if None not in texts else None
-
-
-def _load_step_text(reader: TraceReader, generation: int, branch: int, step: int) -> str | None:
+def _load_step_text(reader: TraceReader, generation: int, step: int, branch: int) -> str | None:
     owner = branch_of_step(reader, generation, step, branch)
     if reader.step(generation, step, owner) is None:
         return None
@@ -214,7 +200,7 @@ def _load_step_text(reader: TraceReader, generation: int, branch: int, step: int
     return tokens[-1].text if tokens else "?"
 
 
-def _format_node(node: BranchNode, current: int) -> str:
+def _format_node(node: branch_comparison.BranchNode, current: int) -> str:
     row = node.row
     mark = "▸" if row.branch == current else " "
     stem = "  " * (node.depth - 1) + "└ " if node.depth else ""
@@ -244,7 +230,7 @@ def _quote_text(text: str | None) -> str:
     return "–" if text is None else f"“{escape_unprintable(text)}”"
 
 
-def _format_change(change: StepChange | None) -> tuple[str, str]:
+def _format_change(change: branch_comparison.StepChange | None) -> tuple[str, str]:
     if change is None:
         return "", ""
     bound = "≥ " if change.basis == "candidates" else ""
@@ -262,7 +248,7 @@ def _draw_pair(pair: StepPair, data: BranchesData, pen: Pen) -> Strip:
     )
 
 
-def _describe_masks(masks: MaskChange, place: TracePlace) -> str:
+def _describe_masks(masks: branch_comparison.MaskChange, place: TracePlace) -> str:
     where = f"(layer {masks.layer}, head {place.head}, up to this step)"
     if not masks.n_opened and not masks.n_closed:
         return f"Masks: the same in all {masks.n_rows} rows that both computed {where}."

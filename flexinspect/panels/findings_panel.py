@@ -9,28 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from msgspec import Struct
-from msgspec.structs import replace
 from rich.cells import cell_len
 from textual.strip import Strip
 
-from flexinspect.analysis.reports.collect import (
-    describe_place,
-    format_thousands,
-    format_times,
-    read_position_texts,
-)
+from flexinspect.analysis.reports import collect
 from flexinspect.core.text import escape_unprintable, format_ranges, plural
-from flexinspect.drawing.text_lines import Pen, clip_text, first_visible
+from flexinspect.drawing.text_lines import Pen, clip_text, visible
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    CURSOR_MOVES,
-    Help,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-)
+from flexinspect.panels import base
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
@@ -55,6 +41,7 @@ MAX_QUERY_CHARS = 300
 MAX_DESCRIBED_GROUPS = 50
 MAX_GROUPS = 500
 
+PLACE_FIELDS = ("generation", "branch", "step", "layer", "head")
 SEVERITY_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "muted"}
 _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
 
@@ -80,7 +67,7 @@ def format_extent(group: FindingGroup) -> str:
     parts = [span.describe(name) for span, name in named if span is not None]
     if group.generations.high > 0 or not parts:
         parts.append(group.generations.describe("generation"))
-    return f"{', '.join(parts)}: {format_times(group.times)}"
+    return f"{', '.join(parts)}: {collect.format_times(group.times)}"
 
 
 def describe_no_findings(data: FindingsData) -> str:
@@ -98,8 +85,9 @@ def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
     finding = data.chosen.finding
     group = data.groups[data.selected]
     yield finding.sentence, SEVERITY_STYLES[finding.severity]
-    number = f" ({format_thousands(data.member + 1)} of {format_thousands(group.count)})"
-    yield f"At {describe_place(finding)}{number if group.count > 1 else ''}.", "text"
+    number, of = map(collect.format_thousands, (data.member + 1, group.count))
+    which = f" ({number} of {of})" if group.count > 1 else ""
+    yield f"At {collect.describe_place(finding)}{which}.", "text"
     if data.tokens:
         yield _format_positions(data, finding), "text"
     for name in ("why", "confirm", "fix"):
@@ -118,7 +106,7 @@ def _format_positions(data: FindingsData, finding: Finding) -> str:
     if isinstance(n_empty, int) and n_empty > len(finding.positions):
         more, ellipsis = more + n_empty - len(finding.positions), " …"
     ranges = format_ranges(finding.positions[:10_000]) + ellipsis
-    rest = f" and {format_thousands(more)} more ({ranges})" if more else ""
+    rest = f" and {collect.format_thousands(more)} more ({ranges})" if more else ""
     name = "Positions" if len(finding.positions) > 1 else "Position"
     return f"{name}: {tokens}{clip_text(rest, 60).rstrip() if rest else ''}"
 
@@ -135,13 +123,13 @@ class FindingsOptions(Struct, frozen=True):
     member: int = 0
 
 
-class FindingsPanel(Panel[FindingsData, FindingsOptions]):
+class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
     """A list of the classes of findings, with all details of the selected finding."""
 
     name = "findings"
     title = "Findings"
     initial_options = FindingsOptions()
-    help = Help(
+    help = base.Help(
         "It shows the problems that the rules found in this trace, the worst first, with all "
         "findings of one kind on one line.",
         "Move with shift+up and shift+down, go through the findings of one kind with shift+left "
@@ -149,9 +137,9 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         "Start with the errors (E): each says in one sentence what is wrong, and lists the "
         "evidence and how to confirm it.",
     )
-    actions = (*CURSOR_MOVES, "cursor.enter")
+    actions = (*base.CURSOR_MOVES, "cursor.enter")
 
-    def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
+    def load(self, source: Source, request: base.Request[FindingsOptions]) -> FindingsData:
         """Count the findings by class, and read the selected one."""
         reader, options = source.reader, request.options
         groups = load_groups(source)
@@ -166,7 +154,7 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         selected = max(0, min(selected, len(groups) - 1))
         member = max(0, min(options.member, groups[selected].count - 1))
         row = finding_in_group(reader, groups[selected], member)
-        tokens = read_position_texts(reader, row.finding) if row is not None else ()
+        tokens = collect.read_position_texts(reader, row.finding) if row is not None else ()
         return FindingsData(groups, selected, member, row, tokens)
 
     def describe(self, data: FindingsData) -> list[str]:
@@ -182,46 +170,41 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
             lines.append(f"And {len(data.groups) - MAX_DESCRIBED_GROUPS} more kinds.")
         return [*lines, *(escape_unprintable(text) for text, _ in describe_finding(data))]
 
-    def paint(self, data: FindingsData, request: Request[FindingsOptions], theme: Theme) -> Picture:
+    def paint(
+        self, data: FindingsData, request: base.Request[FindingsOptions], theme: Theme
+    ) -> base.Picture:
         """Draw the list, scrolled to the selected line, and the selected finding below it."""
         pen, height = Pen(theme, request.width), request.height
         if not data.groups:
-            return Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
-        rows = _visible_rows(data, height)
+            return base.Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
+        n_groups = len(data.groups)
+        rows = range(n_groups)[visible(data.selected, max(height // 2 - 1, 1), n_groups)]
         strips = [_draw_group(data, index, pen) for index in rows]
         strips.append(pen.line(("─" * pen.width, "muted")))
         strips += pen.paragraphs(describe_finding(data))
         summary = summarize_groups(data.groups)
-        return Picture(strips[:height], summary.counts(), alarm=summary.errors > 0)
+
+        def target(x: int, y: int) -> FindingsOptions | base.Navigate | None:
+            """Select the line that was clicked; a click on the selected one goes to its place."""
+            if not 0 <= y < len(rows):
+                return None
+            chosen = data.chosen if rows[y] == data.selected else None
+            return navigate_to_finding(chosen.finding) if chosen else _select_group(data, rows[y])
+
+        return base.Picture(strips[:height], summary.counts(), summary.errors > 0, target)
 
     def on_action(
-        self, action: str, data: FindingsData, request: Request[FindingsOptions]
-    ) -> FindingsOptions | Navigate | None:
+        self, action: str, data: FindingsData, request: base.Request[FindingsOptions]
+    ) -> FindingsOptions | base.Navigate | None:
         """Move the selection, or go to the selected finding."""
         if not data.groups:
             return None
         if action == "cursor.enter":
             return navigate_to_finding(data.chosen.finding) if data.chosen is not None else None
-        down, across = CURSOR_MOVES.get(action, (0, 0))
+        down, across = base.CURSOR_MOVES.get(action, (0, 0))
         if down:
             return _select_group(data, data.selected + down)
-        member = data.member + across
-        if not across or not 0 <= member < data.groups[data.selected].count:
-            return None
-        selection = _select_group(data, data.selected)
-        return selection and replace(selection, member=member)
-
-    def on_click(
-        self, x: int, y: int, data: FindingsData, request: Request[FindingsOptions]
-    ) -> FindingsOptions | Navigate | None:
-        """Select the line that was clicked; a click on the selected one goes to its place."""
-        rows = _visible_rows(data, request.height)
-        if not 0 <= y < len(rows):
-            return None
-        index = rows[y]
-        if index == data.selected and data.chosen is not None:
-            return navigate_to_finding(data.chosen.finding)
-        return _select_group(data, index)
+        return _select_group(data, data.selected, data.member + across) if across else None
 
 
 # -- summary and navigation of the trace screen ---------------------------------------------------
@@ -240,7 +223,9 @@ class FindingSummary(Struct, frozen=True):
     def counts(self) -> str:
         """Return "2 errors, 1 warning", without severities that have no finding."""
         pairs = (("error", self.errors), ("warning", self.warnings), ("note", self.notes))
-        parts = [f"{format_thousands(n)} {name}{'' if n == 1 else 's'}" for name, n in pairs if n]
+        parts = [
+            f"{collect.format_thousands(n)} {name}{'' if n == 1 else 's'}" for name, n in pairs if n
+        ]
         return ", ".join(parts) or "no findings"
 
     def text(self) -> str:
@@ -251,7 +236,7 @@ class FindingSummary(Struct, frozen=True):
         return f"{self.counts()}: {escape_unprintable(self.worst.sentence)}{where}"
 
 
-def load_summary(source: Source, place: TracePlace) -> FindingSummary:
+def load_summary(source: Source, place: base.TracePlace) -> FindingSummary:
     """Return the counts of the whole trace, and the worst finding of the place's generation.
 
     For a generation without findings it is the worst one of the trace. Raises `TraceError`.
@@ -276,7 +261,7 @@ def summarize_groups(
 
 
 def next_finding(
-    reader: TraceReader, place: TracePlace, direction: int, after: FindingRow | None = None
+    reader: TraceReader, place: base.TracePlace, direction: int, after: FindingRow | None = None
 ) -> FindingRow | None:
     """Return the next finding after (direction 1) or before (-1) a place, cyclically.
 
@@ -286,8 +271,7 @@ def next_finding(
     queries. Raises `TraceError`.
     """
     if after is not None and all(
-        getattr(after.finding, name) in (None, getattr(place, name))
-        for name in ("generation", "branch", "step", "layer", "head")
+        getattr(after.finding, name) in (None, getattr(place, name)) for name in PLACE_FIELDS
     ):
         position = finding_position(after)
     else:
@@ -298,16 +282,10 @@ def next_finding(
     )
 
 
-def navigate_to_finding(finding: Finding) -> Navigate:
+def navigate_to_finding(finding: Finding) -> base.Navigate:
     """Return the place of a finding and its first position; what it does not name is unchanged."""
-    return Navigate(
-        generation=finding.generation,
-        branch=finding.branch,
-        step=finding.step,
-        layer=finding.layer,
-        head=finding.head,
-        pos=finding.positions[0] if finding.positions else None,
-    )
+    place = {name: getattr(finding, name) for name in PLACE_FIELDS}
+    return base.Navigate(**place, pos=finding.positions[0] if finding.positions else None)
 
 
 def load_groups(source: Source) -> tuple[FindingGroup, ...]:
@@ -322,18 +300,11 @@ def load_groups(source: Source) -> tuple[FindingGroup, ...]:
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def _select_group(data: FindingsData, selected: int) -> FindingsOptions | None:
-    if not 0 <= selected < len(data.groups):
+def _select_group(data: FindingsData, selected: int, member: int = 0) -> FindingsOptions | None:
+    if not 0 <= selected < len(data.groups) or not 0 <= member < data.groups[selected].count:
         return None
     group = data.groups[selected]
-    return FindingsOptions(selected, (group.severity.value, group.id))
-
-
-def _visible_rows(data: FindingsData, height: int) -> range:
-    """Return the indices of the visible classes, which take half of the height."""
-    n_rows = min(len(data.groups), max(height // 2 - 1, 1))
-    top = first_visible(data.selected, n_rows, len(data.groups))
-    return range(top, top + n_rows)
+    return FindingsOptions(selected, (group.severity.value, group.id), member)
 
 
 def _draw_group(data: FindingsData, index: int, pen: Pen) -> Strip:

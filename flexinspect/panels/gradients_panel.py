@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -13,19 +13,14 @@ from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, Palette, quantise
+from flexinspect.drawing.heatmap import BAD_CELL_STYLE, CIVIDIS, DIVERGING, quantise
 from flexinspect.drawing.plots import bar, format_number
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, first_visible
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, visible
 from flexinspect.drawing.theme import Theme
-from flexinspect.drawing.token_cells import TokenCellRow, wrap_cells
+from flexinspect.drawing.token_cells import CURRENT_TOKEN_STYLE, wrap_cells
+from flexinspect.panels import token_window
 from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.token_window import (
-    TokenWindow,
-    load_token_window,
-    segment_color,
-    token_cells,
-)
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
 from flexinspect.records.token_gradients import PARAMETER_PARTS, GradientRecord, GradientStat
@@ -47,7 +42,6 @@ CAVEAT = (
 
 _SHARE_WIDTH = 7
 _MAX_CAVEAT_LINES = 4
-_CURRENT_STYLE = Style.parse("bold #000000 on #ffffff")
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -85,7 +79,7 @@ class GradientsData(Struct, frozen=True):
     record: GradientRecord
     token: str
     runner_up: str
-    window: TokenWindow
+    window: token_window.TokenWindow
     shares: tuple[SegmentShare, ...]
     columns: tuple[str, ...]
     rows: tuple[LayerGradients, ...]
@@ -120,7 +114,7 @@ def segment_shares(record: GradientRecord, segments: Sequence[Segment]) -> tuple
     return tuple(
         SegmentShare(
             label=escape_unprintable(segment.label),
-            segment_color=segment_color(number, segments),
+            segment_color=token_window.segment_color(number, segments),
             n_tokens=span.stop - span.start,
             signed=float(signed[span].sum()),
             norm=float(norms[span].sum()),
@@ -259,12 +253,15 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         "alone, and for layers with gradients of 0, NaN, or a hundred times their neighbours'.",
     )
     depends_on_size = True
-    actions = ("view.flip", "view.measure")
+    cycles: ClassVar = {
+        "view.flip": ("side", ("who", "where")),
+        "view.measure": ("by", ("input", "norm")),
+    }
+    actions = tuple(cycles)
 
     def load(self, source: Source, request: Request[GradientsOptions]) -> GradientsData:
         """Read the gradients of the place's step, and the tokens that fit."""
         reader, place = source.reader, request.place
-        reach = max(request.width * request.height // 4, 64)
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.gradients(place.generation, place.step, branch)
         if record is None:
@@ -275,16 +272,14 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
                     "Run with --grads; they are computed at the end of the generation.",
                 )
             shown = ", ".join(map(str, others[:12])) + (" …" if len(others) > 12 else "")
-            raise Missing(
-                f"No gradients are recorded for step {place.step}.",
-                f"These steps have some: {shown}.",
-            )
+            missing = f"No gradients are recorded for step {place.step}."
+            raise Missing(missing, f"These steps have some: {shown}.")
         runner_up = ""
         if record.runner_up_id is not None:
             candidates = reader.candidates(place.generation, place.step, branch)
             texts = (_quote(c.text) for c in candidates if c.token_id == record.runner_up_id)
             runner_up = next(texts, f"token {record.runner_up_id}")
-        segments = tuple(reader.segments(place.generation, place.branch))
+        segments = reader.segments(place.generation, place.branch)
         chosen = reader.step_tokens(place.generation, place.step, branch)
         columns, rows = gradient_norms(record)
         return GradientsData(
@@ -292,7 +287,9 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             record=record,
             token=_quote(chosen[0].text if chosen else f"token {record.token_id}"),
             runner_up=runner_up,
-            window=load_token_window(source, place, reach),
+            window=token_window.load_token_window(
+                source, place, max(request.width * request.height // 4, 64)
+            ),
             shares=segment_shares(record, segments),
             columns=columns,
             rows=rows,
@@ -319,42 +316,15 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         if not data.record.matches_recorded:
             text = "Nothing is drawn: these are not the gradients of the recorded forward."
             return Picture([*strips, *pen.paragraph(text)][:height], "not what ran", alarm=True)
-        room = height - len(strips)
+        top = len(strips)
         if options.side == "where":
-            strips += _draw_norms(data, room, pen)
+            drawn = _draw_norms(data, height - top, pen)
         else:
-            strips += _draw_attribution(data, room, pen, by_norm=options.by == "norm")
+            drawn = _draw_attribution(data, height - top, pen, by_norm=options.by == "norm")
         side = "norms per layer" if options.side == "where" else f"by {options.by}"
         note = f"{side} · check {data.record.logits_error:.0e} · {data.record.wall_ms:.0f} ms"
-        return Picture(strips[:height], note, alarm=bool(data.findings))
-
-    def on_action(
-        self, action: str, data: GradientsData, request: Request[GradientsOptions]
-    ) -> GradientsOptions | None:
-        """`view.flip`: the other side; `view.measure`: colour tokens by the other measure."""
-        if action == "view.flip":
-            return request.with_next("side", ("who", "where"))
-        return request.with_next("by", ("input", "norm")) if action == "view.measure" else None
-
-    def on_click(
-        self, x: int, y: int, data: GradientsData, request: Request[GradientsOptions]
-    ) -> Navigate | None:
-        """Go to the clicked layer, or to the step or prompt position of the clicked token."""
-        if not data.record.matches_recorded:
-            return None
-        pen = Pen(Theme("none"), request.width)
-        top = len(_draw_header(data, pen))
-        if request.options.side == "where":
-            first = _first_layer(data, request.height - top - 2)
-            index = y - top - 1 + first
-            rows = data.rows if index >= first else ()
-            return Navigate(layer=rows[index].layer) if index < len(rows) else None
-        room = _tokens_height(data, request.height - top, pen)
-        rows_of_tokens = _layout_tokens(data, room, pen)
-        line = y - top - _share_bars_height(data) - 1
-        if not 0 <= line < min(room, len(rows_of_tokens)):
-            return None
-        return data.window.navigate_to(rows_of_tokens[line].cell_at(x))
+        strips = [*strips, *drawn.strips][:height]
+        return Picture(strips, note, bool(data.findings), lambda x, y: drawn.target(x, y - top))
 
 
 def _draw_header(data: GradientsData, pen: Pen) -> list[Strip]:
@@ -369,24 +339,25 @@ def _draw_header(data: GradientsData, pen: Pen) -> list[Strip]:
 # -- attribution to segments and tokens ------------------------------------------------------------
 
 
-def _share_bars_height(data: GradientsData) -> int:
-    return len(merge_separators(data.shares)) + 1
-
-
-def _tokens_height(data: GradientsData, height: int, pen: Pen) -> int:
-    """Return the lines for tokens: what the bars, the caveat and a blank line leave."""
-    return max(height - _share_bars_height(data) - 1 - len(_draw_caveat(height, pen)), 0)
-
-
-def _draw_attribution(data: GradientsData, height: int, pen: Pen, *, by_norm: bool) -> list[Strip]:
-    caveat = _draw_caveat(height, pen)
-    strips = [*_draw_share_bars(data, pen), pen.line()]
-    room, largest = _tokens_height(data, height, pen), data.largest(by_norm)
-    for row in _layout_tokens(data, room, pen) if room else ():
+def _draw_attribution(data: GradientsData, height: int, pen: Pen, *, by_norm: bool) -> Picture:
+    """Draw the shares of the segments, and the rows of tokens up to the current one."""
+    caveat, bars = _draw_caveat(height, pen), _draw_share_bars(data, pen)
+    room, largest = max(height - len(bars) - 1 - len(caveat), 0), data.largest(by_norm)
+    rows = wrap_cells(token_window.token_cells(data.window, "segment"), pen.width)
+    top = min(data.window.row_of_current(rows) - room + 1, len(rows) - room)
+    shown = rows[max(top, 0) :][:room]
+    strips = [*bars, pen.line()]
+    for row in shown:
         styles = (_token_style(data, cell.pos, largest, pen, by_norm) for cell in row.cells)
         strips.append(pen.line(*zip((cell.text for cell in row.cells), styles, strict=True)))
+
+    def target(x: int, y: int) -> Navigate | None:
+        line = y - len(bars) - 1
+        at = shown[line].cell_at(x) if 0 <= line < len(shown) else None
+        return data.window.navigate_to(at)
+
     blank = max(height - len(strips) - len(caveat), 0)
-    return [*strips, *[pen.line()] * blank, *caveat]
+    return Picture([*strips, *[pen.line()] * blank, *caveat], target=target)
 
 
 def _draw_caveat(height: int, pen: Pen) -> list[Strip]:
@@ -420,18 +391,11 @@ def _draw_share_bars(data: GradientsData, pen: Pen) -> list[Strip]:
     return strips
 
 
-def _layout_tokens(data: GradientsData, height: int, pen: Pen) -> list[TokenCellRow]:
-    """Lay the tokens out in at most `height` rows; the last one has the current token."""
-    rows = wrap_cells(token_cells(data.window, "segment"), pen.width)
-    top = min(data.window.row_of_current(rows) - height + 1, len(rows) - height)
-    return rows[max(top, 0) :][:height]
-
-
 def _token_style(data: GradientsData, pos: int, largest: float, pen: Pen, by_norm: bool) -> Style:
     """Return the colour of a token's contribution; the generated token itself is white."""
     own, plain = data.record.tokens, pen.theme.no_color
     if own is not None and pos == own.shape[1]:
-        return pen.style("cursor") if plain else _CURRENT_STYLE
+        return pen.style("cursor") if plain else CURRENT_TOKEN_STYLE
     value = data.value_at(pos, by_norm)
     if value is None:
         return pen.style("muted")
@@ -442,36 +406,31 @@ def _token_style(data: GradientsData, pos: int, largest: float, pen: Pen, by_nor
     if plain:  # bold for a contribution for the token, underlined for one against it
         share = (level - palette.centre) / (palette.size - 1 - palette.centre)
         return Style(bold=share > 0.25, underline=share < -0.25)
-    return _cell_style(level, palette)
-
-
-def _cell_style(level: int, palette: Palette) -> Style:
-    return Style(color=palette.text_color(level), bgcolor=Color.from_rgb(*palette.rgb[level]))
+    return palette.style(level)
 
 
 # -- norms by layer --------------------------------------------------------------------------------
 
 
-def _draw_norms(data: GradientsData, height: int, pen: Pen) -> list[Strip]:
+def _draw_norms(data: GradientsData, height: int, pen: Pen) -> Picture:
+    """Draw a line per layer; the place's layer is visible."""
     if not data.rows or not data.columns:
-        return []
+        return Picture([])
     each = max(min((pen.width - LABEL_WIDTH) // len(data.columns), 10), 1)
     names = "".join(align_right(name, each - 1) + " " for name in data.columns)
     bounds = _log_bounds(data)
-    top = _first_layer(data, height - 2)
-    shown = data.rows[top : top + max(height - 2, 1)]
-    rest = "  ".join(format_outside_norms(data.record))
-    return [
+    at = next((i for i, row in enumerate(data.rows) if row.layer == data.place.layer), 0)
+    shown = data.rows[visible(at, max(height - 2, 1), len(data.rows))]
+    strips = [
         pen.line((" " * LABEL_WIDTH + names, "muted")),
         *(_norm_line(row, data, each, bounds, pen) for row in shown),
-        pen.line((f"outside: {rest}", "muted")),
-    ][:height]
+        pen.line((f"outside: {'  '.join(format_outside_norms(data.record))}", "muted")),
+    ]
 
+    def target(x: int, y: int) -> Navigate | None:
+        return Navigate(layer=shown[y - 1].layer) if 0 < y <= len(shown) else None
 
-def _first_layer(data: GradientsData, room: int) -> int:
-    """Return the index of the first layer to draw, so that the place's layer is visible."""
-    at = next((i for i, row in enumerate(data.rows) if row.layer == data.place.layer), 0)
-    return first_visible(at, room, len(data.rows))
+    return Picture(strips[:height], target=target)
 
 
 def _norm_line(
@@ -513,4 +472,4 @@ def _norm_style(value: float | None, bounds: LogBounds, pen: Pen) -> Style:
         return pen.style("bad") if plain else BAD_CELL_STYLE
     if plain:
         return pen.style("text")
-    return _cell_style(int(quantise(math.log(value), *bounds, CIVIDIS.size)), CIVIDIS)
+    return CIVIDIS.style(int(quantise(math.log(value), *bounds, CIVIDIS.size)))

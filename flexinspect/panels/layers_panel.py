@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +13,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from flexinspect.core.text import capitalize, escape_unprintable, format_numbers, plural
-from flexinspect.drawing.heatmap import (
-    BAD_CELL_STYLE,
-    CIVIDIS,
-    CIVIDIS_MISSING,
-    boxes,
-    quantise,
-    replace_cells,
-)
+from flexinspect.drawing import heatmap
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right
 from flexinspect.drawing.theme import Theme
@@ -27,19 +21,10 @@ from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Req
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, drop_cut_span, load_step_window
 from flexinspect.records.step import LayerStatRecord
-from flexinspect.trace.queries import (
-    NonfiniteOutput,
-    StatCell,
-    Statistic,
-    branch_of_step,
-    first_nonfinite_output,
-    layer_stats_range,
-    lineage,
-    step_range,
-)
+from flexinspect.trace import queries
 from flexinspect.trace.reader import TraceReader
 
-MEASURES: dict[Statistic, str] = {
+MEASURES: dict[queries.Statistic, str] = {
     "norm": "norm per row",
     "max": "max abs",
     "mean": "mean",
@@ -57,7 +42,7 @@ MAX_CELLS = 1 << 14
 
 _LABEL_WIDTH, _VALUE_WIDTH = 7, 9
 _TABLE_WIDTH = 90
-_BAD_LEVEL, _MISSING_LEVEL = CIVIDIS.size, CIVIDIS.size + 1
+_BAD_LEVEL, _MISSING_LEVEL = heatmap.CIVIDIS.size, heatmap.CIVIDIS.size + 1
 
 
 class FirstBadOutput(Struct, frozen=True):
@@ -98,7 +83,7 @@ class LayersData(Struct, frozen=True):
 
     place: TracePlace
     window: StepWindow
-    measure: Statistic
+    measure: queries.Statistic
     kind: str
     kinds: tuple[str, ...]
     layers: tuple[int, ...]
@@ -133,7 +118,7 @@ def format_kind(kind: str) -> str:
 
 
 def stat_arrays(
-    cells: Sequence[StatCell], window: StepWindow, layers: Sequence[int]
+    cells: Sequence[queries.StatCell], window: StepWindow, layers: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return values (float64) and counts of NaN and Inf (int64), each (layers, steps).
 
@@ -155,11 +140,11 @@ def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> Fir
     Searches `SCAN_STEPS` steps at a time; the results of finished ranges are cached.
     """
     reader, generation = source.reader, place.generation
-    for branch, first, stop in reversed(lineage(reader, generation, place.branch)):
+    for branch, first, stop in reversed(queries.lineage(reader, generation, place.branch)):
         end = window.last + 1 if stop is None else min(stop, window.last + 1)
         for start in range(first, end, SCAN_STEPS):
             steps = (generation, start, min(start + SCAN_STEPS, end), branch)
-            search = partial(first_nonfinite_output, reader, *steps)
+            search = partial(queries.first_nonfinite_output, reader, *steps)
             is_done = start + SCAN_STEPS <= window.last
             key = ("first bad output", steps)
             output = source.get_or_create(key, search) if is_done else search()
@@ -169,20 +154,16 @@ def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> Fir
 
 
 def _with_details(
-    reader: TraceReader, generation: int, branch: int, output: NonfiniteOutput
+    reader: TraceReader, generation: int, branch: int, output: queries.NonfiniteOutput
 ) -> FirstBadOutput:
     """Add the size of a layer's output, if it is known, and the other layers."""
-    stats = reader.layer_stats(generation, output.step, branch)
-    bad_layers = {stat.layer for stat in stats if stat.n_nan or stat.n_inf}
-    n_values = None
-    step = reader.step(generation, output.step, branch)
-    hidden = reader.model(generation).get("hidden")
-    is_layer = not module_kind(output.stat.layer, output.stat.module)
-    if is_layer and step is not None and isinstance(hidden, int):
+    key, stat, n_values = (generation, output.step, branch), output.stat, None
+    step, hidden = reader.step(*key), reader.model(generation).get("hidden")
+    if not module_kind(stat.layer, stat.module) and step is not None and isinstance(hidden, int):
         total = step.q_len * hidden
-        n_values = total if total >= output.stat.n_nan + output.stat.n_inf else None
-    later = tuple(sorted(bad_layers - {output.stat.layer}))
-    return FirstBadOutput(output.step, output.stat, n_values, later)
+        n_values = total if total >= stat.n_nan + stat.n_inf else None
+    bad_layers = {other.layer for other in reader.layer_stats(*key) if other.n_nan or other.n_inf}
+    return FirstBadOutput(output.step, stat, n_values, tuple(sorted(bad_layers - {stat.layer})))
 
 
 def stat_table(data: LayersData) -> list[str]:
@@ -192,15 +173,14 @@ def stat_table(data: LayersData) -> list[str]:
         hint = "level basic records only layers with NaN or Inf"
         return [f"No layer statistics are recorded at step {step}; {hint}."]
     names = ("norm", "norm/row", "min", "max", "mean", "std")
-    header = f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"
-    rows = []
+    lines = [f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"]
     for stat in data.step_stats:
         per_row = stat.norm / data.rows**0.5
         values = (stat.norm, per_row, stat.min, stat.max, stat.mean, stat.std)
         figures = "".join(f" {format_number(value, 9)}" for value in values)
         counts = f"{stat.n_nan:>8}{stat.n_inf:>8}"
-        rows.append(f"{stat.layer:>5}{figures}{counts}  {escape_unprintable(stat.module)}")
-    return ["", f"Step {data.window.current} ({plural(data.rows, 'row')}):", header, *rows, ""]
+        lines.append(f"{stat.layer:>5}{figures}{counts}  {escape_unprintable(stat.module)}")
+    return ["", f"Step {data.window.current} ({plural(data.rows, 'row')}):", *lines, ""]
 
 
 def _describe_range(data: LayersData) -> str:
@@ -222,7 +202,7 @@ def _describe_range(data: LayersData) -> str:
 class LayersOptions(Struct, frozen=True):
     """`measure` colours the cells; `module` is one within the layer, "" for the layer itself."""
 
-    measure: Statistic = "norm"
+    measure: queries.Statistic = "norm"
     module: str = ""
 
 
@@ -241,27 +221,28 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
         "inherit it; look also for a row or column that differs from its neighbours.",
     )
     depends_on_size = True
-    actions = ("view.measure", "view.flip", "cursor.enter")
+    cycles: ClassVar = {"view.measure": ("measure", tuple(MEASURES))}
+    actions = (*cycles, "view.flip", "cursor.enter")
 
     def load(self, source: Source, request: Request[LayersOptions]) -> LayersData:
         """Read the window of steps that fits, and find the first NaN or Inf of the branch."""
-        reader, place, options = source.reader, request.place, request.options
-        measure, chosen = options.measure, options.module
-        owner = branch_of_step(reader, place.generation, place.step, place.branch)
+        reader, place, measure = source.reader, request.place, request.options.measure
+        owner = queries.branch_of_step(reader, place.generation, place.step, place.branch)
         step_stats = tuple(reader.layer_stats(place.generation, place.step, owner))
         max_steps = max(MAX_CELLS // max(len(step_stats), 1), 8)
         window = load_step_window(reader, place, min(_grid_width(request.width), max_steps))
         span = (place.generation, window.start, window.stop, place.branch)
-        cells = layer_stats_range(reader, *span, statistic=measure)
+        cells = queries.layer_stats_range(reader, *span, statistic=measure)
         first_bad = find_first_bad(source, place, window)
         if not cells and first_bad is None:
             raise Missing(
                 f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
                 "Level basic records only layers with NaN or Inf; record with --level advanced.",
             )
-        lengths = {row.step: row.q_len for row in step_range(reader, *span)}
+        lengths = {row.step: row.q_len for row in queries.step_range(reader, *span)}
         kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
-        kind = chosen if chosen in kinds else "" if "" in kinds or not kinds else kinds[0]
+        wanted = (kind for kind in (request.options.module, "", *kinds) if kind in kinds)
+        kind = next(wanted, "")
         shown = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
         layers = tuple(sorted({cell.layer for cell in shown}))
         values, n_bad = stat_arrays(shown, window, layers)
@@ -294,54 +275,49 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
 
     def paint(self, data: LayersData, request: Request[LayersOptions], theme: Theme) -> Picture:
         """Draw the grid with its legend, the place's layer, and the table if it fits."""
-        pen, height = Pen(theme, request.width), request.height
-        rows = layer_rows(data, _grid_height(data, pen.width, height))
-        strips = [_axis(data, pen)] if data.layers else []
-        strips += _draw_grid(data, rows, pen)
-        strips += [_legend(data, rows, pen)] if data.layers else []
-        strips += _describe_current_layer(data, pen)
+        pen, height, window = Pen(theme, request.width), request.height, data.window
+        text = _describe_current_layer(data, pen)
+        # The grid gets what the text leaves, and at least three fifths.
+        room = min(len(data.layers), max(height - 2 - len(text), height * 3 // 5, height - 5))
+        rows, strips = layer_rows(data, room), text
+        if data.layers:
+            strips = [
+                _axis(data, pen),
+                *_draw_grid(data, rows, pen),
+                _legend(data, rows, pen),
+                *text,
+            ]
         table = stat_table(data)[:-1]
         if data.step_stats and pen.width >= _TABLE_WIDTH and len(table) <= height - len(strips):
-            strips += [pen.line((text, "muted")) for text in table]
-        note = f"{MEASURES[data.measure]} · {data.window.format_steps()}"
+            strips += [pen.line((line, "muted")) for line in table]
+        note = f"{MEASURES[data.measure]} · {window.format_steps()}"
         if bad := data.first_bad:
             note = f"first NaN/Inf: {bad.format_place()}, {bad.format_counts()}"
-        return Picture(strips[:height], note, alarm=bad is not None)
+
+        def target(x: int, y: int) -> Navigate | None:
+            step = window.step_at(x - _LABEL_WIDTH, _grid_width(pen.width))
+            if step is None or not 1 <= y <= len(rows):
+                return None
+            layers = [data.layers[index] for index in rows[y - 1]]
+            layer = data.place.layer if data.place.layer in layers else layers[0]
+            return Navigate(step=step, layer=layer)
+
+        return Picture(strips[:height], note, bad is not None, target)
 
     def on_action(
         self, action: str, data: LayersData, request: Request[LayersOptions]
     ) -> LayersOptions | Navigate | None:
         """Change the measure or the module, or go to the first NaN or Inf."""
-        if action == "view.measure":
-            return request.with_next("measure", list(MEASURES))
         if action == "view.flip" and len(data.kinds) > 1:
             return request.with_next("module", data.kinds, data.kind)
         if action == "cursor.enter" and data.first_bad:
             return Navigate(step=data.first_bad.step, layer=data.first_bad.stat.layer)
-        return None
-
-    def on_click(
-        self, x: int, y: int, data: LayersData, request: Request[LayersOptions]
-    ) -> Navigate | None:
-        """Go to the step and layer of the cell that was clicked."""
-        rows = layer_rows(data, _grid_height(data, request.width, request.height))
-        step = data.window.step_at(x - _LABEL_WIDTH, _grid_width(request.width))
-        if step is None or not 1 <= y <= len(rows):
-            return None
-        layers = [data.layers[index] for index in rows[y - 1]]
-        layer = data.place.layer if data.place.layer in layers else layers[0]
-        return Navigate(step=step, layer=layer)
+        return super().on_action(action, data, request)
 
 
 def _grid_width(width: int) -> int:
     spare = width - _LABEL_WIDTH
     return max(spare - _VALUE_WIDTH if spare >= 2 * _VALUE_WIDTH else spare, 1)
-
-
-def _grid_height(data: LayersData, width: int, height: int) -> int:
-    """Return the lines of the grid: what the text leaves, and at least three fifths."""
-    n_text = len(_describe_current_layer(data, Pen(Theme("none"), width)))
-    return max(min(len(data.layers), max(height - 2 - n_text, height * 3 // 5, height - 5)), 1)
 
 
 def layer_rows(data: LayersData, room: int) -> list[range]:
@@ -358,49 +334,43 @@ def layer_levels(data: LayersData) -> npt.NDArray[np.int64]:
     if logarithmic:
         with np.errstate(divide="ignore", invalid="ignore"):
             values, low, high = np.log(values), float(np.log(low)), float(np.log(high))
-    levels = quantise(values, low, high, CIVIDIS.size).astype(np.int64)
+    levels = heatmap.quantise(values, low, high, heatmap.CIVIDIS.size).astype(np.int64)
     levels[(data.n_bad > 0) | ~np.isfinite(data.values)] = _BAD_LEVEL
     levels[data.n_bad < 0] = -1
     return levels
 
 
 def _draw_grid(data: LayersData, rows: list[range], pen: Pen) -> list[Strip]:
-    if not rows:
-        return []
     levels = np.stack([layer_levels(data)[row].max(axis=0) for row in rows])
     levels[levels < 0] = _MISSING_LEVEL
     window, room = data.window, _grid_width(pen.width)
     each = window.columns_per_point(room)
-    current = next((i for i, row in enumerate(rows) if _contains_current(data, row)), -1)
-    cells = boxes(
-        levels[:, : room // each].astype(np.uint8),
-        CIVIDIS_MISSING,
-        pen.theme,
-        cell_width=each,
-        marked=(current, window.current - window.start),
+    current = next((i for i, row in enumerate(rows) if _has_current(data, row)), -1)
+    marked, levels = (current, window.current - window.start), levels[:, : room // each]
+    cells = heatmap.boxes(
+        levels.astype(np.uint8), heatmap.CIVIDIS_MISSING, pen.theme, cell_width=each, marked=marked
     )
     bad = data.first_bad
-    mark = Segment("X", pen.style("cursor") if pen.theme.no_color else BAD_CELL_STYLE)
+    mark = Segment("X", pen.style("cursor") if pen.theme.no_color else heatmap.BAD_CELL_STYLE)
     strips = []
     for row, strip in zip(rows, cells, strict=True):
         if bad is not None and bad.stat.layer in [data.layers[index] for index in row]:
             at = (bad.step - window.start) * each + (each - 1) // 2
-            strip = replace_cells(strip, at, mark) if 0 <= at < strip.cell_length else strip
+            strip = heatmap.replace_cells(strip, at, mark) if 0 <= at < strip.cell_length else strip
         parts = [_label(data, row, pen), strip, _value(data, row, pen)]
         strips.append(Strip.join(parts).adjust_cell_length(pen.width, pen.style("text")))
     return strips
 
 
-def _contains_current(data: LayersData, row: range) -> bool:
+def _has_current(data: LayersData, row: range) -> bool:
     return any(data.layers[index] == data.place.layer for index in row)
 
 
 def _label(data: LayersData, row: range, pen: Pen) -> Strip:
-    here = _contains_current(data, row)
     first, last = data.layers[row[0]], data.layers[row[-1]]
-    name = str(first) if first == last else f"{first}-{last}"
-    text = f"{'▸' if here else ' '}{align_right(name, _LABEL_WIDTH - 2)} "
-    return pen.resize(_LABEL_WIDTH).line((text, "chosen" if here else "muted"))
+    name = align_right(str(first) if first == last else f"{first}-{last}", _LABEL_WIDTH - 2)
+    mark, style = ("▸", "chosen") if _has_current(data, row) else (" ", "muted")
+    return pen.resize(_LABEL_WIDTH).line((f"{mark}{name} ", style))
 
 
 def _value(data: LayersData, row: range, pen: Pen) -> Strip:
@@ -432,11 +402,8 @@ def _legend(data: LayersData, rows: list[range], pen: Pen) -> Strip:
     kind = f" of {format_kind(data.kind)}" if data.kind else ""
     spans: list[NamedSpan] = [(f"{MEASURES[data.measure]}{kind} ", "title")]
     if data.measure != "bad":
-        ramp = np.linspace(0, CIVIDIS.size - 1, 8).astype(np.uint8)[None]
-        scale = boxes(ramp, CIVIDIS_MISSING, pen.theme, cell_width=1)[0]
-        spans.append((f"{format_number(low)} ", "text"))
-        spans += [(segment.text, segment.style or "text") for segment in scale]
-        spans.append((f" {format_number(high)}", "text"))
+        scale = heatmap.draw_scale(heatmap.CIVIDIS, pen.theme)
+        spans += [(f"{format_number(low)} ", "text"), *scale, (f" {format_number(high)}", "text")]
         spans += [(" log", "muted")] if logarithmic else []
     remarks = []
     if (data.n_bad > 0).any():
@@ -453,9 +420,9 @@ def _legend(data: LayersData, rows: list[range], pen: Pen) -> Strip:
 def _describe_current_layer(data: LayersData, pen: Pen) -> list[Strip]:
     """Draw the first NaN or Inf and the statistics of the place's layer, as wrapped lines."""
     strips = pen.paragraph(data.first_bad.sentence(), "bad") if data.first_bad else []
-    layer, kind = data.place.layer, data.kind
-    stats = (s for s in data.step_stats if s.layer == layer)
-    stat = next((s for s in stats if module_kind(layer, s.module) == kind), None)
+    layer = data.place.layer
+    own = (s for s in data.step_stats if s.layer == layer)
+    stat = next((s for s in own if module_kind(layer, s.module) == data.kind), None)
     if stat is None:
         text = f"No statistics of layer {layer} at step {data.window.current}"
     else:

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import chain, compress
 from statistics import median
 
 from msgspec import Struct
+from msgspec.structs import replace
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.drawing.plots import bar, format_number, timeline
+from flexinspect.drawing import plots
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
+from flexinspect.panels import timeline
+from flexinspect.panels.base import Help, Missing, NoOptions, Panel, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import (
-    Area,
-    StepWindow,
-    TimelinePanel,
-    draw_beside,
-    draw_timeline,
-    is_two_column,
-    left_width,
-    load_step_window,
-    stack_timelines,
-    timeline_columns,
-)
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
 from flexinspect.trace.queries import branch_of_step, step_range
 from flexinspect.trace.query_results import StepRow
@@ -58,7 +49,7 @@ class LogitsData(Struct, frozen=True):
     step: int
     record: LogitsRecord
     text: str | None
-    window: StepWindow
+    window: timeline.StepWindow
     rows: Mapping[int, StepRow]
 
     @property
@@ -149,7 +140,7 @@ def _describe_choice(data: LogitsData) -> str:
     record = data.record
     if record.chosen_id == UNKNOWN:
         return f"The token chosen at step {data.step} is unknown: the model never received it."
-    chance = format_number(probability(record.chosen_logprob))
+    chance = plots.format_number(probability(record.chosen_logprob))
     when = " before the processors" if data.is_processed else ""
     return (
         f"Step {data.step} chose {format_chosen(data)} (token {record.chosen_id}), "
@@ -172,16 +163,10 @@ def _describe_processors(data: LogitsData) -> str:
 
 def _candidate_numbers(candidate: Candidate, width: int) -> tuple[str, str, str, str]:
     """Return the logit, its probability, the score and its probability (or "filtered")."""
-    logit, before, score, after = (
-        format_number(value, width)
-        for value in (
-            candidate.logit,
-            probability(candidate.logprob),
-            candidate.score,
-            probability(candidate.score_logprob),
-        )
-    )
-    return logit, before, score, "filtered" if is_filtered(candidate) else after
+    before, after = probability(candidate.logprob), probability(candidate.score_logprob)
+    values = (candidate.logit, before, candidate.score, after)
+    logit, prob, score, prob_after = (plots.format_number(value, width) for value in values)
+    return logit, prob, score, "filtered" if is_filtered(candidate) else prob_after
 
 
 def _candidate_table(data: LogitsData) -> list[str]:
@@ -209,8 +194,8 @@ def _describe_series(data: LogitsData, name: str) -> str:
     n_bad = len(values) - len(finite)
     bad = f", non-finite at {plural(n_bad, 'step')}" if n_bad else ""
     return (
-        f"{title}: {format_number(low)} (step {low_step}) to {format_number(high)} "
-        f"(step {high_step}), median {format_number(middle)}{bad}."
+        f"{title}: {plots.format_number(low)} (step {low_step}) to {plots.format_number(high)} "
+        f"(step {high_step}), median {plots.format_number(middle)}{bad}."
     )
 
 
@@ -222,8 +207,8 @@ def _describe_histogram(record: LogitsRecord) -> str:
             "finite logits."
         )
     fullest = max(range(len(counts)), key=counts.__getitem__)
-    mode = format_number(low + (fullest + 0.5) * (high - low) / len(counts))
-    span = f"{format_number(low)} and {format_number(high)}"
+    mode = plots.format_number(low + (fullest + 0.5) * (high - low) / len(counts))
+    span = f"{plots.format_number(low)} and {plots.format_number(high)}"
     return f"The {sum(counts)} logits lie between {span}, most of them near {mode}."
 
 
@@ -236,7 +221,7 @@ def find_bin(record: LogitsRecord, logit: float) -> int | None:
     return min(max(int((logit - record.histogram_min) / span * n_bins), 0), n_bins - 1)
 
 
-class LogitsPanel(TimelinePanel[LogitsData]):
+class LogitsPanel(Panel[LogitsData, NoOptions]):
     """Bars of the most likely tokens, and timelines of entropy, margin and rank."""
 
     name = "logits"
@@ -251,19 +236,17 @@ class LogitsPanel(TimelinePanel[LogitsData]):
         "Look for a step where the entropy jumps or the margin falls near 0: there the answer "
         "could have changed.",
     )
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the scalar columns of the window's steps."""
         reader, place = source.reader, request.place
-        window = load_step_window(reader, place, timeline_columns(request.width))
+        window = timeline.load_step_window(reader, place, timeline.column_widths(request.width)[1])
         branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
-            raise Missing(
-                f"No logits are recorded at step {place.step}.",
-                "The logits hook records them at every level; 'flexinspect dump' shows whether it "
-                "was disabled.",
-            )
+            missing = f"No logits are recorded at step {place.step}."
+            raise Missing(missing, hook_hint("logits", "them"))
         rows = step_range(reader, place.generation, window.start, window.stop, place.branch)
         tokens = reader.step_tokens(place.generation, place.step, branch)
         text = next((token.text for token in tokens if token.token_id == record.chosen_id), None)
@@ -272,7 +255,7 @@ class LogitsPanel(TimelinePanel[LogitsData]):
     def describe(self, data: LogitsData) -> list[str]:
         """Return the choice, the candidates as a table, and summaries of the timelines."""
         record, problem = data.record, describe_bad_logits(data)
-        entropy, margin = format_number(record.entropy), format_number(record.margin)
+        entropy, margin = plots.format_number(record.entropy), plots.format_number(record.margin)
         spread = f"Entropy {entropy} nats, margin {margin} (best logit minus second best)."
         lines = [_describe_choice(data), spread]
         if problem:
@@ -287,92 +270,69 @@ class LogitsPanel(TimelinePanel[LogitsData]):
 
     def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
-        layout, pen = logits_layout(data, request.width, request.height), Pen(theme, request.width)
-        left = _draw_candidates(data, layout, pen.resize(left_width(request.width)))
-        timelines = self.draw_timelines(data, request, theme)
+        pen, width, height = Pen(theme, request.width), request.width, request.height
+        left_pen = pen.resize(timeline.column_widths(width)[0])
+        wide, names, has_header = left_pen.width < width, data.series_names, height >= 5
+        rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
+        if wide:
+            rest, areas = height - rows - 1, timeline.stack_timelines(names, width, 0, height)
+        else:
+            reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
+            rows = min(rows, height - reserved // len(names) * len(names))
+            areas = timeline.stack_timelines(names, width, rows, height - rows)
+            rest = height - rows - sum(area.height + 1 for area in areas.values())
+        left = _draw_candidates(data, rows, has_header, left_pen)
+        if data.record.histogram and rest >= 3:
+            histogram = _draw_histogram(data, min(rest, _MAX_HISTOGRAM_HEIGHT), left_pen)
+            left += [*[left_pen.line()] * wide, *histogram]
+            if not wide:  # the timelines are below it
+                areas = {n: replace(a, y=a.y + len(histogram)) for n, a in areas.items()}
+        drawn = (_draw_series(name, data, area, theme) for name, area in areas.items())
+        strips = timeline.draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
         problem = describe_bad_logits(data)
         rank, steps = format_rank(data.record.chosen_rank), data.window.format_steps()
         note = problem or f"{format_chosen(data)}, {rank} · {steps}"
-        return Picture(draw_beside(left, timelines, request.height, pen), note, bool(problem))
-
-    def timeline_areas(self, data: LogitsData, width: int, height: int) -> dict[str, Area]:
-        """Return the areas of the timelines, without their titles."""
-        return logits_layout(data, width, height).timelines
-
-    def draw_timeline(self, name: str, data: LogitsData, area: Area, theme: Theme) -> list[Strip]:
-        """Draw one of `SERIES` over the window."""
-        values, window = data.series(name), data.window
-        finite = [v for v in values.values() if v is not None and math.isfinite(v)]
-        limits = "no finite value"
-        if finite:
-            limits = f"{format_number(min(finite))} to {format_number(max(finite))}"
-        title = [
-            (f"{name} ", "title"),
-            (f"{format_number(values.get(window.current))}{UNITS[name]}", "strong"),
-            (f"  {limits}", "muted"),
-            (f"  {window.format_steps()}", "muted"),
-        ]
-        return draw_timeline(title, map(values.get, window.steps), window, area, theme)
+        return Picture(strips, note, bool(problem), timeline.timeline_target(data.window, areas))
 
 
-class LogitsLayout(Struct, frozen=True):
-    """The lines of candidates (their header included) and of the histogram, and the timelines.
-
-    The areas of the timelines exclude their titles; they are beside the rest if `is_wide`.
-    """
-
-    is_wide: bool
-    has_header: bool
-    rows: int
-    histogram: int
-    timelines: dict[str, Area]
-
-
-def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
-    """Lay out a picture of this size."""
-    wide, names, has_header = is_two_column(width), data.series_names, height >= 5
-    rows = min(len(data.record.candidates) + (data.chosen is None) + has_header + 1, height)
-    if wide:
-        timelines = stack_timelines(names, width, 0, height)
-    else:
-        reserved = min(height // 2, 4 * len(names)) if height >= 8 else 0
-        rows = min(rows, height - reserved // len(names) * len(names))
-        timelines = stack_timelines(names, width, rows, height - rows)
-    n_lines = 1 if wide else sum(area.height + 1 for area in timelines.values())
-    rest = height - rows - n_lines
-    histogram = min(rest, _MAX_HISTOGRAM_HEIGHT) if data.record.histogram and rest >= 3 else 0
-    return LogitsLayout(wide, has_header, rows, histogram, timelines)
+def _draw_series(name: str, data: LogitsData, area: timeline.Area, theme: Theme) -> list[Strip]:
+    """Draw one of `SERIES` over the window."""
+    values, window = data.series(name), data.window
+    low, high = plots.finite_bounds(values.values())
+    limits = f"{plots.format_number(low)} to {plots.format_number(high)}"
+    title = [
+        (f"{name} ", "title"),
+        (f"{plots.format_number(values.get(window.current))}{UNITS[name]}", "strong"),
+        (f"  {'no finite value' if low is None else limits}", "muted"),
+        (f"  {window.format_steps()}", "muted"),
+    ]
+    return timeline.draw_timeline(title, map(values.get, window.steps), window, area, theme)
 
 
-def _draw_candidates(data: LogitsData, layout: LogitsLayout, pen: Pen) -> list[Strip]:
+def _draw_candidates(data: LogitsData, rows: int, header: bool, pen: Pen) -> list[Strip]:
     record, is_unknown = data.record, data.record.chosen_id == UNKNOWN
+    rank = "?" if is_unknown else str(record.chosen_rank)
     summary: list[NamedSpan] = [
         ("entropy ", "muted"),
-        (format_number(record.entropy), "strong"),
+        (plots.format_number(record.entropy), "strong"),
         (" nats" if pen.width >= 60 else "", "muted"),
         ("  margin ", "muted"),
-        (format_number(record.margin), "strong"),
+        (plots.format_number(record.margin), "strong"),
         ("  rank ", "muted"),
-        (
-            "?" if is_unknown else str(record.chosen_rank),
-            "warn" if record.chosen_rank else "strong",
-        ),
+        (rank, "warn" if record.chosen_rank else "strong"),
     ]
     strips = [pen.line(*summary)]
-    if layout.has_header:
+    if header:
         titles = ("logit", "before" if data.is_processed else "prob", "score", "after")
         strips.append(_draw_row("    ", "token", titles, "muted", None, data, pen))
-    room = layout.rows - len(strips)
+    room = rows - len(strips)
     shown = record.candidates[:room]
     if data.chosen not in shown and room > 0:
         shown = shown[: room - 1]
     strips += [_draw_candidate(candidate, data, pen) for candidate in shown]
     if data.chosen not in shown and room > 0:
         strips.append(_draw_unlisted_choice(data, pen))
-    if not layout.histogram:
-        return strips
-    gap = [pen.line()] if layout.is_wide else []
-    return [*strips, *gap, *_draw_histogram(data, layout.histogram, pen)]
+    return strips
 
 
 def _draw_candidate(candidate: Candidate, data: LogitsData, pen: Pen) -> Strip:
@@ -393,7 +353,7 @@ def _draw_unlisted_choice(data: LogitsData, pen: Pen) -> Strip:
     if record.chosen_id == UNKNOWN:
         return pen.line(("  ? the chosen token is unknown", "muted"))
     chance = probability(record.chosen_logprob)
-    numbers = ("", format_number(chance, _NUMBER_WIDTH), "", "")
+    numbers = ("", plots.format_number(chance, _NUMBER_WIDTH), "", "")
     mark = f"*{record.chosen_rank:>2} " if record.chosen_rank < 100 else "*.. "
     label = token_label(data.chosen_text, record.chosen_id)
     share = None if data.is_processed else chance
@@ -423,23 +383,21 @@ def _draw_row(
     columns = (has_logits, True, has_logits and processed, processed)
     widths = (*(_NUMBER_WIDTH,) * 3, _NUMBER_WIDTH + 2)
     after_style = "muted" if numbers[3] == "filtered" else style
-    spans: list[NamedSpan] = [(mark, style), (clip_text(label, name), style)]
-    spans += [
+    styles = ("muted", style, "muted", after_style)
+    cells = [
         (" " + align_right(number, n), number_style)
-        for number, n, number_style, is_shown in zip(
-            numbers, widths, ("muted", style, "muted", after_style), columns, strict=True
-        )
-        if is_shown
+        for number, n, number_style in zip(numbers, widths, styles, strict=True)
     ]
-    length = "" if share is None or not room else " " + bar(share, room)
-    return pen.line(*spans, (length, "accent"))
+    length = "" if share is None or not room else " " + plots.bar(share, room)
+    label_spans = [(mark, style), (clip_text(label, name), style)]
+    return pen.line(*label_spans, *compress(cells, columns), (length, "accent"))
 
 
 def _draw_histogram(data: LogitsData, height: int, pen: Pen) -> list[Strip]:
     record = data.record
-    low, high = format_number(record.histogram_min), format_number(record.histogram_max)
+    low, high = plots.format_number(record.histogram_min), plots.format_number(record.histogram_max)
     about = f"{low} to {high}, {sum(record.histogram)} of them, log counts"
     heights = [math.log1p(count) if count > 0 else None for count in record.histogram]
     mark = find_bin(record, data.chosen.logit) if data.chosen else None
-    drawn = timeline(heights, pen.width, height - 1, pen.theme, marked=mark, style="muted")
+    drawn = plots.timeline(heights, pen.width, height - 1, pen.theme, marked=mark, style="muted")
     return [pen.line(("logits ", "title"), (about, "muted")), *drawn]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 
 from msgspec import Struct
@@ -14,20 +14,9 @@ from flexinspect.drawing.plots import bar
 from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes
-from flexinspect.panels.base import Help, Missing, NoOptions, Picture, Request
+from flexinspect.panels import timeline
+from flexinspect.panels.base import Help, Missing, NoOptions, Panel, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import (
-    Area,
-    StepWindow,
-    TimelinePanel,
-    draw_beside,
-    draw_timeline,
-    is_two_column,
-    left_width,
-    load_step_window,
-    stack_timelines,
-    timeline_columns,
-)
 from flexinspect.panels.token_window import load_segments
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MemoryRecord
@@ -68,24 +57,15 @@ class CachePart(Struct, frozen=True):
 class MemoryData(Struct, frozen=True):
     """The memory of the window's steps and one before; `parts` is the current step's KV cache."""
 
-    window: StepWindow
+    window: timeline.StepWindow
     records: Mapping[int, MemoryRecord]
     step_row: StepRow | None
     parts: tuple[CachePart, ...]
 
     @property
-    def current_record(self) -> MemoryRecord | None:
-        """The current step's memory."""
-        return self.records.get(self.window.current)
-
-    @property
     def figures(self) -> list[str]:
         """The titles of the recorded figures: those of CUDA only on a CUDA device."""
-        return [
-            name
-            for name, value in FIGURES.items()
-            if any(value(record) is not None for record in self.records.values())
-        ]
+        return [name for name in FIGURES if set(self.series(name).values()) - {None}]
 
     def series(self, name: str) -> dict[int, int | None]:
         """Return a figure for each loaded step."""
@@ -97,15 +77,10 @@ class MemoryData(Struct, frozen=True):
         return {step: n for step in self.window.steps if (n := values.get(step)) is not None}
 
     def growth(self, name: str) -> dict[int, int]:
-        """Return the growth of a figure since the step before, for each step where both are known.
-
-        Step 0 never has one.
-        """
-        values = self.series(name)
-        pairs = pairwise(values.items())
+        """Return the growth of a figure since the step before, where both are known."""
         return {
             step: new - old
-            for (before, old), (step, new) in pairs
+            for (before, old), (step, new) in pairwise(self.series(name).items())
             if step == before + 1 and old is not None and new is not None
         }
 
@@ -158,45 +133,33 @@ def growth_trend(data: MemoryData, name: str) -> float | None:
     return median_growth(data, name)
 
 
-class MemoryLeak(Struct, frozen=True):
-    """A figure that grows much faster than the KV cache; both rates in bytes per step."""
-
-    name: str
-    rate: int
-    cache: int
-
-    def format_note(self) -> str:
-        """Return both rates in a short form."""
-        rate, cache = human_bytes(self.rate), human_bytes(self.cache)
-        return f"{self.name} grows by {rate} a step, the KV cache by {cache}"
-
-    def sentence(self, window: StepWindow) -> str:
-        """Return a full sentence with the steps and the conclusion."""
-        where = f"throughout {window.format_steps()}"
-        return f"{self.format_note()}, {where}: something else keeps memory at every step."
-
-
-def find_leak(data: MemoryData) -> MemoryLeak | None:
-    """Return the figure that grows much faster than the KV cache in the window, if there is one."""
+def find_leak(data: MemoryData) -> str:
+    """Describe the figure that grows much faster than the KV cache in the window, "" without."""
     cache = growth_trend(data, "KV cache") or 0.0
     for name in ("CUDA allocated", "RSS"):
         rate = growth_trend(data, name) if name in data.figures else None
         if rate is not None and rate >= max(LEAK_FACTOR * cache, LEAK_BYTES):
-            return MemoryLeak(name, round(rate), round(cache))
-    return None
+            own, other = human_bytes(round(rate)), human_bytes(round(cache))
+            return f"{name} grows by {own} a step, the KV cache by {other}"
+    return ""
+
+
+def _leak_sentences(data: MemoryData) -> list[str]:
+    leak, where = find_leak(data), f"throughout {data.window.format_steps()}"
+    return [f"{leak}, {where}: something else keeps memory at every step."] if leak else []
 
 
 def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
     """Return a figure of the current step, its growth, and its median growth per step."""
-    record = data.current_record
+    current = data.window.current
     return (
-        human_bytes(None if record is None else FIGURES[name](record)),
-        format_growth(data.growth(name).get(data.window.current)),
+        human_bytes(data.series(name).get(current)),
+        format_growth(data.growth(name).get(current)),
         format_growth(median_growth(data, name)),
     )
 
 
-class MemoryPanel(TimelinePanel[MemoryData]):
+class MemoryPanel(Panel[MemoryData, NoOptions]):
     """Memory figures with their growth, the KV cache by segment, and two timelines."""
 
     name = "memory"
@@ -209,80 +172,77 @@ class MemoryPanel(TimelinePanel[MemoryData]):
         "Look for memory that grows faster than the KV cache: the cache grows with every token, "
         "and any other growth means that something else keeps memory.",
     )
+    depends_on_size = True
 
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
         """Read the memory of the window of steps that fits the width."""
         reader, place = source.reader, request.place
-        window = load_step_window(reader, place, timeline_columns(request.width))
+        window = timeline.load_step_window(reader, place, timeline.column_widths(request.width)[1])
         before = max(window.start - 1, window.first)
         records = memory_range(reader, place.generation, before, window.stop, place.branch)
         if not any(step in records for step in window.steps):
-            raise Missing(
-                f"No memory is recorded in {window.format_steps()}.",
-                "The memory hook records it at every level; 'flexinspect dump' shows whether it "
-                "was disabled.",
-            )
+            missing = f"No memory is recorded in {window.format_steps()}."
+            raise Missing(missing, hook_hint("memory", "it"))
         branch = branch_of_step(reader, place.generation, window.current, place.branch)
         step = reader.step(place.generation, window.current, branch)
-        record = records.get(window.current)
-        segments = load_segments(reader, place)
+        record, segments = records.get(window.current), load_segments(reader, place)
         parts = cache_parts(segments, step, record.kv_cache) if step and record else ()
         return MemoryData(window, records, step, parts)
 
     def describe(self, data: MemoryData) -> list[str]:
         """Return a leak if there is one, the figures as a table, the cache by segment, ranges."""
-        leak, current = find_leak(data), data.window.current
-        lines = [leak.sentence(data.window)] if leak else []
-        if data.current_record is None:
+        lines, current = _leak_sentences(data), data.window.current
+        if current not in data.records:
             lines.append(f"No memory is recorded at step {current}.")
-        title = f"growth from step {current - 1}:"
-        if current == data.window.first:
-            title = "the first one: no growth yet."
+        is_first = current == data.window.first
+        title = "the first one: no growth yet." if is_first else f"growth from step {current - 1}:"
         lines.append(f"Memory at the end of step {current}, {title}")
         rows = [("", "now", "growth", "median growth per step")]
         rows += [(name, *figure_texts(data, name)) for name in data.figures]
         lines += [f"{name:<14}  {now:>9}  {new:>9}  {usual:>22}" for name, now, new, usual in rows]
-        lines += _describe_cache(data)
-        return lines + [_describe_range(data, name) for name in data.figures if name != "model"]
+        ranges = [_describe_range(data, name) for name in data.figures if name != "model"]
+        return [*lines, *_describe_cache(data), *ranges]
 
     def paint(self, data: MemoryData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the figures, then timelines and segments if there is room for them."""
-        pen, height = Pen(theme, request.width), request.height
-        left_pen = pen.resize(left_width(request.width))
-        timelines = self.draw_timelines(data, request, theme)
-        left = _draw_figures(data, left_pen)
-        if is_two_column(request.width):
-            warning = _draw_leak_warning(data, pen.resize(timeline_columns(request.width)))
-            timelines = [*warning, *timelines]
+        pen, width, height = Pen(theme, request.width), request.width, request.height
+        left_pen, right_pen = map(pen.resize, timeline.column_widths(width))
+        is_wide = left_pen.width < width
+        main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
+        sentences = ((sentence, "warn") for sentence in _leak_sentences(data))
+        leak = right_pen.paragraphs(sentences)
+        left, top, most = _draw_figures(data, left_pen), len(leak), timeline.MAX_PLOT_HEIGHT
+        room = height - top
+        if not is_wide:
+            top, most = top + len(left), 4
+            room = min(height - top, max((height - top) * 2 // 3, 6))
+        areas = timeline.stack_timelines([main, "KV cache"], width, top, room, most)
+        drawn = (_draw_figure_timeline(name, data, area, theme) for name, area in areas.items())
+        timelines = [*chain.from_iterable(drawn)]
+        if is_wide:
+            timelines = [*leak, *timelines]
             left += _draw_cache_parts(data, left_pen, height - len(left))
         else:
-            left = [*_draw_leak_warning(data, pen), *left]
+            left = [*leak, *left]
             timelines += _draw_cache_parts(data, pen, height - len(left) - len(timelines))
-        leak = find_leak(data)
-        note = leak.format_note() if leak else data.window.format_steps()
-        return Picture(draw_beside(left, timelines, height, pen), note, alarm=leak is not None)
+        note, strips = find_leak(data), timeline.draw_beside(left, timelines, height, pen)
+        target = timeline.timeline_target(data.window, areas)
+        return Picture(strips, note or data.window.format_steps(), bool(note), target)
 
-    def timeline_areas(self, data: MemoryData, width: int, height: int) -> dict[str, Area]:
-        """Return the areas of the timelines, without their titles."""
-        main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
-        top = len(_draw_leak_warning(data, Pen(Theme("none"), timeline_columns(width))))
-        if is_two_column(width):
-            return stack_timelines([main, "KV cache"], width, top, height - top)
-        top += len(data.figures) + 1
-        room = min(height - top, max((height - top) * 2 // 3, 6))
-        return stack_timelines([main, "KV cache"], width, top, room, most=4)
 
-    def draw_timeline(self, name: str, data: MemoryData, area: Area, theme: Theme) -> list[Strip]:
-        """Draw a figure over the window, scaled from its lowest value, which the title shows."""
-        values = data.known(name)
-        low, high = min(values.values(), default=0), max(values.values(), default=0)
-        title = [
-            (f"{name} ", "title"),
-            (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
-            (f"  {data.window.format_steps()}", "muted"),
-        ]
-        heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
-        return draw_timeline(title, heights, data.window, area, theme)
+def _draw_figure_timeline(
+    name: str, data: MemoryData, area: timeline.Area, theme: Theme
+) -> list[Strip]:
+    """Draw a figure over the window, scaled from its lowest value, which the title shows."""
+    values = data.known(name)
+    low, high = min(values.values(), default=0), max(values.values(), default=0)
+    title = [
+        (f"{name} ", "title"),
+        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", "text"),
+        (f"  {data.window.format_steps()}", "muted"),
+    ]
+    heights = (float(values[n] - low) if n in values else None for n in data.window.steps)
+    return timeline.draw_timeline(title, heights, data.window, area, theme)
 
 
 def _describe_cache(data: MemoryData) -> list[str]:
@@ -306,18 +266,17 @@ def _describe_range(data: MemoryData, name: str) -> str:
     return f"{name} in {data.window.format_steps()}: {least} to {most}, by {span}."
 
 
-def _draw_leak_warning(data: MemoryData, pen: Pen) -> list[Strip]:
-    leak = find_leak(data)
-    return pen.paragraph(leak.sentence(data.window), "warn") if leak else []
-
-
 def _draw_figures(data: MemoryData, pen: Pen) -> list[Strip]:
     name_width = min(max(pen.width - 3 * (_BYTES_WIDTH + 1), 4), 16)
     styles = ("title", "strong", "text", "muted")
     rows = [((f"step {data.window.current}", "now", "growth", "median"), ("muted",) * 4)]
     rows += [((name, *figure_texts(data, name)), styles) for name in data.figures]
-    widths = (name_width, *(_BYTES_WIDTH,) * 3)
-    return [pen.row(texts, widths, styles) for texts, styles in rows]
+    strips = []
+    for (name, *figures), (name_style, *figure_styles) in rows:
+        cells = (f" {align_right(figure, _BYTES_WIDTH)}" for figure in figures)
+        named = (clip_text(name, name_width), name_style)
+        strips.append(pen.line(named, *zip(cells, figure_styles, strict=True)))
+    return strips
 
 
 def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
@@ -326,13 +285,13 @@ def _draw_cache_parts(data: MemoryData, pen: Pen, room: int) -> list[Strip]:
         return []
     strips = [pen.line(("KV cache by segment ", "title"), ("(by length)", "muted"))]
     largest = max(part.n_bytes for part in data.parts)
-    name = min(max(pen.width // 3, 6), 18)
+    width = min(max(pen.width // 3, 6), 18)
     for part in _largest_parts(data.parts, room - 1):
         share = part.n_bytes / largest if largest and part in data.parts else 0.0
         figures = f" {align_right(human_bytes(part.n_bytes), _BYTES_WIDTH)} {part.n_tokens:>6} tok "
-        length = bar(share, max(pen.width - name - len(figures), 0))
-        label = clip_text(part.label, name)
-        strips.append(pen.line((label, "text"), (figures, "muted"), (length, "accent")))
+        length = bar(share, max(pen.width - width - len(figures), 0))
+        spans = ((clip_text(part.label, width), "text"), (figures, "muted"), (length, "accent"))
+        strips.append(pen.line(*spans))
     return strips
 
 

@@ -74,10 +74,8 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         reader = source.reader
         newest = last_output(reader)
         if newest is None:
-            raise Missing(
-                "This trace holds no output.",
-                "Output is recorded for programs that run as: flexinspect run SCRIPT.py",
-            )
+            hint = "Output is recorded for programs that run as: flexinspect run SCRIPT.py"
+            raise Missing("This trace holds no output.", hint)
         lines = source.get_or_create(
             ("output", newest),
             lambda: tuple(_split_lines(reader.output())),

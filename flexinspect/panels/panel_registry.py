@@ -47,14 +47,7 @@ def load_panel(name: str) -> Panel[Any, Any]:
             f"There is no panel '{name}'; the panels are {', '.join(known) or 'none'}.",
             hint=did_you_mean(name, known, add),
         )
-    panel = _instantiate(name, plugins.load(plugins.PANELS, name))
-    for attribute, kind in (("name", str), ("title", str), ("help", Help)):
-        if not isinstance(getattr(panel, attribute, None), kind):
-            raise _invalid_plugin_error(name, f"it has no {attribute}")
-    return panel
-
-
-def _instantiate(name: str, factory: Any) -> Panel[Any, Any]:
+    factory = plugins.load(plugins.PANELS, name)
     if not callable(factory):
         raise _invalid_plugin_error(name, f"it is a {type(factory).__name__}, not a Panel class")
     try:
@@ -65,6 +58,9 @@ def _instantiate(name: str, factory: Any) -> Panel[Any, Any]:
     if not isinstance(panel, Panel):
         why = f"it creates an object of type {type(panel).__name__}, not Panel"
         raise _invalid_plugin_error(name, why)
+    for attribute, kind in (("name", str), ("title", str), ("help", Help)):
+        if not isinstance(getattr(panel, attribute, None), kind):
+            raise _invalid_plugin_error(name, f"it has no {attribute}")
     return panel
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from msgspec import Struct
@@ -34,14 +34,6 @@ def estimate_bytes(value: Any) -> int:
     return 64 + sum(map(estimate_bytes, parts)) + (len(value) if isinstance(value, str) else 0)
 
 
-class _KeyLock:
-    """The lock of a key that is being computed, and the number of threads that use it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.n_users = 0
-
-
 class Source:
     """A trace reader with a cache, safe to use from any thread.
 
@@ -53,7 +45,8 @@ class Source:
         self._cache: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._key_locks: dict[Hashable, _KeyLock] = {}
+        # The locks of the keys that are being computed: each exists while a thread uses it.
+        self._key_locks: WeakValueDictionary[Hashable, threading.Lock] = WeakValueDictionary()
 
     def get_or_create(
         self, key: Hashable, make: Callable[[], T], size: Callable[[T], int] | None = None
@@ -68,28 +61,14 @@ class Source:
             if key in self._cache:
                 self._cache.move_to_end(key)
                 return self._cache[key][0]  # type: ignore[no-any-return]
-        with self._lock_key(key):
+            key_lock = self._key_locks.setdefault(key, threading.Lock())
+        with key_lock:
             with self._lock:
                 if key in self._cache:
                     return self._cache[key][0]  # type: ignore[no-any-return]
             value = make()
             self._store(key, value, (size or estimate_bytes)(value))
             return value
-
-    @contextmanager
-    def _lock_key(self, key: Hashable) -> Iterator[None]:
-        """Hold the lock of a key; the last thread that uses it removes it."""
-        with self._lock:
-            key_lock = self._key_locks.setdefault(key, _KeyLock())
-            key_lock.n_users += 1
-        try:
-            with key_lock.lock:
-                yield
-        finally:
-            with self._lock:
-                key_lock.n_users -= 1
-                if not key_lock.n_users:
-                    del self._key_locks[key]
 
     def _store(self, key: Hashable, value: Any, n_bytes: int) -> None:
         if n_bytes > CACHE_BYTES:

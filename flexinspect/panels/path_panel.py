@@ -9,7 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from msgspec import Struct, field
+import numpy as np
+from msgspec import Struct
 from rich.style import Style
 from textual.strip import Strip
 
@@ -20,30 +21,16 @@ from flexinspect.core.text import (
     format_ranges,
     plural,
 )
-from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible, merge_spans
+from flexinspect.drawing.text_lines import NamedSpan, Pen, merge_spans, visible
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    Help,
-    Missing,
-    Navigate,
-    NoOptions,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-)
+from flexinspect.drawing.token_cells import segment_style
+from flexinspect.panels import base
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import StepWindow, step_window
+from flexinspect.panels.timeline import StepWindow, no_steps_yet, step_window
 from flexinspect.records import prompt
-from flexinspect.records.step import PATHS, BuildRecord, MaskRecord
-from flexinspect.trace.queries import (
-    StepPath,
-    branch_of_step,
-    events_between,
-    newest_step,
-    step_events,
-    step_paths,
-)
+from flexinspect.records.step import PATHS, BuildRecord, CallRecord, MaskRecord
+from flexinspect.trace import queries
+from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 
 PATH_LETTERS: Mapping[str, str] = dict(zip(PATHS, "FCSE?", strict=True))
@@ -62,46 +49,34 @@ LayerRow = tuple[tuple[int, ...], str]
 """Layers with the same path at every step of the window, and their letters, one per step."""
 
 
-class StepDetails(Struct, frozen=True):
-    """Details of the current step beyond its paths.
-
-    `declared_mask` is the declared mask of the generation, empty without one. `lse_errors` is the
-    largest error of the LSE check per layer, without unchecked layers. `compiled` are the texts of
-    compile events during the step. `suppressed_exceptions` has the layers whose path was chosen
-    because of a suppressed exception, by its text; `masks_passed_to_layer` the layers whose kernel
-    received another mask than the layer, by the text of the layer's mask.
-    """
-
-    phase: str = ""
-    declared_mask: str = ""
-    backends: tuple[str, ...] = ()
-    lse_errors: Mapping[int, float] = field(default_factory=dict)
-    lse_check_kind: str = ""
-    masks: Mapping[str, MaskRecord] = field(default_factory=dict)
-    n_new: int = 0
-    compiled: tuple[str, ...] = ()
-    graphs_counted: bool = False
-    suppressed_exceptions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    masks_passed_to_layer: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    builds: tuple[BuildRecord, ...] = ()
-
-
 class PathData(Struct, frozen=True):
     """The map of a window of steps, and the current step in detail.
 
     `letters` maps (step, layer) to the letter of the path, `usual_letters` a step to that of most
-    of its layers. `current_paths` and `previous_paths` are those of the current step and the one
-    before it.
+    of its layers. `paths` are those of the current step, `previous_paths` those of the one before.
+
+    `declared_mask` is the declared mask of the generation, empty without one. `calls`, `builds` and
+    `phase` are those of the current step. `lse_errors` is the largest error of the LSE check per
+    layer, without unchecked layers; `n_new` counts the masks first seen at this step; `compiled`
+    are the texts of compile events during it.
     """
 
-    place: TracePlace
+    place: base.TracePlace
     window: StepWindow
     layers: tuple[int, ...]
     letters: Mapping[tuple[int, int], str]
     usual_letters: Mapping[int, str]
-    current_paths: tuple[StepPath, ...]
-    previous_paths: tuple[StepPath, ...]
-    details: StepDetails
+    paths: tuple[queries.StepPath, ...]
+    previous_paths: tuple[queries.StepPath, ...]
+    phase: str
+    declared_mask: str
+    calls: tuple[CallRecord, ...]
+    lse_errors: Mapping[int, float]
+    masks: Mapping[str, MaskRecord]
+    n_new: int
+    compiled: tuple[str, ...]
+    graphs_counted: bool
+    builds: tuple[BuildRecord, ...]
 
     def odd_layers(self, step: int) -> list[int]:
         """Return the layers whose path differs from that of most layers of a step."""
@@ -114,7 +89,9 @@ class PathData(Struct, frozen=True):
         return "".join(self.letters.get((step, layer), NO_CALL) for step in self.window.steps)
 
 
-def path_map(paths: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dict[int, str]]:
+def path_map(
+    paths: Sequence[queries.StepPath],
+) -> tuple[dict[tuple[int, int], str], dict[int, str]]:
     """Return the letter of every (step, layer) and the usual letter of every step.
 
     If a layer was called several times in a step, a call with an unusual path takes precedence.
@@ -132,38 +109,31 @@ def path_map(paths: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dic
     return letters, usual
 
 
-def _load_details(reader: TraceReader, place: TracePlace, paths: Iterable[StepPath]) -> StepDetails:
-    branch = branch_of_step(reader, place.generation, place.step, place.branch)
-    key = (place.generation, place.step, branch)
-    step, generation = reader.step(*key), reader.generation(place.generation)
-    calls = reader.calls(*key)
-    names = list(dict.fromkeys(path.mask for path in paths if path.mask is not None))[:MAX_MASKS]
-    masks = {name: mask for name in names if (mask := reader.mask_summary(name)) is not None}
-    has_declaration = {*generation.declared} - {*prompt.DECLARED_SEGMENT_KEYS}
-    lse_errors: dict[int, float] = {}
+def _largest_lse_errors(calls: Iterable[CallRecord]) -> dict[int, float]:
+    """Return the largest error of the LSE check per layer; NaN counts as the largest."""
+    errors: dict[int, float] = {}
     for call in calls:
         if call.lse_error is not None:
-            errors = [call.lse_error, lse_errors.get(call.layer, 0.0)]
-            lse_errors[call.layer] = _largest_error(errors)
+            errors[call.layer] = float(np.maximum(call.lse_error, errors.get(call.layer, 0.0)))
+    return errors
+
+
+def _load_compile_events(
+    reader: TraceReader, generation: int, number: int, step: StepRow | None
+) -> tuple[str, ...]:
+    """Return the texts of compile events of the step, or at the time of the step."""
     compiles: Any = {"like": "%compil%", "limit": 5}
-    events = step_events(reader, place.generation, place.step, place.step + 1, **compiles)
+    events = queries.step_events(reader, generation, number, number + 1, **compiles)
     if step is not None and math.isfinite(step.started_at + step.wall_ms):
         end = step.started_at + step.wall_ms / 1e3
-        events += events_between(reader, step.started_at, end, **compiles)
-    return StepDetails(
-        phase=step.phase if step else "",
-        declared_mask=generation.mask if has_declaration else "",
-        backends=tuple(dict.fromkeys(call.backend for call in calls)),
-        lse_errors=lse_errors,
-        lse_check_kind=next((call.check_kind for call in calls if call.check_kind), ""),
-        masks=masks,
-        n_new=len(reader.fingerprints(*key)),
-        compiled=tuple(f"{row.event.kind}: {row.event.text}" for row in events),
-        graphs_counted=bool(reader.run().get("graphs_counted")),
-        suppressed_exceptions=_layers_by_text((c.suppressed_exception, c.layer) for c in calls),
-        masks_passed_to_layer=_layers_by_text((c.mask_passed_to_layer, c.layer) for c in calls),
-        builds=tuple(reader.builds(*key)),
-    )
+        events += queries.events_between(reader, step.started_at, end, **compiles)
+    return tuple(f"{row.event.kind}: {row.event.text}" for row in events)
+
+
+def _load_masks(reader: TraceReader, paths: Iterable[queries.StepPath]) -> dict[str, MaskRecord]:
+    names = dict.fromkeys(path.mask for path in paths if path.mask is not None)
+    found = ((name, reader.mask_summary(name)) for name in [*names][:MAX_MASKS])
+    return {name: mask for name, mask in found if mask is not None}
 
 
 def _layers_by_text(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[int, ...]]:
@@ -174,23 +144,18 @@ def _layers_by_text(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[
     return layers_by_text
 
 
-def _largest_error(errors: Sequence[float]) -> float:
-    """Return the largest error of the LSE check; NaN counts as the largest."""
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
-
-
 def merge_layers(data: PathData) -> list[LayerRow]:
     """Merge neighbouring layers with the same path at every step of the window."""
     return [(tuple(run), letters) for letters, run in groupby(data.layers, data.layer_letters)]
 
 
-class PathPanel(Panel[PathData, NoOptions]):
+class PathPanel(base.Panel[PathData, base.NoOptions]):
     """Layers down, steps across, one letter and colour per kernel path."""
 
     name = "path"
     title = "Path"
     needs_tokens = True
-    help = Help(
+    help = base.Help(
         "It shows which attention kernel every layer ran at every step, and with which mask.",
         "Layers go down, steps go across; F is uncompiled flex, C compiled flex, S sdpa, E eager, "
         "? another backend, · no call recorded; click a cell to go there.",
@@ -199,80 +164,77 @@ class PathPanel(Panel[PathData, NoOptions]):
     )
     depends_on_size = True
 
-    def load(self, source: Source, request: Request[NoOptions]) -> PathData:
+    def load(self, source: Source, request: base.Request[base.NoOptions]) -> PathData:
         """Read the window of steps that fits the width, in one query, and the current step."""
         reader, place = source.reader, request.place
-        n_columns = request.width - _LABEL_WIDTH - _LSE_CHECK_WIDTH
-        last = newest_step(reader, place.generation, place.branch)
+        generation, step, branch = place.generation, place.step, place.branch
+        last = queries.newest_step(reader, generation, branch)
         if last is None:
-            raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
-        window = step_window(place.step, 0, last, n_columns, most=_MAX_STEPS)
-        first = max(min(window.start, place.step - 1), 0)
-        paths = step_paths(reader, place.generation, first, window.stop, place.branch)
-        if not any(path.step >= window.start for path in paths):
-            raise Missing(
-                f"No attention call is recorded in {window.format_steps()}.",
-                "The attention hook records them at every level; 'flexinspect dump' shows whether "
-                "it was disabled.",
-            )
-        letters, usual_letters = path_map(paths)
-        current = tuple(path for path in paths if path.step == place.step)
-        previous = tuple(path for path in paths if path.step == place.step - 1)
+            raise no_steps_yet()
+        n_columns = request.width - _LABEL_WIDTH - _LSE_CHECK_WIDTH
+        window = step_window(step, 0, last, n_columns, most=_MAX_STEPS)
+        first = max(min(window.start, step - 1), 0)
+        found = queries.step_paths(reader, generation, first, window.stop, branch)
+        if not any(path.step >= window.start for path in found):
+            missing = f"No attention call is recorded in {window.format_steps()}."
+            raise base.Missing(missing, base.hook_hint("attention", "them"))
+        letters, usual_letters = path_map(found)
+        paths = tuple(path for path in found if path.step == step)
+        previous_paths = tuple(path for path in found if path.step == step - 1)
+        key = (generation, step, queries.branch_of_step(reader, generation, step, branch))
+        row, about, calls = reader.step(*key), reader.generation(generation), reader.calls(*key)
+        has_declaration = {*about.declared} - {*prompt.DECLARED_SEGMENT_KEYS}
         return PathData(
             place=place,
             window=window,
             layers=tuple(sorted({layer for _, layer in letters})),
             letters=letters,
             usual_letters=usual_letters,
-            current_paths=current,
-            previous_paths=previous,
-            details=_load_details(reader, place, (*current, *previous)),
+            paths=paths,
+            previous_paths=previous_paths,
+            phase=row.phase if row else "",
+            declared_mask=about.mask if has_declaration else "",
+            calls=tuple(calls),
+            lse_errors=_largest_lse_errors(calls),
+            masks=_load_masks(reader, (*paths, *previous_paths)),
+            n_new=len(reader.fingerprints(*key)),
+            compiled=_load_compile_events(reader, generation, step, row),
+            graphs_counted=bool(reader.run().get("graphs_counted")),
+            builds=tuple(reader.builds(*key)),
         )
 
     def describe(self, data: PathData) -> list[str]:
         """Return the layers that differ, then the current step, then the map."""
         return [*describe_warnings(data), *describe_step(data), *describe_map(data)]
 
-    def paint(self, data: PathData, request: Request[NoOptions], theme: Theme) -> Picture:
+    def paint(
+        self, data: PathData, request: base.Request[base.NoOptions], theme: Theme
+    ) -> base.Picture:
         """Draw the map, and as much of the description of the step as there is room for."""
-        pen, room = Pen(theme, request.width), _map_height(data, request)
-        rows, top = shown_rows(data, room)
-        strips = [_axis(data, pen)]
-        strips += [_map_row(data, row, pen) for row in rows[top : top + room]]
-        strips += [_legend(data, pen), *_draw_description(data, pen)]
-        warnings = describe_warnings(data)
-        note = warnings[0] if warnings else data.window.format_steps()
-        return Picture(strips[: request.height], escape_unprintable(note), alarm=bool(warnings))
+        pen, height, window = Pen(theme, request.width), request.height, data.window
+        warnings, described = describe_warnings(data), describe_step(data)
+        texts = [*((text, "bad") for text in warnings), *((text, "text") for text in described)]
+        description = pen.paragraphs(texts)
+        # What the description leaves, and at least three fifths.
+        room = max(min(height - 2, max(height * 3 // 5, height - 2 - len(description))), 0)
+        rows: list[LayerRow] = [((layer,), data.layer_letters(layer)) for layer in data.layers]
+        if len(rows) > room:
+            rows = merge_layers(data)
+        current = next((i for i, (layers, _) in enumerate(rows) if data.place.layer in layers), 0)
+        shown = rows[visible(current, room, len(rows))]
+        strips = [_axis(data, pen), *(_map_row(data, row, pen) for row in shown)]
+        strips += [_legend(data, pen), *description]
+        note = escape_unprintable(warnings[0] if warnings else window.format_steps())
 
-    def on_click(
-        self, x: int, y: int, data: PathData, request: Request[NoOptions]
-    ) -> Navigate | None:
-        """Go to the step and layer of the cell that was clicked."""
-        room = _map_height(data, request)
-        rows, top = shown_rows(data, room)
-        step = data.window.start + (x - _LABEL_WIDTH) // _cell_width(data, request.width)
-        index = top + y - 1
-        if step not in data.window.steps or not 1 <= y <= room or index >= len(rows):
-            return None
-        layers = rows[index][0]
-        layer = data.place.layer if data.place.layer in layers else layers[0]
-        return Navigate(step=step, layer=layer)
+        def target(x: int, y: int) -> base.Navigate | None:
+            step = window.start + (x - _LABEL_WIDTH) // _cell_width(data, pen.width)
+            if step not in window.steps or not 1 <= y <= len(shown):
+                return None
+            layers = shown[y - 1][0]
+            layer = data.place.layer if data.place.layer in layers else layers[0]
+            return base.Navigate(step=step, layer=layer)
 
-
-def _map_height(data: PathData, request: Request[NoOptions]) -> int:
-    """Return the lines of the map: what the description leaves, and at least three fifths."""
-    n_text = len(_draw_description(data, Pen(Theme("none"), request.width)))
-    height = request.height
-    return max(min(height - 2, max(height * 3 // 5, height - 2 - n_text)), 0)
-
-
-def shown_rows(data: PathData, room: int) -> tuple[list[LayerRow], int]:
-    """Return the rows of the map, merged if they do not fit, and the first one to draw."""
-    rows: list[LayerRow] = [((layer,), data.layer_letters(layer)) for layer in data.layers]
-    if len(rows) > room:
-        rows = merge_layers(data)
-    current = next((i for i, (layers, _) in enumerate(rows) if data.place.layer in layers), 0)
-    return rows, first_visible(current, room, len(rows))
+        return base.Picture(strips[:height], note, bool(warnings), target)
 
 
 def _cell_width(data: PathData, width: int) -> int:
@@ -296,7 +258,7 @@ def _axis(data: PathData, pen: Pen) -> Strip:
         end = at + len(str(step))
         if end <= n_cells and set(marks[max(at - 1, 0) : end + 1]) == {" "}:
             marks[at:end] = str(step)
-    n_shown, check = (n_cells, " check") if data.details.lse_errors else (n_cells + 8, "")
+    n_shown, check = (n_cells, " check") if data.lse_errors else (n_cells + 8, "")
     return pen.line((f"{'step':<{_LABEL_WIDTH}}{''.join(marks)[:n_shown]}{check}", "muted"))
 
 
@@ -310,9 +272,9 @@ def _map_row(data: PathData, row: LayerRow, pen: Pen) -> Strip:
         (letter.center(cell), _cell_style(data, step, letter, pen.theme))
         for step, letter in zip(data.window.steps, letters, strict=True)
     )
-    errors = [error for layer, error in data.details.lse_errors.items() if layer in layers]
+    errors = [error for layer, error in data.lse_errors.items() if layer in layers]
     if errors:
-        worst = _largest_error(errors)
+        worst = np.max(errors)
         spans.append((f" {worst:.0e}" if worst else " 0", "muted"))
     return pen.line(*spans)
 
@@ -324,22 +286,16 @@ def _cell_style(data: PathData, step: int, letter: str, theme: Theme) -> Style:
         return theme.style("bad") + Style(reverse=True)
     if step == data.place.step:
         return theme.style("cursor")
-    return theme.style("text") if theme.no_color else theme.segment_style(_PATH_COLORS[letter])
+    return theme.style("text") if theme.no_color else segment_style(_PATH_COLORS[letter], 0, False)
 
 
 def _legend(data: PathData, pen: Pen) -> Strip:
     spans: list[NamedSpan] = []
-    seen = set(data.letters.values())
     for path, letter in PATH_LETTERS.items():
-        if letter in seen:
-            color = pen.theme.segment_style(_PATH_COLORS[letter])
+        if letter in data.letters.values():
+            color = segment_style(_PATH_COLORS[letter], 0, False)
             spans += [(letter, "strong" if pen.theme.no_color else color), (f" {path}  ", "muted")]
     return pen.line(*spans)
-
-
-def _draw_description(data: PathData, pen: Pen) -> list[Strip]:
-    warnings = ((text, "bad") for text in describe_warnings(data))
-    return pen.paragraphs([*warnings, *((text, "text") for text in describe_step(data))])
 
 
 def _path_name(letter: str) -> str:
@@ -353,7 +309,8 @@ def _format_layers(layers: Iterable[int]) -> str:
 def describe_warnings(data: PathData) -> list[str]:
     """Return the layers whose path differs from that of the others, the current step first."""
     lines = []
-    for error, layers in data.details.suppressed_exceptions.items():
+    suppressed = _layers_by_text((c.suppressed_exception, c.layer) for c in data.calls)
+    for error, layers in suppressed.items():
         letters = {data.letters.get((data.place.step, layer), "") for layer in layers}
         lines.append(
             f"{_format_layers(layers)} ran {' and '.join(sorted(map(_path_name, letters)))} "
@@ -365,7 +322,7 @@ def describe_warnings(data: PathData) -> list[str]:
         if odd:
             most = f"most layers ran {_path_name(usual or '')}"
             lines.append(f"{_format_layers(odd)} ran {path} at step {step}; {most}.")
-    mask = data.details.declared_mask
+    mask = data.declared_mask
     if mask and usual is not None and usual not in _FLEX_LETTERS:
         lines.append(
             f"Step {step} ran {_path_name(usual)}, not FlexAttention, although the mask "
@@ -384,39 +341,41 @@ def describe_warnings(data: PathData) -> list[str]:
 
 def describe_step(data: PathData) -> list[str]:
     """Return the paths, masks, compiles and LSE check of the current step."""
-    step, details = data.place.step, data.details
-    if not data.current_paths:
+    step = data.place.step
+    if not data.paths:
         return [f"No attention call is recorded at step {step}."]
-    phase = f" ({escape_unprintable(details.phase)})" if details.phase else ""
+    phase = f" ({escape_unprintable(data.phase)})" if data.phase else ""
     lines = [f"Step {step}{phase} of generation {data.place.generation}:"]
     current, previous = data.usual_letters.get(step), data.usual_letters.get(step - 1)
     if current is not None and previous not in (None, current):
         before, now = _path_name(previous or ""), _path_name(current)
         lines.append(f"Most layers ran {now} at this step and {before} at the one before.")
     lines += _describe_masks(data)
+    passed = _layers_by_text((call.mask_passed_to_layer, call.layer) for call in data.calls)
     lines += [
         f"{_format_layers(layers)} received the mask '{escape_unprintable(mask)}', but its kernel "
         "received another one."
-        for mask, layers in details.masks_passed_to_layer.items()
+        for mask, layers in passed.items()
     ]
-    lines += [_describe_builds(details.builds)] if details.builds else []
-    lines += [_describe_mask_change(data), f"Masks first seen at this step: {details.n_new}."]
-    compiled = "; ".join(map(escape_unprintable, details.compiled))
+    lines += [_describe_builds(data.builds)] if data.builds else []
+    lines += [_describe_mask_change(data), f"Masks first seen at this step: {data.n_new}."]
+    compiled = "; ".join(map(escape_unprintable, data.compiled))
     lines += [f"During this step: {compiled}."] if compiled else []
     if "recompil" not in compiled.lower():
-        found = "none in this step" if details.graphs_counted else "not recorded"
+        found = "none in this step" if data.graphs_counted else "not recorded"
         lines.append(f"Recompiles: {found}.")
-    backends = ", ".join(map(escape_unprintable, details.backends)) or "unknown"
-    return [*lines, _describe_lse_check(details), f"Backend: {backends}."]
+    used = dict.fromkeys(call.backend for call in data.calls)
+    backends = ", ".join(map(escape_unprintable, used)) or "unknown"
+    return [*lines, _describe_lse_check(data), f"Backend: {backends}."]
 
 
 def _describe_masks(data: PathData) -> list[str]:
     lines = []
-    for path in data.current_paths[:MAX_MASKS]:
+    for path in data.paths[:MAX_MASKS]:
         mask = f"mask {escape_unprintable(path.mask)[:8]}" if path.mask else "no mask"
-        mask += format_mask(data.details.masks.get(path.mask or ""))
+        mask += format_mask(data.masks.get(path.mask or ""))
         lines.append(f"{_format_layers(path.layers)}: {escape_unprintable(path.path)}, {mask}.")
-    more = len(data.current_paths) - MAX_MASKS
+    more = len(data.paths) - MAX_MASKS
     return [*lines, f"And {more} more kinds of calls."] if more > 0 else lines
 
 
@@ -454,23 +413,27 @@ def _describe_mask_change(data: PathData) -> str:
     step = data.place.step
     if step == 0 or not data.previous_paths:
         return "There is no previous step to compare the masks with."
-    current, previous = _masks_by_layer(data.current_paths), _masks_by_layer(data.previous_paths)
+    current, previous = _masks_by_layer(data.paths), _masks_by_layer(data.previous_paths)
     if current == previous:
         return f"Every layer received the same mask as at step {step - 1}."
     layers = [layer for layer in current if current[layer] != previous.get(layer)]
     old, new = (
-        _mask_mods((mask for layer in layers for mask in masks.get(layer, ())), data.details.masks)
+        {
+            short_mask_mod(record.mask_mod or "") if record else ""
+            for layer in layers
+            for record in map(data.masks.get, masks.get(layer, ()))
+        }
         for masks in (previous, current)
     )
     changed = f"The fingerprint changed since step {step - 1} in {_format_layers(layers).lower()}"
-    if not old or not new:
+    if not old or not new or "" in old | new:  # some of the masks are not known
         return f"{changed}; the mask_mods are unknown."
     if old == new:
         return f"{changed}, with the same mask_mod."
     return f"{changed}; so did the mask_mod: {', '.join(sorted(old))} → {', '.join(sorted(new))}."
 
 
-def _masks_by_layer(paths: Iterable[StepPath]) -> dict[int, set[str]]:
+def _masks_by_layer(paths: Iterable[queries.StepPath]) -> dict[int, set[str]]:
     by_layer: dict[int, set[str]] = {}
     for path in paths:
         for layer in path.layers:
@@ -478,22 +441,16 @@ def _masks_by_layer(paths: Iterable[StepPath]) -> dict[int, set[str]]:
     return by_layer
 
 
-def _mask_mods(fingerprints: Iterable[str], masks: Mapping[str, MaskRecord]) -> set[str]:
-    """Return the mask_mods of some masks, nothing if any of them is unknown."""
-    records = [masks.get(fingerprint) for fingerprint in fingerprints]
-    names = {short_mask_mod(mask.mask_mod or "") if mask else "" for mask in records}
-    return set() if "" in names else names
-
-
-def _describe_lse_check(details: StepDetails) -> str:
-    if not details.lse_errors:
+def _describe_lse_check(data: PathData) -> str:
+    errors = data.lse_errors
+    if not errors:
         return "LSE check: not computed; level advanced checks every layer that returns its LSE."
-    nan_layers = [layer for layer, error in details.lse_errors.items() if math.isnan(error)]
+    nan_layers = [layer for layer, error in errors.items() if math.isnan(error)]
     if nan_layers:
         return f"LSE check: NaN in {_format_layers(nan_layers).lower()}."
-    layer = max(details.lse_errors, key=lambda n: details.lse_errors[n])
-    kind = f" ({escape_unprintable(details.lse_check_kind)})" if details.lse_check_kind else ""
-    return f"LSE check: off by at most {details.lse_errors[layer]:.1e}, in layer {layer}{kind}."
+    layer = max(errors, key=errors.__getitem__)
+    kind = next((f" ({escape_unprintable(c.check_kind)})" for c in data.calls if c.check_kind), "")
+    return f"LSE check: off by at most {errors[layer]:.1e}, in layer {layer}{kind}."
 
 
 def describe_map(data: PathData) -> list[str]:

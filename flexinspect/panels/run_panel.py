@@ -21,29 +21,15 @@ from flexinspect.core.text import escape_unprintable, format_numbers, plural
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes, human_count
-from flexinspect.panels.base import (
-    CURSOR_MOVES,
-    Help,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    format_placement,
-    is_count,
-)
+from flexinspect.panels import base
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import is_answer_correct
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord
+from flexinspect.trace import queries
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.file.location import COMPANION_SUFFIXES
-from flexinspect.trace.queries import (
-    branch_of_step,
-    decode_phase_time,
-    newest_step,
-    read_tokens,
-    step_range,
-)
+from flexinspect.trace.queries import read_tokens
 from flexinspect.trace.query_results import BranchRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
 
@@ -132,11 +118,11 @@ def _truncate(text: str, most: int) -> str:
 
 
 def _input_lines(facts: RunFacts) -> list[str]:
-    about = facts.generation
+    sample_id = facts.generation.sample_id if facts.generation else ""
     source = "typed prompts" if facts.fact("job", "prompts") else facts.fact("job", "dataset")
     n = sum(segment.kind is SegmentKind.PARAPHRASE for segment in facts.segments)
     return [
-        f"{source or ''} {about.sample_id if about else ''}",
+        f"{source or ''} {sample_id}",
         plural(n, "paraphrase") if facts.segments else "",
         f"“{facts.question}”" if facts.question else "",
     ]
@@ -146,16 +132,14 @@ def _concatenation_lines(facts: RunFacts) -> list[str]:
     prompt = [s for s in facts.segments if s.kind is not SegmentKind.GENERATED]
     if not prompt:
         return []
-    n_tokens, positions = prompt[-1].stop, facts.generation.positions if facts.generation else ""
+    positions = facts.generation.positions if facts.generation else ""
     pieces = [s for s in prompt if s.kind is not SegmentKind.SEPARATOR]
-    more = len(pieces) - _MAX_SEGMENTS
-    head = pieces if more <= 0 else [*pieces[: _MAX_SEGMENTS - 1], pieces[-1]]
-    named = [f"{s.label} [{s.start}, {s.stop})" for s in head]
-    if more > 0:
-        named.insert(-1, f"… {more} more")
+    named = [f"{s.label} [{s.start}, {s.stop})" for s in pieces]
+    if (more := len(pieces) - _MAX_SEGMENTS) > 0:
+        named[_MAX_SEGMENTS - 1 : -1] = [f"… {more} more"]
     n_between = len(prompt) - len(pieces)
     return [
-        f"{n_tokens} tokens in {len(prompt)} segments",
+        f"{prompt[-1].stop} tokens in {len(prompt)} segments",
         f"positions {positions}" if positions else "",
         *named,
         f"and {plural(n_between, 'separator')}" if n_between else "",
@@ -179,9 +163,10 @@ def _mask_lines(facts: RunFacts) -> list[str]:
 
 def _patch_lines(facts: RunFacts) -> list[str]:
     parts = (("prefill", facts.prefill_calls), ("decode", facts.calls))
-    paths = [(name, _format_paths(calls)) for name, calls in parts if calls]
-    same = len({text for _, text in paths}) == 1
-    lines = [paths[0][1]] if same and paths else [f"{name}: {text}" for name, text in paths]
+    paths = {name: _format_paths(calls) for name, calls in parts if calls}
+    lines = [f"{name}: {text}" for name, text in paths.items()]
+    if len({*paths.values()}) == 1:
+        lines = [*paths.values()][:1]
     backends = dict.fromkeys(call.backend for call in (*facts.prefill_calls, *facts.calls))
     compiled = facts.fact("compiled")
     return [
@@ -192,13 +177,11 @@ def _patch_lines(facts: RunFacts) -> list[str]:
 
 
 def _format_paths(calls: Sequence[CallRecord]) -> str:
-    layers_by_path: dict[str, set[int]] = {}
+    layers: dict[str, set[int]] = {}
     for call in calls:
-        layers_by_path.setdefault(call.path, set()).add(call.layer)
-    return "; ".join(
-        f"{path}, {format_numbers('layer', sorted(layers))}"
-        for path, layers in sorted(layers_by_path.items())
-    )
+        layers.setdefault(call.path, set()).add(call.layer)
+    named = ((path, format_numbers("layer", sorted(layers[path]))) for path in sorted(layers))
+    return "; ".join(map(", ".join, named))
 
 
 def _decode_lines(facts: RunFacts) -> list[str]:
@@ -232,9 +215,7 @@ def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
 
 
 def _format_state(branch: BranchRow | None) -> str:
-    if branch is None:
-        return ""
-    return f"{branch.state}, {branch.stop_reason}" if branch.stop_reason else branch.state
+    return ", ".join(filter(None, (branch.state, branch.stop_reason))) if branch else ""
 
 
 # -- drawing -------------------------------------------------------------------------------------
@@ -319,13 +300,13 @@ class RunOptions(Struct, frozen=True):
     offset: int = 0
 
 
-class RunPanel(Panel[RunFacts, RunOptions]):
+class RunPanel(base.Panel[RunFacts, RunOptions]):
     """The stages of the current generation, and below them the manifest."""
 
     name = "run"
     title = "Run"
     initial_options = RunOptions()
-    help = Help(
+    help = base.Help(
         "It shows the stages of this generation from the sample to the answer, with the recorded "
         "numbers of each stage, and below them the manifest of the run.",
         "Follow the arrows from input to text; scroll to the manifest with shift+down and back "
@@ -335,7 +316,7 @@ class RunPanel(Panel[RunFacts, RunOptions]):
     )
     actions = ("cursor.up", "cursor.down")
 
-    def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
+    def load(self, source: Source, request: base.Request[RunOptions]) -> RunFacts:
         """Read the manifest and the facts of one generation, independent of its length."""
         reader, place = source.reader, request.place
         # A trace may have several models; show the one of this generation.
@@ -344,16 +325,18 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         for suffix in ("", *COMPANION_SUFFIXES):
             with suppress(OSError):
                 size += reader.path.with_name(reader.path.name + suffix).stat().st_size
-        base = RunFacts(run, reader.state, str(reader.path), size)
+        common = RunFacts(run, reader.state, str(reader.path), size)
         branches = {row.branch: row for row in reader.branches(place.generation)}
-        return _load_generation_facts(source, place, base, branches) if branches else base
+        return _load_generation_facts(source, place, common, branches) if branches else common
 
     def describe(self, data: RunFacts) -> list[str]:
         """Return the stages in order, then the manifest."""
         lines = [f"{box.title.rstrip(' ↻')}: {'; '.join(box.lines)}." for box in run_stages(data)]
         return [*lines, "Manifest:", *(f"{name}: {value}" for name, value in manifest_rows(data))]
 
-    def paint(self, data: RunFacts, request: Request[RunOptions], theme: Theme) -> Picture:
+    def paint(
+        self, data: RunFacts, request: base.Request[RunOptions], theme: Theme
+    ) -> base.Picture:
         """Draw the diagram and the manifest, scrolled by the offset."""
         strips = _draw_all(data, Pen(theme, request.width))
         offset = _clamp_offset(request.options.offset, len(strips), request.height)
@@ -361,16 +344,16 @@ class RunPanel(Panel[RunFacts, RunOptions]):
         note = data.state or "state unknown"
         if len(strips) > len(shown):
             note += f", lines {offset + 1}-{offset + len(shown)} of {len(strips)}"
-        return Picture(shown, escape_unprintable(note), alarm=data.state == "failed")
+        return base.Picture(shown, escape_unprintable(note), alarm=data.state == "failed")
 
     def on_action(
-        self, action: str, data: RunFacts, request: Request[RunOptions]
+        self, action: str, data: RunFacts, request: base.Request[RunOptions]
     ) -> RunOptions | None:
         """Scroll by a third of the height."""
         if action not in self.actions:
             return None
         n_lines = len(_draw_all(data, Pen(Theme("none"), request.width)))
-        move = max(request.height // 3, 1) * CURSOR_MOVES[action][0]
+        move = max(request.height // 3, 1) * base.CURSOR_MOVES[action][0]
         here = _clamp_offset(request.options.offset, n_lines, request.height)
         offset = _clamp_offset(here + move, n_lines, request.height)
         return RunOptions(offset) if offset != request.options.offset else None
@@ -389,37 +372,38 @@ def _clamp_offset(offset: int, n_lines: int, height: int) -> int:
 
 
 def _load_generation_facts(
-    source: Source, place: TracePlace, base: RunFacts, branches: Mapping[int, BranchRow]
+    source: Source, place: base.TracePlace, common: RunFacts, branches: Mapping[int, BranchRow]
 ) -> RunFacts:
-    reader, generation = source.reader, place.generation
-    segments = reader.segments(generation, place.branch) or reader.segments(generation)
+    reader, own = source.reader, (place.generation, place.branch)
+    generation, number = own
+    segments = reader.segments(*own) or reader.segments(generation)
     first = reader.steps(generation, 0, limit=1)
-    newest = newest_step(reader, generation, place.branch)
+    newest = queries.newest_step(reader, *own)
     prefill = first[0] if first and first[0].phase == "prefill" else None
     prefill_calls = reader.calls(generation, prefill.step) if prefill else []
-    owner = branch_of_step(reader, generation, place.step, place.branch)
+    owner = queries.branch_of_step(reader, generation, place.step, number)
     calls = reader.calls(generation, place.step, owner) if place.step else []
     if not calls:
         start = max(place.step - _WINDOW_STEPS // 2, 1)
-        near = step_range(reader, generation, start, start + _WINDOW_STEPS, place.branch)
+        near = queries.step_range(reader, generation, start, start + _WINDOW_STEPS, number)
         calls = reader.calls(generation, near[0].step, near[0].branch) if near else []
-    masks = (call.mask for call in (*prefill_calls, *calls) if call.mask is not None)
-    mask = reader.mask_summary(name) if (name := next(masks, None)) is not None else None
-    row, branch = reader.generation(generation), branches.get(place.branch)
+    name = next((call.mask for call in (*prefill_calls, *calls) if call.mask is not None), None)
+    mask = reader.mask_summary(name) if name is not None else None
+    row, branch = reader.generation(generation), branches.get(number)
     answer = _load_answer(reader, place, branch, segments)
-    own, state = (generation, place.branch), (branch or row).state
+    time_key = ("decode time", *own, reader.last_step(*own))
     return replace(
-        base,
+        common,
         generation=row,
         branch=branch,
         segments=tuple(segments),
         question=_load_question(reader, generation, segments),
         answer=answer,
-        is_correct=is_answer_correct(source, own, state, answer, row.expected),
+        is_correct=is_answer_correct(source, own, (branch or row).state, answer, row.expected),
         prefill=prefill,
         n_steps=0 if newest is None else newest + 1,
         decode_time=source.get_or_create(
-            ("decode time", *own, reader.last_step(*own)), partial(decode_phase_time, reader, *own)
+            time_key, partial(queries.decode_phase_time, reader, *own)
         ),
         prefill_calls=tuple(prefill_calls),
         calls=tuple(calls),
@@ -444,16 +428,18 @@ def _load_open_share(source: Source, summary: MaskRecord) -> float | None:
 
 def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segment]) -> str:
     """Return the text of the first paraphrase, or without one of the first segment."""
-    ordered = sorted(segments, key=lambda segment: segment.kind is not SegmentKind.PARAPHRASE)
-    if not ordered:
+    first = min(segments, key=lambda s: s.kind is not SegmentKind.PARAPHRASE, default=None)
+    if first is None:
         return ""
-    start, stop = ordered[0].start, ordered[0].stop
-    tokens = reader.tokens(generation, 0, start, stop, limit=_MAX_TOKENS)
+    tokens = reader.tokens(generation, 0, first.start, first.stop, limit=_MAX_TOKENS)
     return "".join(token.text for token in tokens).strip()
 
 
 def _load_answer(
-    reader: TraceReader, place: TracePlace, branch: BranchRow | None, segments: Iterable[Segment]
+    reader: TraceReader,
+    place: base.TracePlace,
+    branch: BranchRow | None,
+    segments: Iterable[Segment],
 ) -> str:
     """Return the answer, or the generated text so far of an unfinished generation."""
     if branch is not None and branch.answer:
@@ -513,12 +499,12 @@ def run_stages(facts: RunFacts) -> list[Box]:
     if not isinstance(training, Mapping):
         return generation_stages(facts)
     values, parameters = training.get("values"), training.get("parameters")
-    named, placement = training.get("groups"), format_placement(training)
+    named, placement = training.get("groups"), base.format_placement(training)
     groups = f" in {len(named)} groups" if isinstance(named, list) else ""
     model = [
         str(facts.fact("model", "class") or ""),
-        f"{human_count(values)} weights are trained" if is_count(values) else "",
-        f"{parameters} parameters{groups}" if is_count(parameters) else "",
+        f"{human_count(values)} weights are trained" if base.is_count(values) else "",
+        f"{parameters} parameters{groups}" if base.is_count(parameters) else "",
         f"on {placement}" if placement else "",
     ]
     ratio, level = facts.fact("cost", "ratio"), facts.fact("level")
@@ -528,7 +514,10 @@ def run_stages(facts: RunFacts) -> list[Box]:
         f"capture {100 * ratio:.1f} % of it" if isinstance(ratio, int | float) else "",
     ]
     wrong = facts.fact("training", "anomaly_steps")
-    outcome = [_format_state(facts.branch), plural(wrong, "wrong step") if is_count(wrong) else ""]
+    outcome = [
+        _format_state(facts.branch),
+        plural(wrong, "wrong step") if base.is_count(wrong) else "",
+    ]
     return [
         make_box("model", model),
         make_box("optimizer", [str(training.get("optimizer") or "none: steps are reported")]),

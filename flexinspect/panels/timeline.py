@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 from rich.cells import cell_len
 from textual.strip import Strip
 
 from flexinspect.drawing.plots import timeline
-from flexinspect.drawing.text_lines import NamedSpan, Pen, first_visible, join_blocks
+from flexinspect.drawing.text_lines import NamedSpan, Pen, join_blocks, visible
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import Missing, Navigate, NoOptions, Panel, Request, TracePlace
+from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.trace.queries import step_bounds
 from flexinspect.trace.reader import TraceReader
 
@@ -28,7 +27,7 @@ MIN_TWO_COLUMN_WIDTH = 84
 COLUMN_GAP = 3
 """Blank columns between the two."""
 
-_MAX_PLOT_HEIGHT = 8
+MAX_PLOT_HEIGHT = 8
 """Maximum lines of a timeline, its title included."""
 
 
@@ -89,16 +88,21 @@ def step_window(
     """Return the steps that fit in `n_columns`, around `step` and within `first` to `last`."""
     current = min(max(step, first), last)
     size = min(max(n_columns, 1), most, last - first + 1)
-    start = first + first_visible(current - first, size, last - first + 1)
-    return StepWindow(start, start + size, current, first, last, size)
+    shown = range(first, last + 1)[visible(current - first, size, last - first + 1)]
+    return StepWindow(shown.start, shown.stop, current, first, last, size)
 
 
 def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:
     """Return the window around a place, with two queries. Raises `Missing` without any step."""
     bounds = step_bounds(reader, place.generation, place.branch)
     if bounds is None:
-        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+        raise no_steps_yet()
     return step_window(place.step, *bounds, n_columns)
+
+
+def no_steps_yet() -> Missing:
+    """Return the error for a generation without any recorded step."""
+    return Missing("No step of this generation is recorded yet.", "Wait for its first step.")
 
 
 def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:
@@ -107,9 +111,8 @@ def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> St
     if bounds is None:
         raise Missing("No training step is recorded yet.", "Wait for the first one.")
     first, last = bounds
-    current = min(max(place.step, first), last)
     n_points = max(min(n_columns, last - first + 1), 1)
-    return StepWindow(first, last + 1, current, first, last, n_points)
+    return StepWindow(first, last + 1, min(max(place.step, first), last), first, last, n_points)
 
 
 class Area(Struct, frozen=True):
@@ -121,62 +124,31 @@ class Area(Struct, frozen=True):
     height: int
 
 
-class HasWindow(Protocol):
-    """The data of a panel with timelines."""
+def timeline_target(
+    window: StepWindow, areas: Mapping[str, Area]
+) -> Callable[[int, int], Navigate | None]:
+    """Return the target of clicks on timelines: the step of the column."""
 
-    @property
-    def window(self) -> StepWindow:
-        """The steps of the timelines."""
-
-
-W = TypeVar("W", bound=HasWindow)
-
-
-class TimelinePanel(Panel[W, NoOptions]):
-    """Base of panels with timelines; a click on one goes to the step of its column."""
-
-    depends_on_size = True
-
-    def timeline_areas(self, data: W, width: int, height: int) -> dict[str, Area]:
-        """Return the areas of the timelines in a picture of this size, without their titles."""
-        raise NotImplementedError
-
-    def draw_timeline(self, name: str, data: W, area: Area, theme: Theme) -> list[Strip]:
-        """Draw one timeline with its title."""
-        raise NotImplementedError
-
-    def draw_timelines(self, data: W, request: Request[NoOptions], theme: Theme) -> list[Strip]:
-        """Draw all timelines below each other."""
-        areas = self.timeline_areas(data, request.width, request.height)
-        drawn = (self.draw_timeline(name, data, area, theme) for name, area in areas.items())
-        return [strip for strips in drawn for strip in strips]
-
-    def on_click(self, x: int, y: int, data: W, request: Request[NoOptions]) -> Navigate | None:
-        """Go to the step of a timeline's column."""
-        for area in self.timeline_areas(data, request.width, request.height).values():
+    def target(x: int, y: int) -> Navigate | None:
+        for area in areas.values():
             if 0 <= y - area.y < area.height:
-                step = data.window.step_at(x - area.x, area.width)
+                step = window.step_at(x - area.x, area.width)
                 return None if step is None else Navigate(step=step)
         return None
 
-
-def is_two_column(width: int) -> bool:
-    """Whether the timelines of a picture of this width are beside the rest of the panel."""
-    return width >= MIN_TWO_COLUMN_WIDTH
+    return target
 
 
-def left_width(width: int) -> int:
-    """Return the columns of the part beside or above the timelines."""
-    return (width - COLUMN_GAP) // 2 if is_two_column(width) else width
-
-
-def timeline_columns(width: int) -> int:
-    """Return the columns of the timelines in a picture of this width."""
-    return width - left_width(width) - COLUMN_GAP if is_two_column(width) else width
+def column_widths(width: int) -> tuple[int, int]:
+    """Return the columns of the rest of a panel, and of the timelines beside or below it."""
+    if width < MIN_TWO_COLUMN_WIDTH:
+        return width, width
+    left = (width - COLUMN_GAP) // 2
+    return left, width - left - COLUMN_GAP
 
 
 def stack_timelines(
-    names: Sequence[str], width: int, top: int, room: int, most: int = _MAX_PLOT_HEIGHT
+    names: Sequence[str], width: int, top: int, room: int, most: int = MAX_PLOT_HEIGHT
 ) -> dict[str, Area]:
     """Return the areas of timelines in `room` lines from line `top` on, without their titles.
 
@@ -184,9 +156,10 @@ def stack_timelines(
     """
     names = names[: max(room // 2, 0)]
     each = min(room // len(names), most) if names else 0
-    x = left_width(width) + COLUMN_GAP if is_two_column(width) else 0
+    left, n_columns = column_widths(width)
+    x = left + COLUMN_GAP if left < width else 0
     return {
-        name: Area(x, top + each * index + 1, timeline_columns(width), each - 1)
+        name: Area(x, top + each * index + 1, n_columns, each - 1)
         for index, name in enumerate(names)
     }
 
@@ -195,12 +168,12 @@ def draw_beside(
     left: Sequence[Strip], timelines: Sequence[Strip], height: int, pen: Pen
 ) -> list[Strip]:
     """Draw timelines beside the rest of a panel, or below it in a narrow picture."""
-    if not is_two_column(pen.width):
+    left_width, n_columns = column_widths(pen.width)
+    if left_width == pen.width:
         return [*left, *timelines][:height]
-    gap = [pen.resize(COLUMN_GAP).line()] * height
-    empty = [pen.resize(timeline_columns(pen.width)).line()] * (height - len(timelines))
+    empty = [pen.resize(n_columns).line()] * (height - len(timelines))
     plain = pen.style("text")
-    return join_blocks(join_blocks(left, gap, plain), [*timelines, *empty], plain)[:height]
+    return join_blocks(left, [*timelines, *empty], plain, gap=COLUMN_GAP)[:height]
 
 
 def draw_timeline(

@@ -66,8 +66,8 @@ class TokenWindow(Struct, frozen=True):
 
     def row_of_current(self, rows: Sequence[TokenCellRow]) -> int:
         """Return the index of the row with the current token, the last one if none has it."""
-        has_current = (any(cell.pos == self.current for cell in row.cells) for row in rows)
-        return next((i for i, found in enumerate(has_current) if found), len(rows) - 1)
+        positions = ([cell.pos for cell in row.cells] for row in rows)
+        return next((i for i, own in enumerate(positions) if self.current in own), len(rows) - 1)
 
     def navigate_to(self, cell: TokenCell | None) -> Navigate | None:
         """Return the step that chose a token, or the position of a token of the prompt."""
@@ -195,11 +195,10 @@ def uncertainty(step: StepRow, colour: str) -> float | None:
 
     An entropy of 3 nats (that of about twenty equally likely tokens) or more counts as 1.
     """
-    if colour == "probability" and step.chosen_logprob is not None:
-        return 1 - math.exp(min(step.chosen_logprob, 0.0))
-    if colour == "entropy" and step.entropy is not None and step.entropy == step.entropy:
-        return min(step.entropy / 3, 1.0)
-    return None
+    value = {"probability": step.chosen_logprob, "entropy": step.entropy}.get(colour)
+    if value is None or math.isnan(value):
+        return None
+    return 1 - math.exp(min(value, 0.0)) if colour == "probability" else min(value / 3, 1.0)
 
 
 def segment_at(segments: Sequence[Segment], pos: int) -> Segment | None:

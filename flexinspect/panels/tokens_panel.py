@@ -5,31 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct, field
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Pen, first_visible
+from flexinspect.drawing.text_lines import Pen, visible
 from flexinspect.drawing.theme import Theme
-from flexinspect.drawing.token_cells import TokenCellRow, display_text, token_style, wrap_cells
+from flexinspect.drawing.token_cells import display_text, token_style, wrap_cells
+from flexinspect.panels import token_window
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.token_window import (
-    TokenWindow,
-    is_answer_correct,
-    load_token_window,
-    segment_at,
-    token_cells,
-)
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries import read_tokens
 from flexinspect.trace.query_results import GenerationRow
 
-Colour = Literal["probability", "entropy", "segment"]
-COLOURS: tuple[Colour, ...] = ("probability", "entropy", "segment")
 MAX_TEXT_CHARS = 200
 """Characters that are shown of an answer, or of a segment outside of the window."""
 PREVIEW_TOKENS = 64
@@ -41,7 +33,7 @@ MAX_PREVIEWS = 100
 class TokensOptions(Struct, frozen=True):
     """`colour` is the measure that colours generated tokens."""
 
-    colour: Colour = "probability"
+    colour: Literal["probability", "entropy", "segment"] = "probability"
 
 
 class TokensData(Struct, frozen=True):
@@ -51,7 +43,7 @@ class TokensData(Struct, frozen=True):
     `previews` are the first tokens of the prompt's segments outside of the window, by number.
     """
 
-    window: TokenWindow
+    window: token_window.TokenWindow
     generation: GenerationRow
     answer: str
     is_correct: bool | None
@@ -75,13 +67,15 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         "separator, and the first token at which the answer differs from the expected one.",
     )
     depends_on_size = True
-    actions = ("view.measure",)
+    cycles: ClassVar = {"view.measure": ("colour", ("probability", "entropy", "segment"))}
+    actions = tuple(cycles)
 
     def load(self, source: Source, request: Request[TokensOptions]) -> TokensData:
         """Read the tokens that fit around the place, and their steps."""
         place = request.place
         # Few tokens are shorter than two cells, so half of this many fill the panel.
-        window = load_token_window(source, place, max(request.width * request.height // 4, 64))
+        reach = max(request.width * request.height // 4, 64)
+        window = token_window.load_token_window(source, place, reach)
         row = source.reader.generation(place.generation)
         branch = (place.generation, place.branch)
         forks = source.reader.branches(place.generation) if place.branch else []
@@ -91,7 +85,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
             window=window,
             generation=row,
             answer=answer or _partial_answer(source, branch, window),
-            is_correct=is_answer_correct(source, branch, state, answer, row.expected),
+            is_correct=token_window.is_answer_correct(source, branch, state, answer, row.expected),
             place=place,
             previews=_load_previews(source, branch, window),
         )
@@ -120,47 +114,30 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         footer = [_token_line(data, pen)] if height > 6 else []
         footer += [pen.line(_format_verdict(data))] if height > 3 else []
         room = height - len(footer)
-        strips = [
-            pen.line(*row.spans(theme, current=current))
-            for row in _visible_rows(data.window, request, room)
-        ]
+        rows = wrap_cells(token_window.token_cells(data.window, request.options.colour), pen.width)
+        shown = rows[visible(data.window.row_of_current(rows), room, len(rows))]
+        strips = [pen.line(*row.spans(theme, current=current)) for row in shown]
         strips += [pen.line()] * (room - len(strips))
         extent = "" if _is_whole(data.window) else ", around this step"
         note = f"{data.window.n_tokens} tokens{extent} · colour: {request.options.colour}"
-        return Picture([*strips, *footer][:height], note)
 
-    def on_action(
-        self, action: str, data: TokensData, request: Request[TokensOptions]
-    ) -> TokensOptions | None:
-        """`view.measure`: colour by the next measure."""
-        return request.with_next("colour", COLOURS) if action == "view.measure" else None
+        def target(x: int, y: int) -> Navigate | None:
+            return data.window.navigate_to(shown[y].cell_at(x)) if 0 <= y < len(shown) else None
 
-    def on_click(
-        self, x: int, y: int, data: TokensData, request: Request[TokensOptions]
-    ) -> Navigate | None:
-        """Go to the step that chose the clicked token, or select a token of the prompt."""
-        room = request.height - (request.height > 3) - (request.height > 6)
-        rows = _visible_rows(data.window, request, room)
-        return data.window.navigate_to(rows[y].cell_at(x)) if 0 <= y < len(rows) else None
+        return Picture([*strips, *footer][:height], note, target=target)
 
 
-def _visible_rows(
-    window: TokenWindow, request: Request[TokensOptions], height: int
-) -> list[TokenCellRow]:
-    rows = wrap_cells(token_cells(window, request.options.colour), request.width)
-    top = first_visible(window.row_of_current(rows), height, len(rows))
-    return rows[top : top + max(height, 0)]
-
-
-def _is_whole(window: TokenWindow) -> bool:
+def _is_whole(window: token_window.TokenWindow) -> bool:
     return window.stop - window.start == window.n_tokens
 
 
-def _prompt(window: TokenWindow) -> list[tuple[int, Segment]]:
+def _prompt(window: token_window.TokenWindow) -> list[tuple[int, Segment]]:
     return [pair for pair in enumerate(window.segments) if pair[1].kind != SegmentKind.GENERATED]
 
 
-def _partial_answer(source: Source, branch: tuple[int, int], window: TokenWindow) -> str:
+def _partial_answer(
+    source: Source, branch: tuple[int, int], window: token_window.TokenWindow
+) -> str:
     """Return the beginning of an answer that is still being generated."""
     starts = (s.start for s in window.segments if s.kind == SegmentKind.GENERATED)
     start = next(starts, window.start)
@@ -171,7 +148,7 @@ def _partial_answer(source: Source, branch: tuple[int, int], window: TokenWindow
 
 
 def _load_previews(
-    source: Source, branch: tuple[int, int], window: TokenWindow
+    source: Source, branch: tuple[int, int], window: token_window.TokenWindow
 ) -> dict[int, Sequence[TokenRecord]]:
     """Return the first tokens of the prompt's segments outside of the window."""
     start, stop = window.start, window.stop
@@ -239,8 +216,8 @@ def _token_line(data: TokensData, pen: Pen) -> Strip:
     token = None if window.current is None else window.token(window.current)
     if token is None:
         return pen.line(("this step chose no token", "muted"))
-    segment, step = segment_at(window.segments, token.pos), window.step_of(token)
-    cell = token_cells(window, "segment")[token.pos - window.start]
+    segment, step = token_window.segment_at(window.segments, token.pos), window.step_of(token)
+    cell = token_window.token_cells(window, "segment")[token.pos - window.start]
     position_id, logprob = token.position_id, step.chosen_logprob if step else None
     return pen.line(
         (cell.text, token_style(cell, pen.theme)),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import cycle
+from collections.abc import Callable, Mapping
+from itertools import chain, cycle
 from typing import Any
 
 import numpy as np
@@ -15,33 +15,11 @@ from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable, format_ranges, plural
 from flexinspect.drawing.heatmap import CIVIDIS_MISSING, boxes, quantise
-from flexinspect.drawing.plots import format_number
+from flexinspect.drawing.plots import finite_bounds, format_number
 from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    Help,
-    Missing,
-    Navigate,
-    NoOptions,
-    Panel,
-    Picture,
-    Request,
-    format_placement,
-    require_training_facts,
-)
+from flexinspect.panels import base, timeline
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import (
-    Area,
-    StepWindow,
-    TimelinePanel,
-    draw_beside,
-    draw_timeline,
-    is_two_column,
-    left_width,
-    load_whole_run,
-    stack_timelines,
-    timeline_columns,
-)
 from flexinspect.records.training_step import (
     EXPLODING_NORM,
     VANISHING_NORM,
@@ -51,7 +29,13 @@ from flexinspect.records.training_step import (
 from flexinspect.trace.reader import CurvePoint
 
 LEARNING_RATE = "learning rate"
-CURVE_NAMES = ("loss", LEARNING_RATE, "gradient norm")
+CURVES: Mapping[str, Callable[[CurvePoint], float | None]] = {
+    "loss": lambda point: math.nan if point.has_nonfinite_loss else point.loss,
+    LEARNING_RATE: lambda point: next(iter(point.rates), None),
+    "gradient norm": lambda point: math.nan if point.has_nonfinite_gradient else point.norm,
+}
+"""The curves; NaN for a point with a non-finite value."""
+
 CURVE_STYLES = ("good", "accent", "strong")
 """Styles of learning rate curves that are drawn below each other, in turn."""
 
@@ -69,20 +53,20 @@ class TrainingData(Struct, frozen=True):
 
     step: TrainingStepRecord
     run_facts: Mapping[str, Any]
-    window: StepWindow
+    window: timeline.StepWindow
     points: Mapping[int, CurvePoint]
 
     def values(self, name: str) -> dict[int, float | None]:
-        """Return a curve by point; NaN for a point with a non-finite value."""
-        return {index: _curve_value(name, point) for index, point in self.points.items()}
+        """Return one of `CURVES` by point."""
+        return {index: CURVES[name](point) for index, point in self.points.items()}
 
 
-class TrainingPanel(TimelinePanel[TrainingData]):
+class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
     """Facts of a training step beside the curves of loss, learning rate and gradient norm."""
 
     name = "training"
     title = "Training"
-    help = Help(
+    help = base.Help(
         "It shows an optimizer step: loss, learning rate, gradient norm before and after clipping, "
         "loss scaler and timings, and the curves of the run.",
         "A column of a curve is a step, or the highest value of several steps; '!' is a non-finite "
@@ -91,23 +75,18 @@ class TrainingPanel(TimelinePanel[TrainingData]):
         "Look for the step before the loss jumps: a gradient norm that rises, a learning rate that "
         "has just changed, steps that the loss scaler skipped.",
     )
+    depends_on_size = True
 
-    def load(self, source: Source, request: Request[NoOptions]) -> TrainingData:
+    def load(self, source: Source, request: base.Request[base.NoOptions]) -> TrainingData:
         """Read the step, and the curves in as many points as there are columns."""
         place, reader = request.place, source.reader
-        facts = require_training_facts(source, place)
-        window = load_whole_run(reader, place, timeline_columns(request.width))
+        facts = base.require_training_facts(source, place)
+        window = timeline.load_whole_run(reader, place, timeline.column_widths(request.width)[1])
         step = reader.training_step(place.generation, window.current, place.branch)
         if step is None:
-            raise Missing(f"Step {window.current} is not a training step.")
-        points = reader.training_curve(
-            place.generation,
-            window.start,
-            len(window),
-            window.n_points,
-            place.branch,
-            n_rates=len(step.learning_rates),
-        )
+            raise base.Missing(f"Step {window.current} is not a training step.")
+        span, n_rates = (window.start, len(window), window.n_points), len(step.learning_rates)
+        points = reader.training_curve(place.generation, *span, place.branch, n_rates=n_rates)
         return TrainingData(step, facts, window, points)
 
     def describe(self, data: TrainingData) -> list[str]:
@@ -115,61 +94,55 @@ class TrainingPanel(TimelinePanel[TrainingData]):
         steps, rates = data.window.format_steps(), rate_curves(data.points)
         lines = [problem] if (problem := _describe_problem(data)) else []
         lines += [f"{name}: {value}" for name, value in step_facts(data)]
-        for name in CURVE_NAMES:
+        for name in CURVES:
             if name == LEARNING_RATE and len(rates) > 1:
-                lines += [
-                    f"{name} of group {groups} in {steps}: {format_range(curve)}."
-                    for groups, curve in rates
-                ]
+                named = ((groups, format_range(curve)) for groups, curve in rates)
+                lines += [f"{name} of group {groups} in {steps}: {span}." for groups, span in named]
             else:
-                low, high = map(format_number, _curve_range(data, name))
+                low, high = map(format_number, finite_bounds(data.values(name).values()))
                 lines.append(f"{name} in {steps}: {low} to {high}.")
         return lines
 
-    def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
+    def paint(
+        self, data: TrainingData, request: base.Request[base.NoOptions], theme: Theme
+    ) -> base.Picture:
         """Draw the facts with the curves beside or below them."""
-        width, height = request.width, request.height
-        pen, problem = Pen(theme, width), _describe_problem(data)
-        left_pen = pen.resize(left_width(width))
+        width, height, window = request.width, request.height, data.window
+        pen, problem, facts = Pen(theme, width), _describe_problem(data), step_facts(data)
+        left_pen = pen.resize(timeline.column_widths(width)[0])
         left = left_pen.paragraph(problem, "bad") if problem else []
-        left += [
-            left_pen.line((clip_text(name, _NAME_WIDTH), "muted"), (value, "text"))
-            for name, value in step_facts(data)
-        ]
-        curves = self.draw_timelines(data, request, theme)
-        room = height if is_two_column(width) else max(height - len(curves), 0)
-        strips = draw_beside(left[:room], curves[:height], height, pen)
-        return Picture(strips, data.window.format_steps(), alarm=bool(problem))
+        named = ((clip_text(name, _NAME_WIDTH), value) for name, value in facts)
+        left += [left_pen.line((name, "muted"), (value, "text")) for name, value in named]
+        if left_pen.width < width:
+            areas = timeline.stack_timelines([*CURVES], width, 0, height)
+        else:
+            room = max(height - min(len(facts) + bool(problem), height // 2), 0)
+            areas = timeline.stack_timelines([*CURVES], width, 0, room, most=4)
+            left = left[: max(height - sum(area.height + 1 for area in areas.values()), 0)]
+            areas = {name: replace(area, y=area.y + len(left)) for name, area in areas.items()}
+        drawn = (_draw_curve(name, data, area, theme) for name, area in areas.items())
+        strips = timeline.draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
+        target = timeline.timeline_target(window, areas)
+        return base.Picture(strips, window.format_steps(), bool(problem), target)
 
-    def timeline_areas(self, data: TrainingData, width: int, height: int) -> dict[str, Area]:
-        """Return the areas of the curves, without their titles."""
-        if is_two_column(width):
-            return stack_timelines(CURVE_NAMES, width, 0, height)
-        n_facts = len(step_facts(data)) + (1 if _describe_problem(data) else 0)
-        room = max(height - min(n_facts, height // 2), 0)
-        areas = stack_timelines(CURVE_NAMES, width, 0, room, most=4)
-        top = min(height - sum(area.height + 1 for area in areas.values()), n_facts)
-        return {name: replace(area, y=area.y + top) for name, area in areas.items()}
 
-    def draw_timeline(self, name: str, data: TrainingData, area: Area, theme: Theme) -> list[Strip]:
-        """Draw one of `CURVE_NAMES`; learning rates that differ by group below each other."""
-        rates = rate_curves(data.points) if name == LEARNING_RATE else []
-        if len(rates) > 1:
-            return _draw_rates(rates, data.window, area, theme)
-        low, high = _curve_range(data, name)
-        title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
-        curve = data.values(name)
-        if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
-            title.append(("  logarithmic", "muted"))
-            curve = {
-                index: math.log10(max(value / low, 1.0))
-                if value and math.isfinite(value)
-                else value
-                for index, value in curve.items()
-            }
-        style = "good" if name == LEARNING_RATE else "accent"
-        points = map(curve.get, range(data.window.n_points))
-        return draw_timeline(title, points, data.window, area, theme, style=style)
+def _draw_curve(name: str, data: TrainingData, area: timeline.Area, theme: Theme) -> list[Strip]:
+    """Draw one of `CURVES`; learning rates that differ by group below each other."""
+    rates = rate_curves(data.points) if name == LEARNING_RATE else []
+    if len(rates) > 1:
+        return _draw_rates(rates, data.window, area, theme)
+    curve = data.values(name)
+    low, high = finite_bounds(curve.values())
+    title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
+    if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
+        title.append(("  logarithmic", "muted"))
+        curve = {
+            i: math.log10(max(v / low, 1.0)) if v and math.isfinite(v) else v
+            for i, v in curve.items()
+        }
+    style = "good" if name == LEARNING_RATE else "accent"
+    points = map(curve.get, range(data.window.n_points))
+    return timeline.draw_timeline(title, points, data.window, area, theme, style=style)
 
 
 def step_facts(data: TrainingData) -> list[tuple[str, str]]:
@@ -198,7 +171,10 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
     if step.scale is not None:
         skipped = ", step skipped" if step.is_skipped else ""
         facts.append(("loss scale", f"{step.scale:g}{skipped}"))
-    device, weights = f"{step.device} {step.autocast}".strip(), format_placement(data.run_facts)
+    device, weights = (
+        f"{step.device} {step.autocast}".strip(),
+        base.format_placement(data.run_facts),
+    )
     if weights not in ("", step.device):
         device = f"{device or '-'}, weights on {weights}"
     return [
@@ -240,19 +216,6 @@ def describe_producer(producer: AnomalyOrigin) -> str:
     return texts.get(producer.kind, f"{escape_unprintable(producer.kind)} {name}.") + inherited
 
 
-def _curve_value(name: str, point: CurvePoint) -> float | None:
-    if name == LEARNING_RATE:
-        return next(iter(point.rates), None)
-    if name == "loss":
-        return math.nan if point.has_nonfinite_loss else point.loss
-    return math.nan if point.has_nonfinite_gradient else point.norm
-
-
-def _curve_range(data: TrainingData, name: str) -> tuple[float | None, float | None]:
-    finite = [v for v in data.values(name).values() if v is not None and math.isfinite(v)]
-    return (min(finite), max(finite)) if finite else (None, None)
-
-
 def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
     """Return the distinct learning rate curves, each with the groups that have it: "0-2, 4"."""
     groups_by_curve: dict[tuple[float | None, ...], list[int]] = {}
@@ -268,17 +231,12 @@ def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
 
 def format_range(curve: Curve) -> str:
     """Return "0.001 to 0.1", or one number for a constant rate."""
-    low, high = map(format_number, _bounds(curve))
+    low, high = map(format_number, finite_bounds(curve.values()))
     return low if low == high else f"{low} to {high}"
 
 
-def _bounds(curve: Curve) -> tuple[float | None, float | None]:
-    known = [value for value in curve.values() if value is not None]
-    return min(known, default=None), max(known, default=None)
-
-
 def _draw_rates(
-    curves: list[tuple[str, Curve]], window: StepWindow, area: Area, theme: Theme
+    curves: list[tuple[str, Curve]], window: timeline.StepWindow, area: timeline.Area, theme: Theme
 ) -> list[Strip]:
     """Draw curves below each other, as many as there are rows, under a title with their ranges."""
     shown = curves[: max(area.height, 0)]
@@ -287,14 +245,17 @@ def _draw_rates(
     texts = [f" {groups}: {format_range(curve)}" for groups, curve in shown]
     if len(title) + sum(map(len, texts)) + len(more) > area.width:  # only the highest rates fit
         title = "learning rate up to"
-        texts = [f" {groups}: {format_number(_bounds(curve)[1])}" for groups, curve in shown]
+        texts = [
+            f" {groups}: {format_number(finite_bounds(curve.values())[1])}"
+            for groups, curve in shown
+        ]
     spans = ((title, "title"), *zip(texts, cycle(CURVE_STYLES)), (more, "muted"))
     strips = [Pen(theme, area.width).line(*spans)]
     for i, (_, curve) in enumerate(shown):
         height = area.height * (i + 1) // len(shown) - area.height * i // len(shown)
         rows, style = replace(area, height=height), CURVE_STYLES[i % len(CURVE_STYLES)]
         points = map(curve.get, range(window.n_points))
-        strips += draw_timeline((), points, window, rows, theme, style=style)
+        strips += timeline.draw_timeline((), points, window, rows, theme, style=style)
     return strips
 
 
@@ -307,15 +268,15 @@ class GradientStripData(Struct, frozen=True):
 
     groups: tuple[str, ...]
     norms: npt.NDArray[np.float64]
-    window: StepWindow
+    window: timeline.StepWindow
 
 
-class GradientStripPanel(Panel[GradientStripData, NoOptions]):
+class GradientStripPanel(base.Panel[GradientStripData, base.NoOptions]):
     """A row of cells for each parameter group, a column for each step or bucket of steps."""
 
     name = "gradstrip"
     title = "Gradient strip"
-    help = Help(
+    help = base.Help(
         "It shows the norm of the gradients of each layer or module, from the first step of the "
         "run to the last.",
         "Dark is 1e-6 and below, bright is 10 and above, red is NaN or infinite, grey is not "
@@ -325,17 +286,17 @@ class GradientStripPanel(Panel[GradientStripData, NoOptions]):
     )
     depends_on_size = True
 
-    def load(self, source: Source, request: Request[NoOptions]) -> GradientStripData:
+    def load(self, source: Source, request: base.Request[base.NoOptions]) -> GradientStripData:
         """Read the norms in as many points as there are columns."""
         place = request.place
-        declared = tuple(map(str, require_training_facts(source, place).get("groups", [])))
+        declared = tuple(map(str, base.require_training_facts(source, place).get("groups", [])))
         groups = source.reader.added_groups(place.generation) or declared
-        window = load_whole_run(source.reader, place, _strip_width(request.width))
+        window = timeline.load_whole_run(source.reader, place, _strip_width(request.width))
         norms = source.reader.group_curve(
             place.generation, window.start, len(window), window.n_points, place.branch
         )
         if not norms:
-            raise Missing("No gradient of this run is measured yet.")
+            raise base.Missing("No gradient of this run is measured yet.")
         table = np.full((len(groups), window.n_points), -1.0)
         for (point, group), norm in norms.items():
             if 0 <= group < len(groups) and 0 <= point < window.n_points:
@@ -344,24 +305,23 @@ class GradientStripPanel(Panel[GradientStripData, NoOptions]):
 
     def describe(self, data: GradientStripData) -> list[str]:
         """Return a line for each group: its norm at the current step, and its range."""
-        steps, current_step = data.window.format_steps(), data.window.current
-        lines = [f"Gradient norms by group, {steps}; current step {current_step}."]
+        steps = f"{data.window.format_steps()}; current step {data.window.current}"
+        lines = [f"Gradient norms by group, {steps}."]
         width = max(map(len, data.groups), default=0)
         for group, row in zip(data.groups, data.norms, strict=True):
             measured = row[np.isfinite(row) & (row >= 0)]
             norm = float(row[data.window.current_point])
             current = "NaN/Inf" if math.isnan(norm) else "-" if norm < 0 else format_number(norm)
-            low, high = (
-                format_number(float(f(measured))) if measured.size else "-"
-                for f in (np.min, np.max)
-            )
+            low, high = map(format_number, finite_bounds(measured.tolist()))
             n_bad = int(np.isnan(row).sum())
             bad = f"  non-finite in {n_bad} of {len(row)}" if n_bad else ""
             name = escape_unprintable(group)
             lines.append(f"{name:<{width}}  {current:>8}  {low} to {high}{bad}")
         return lines
 
-    def paint(self, data: GradientStripData, request: Request[NoOptions], theme: Theme) -> Picture:
+    def paint(
+        self, data: GradientStripData, request: base.Request[base.NoOptions], theme: Theme
+    ) -> base.Picture:
         """Draw all groups, or if there is no room those with the highest and lowest norms."""
         pen, window = Pen(theme, request.width), data.window
         rows, columns = _choose_groups(data, request.height - 1), _strip_width(request.width)
@@ -375,15 +335,14 @@ class GradientStripPanel(Panel[GradientStripData, NoOptions]):
         strips += [strip.adjust_cell_length(pen.width, pen.style("text")) for strip in body]
         more = len(data.groups) - len(rows)
         note = window.format_steps() + (f", {more} more groups" if more else "")
-        return Picture(strips[: request.height], note, alarm=bool(np.isnan(data.norms).any()))
 
-    def on_click(
-        self, x: int, y: int, data: GradientStripData, request: Request[NoOptions]
-    ) -> Navigate | None:
-        """Go to the step of a column."""
-        column = x - _label_width(request.width) if y > 0 else -1
-        step = data.window.step_at(column, _strip_width(request.width))
-        return None if step is None else Navigate(step=step)
+        def target(x: int, y: int) -> base.Navigate | None:
+            step = window.step_at(x - label.width, columns) if y > 0 else None
+            return None if step is None else base.Navigate(step=step)
+
+        return base.Picture(
+            strips[: request.height], note, bool(np.isnan(data.norms).any()), target
+        )
 
 
 def norm_levels(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:

@@ -69,7 +69,7 @@ def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int,
     """Return column and text of each possible label, and whether it is the current position."""
     labels: list[tuple[int, str, bool]] = []
     last = None
-    for cell, column in zip(row.cells, row.columns, strict=True):
+    for cell, column in zip(row.cells, row.columns, strict=False):
         segment = segment_at(window.segments, cell.pos)
         if cell.pos == window.current:
             labels.append((column, f"▲{cell.pos}", True))

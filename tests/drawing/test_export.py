@@ -201,8 +201,9 @@ def test_the_best_known_font_is_found_with_its_styles(
     finally:
         fonts.find_monospace.cache_clear()
     assert font is not None
-    assert font.family == "DejaVu Sans Mono"
-    assert [Path(file).name for file in font.files] == [
+    family, files = font
+    assert family == "DejaVu Sans Mono"
+    assert [Path(file).name for file in files] == [
         "DejaVuSansMono-Bold.ttf",
         "DejaVuSansMono.ttf",
     ]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.color import Color
 from rich.console import Console
 from rich.style import Style
 from textual.strip import Strip
@@ -194,8 +195,8 @@ def test_the_cached_runs_of_a_palette_are_bounded(
 
 
 def test_the_text_colour_contrasts_with_its_background() -> None:
-    assert FOUR.text_color(0).get_truecolor() == (255, 255, 255)
-    assert FOUR.text_color(3).get_truecolor() == (0, 0, 0)
+    assert FOUR.style(0).color == Color.from_rgb(255, 255, 255)
+    assert FOUR.style(3).color == Color.from_rgb(0, 0, 0)
 
 
 # --- half blocks ---

@@ -23,6 +23,7 @@ from flexinspect.drawing.text_lines import (
     wrap_paragraph,
 )
 from flexinspect.drawing.theme import DARK_COLORS, SEGMENT_COLORS, Theme
+from flexinspect.drawing.token_cells import segment_style
 
 NONE = Style.null()
 COLOUR, PLAIN = Theme(), Theme("none")
@@ -335,11 +336,11 @@ def test_an_unknown_style_is_an_error() -> None:
         COLOUR.style("nonsense")
 
 
-@pytest.mark.parametrize("look", [COLOUR, PLAIN])
-def test_neighbouring_segment_styles_differ_and_repeat(look: Theme) -> None:
-    bands = [look.segment_style(number) for number in range(len(SEGMENT_COLORS) + 1)]
+def test_neighbouring_segment_styles_differ_and_repeat() -> None:
+    bands = [segment_style(number, 0, False) for number in range(len(SEGMENT_COLORS) + 1)]
     assert all(one != other for one, other in pairwise(bands))
-    assert bands[0] == look.segment_style(len(SEGMENT_COLORS))
+    assert bands[0] == segment_style(len(SEGMENT_COLORS), 0, False)
+    assert segment_style(0, 0, True) != segment_style(0, 1, True)
 
 
 def _contrast(one: str, other: str) -> float:

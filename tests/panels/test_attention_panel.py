@@ -92,7 +92,7 @@ def test_keys_that_a_sliding_cache_has_dropped_are_not_read_as_first_keys(made: 
     assert data.tokens.first_pos == N_PROMPT + 3 - 5
     expected = scene.weights(0, 3, N_PROMPT + 2)[data.tokens.first_pos :]
     np.testing.assert_allclose(data.tokens.weights, expected, atol=1e-5)
-    assert data.tokens.tokens[N_PROMPT + 2].text == f" w{N_PROMPT + 2}"
+    assert data.cells[N_PROMPT + 2].text == f" w{N_PROMPT + 2}"
 
 
 def test_the_measures_are_masses_entropy_and_sink(made: Made) -> None:
@@ -265,8 +265,8 @@ def test_a_forks_row_reads_the_keys_of_its_parent_before_the_fork(tmp_path: Path
     data = load(source, step=3, branch=1, layer=1, head=2)
     assert data.tokens is not None
     np.testing.assert_allclose(data.tokens.weights, fork.weights(1, 2, N_PROMPT + 2), atol=1e-5)
-    assert data.tokens.tokens[N_PROMPT + 1].text == f" w{N_PROMPT + 1}"
-    assert data.tokens.tokens[N_PROMPT + 2].text == " f2"
+    assert data.cells[N_PROMPT + 1].text == f" w{N_PROMPT + 1}"
+    assert data.cells[N_PROMPT + 2].text == " f2"
     before = load(source, step=1, branch=1)
     assert before.tokens is not None
     np.testing.assert_allclose(before.tokens.weights, scene.weights(0, 0, N_PROMPT), atol=1e-5)
@@ -287,7 +287,7 @@ def test_a_mask_of_one_row_stands_for_all_rows(
     monkeypatch.setattr(row_recompute, "MAX_CACHED_MASK_CELLS", limit)
     _, source = made(change=one_row)
     view = row_recompute.load_step_view(source, TracePlace())
-    row = row_recompute.load_mask_row(view, view.calls[0], 4)
+    row = view.load_mask_row(view.calls[0], 4)
     assert row.tolist() == [[True] * N_PROMPT]
 
 
@@ -303,8 +303,8 @@ def test_of_a_large_mask_one_row_is_read_and_no_more(
     monkeypatch.setattr(TraceReader, "mask", whole)
     view = row_recompute.load_step_view(source, TracePlace())
     for number in (0, 7):
-        row = row_recompute.load_mask_row(view, view.calls[0], number)
+        row = view.load_mask_row(view.calls[0], number)
         expected = np.pad(scene.cells(number), (0, N_PROMPT - 1 - number))
         np.testing.assert_array_equal(row, expected[None])
     with pytest.raises(row_recompute.RowNotRecordedError):
-        row_recompute.load_mask_row(view, view.calls[0], N_PROMPT)
+        view.load_mask_row(view.calls[0], N_PROMPT)

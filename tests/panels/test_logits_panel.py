@@ -18,7 +18,6 @@ from flexinspect.panels.logits_panel import (
     find_bin,
     is_changed,
     is_filtered,
-    logits_layout,
     probability,
 )
 from flexinspect.panels.panel_source import Source
@@ -117,6 +116,11 @@ def drawn(data: LogitsData, width: int = 120, height: int = 40, look: Theme = PL
     return [strip.text.rstrip() for strip in picture.strips]
 
 
+def find(lines: list[str], text: str) -> tuple[int, int]:
+    """Return the column and the line at which a text is drawn."""
+    return next((line.index(text), y) for y, line in enumerate(lines) if text in line)
+
+
 def walk(n_steps: int = 6) -> list[StepRecord]:
     return [step(n, logits(entropy=float(n), margin=6.0 - n)) for n in range(n_steps)]
 
@@ -180,13 +184,12 @@ def test_a_low_picture_still_shows_the_chosen_token(source: Make) -> None:
 def test_timelines_cover_the_window_and_a_click_goes_to_its_step(source: Make) -> None:
     data = load(source(walk()), step=2)
     asked = request(step=2)
-    area = logits_layout(data, 120, 40).timelines["entropy"]
-    assert drawn(data)[area.y - 1][area.x :].startswith("entropy 2 nats  0 to 5  steps 0-5")
+    x, y = find(drawn(data), "entropy 2 nats  0 to 5  steps 0-5")
     for number in range(6):
-        cell = area.x + 4 * number + 1
-        assert PANEL.on_mouse(cell, area.y, data, asked, click=True) == Navigate(step=number)
-    assert PANEL.on_mouse(area.x + 24, area.y, data, asked, click=True) is None
-    assert PANEL.on_mouse(area.x, area.y, data, asked, click=False) is None
+        cell = x + 4 * number + 1
+        assert PANEL.on_mouse(cell, y + 1, data, asked, click=True) == Navigate(step=number)
+    assert PANEL.on_mouse(x + 24, y + 1, data, asked, click=True) is None
+    assert PANEL.on_mouse(x, y + 1, data, asked, click=False) is None
     assert PANEL.on_mouse(0, 2, data, asked, click=True) is None
 
 
@@ -253,7 +256,7 @@ def test_a_generation_without_steps_is_missing(source: Make) -> None:
 
 def test_a_basic_trace_without_histogram_says_so(source: Make) -> None:
     data = load(source([step(0, logits(histogram=(), histogram_min=0.0, histogram_max=0.0))]))
-    assert logits_layout(data, 120, 40).histogram == 0
+    assert not any(" of them, log counts" in line for line in drawn(data))
     assert PANEL.describe(data)[-1].startswith("No histogram of the logits is recorded")
 
 
@@ -285,9 +288,19 @@ def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], lo
 
 def test_a_picture_may_have_another_size_than_the_loaded_one(source: Make) -> None:
     data = load(source(walk(300)), 120, 40, step=150)
-    assert len(drawn(data, 20, 14)) == 13
-    area = logits_layout(data, 20, 14).timelines["entropy"]
-    assert PANEL.on_mouse(19, area.y, data, request(20, 14), click=True) is not None
+    lines = drawn(data, 20, 14)
+    assert len(lines) == 13
+    y = next(y for y in range(1, 13) if lines[y].startswith("entropy "))
+    assert PANEL.on_mouse(19, y + 1, data, request(20, 14), click=True) is not None
+
+
+def test_below_a_histogram_a_click_goes_to_the_step_that_is_drawn_there(source: Make) -> None:
+    data = load(source(walk()), 80, 60, step=2)
+    lines, asked = drawn(data, 80, 60), request(80, 60, step=2)
+    assert any(" of them, log counts" in line for line in lines)
+    x, y = find(lines, "entropy 2 nats  0 to 5")
+    assert PANEL.on_mouse(x + 1, y, data, asked, click=True) is None
+    assert PANEL.on_mouse(x + 1, y + 1, data, asked, click=True) == Navigate(step=0)
 
 
 def test_an_invalid_log_probability_gives_nan() -> None:

@@ -149,12 +149,11 @@ def test_timelines_name_where_they_begin(source: Make) -> None:
 
 def test_a_click_on_a_timeline_goes_to_its_step(source: Make) -> None:
     data, asked = load(source(growing(6, 4000)), step=3), request(step=3)
-    areas = PANEL.timeline_areas(data, 120, 40)
-    assert list(areas) == ["RSS", "KV cache"]
-    for area in areas.values():
-        assert PANEL.on_mouse(area.x + 9, area.y, data, asked, click=True) == Navigate(step=2)
-        assert PANEL.on_mouse(area.x + 24, area.y, data, asked, click=True) is None
-        assert PANEL.on_mouse(area.x, area.y, data, asked, click=False) is None
+    for title in ("RSS from ", "KV cache from "):
+        x, y = next((line.index(title), y) for y, line in enumerate(drawn(data)) if title in line)
+        assert PANEL.on_mouse(x + 9, y + 1, data, asked, click=True) == Navigate(step=2)
+        assert PANEL.on_mouse(x + 24, y + 1, data, asked, click=True) is None
+        assert PANEL.on_mouse(x, y + 1, data, asked, click=False) is None
     assert PANEL.on_mouse(0, 0, data, asked, click=True) is None
 
 
@@ -162,7 +161,8 @@ def test_cuda_figures_appear_only_where_they_are(source: Make) -> None:
     cuda = {"cuda_allocated": 5_000_000, "cuda_reserved": 8_000_000, "cuda_peak": 7_000_000}
     data = load(source([step(n, memory(n, **cuda)) for n in range(3)]), step=1)
     assert data.figures[:4] == ["RSS", "CUDA allocated", "CUDA reserved", "CUDA peak"]
-    assert list(PANEL.timeline_areas(data, 120, 40)) == ["CUDA allocated", "KV cache"]
+    titles = [line.partition(" from ")[0] for line in drawn(data) if " up by " in line]
+    assert [title.split("  ")[-1].strip() for title in titles] == ["CUDA allocated", "KV cache"]
     assert any(line.startswith("CUDA peak") and "7 MB" in line for line in drawn(data))
 
 

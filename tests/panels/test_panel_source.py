@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Any, cast
@@ -60,8 +61,9 @@ def test_after_a_failed_computation_the_waiting_threads_compute_the_value_once(
     threads[0].start()
     assert first_is_in.wait(5)
     threads.append(threading.Thread(target=source.get_or_create, args=("key", make, len)))
+    n_users = sys.getrefcount(source._key_locks["key"])
     threads[1].start()
-    while source._key_locks["key"].n_users < 2:
+    while sys.getrefcount(source._key_locks["key"]) <= n_users:
         time.sleep(0.001)
     go_on.set()
     assert second_is_in.wait(5)  # the first has failed and gone, the second makes it

@@ -268,7 +268,7 @@ def test_the_largest_lse_error_of_the_step_is_named_with_its_layer(
 def test_an_lse_error_of_nan_is_named_with_its_layer(source: Callable[..., Source]) -> None:
     calls = [call(0, lse_error=1e-6), call(1, lse_error=float("nan")), call(1, lse_error=1e-6)]
     data = load(source([step(0, calls)]))
-    assert data.details.lse_errors[0] == 1e-6
+    assert data.lse_errors[0] == 1e-6
     assert "LSE check: NaN in layer 1." in PANEL.describe(data)
 
 

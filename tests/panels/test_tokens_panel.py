@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
 from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.panel_source import Source
+from flexinspect.panels.token_window import uncertainty
 from flexinspect.panels.tokens_panel import TokensData, TokensOptions, TokensPanel
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
@@ -207,3 +209,10 @@ def test_a_rank_of_0_and_an_unknown_rank_are_not_shown(
         writer.write_step(replace(choosing(record, token(901, 0)), logits=logits))
     (line,) = [t for t in PANEL.describe(load(Source(open_trace(path)), 0)) if "step 0:" in t]
     assert line.partition(", entropy 0.000")[2] == expected_text
+
+
+@pytest.mark.parametrize("colour", ["probability", "entropy"])
+def test_a_step_with_nan_logits_has_no_uncertainty(source: Source, colour: str) -> None:
+    row = source.reader.steps(0, 0, limit=1)[0]
+    assert uncertainty(replace(row, chosen_logprob=math.nan, entropy=math.nan), colour) is None
+    assert uncertainty(replace(row, chosen_logprob=0.0, entropy=0.0), colour) == 0.0

@@ -6,7 +6,7 @@ recomputed from the stored queries and keys (see `row_recompute`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,23 +17,8 @@ from msgspec.structs import replace
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.token_cells import TokenCell
-from flexinspect.masks.attention_row import (
-    UNCHECKED,
-    Bools,
-    Floats,
-    LseCheck,
-    attention_by_segment,
-    entropy,
-    recorded_check,
-)
-from flexinspect.panels.attention.row_recompute import (
-    RecomputedRow,
-    RowNotRecordedError,
-    StepView,
-    first_token_weights,
-    load_step_view,
-    recompute_row,
-)
+from flexinspect.masks import attention_row
+from flexinspect.panels.attention import row_recompute
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_cells
@@ -45,7 +30,6 @@ ENTROPY, SINK = "entropy", "sink"
 MAX_LISTED_KEYS = 512
 """Maximum keys of a row that has all its tokens; a longer one has those of the heaviest keys."""
 
-N_HEAVIEST = 64
 NO_OPEN_KEY = "This row attends to no key: its output is zero."
 _GROUPED_KINDS = {
     SegmentKind.BOS: "BOS",
@@ -77,8 +61,8 @@ class AttentionGrid(Struct, frozen=True):
     measure: str
     measures: tuple[str, ...]
     layers: tuple[int, ...]
-    values: Floats
-    lse_checks: tuple[LseCheck, ...]
+    values: attention_row.Floats
+    lse_checks: tuple[attention_row.LseCheck, ...]
     unit: str = "share"
 
     @property
@@ -87,7 +71,7 @@ class AttentionGrid(Struct, frozen=True):
         checks = zip(self.layers, self.lse_checks, strict=True)
         return [layer for layer, check in checks if check.is_failed]
 
-    def drawable_values(self) -> Floats:
+    def drawable_values(self) -> attention_row.Floats:
         """Return the values with NaN for layers whose check failed."""
         values = self.values.copy()
         values[[check.is_failed for check in self.lse_checks]] = np.nan
@@ -104,27 +88,13 @@ def format_value(value: float, unit: str) -> str:
     return format_share(value) if unit == "share" else f"{format_number(value)} nats"
 
 
-class TokenRow(Struct, frozen=True):
-    """The weights of a row over its keys, float64 (keys,), 0 where `open_keys` is False.
-
-    Key 0 is at position `first_pos`. `heaviest` are the keys with the largest weights, at most
-    `N_HEAVIEST`, in descending order; `tokens` has at least their cells, by position.
-    """
-
-    first_pos: int
-    weights: Floats
-    open_keys: Bools
-    entropy: float
-    heaviest: npt.NDArray[np.intp]
-    tokens: dict[int, TokenCell]
-
-
 class AttentionData(Struct, frozen=True):
     """The grid of a step, and the row `q_idx` of one head of the layer in `grid_row`.
 
     `rows` are the q_idx that can be selected. `segment_attention` is float64 (segments,) of the
     row, None if there is none to show. `tokens` is None if the weights of tokens cannot be shown:
-    then `missing_reason` says what is missing, or `mismatch` that they are not what ran.
+    then `missing_reason` says what is missing, or `mismatch` that they are not what ran. `cells`
+    has at least the cells of its heaviest keys, by position.
     `newest_lse_check` is that of the newest row of the same head, the only check for older rows.
     """
 
@@ -136,11 +106,12 @@ class AttentionData(Struct, frozen=True):
     rows: range
     segments: tuple[Segment, ...]
     query: TokenCell | None
-    segment_attention: Floats | None
-    segment_check: LseCheck
-    lse_check: LseCheck = UNCHECKED
-    newest_lse_check: LseCheck = UNCHECKED
-    tokens: TokenRow | None = None
+    segment_attention: attention_row.Floats | None
+    segment_check: attention_row.LseCheck
+    lse_check: attention_row.LseCheck = attention_row.UNCHECKED
+    newest_lse_check: attention_row.LseCheck = attention_row.UNCHECKED
+    tokens: row_recompute.TokenRow | None = None
+    cells: Mapping[int, TokenCell] = {}
     missing_reason: str = ""
     mismatch: str = ""
 
@@ -161,46 +132,42 @@ class AttentionData(Struct, frozen=True):
 
 def load_attention(source: Source, request: Request[AttentionOptions]) -> AttentionData:
     """Read the attention of a step. Raises `Missing`."""
-    view = load_step_view(source, request.place)
-    segment_attention = view.load_array("attention.mass")
-    if (
-        segment_attention is None
-        or segment_attention.ndim != 3
-        or not segment_attention.size
-        or len(segment_attention) != len(view.calls)
-    ):
+    view = row_recompute.load_step_view(source, request.place)
+    by_segment = view.load_array("attention.mass")
+    shape = () if by_segment is None else by_segment.shape
+    if by_segment is None or len(shape) != 3 or 0 in shape or shape[0] != len(view.calls):
         raise Missing(
             f"Step {view.step_row.step} has no recorded attention.",
             "Record with --level advanced (by segment) or --level extreme (by token).",
         )
     infos = source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
-    segments = _load_segments(view, segment_attention.shape[2])
+    segments = _load_segments(view, shape[2])
     layers = [call.layer for call in view.calls]
     grid_row = layers.index(view.place.layer) if view.place.layer in layers else 0
-    head = min(max(view.place.head, 0), segment_attention.shape[1] - 1)
+    head = min(max(view.place.head, 0), shape[1] - 1)
     newest = view.step_row.kv_after - 1
     is_stored = any(info.stream == "q" and info.layer == layers[grid_row] for info in infos)
     rows = range(view.step_row.kv_before if is_stored else newest, newest + 1)
     chosen = request.options.row
     q_idx = chosen if chosen is not None and chosen in rows else newest
-    check = recorded_check(view.calls[grid_row])
+    check = attention_row.recorded_check(view.calls[grid_row])
     is_shown = q_idx == newest and not check.is_failed
     data = AttentionData(
         place=view.place,
-        grid=_load_grid(view, segment_attention, segments, infos, request.options.measure),
+        grid=_load_grid(view, by_segment, segments, infos, request.options.measure),
         grid_row=grid_row,
         head=head,
         q_idx=q_idx,
         rows=rows,
         segments=segments,
         query=load_token_cells(source, view.place, segments, [q_idx]).get(q_idx),
-        segment_attention=segment_attention[grid_row, head].astype(float) if is_shown else None,
+        segment_attention=by_segment[grid_row, head].astype(float) if is_shown else None,
         segment_check=check,
     )
     return _load_token_row(view, data)
 
 
-def _load_segments(view: StepView, n_segments: int) -> tuple[Segment, ...]:
+def _load_segments(view: row_recompute.StepView, n_segments: int) -> tuple[Segment, ...]:
     """Return the segments of the branch, or of an ancestor, that match the recorded attention."""
     reader, generation = view.source.reader, view.place.generation
     family = (branch for branch, _, _ in lineage(reader, generation, view.place.branch))
@@ -216,7 +183,7 @@ def _load_segments(view: StepView, n_segments: int) -> tuple[Segment, ...]:
 
 
 def _load_grid(
-    view: StepView,
+    view: row_recompute.StepView,
     segment_attention: npt.NDArray[np.floating],
     segments: Sequence[Segment],
     infos: Sequence[ArrayInfo],
@@ -229,14 +196,14 @@ def _load_grid(
     measures = [*groups, *[ENTROPY] * ("attention.entropy" in streams)]
     measures += [SINK] if one_token or is_stored else []
     measure = chosen if chosen in measures else measures[0]
-    gates = tuple(map(recorded_check, view.calls))
+    gates = tuple(map(attention_row.recorded_check, view.calls))
     values: npt.NDArray[np.floating] | None
     if measure == ENTROPY:
         values = view.load_array("attention.entropy")
     elif measure == SINK and not one_token:
-        values = first_token_weights(view)
+        values = view.first_token_weights()
         # The capture's checks are of sums that were not computed with these weights.
-        gates = (UNCHECKED,) * len(gates)
+        gates = (attention_row.UNCHECKED,) * len(gates)
     else:
         numbers = one_token if measure == SINK else groups[measure]
         values = segment_attention[:, :, numbers].sum(axis=2)
@@ -285,16 +252,16 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
 # -- the row --------------------------------------------------------------------------------------
 
 
-def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
+def _load_token_row(view: row_recompute.StepView, data: AttentionData) -> AttentionData:
     try:
-        recompute = partial(recompute_row, view, data.grid_row, data.head)
+        recompute = partial(view.recompute_row, data.grid_row, data.head)
         newest = recompute(data.rows[-1])
         row = newest if data.is_newest else recompute(data.q_idx)
-    except RowNotRecordedError as error:
+    except row_recompute.RowNotRecordedError as error:
         return replace(data, missing_reason=str(error))
     check = newest.lse_check
     data = replace(data, newest_lse_check=check, lse_check=row.lse_check)
-    if not (np.isfinite(newest.row.total) and np.isfinite(row.row.total)):
+    if not np.isfinite((newest.total, row.total)).all():
         reason = "The scores of this row are not finite, so it has no weights."
         return replace(data, missing_reason=reason)
     if check.is_failed:
@@ -303,19 +270,20 @@ def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
             # Values without checks of their own were computed in the same way as the row's.
             grid = replace(grid, lse_checks=(check,) * len(grid.lse_checks))
         return replace(data, mismatch=describe_mismatch(newest), grid=grid)
-    weights, heaviest = row.row.weights, _heaviest_keys(row.row.weights, row.open_keys)
-    keys = range(len(weights)) if len(weights) <= MAX_LISTED_KEYS else heaviest.tolist()
+    n_keys = len(row.weights)
+    keys = range(n_keys) if n_keys <= MAX_LISTED_KEYS else row.heaviest.tolist()
     positions = [row.first_pos + key for key in keys]
     cells = load_token_cells(view.source, view.place, data.segments, positions)
-    tokens = TokenRow(row.first_pos, weights, row.open_keys, entropy(weights), heaviest, cells)
-    data = replace(data, tokens=tokens)
+    data = replace(data, tokens=row, cells=cells)
     if data.segment_attention is not None or not any(map(len, data.segments)):
         return data
-    segment_attention = attention_by_segment(weights, data.segments, row.first_pos)
+    segment_attention = attention_row.attention_by_segment(
+        row.weights, data.segments, row.first_pos
+    )
     return replace(data, segment_attention=segment_attention, segment_check=row.lse_check)
 
 
-def describe_mismatch(newest: RecomputedRow) -> str:
+def describe_mismatch(newest: row_recompute.TokenRow) -> str:
     """Return the sentence for a newest row whose check failed."""
     value = newest.lse_check.value
     if newest.lse_check.kind == "output":
@@ -325,15 +293,7 @@ def describe_mismatch(newest: RecomputedRow) -> str:
         )
     return (
         f"This is not what ran: recomputed from the stored queries and keys under the recorded "
-        f"mask, the weights of the newest row sum to {newest.row.total:.4g} instead of 1 "
+        f"mask, the weights of the newest row sum to {newest.total:.4g} instead of 1 "
         f"(off by {value:.2g}). A softcap or a score_mod, which a trace does not record, can also "
         f"cause this."
     )
-
-
-def _heaviest_keys(weights: Floats, open_keys: Bools) -> npt.NDArray[np.intp]:
-    n = min(int(open_keys.sum()), N_HEAVIEST)
-    ranked = np.where(open_keys, weights, -1.0)
-    top = np.argpartition(-ranked, n - 1)[:n] if 0 < n < len(ranked) else np.arange(len(ranked))
-    # Of equal weights the earlier key comes first.
-    return top[np.lexsort((top, -ranked[top]))][:n]

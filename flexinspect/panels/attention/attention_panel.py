@@ -10,33 +10,32 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 from textual.strip import Strip
 
-from flexinspect.drawing.heatmap import CIVIDIS_MARKED, boxes, quantise_marked
+from flexinspect.drawing.heatmap import CIVIDIS, CIVIDIS_MARKED, boxes, draw_scale, quantise_marked
 from flexinspect.drawing.plots import bar, format_number, sparkline
 from flexinspect.drawing.text_lines import (
     NamedSpan,
     Pen,
     align_right,
     clip_text,
-    first_visible,
     join_blocks,
     merge_spans,
+    visible,
 )
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCell, token_style
-from flexinspect.masks.attention_row import LseCheck, worst_check
+from flexinspect.masks.attention_row import LseCheck, entropy, worst_check
 from flexinspect.panels.attention.attention_data import (
     NO_OPEN_KEY,
     SINK,
     AttentionData,
     AttentionGrid,
     AttentionOptions,
-    TokenRow,
     attention_shares,
     format_share,
     format_value,
     load_attention,
 )
-from flexinspect.panels.attention.row_recompute import EXTREME_ONLY
+from flexinspect.panels.attention.row_recompute import EXTREME_ONLY, TokenRow
 from flexinspect.panels.base import CURSOR_MOVES, Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import segment_color
@@ -77,22 +76,29 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         self, data: AttentionData, request: Request[AttentionOptions], theme: Theme
     ) -> Picture:
         """Draw the grid with the row beside or below it."""
-        strips = draw_attention(data, request.height, Pen(theme, request.width))
-        grid_check, check = worst_check(data.grid.lse_checks), row_lse_check(data)
-        alarm = grid_check.is_failed or check.is_failed
-        note = check.describe() + (": not what ran" if check.is_failed else "")
+        grid = data.grid
+        layout = attention_layout(data, request.width, request.height)
+        strips = draw_attention(data, layout, request.height, Pen(theme, request.width))
+        grid_check, check = worst_check(grid.lse_checks), row_lse_check(data)
+        note = f"{grid.measure} · {check.describe()}"
+        note += ": not what ran" if check.is_failed else ""
         if grid_check.is_failed and not check.is_failed:
             note += f" · grid {grid_check.describe()}"
         if data.missing_reason == EXTREME_ONLY:
             note += " · by token: --level extreme"
-        layout = attention_layout(data, request.width, request.height)
-        layers, (n_layers, n_heads) = data.grid.layers, data.grid.values.shape
-        if len(layout.rows) < n_layers:
-            shown = f"{layers[layout.rows[0]]}-{layers[layout.rows[-1]]}"
-            note += f" · layers {shown} of {n_layers}"
-        if len(layout.heads) < n_heads:
-            note += f" · heads {layout.heads[0]}-{layout.heads[-1]} of {n_heads}"
-        return Picture(strips, f"{data.grid.measure} · {note}", alarm)
+        rows, heads, (n_layers, n_heads) = layout.rows, layout.heads, grid.values.shape
+        if len(rows) < n_layers:
+            note += f" · layers {grid.layers[rows[0]]}-{grid.layers[rows[-1]]} of {n_layers}"
+        if len(heads) < n_heads:
+            note += f" · heads {heads[0]}-{heads[-1]} of {n_heads}"
+
+        def target(x: int, y: int) -> Navigate | None:
+            row, column = y - layout.top, (x - layout.left) // layout.cell_width
+            if not (0 <= row < len(rows) and 0 <= column < len(heads)):
+                return None
+            return Navigate(layer=grid.layers[rows[row]], head=heads[column])
+
+        return Picture(strips, note, grid_check.is_failed or check.is_failed, target)
 
     def on_action(
         self, action: str, data: AttentionData, request: Request[AttentionOptions]
@@ -109,13 +115,6 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
             return replace(request.options, row=chosen) if row in data.rows else None
         head = data.head + across
         return Navigate(head=head) if across and head in range(data.grid.values.shape[1]) else None
-
-    def on_click(
-        self, x: int, y: int, data: AttentionData, request: Request[AttentionOptions]
-    ) -> Navigate | None:
-        """Go to the layer and head that were clicked."""
-        cell = attention_layout(data, request.width, request.height).cell_at(x, y)
-        return Navigate(layer=data.grid.layers[cell[0]], head=cell[1]) if cell else None
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -171,14 +170,15 @@ def _describe_tokens(data: AttentionData, row: TokenRow) -> list[str]:
         newest = data.newest_lse_check.describe()
         check = f"recomputed, not checked against the kernel; newest row: {newest}"
     n_open, n_keys = int(row.open_keys.sum()), len(row.weights)
-    facts = f"entropy {format_number(row.entropy)} nats ({check})"
+    facts = f"entropy {format_number(entropy(row.weights))} nats ({check})"
     lines = [f"{n_open} of {n_keys} keys are open, {facts}."]
     if not n_open:
         return [*lines, NO_OPEN_KEY]
-    lines.append(f"Heaviest tokens, the first {min(N_LISTED_TOKENS, len(row.heaviest))}:")
-    for key in row.heaviest[:N_LISTED_TOKENS].tolist():
+    listed = row.heaviest[:N_LISTED_TOKENS].tolist()
+    lines.append(f"Heaviest tokens, the first {len(listed)}:")
+    for key in listed:
         pos = row.first_pos + key
-        text = row.tokens[pos].text if pos in row.tokens else "?"
+        text = data.cells[pos].text if pos in data.cells else "?"
         share, segment = format_share(float(row.weights[key])), data.segment_label(pos)
         lines.append(f"  {share:>8}  {pos:>6} '{text}' {segment}".rstrip())
     return lines
@@ -192,38 +192,22 @@ _TIGHT_HEIGHT = 6
 """Height below which bars leave no room for text around them."""
 
 _COLUMN_GAP = 2
-_SCALE_LEVELS = np.linspace(0, CIVIDIS_MARKED.size - 2, 8).astype(np.uint8)[None]
 
 
 class AttentionLayout(Struct, frozen=True):
     """The layout of the grid: its cells begin at (`left`, `top`), each `cell_width` columns wide.
 
-    `rows` and `heads` are the visible ones; `width` and `height` are those of the whole block with
-    title, header and legend. `is_two_column` is True if the row is drawn beside it.
+    `rows` and `heads` are the visible ones; `width` is that of the whole block: less than that of
+    the picture if the row is drawn beside it.
     """
 
     width: int
-    height: int
     left: int
     top: int
     cell_width: int
     rows: range
     heads: range
-    is_two_column: bool
-
-    @property
-    def has_legend(self) -> bool:
-        """Whether there is a line for the legend."""
-        return self.height > self.top + len(self.rows)
-
-    def cell_at(self, x: int, y: int) -> tuple[int, int] | None:
-        """Return the row of the grid and the head at a cell of the picture."""
-        if x < self.left or y < self.top:
-            return None
-        row, head = y - self.top, (x - self.left) // self.cell_width
-        if row >= len(self.rows) or head >= len(self.heads):
-            return None
-        return self.rows[row], self.heads[head]
+    has_legend: bool
 
 
 def attention_layout(data: AttentionData, width: int, height: int) -> AttentionLayout:
@@ -235,28 +219,26 @@ def attention_layout(data: AttentionData, width: int, height: int) -> AttentionL
     cell = min(max(room // n_heads, 1), 3)
     shown = min(n_heads, max(room // cell, 1))
     most = height if wide else max(height // 2, 1)
-    extra = (most >= 2) + (most >= 4) + (most >= 5)
-    count = min(n_layers, max(most - extra, 1))
-    first_row = first_visible(data.grid_row, count, n_layers)
-    first_head = first_visible(data.head, shown, n_heads)
+    top, has_legend = (most >= 2) + (most >= 5), most >= 4
+    count = min(n_layers, max(most - top - has_legend, 1))
     return AttentionLayout(
         width=min(max(left + cell * shown, 34), width // 2) if wide else width,
-        height=count + extra,
         left=left,
-        top=(most >= 2) + (most >= 5),
+        top=top,
         cell_width=cell,
-        rows=range(n_layers)[first_row:][:count],
-        heads=range(n_heads)[first_head:][:shown],
-        is_two_column=wide,
+        rows=range(n_layers)[visible(data.grid_row, count, n_layers)],
+        heads=range(n_heads)[visible(data.head, shown, n_heads)],
+        has_legend=has_legend,
     )
 
 
-def draw_attention(data: AttentionData, height: int, pen: Pen) -> list[Strip]:
+def draw_attention(
+    data: AttentionData, layout: AttentionLayout, height: int, pen: Pen
+) -> list[Strip]:
     """Draw the whole picture: at most `height` strips."""
-    layout = attention_layout(data, pen.width, height)
     grid_pen = pen.resize(layout.width)
     grid = _draw_grid(data, layout, grid_pen)
-    if not layout.is_two_column:
+    if layout.width == pen.width:
         return [*grid, *_draw_row(data, height - len(grid), pen)][:height]
     spare = height - len(grid) - 1
     below = len(data.segments) < spare and data.tokens is not None
@@ -265,9 +247,8 @@ def draw_attention(data: AttentionData, height: int, pen: Pen) -> list[Strip]:
     row_pen = pen.resize(pen.width - layout.width - _COLUMN_GAP)
     row = _draw_row(data, height, row_pen, with_segments=not below)
     grid += [grid_pen.line()] * (height - len(grid))
-    row += [row_pen.line()] * (height - len(row))
-    gap, plain = [pen.resize(_COLUMN_GAP).line()] * height, pen.style("text")
-    return join_blocks(join_blocks(grid[:height], gap, plain), row[:height], plain)
+    plain = pen.style("text")
+    return join_blocks(grid[:height], row[:height], plain, gap=_COLUMN_GAP)
 
 
 # -- the grid -------------------------------------------------------------------------------------
@@ -322,14 +303,13 @@ def _head_numbers(layout: AttentionLayout, pen: Pen) -> Strip:
 
 def _grid_legend(grid: AttentionGrid, highest: float, pen: Pen) -> Strip:
     check, bad, warning = worst_check(grid.lse_checks), grid.failed_layers, ""
-    (scale,) = boxes(_SCALE_LEVELS, CIVIDIS_MARKED, pen.theme, cell_width=1)
     unit = " nats" if grid.unit == "nats" else ""
     if bad:
         shown = ", ".join(map(str, bad[:6])) + (" ..." if len(bad) > 6 else "")
         warning = f" ! layer{'s' if len(bad) > 1 else ''} {shown}: not what ran"
     return pen.line(
         ("0 ", "muted"),
-        *((segment.text, segment.style or "text") for segment in scale),
+        *draw_scale(CIVIDIS, pen.theme),
         (f" {format_number(highest)}{unit}  ", "muted"),
         (check.describe(), check_style(check)),
         (warning, "bad"),
@@ -384,7 +364,7 @@ def _row_summary(data: AttentionData, pen: Pen) -> Strip:
         facts = f" (newest {data.newest_lse_check.describe()})"
     if data.tokens is not None:
         n_open = int(data.tokens.open_keys.sum())
-        facts += f" {format_number(data.tokens.entropy)} nats"
+        facts += f" {format_number(entropy(data.tokens.weights))} nats"
         facts += f" {n_open}/{len(data.tokens.weights)} open"
     return pen.line((check.describe(), check_style(check)), (facts, "muted"))
 
@@ -425,7 +405,7 @@ def _draw_tokens(data: AttentionData, row: TokenRow, height: int, pen: Pen) -> l
         return []
     if not n_open:
         return pen.paragraph(NO_OPEN_KEY, "warn")[:height]
-    if n_keys <= min(height, len(row.tokens)):
+    if n_keys <= min(height, len(data.cells)):
         return [_token_line(data, row, key, pen) for key in range(n_keys)]
     strips = [_draw_overview(data, row, pen)] if height > 1 else []
     shown = row.heaviest[: height - len(strips)]
@@ -443,7 +423,7 @@ def _token_line(data: AttentionData, row: TokenRow, key: int, pen: Pen) -> Strip
     pos = row.first_pos + key
     digits = len(str(row.first_pos + len(row.weights)))
     name = min(max(pen.width // 3, 1), 16)
-    cell = row.tokens.get(pos, TokenCell(pos, "?", 0))
+    cell = data.cells.get(pos, TokenCell(pos, "?", 0))
     text = cell.text if cell_len(cell.text) <= name else clip_text(cell.text, name)
     spans: list[NamedSpan] = [
         (f"{pos:>{digits}} ", "muted"),

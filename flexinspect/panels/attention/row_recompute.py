@@ -6,21 +6,15 @@ cached together, so that going to the next step reads little more than the new k
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.masks.attention_row import (
-    AttentionRow,
-    Bools,
-    Floats,
-    LseCheck,
-    kv_head_of,
-    row_scores,
-    row_weights,
-    worst_check,
-)
+from flexinspect.masks import attention_row
+from flexinspect.masks.attention_row import Bools, Floats, LseCheck, kv_head_of, row_scores
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
@@ -39,6 +33,7 @@ MAX_CACHED_MASK_CELLS = 1 << 22
 """Cells of a head up to which a mask is cached as a whole; of a larger one, the row that is shown.
 """
 
+N_HEAVIEST = 64
 EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
 
 
@@ -64,6 +59,179 @@ class StepView(Struct, frozen=True):
         branch = branch_of_step(reader, generation, step, self.place.branch)
         return reader.array(generation, step, stream, layer, branch)
 
+    def load_queries(self, layer: int) -> Array:
+        """Return the queries of a layer in this step, (heads, rows, head dim).
+
+        Raises `RowNotRecordedError`, as all functions below that read stored arrays.
+        """
+        key = ("attention.q", self.place.generation, self.branch, self.step_row.step, layer)
+        queries = self.source.get_or_create(key, lambda: self.load_array("q", layer))
+        if queries is None:
+            here = (self.place.generation, self.step_row.step, self.branch)
+            queried = (i.layer for i in self.source.reader.arrays(*here) if i.stream == "q")
+            stored = sorted({stored for stored in queried if stored is not None})
+            names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
+            missing = f"The queries and keys of layer {layer} are not stored"
+            reason = f"{missing}; those of layers {names} are." if stored else EXTREME_ONLY
+            raise RowNotRecordedError(reason)
+        if queries.ndim != 3:
+            raise RowNotRecordedError(
+                f"The stored queries of layer {layer} have the unexpected shape {queries.shape}."
+            )
+        return queries
+
+    def load_keys(self, call: CallRecord) -> list[Array]:
+        """Return the keys of a layer up to this step: pieces of (kv heads, rows, head dim)."""
+        size = self.step_row.kv_after * call.kv_heads * call.head_dim * 4
+        if size > MAX_READ_BYTES:
+            limit = f"more than the limit of {MAX_READ_BYTES >> 20} MiB"
+            raise RowNotRecordedError(f"The keys of this row take {size >> 20} MiB, {limit}.")
+        stop = self.step_row.step + 1
+        spans = [(0, 1)]
+        spans += [(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
+        pieces = [self._load_key_chunk(call.layer, *span) for span in spans]
+        n_keys = sum(piece.shape[1] for piece in pieces)
+        if n_keys != self.step_row.kv_after:
+            raise RowNotRecordedError(
+                f"The trace has {n_keys} stored keys, but this row had {self.step_row.kv_after}."
+            )
+        return pieces
+
+    def _load_key_chunk(self, layer: int, start: int, stop: int) -> Array:
+        read = partial(_join_keys, self, layer, start, stop)
+        if start > 0 and stop - start < KEY_CHUNK_STEPS:
+            return read()
+        # A branch has keys of its own, so the requested branch is part of the cache key.
+        key = ("attention.k", self.place.generation, self.place.branch, layer, start)
+        return self.source.get_or_create(key, read)
+
+    def load_mask_row(self, call: CallRecord, row: int) -> Bools:
+        """Return row `row` of the step's executed mask, bool (mask heads, keys)."""
+        small = call.q_len * call.kv_len <= MAX_CACHED_MASK_CELLS
+
+        def read() -> Bools | None:
+            if call.mask is None:
+                return None
+            if not small:
+                return _read_mask_row(self.source.reader, call.mask, row)
+            mask = self.source.reader.mask(call.mask)
+            return None if mask is None else mask.cells
+
+        key = ("attention.mask", call.mask, None if small else row)
+        cells = self.source.get_or_create(key, read)
+        # A mask with one row is broadcast to all rows.
+        index = row if small and cells is not None and cells.shape[1] != 1 else 0
+        if cells is None or not 0 <= index < cells.shape[1]:
+            raise RowNotRecordedError(f"The executed mask of layer {call.layer} was not recorded.")
+        mask_row: Bools = cells[:, index]
+        return mask_row
+
+    def _is_row_averaged(self, call: CallRecord, head: int, row: int) -> bool:
+        """Whether the mask leaves nothing of a row's scores (see `MaskRecord.averaged`)."""
+
+        def read() -> Bools | None:
+            name = str(call.mask)
+            found = read_mask_arrays(self.source.reader, [name], "mask.uniform_rows")
+            return dict(found).get(name)
+
+        averaged = self.source.get_or_create(("attention.uniform_rows", call.mask), read)
+        if averaged is None:
+            return False
+        flags = averaged[head if averaged.shape[0] == call.q_heads else 0]
+        return bool(flags[row if len(flags) > 1 else 0])
+
+    def recompute_row(self, index: int, head: int, q_idx: int) -> TokenRow:
+        """Recompute row `q_idx` of a head in call `index` of a step. Raises `RowNotRecordedError`.
+
+        The newest row is normalised with the stored log-sum-exp. If the kernel returned none, that
+        was computed during capture under the same mask and checked against the layer's output; then
+        both checks must pass.
+        """
+        call, step_row = self.calls[index], self.step_row
+        query = self.load_queries(call.layer)
+        row_in_step = q_idx - step_row.kv_before
+        if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
+            raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
+        scores = self._key_scores(call, query[head, row_in_step], head, query.shape[0])
+        # Not the mask record's own offset: a mask is stored once, with the step that had it first.
+        first_pos = max(step_row.kv_after - call.kv_len, 0)
+        mask_row, n_keys = self.load_mask_row(call, row_in_step), len(scores) - first_pos
+        # For a mask with another number of heads the first one is read, as capture does.
+        open_keys = mask_row[head if mask_row.shape[0] == query.shape[0] else 0]
+        if len(open_keys) < n_keys or open_keys[n_keys:].any():
+            raise RowNotRecordedError(
+                f"The mask has {len(open_keys)} keys in this row, but the cache has {n_keys}."
+            )
+        open_keys = open_keys[:n_keys]  # a static cache has room for more
+        if self._is_row_averaged(call, head, row_in_step):
+            scores = np.zeros_like(scores)
+        lse = self._stored_lse(index, head) if q_idx == step_row.kv_after - 1 else None
+        row = attention_row.row_weights(scores[first_pos:], open_keys, lse)
+        own, kind = row.lse_error, call.check_kind
+        check = LseCheck() if own is None else LseCheck(own, "lse")
+        if own is not None and kind == "output":
+            checks = [LseCheck(error, kind, call.dtype) for error in (own, call.lse_error)]
+            check = attention_row.worst_check(checks)
+        return TokenRow(row.weights, row.total, open_keys, first_pos, check)
+
+    def _key_scores(self, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
+        pieces = self.load_keys(call)
+        group = kv_head_of(head, q_heads, pieces[0].shape[0])
+        if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
+            raise RowNotRecordedError(
+                f"The shapes of the stored queries and keys of layer {call.layer} do not match."
+            )
+        scores = (row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces)
+        return np.concatenate([*scores])
+
+    def _stored_lse(self, index: int, head: int) -> float | None:
+        lse = self.load_array("attention.lse")
+        if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
+            return None
+        return float(lse[index, head])
+
+    def first_token_weights(self) -> Floats | None:
+        """Recompute the newest row's weight on the first token, float64 (layers, heads).
+
+        It needs no other key, because the stored log-sum-exp normalises it. NaN for layers that are
+        not stored; None for a prefill, without the log-sum-exp or any stored layer, or if there is
+        too much to read.
+        """
+        if self.step_row.q_len > 1:
+            return None
+        lse = self.load_array("attention.lse")
+        if lse is None or lse.ndim != 2 or len(lse) != len(self.calls):
+            return None
+        widths = sum(call.kv_heads * call.head_dim for call in self.calls)
+        if widths * self.step_row.kv_after * 4 > 4 * MAX_READ_BYTES:
+            return None
+        out = np.full(lse.shape, np.nan)
+        for index, call in enumerate(self.calls):
+            try:
+                out[index] = self._first_token_weights_of(call, lse[index])
+            except RowNotRecordedError:
+                continue
+        return None if np.isnan(out).all() else out
+
+    def _first_token_weights_of(self, call: CallRecord, lse: Array) -> Floats:
+        query = self.load_queries(call.layer)
+        if self.step_row.kv_after > call.kv_len:
+            return np.zeros(len(lse))  # a sliding cache has dropped the first key
+        key = ("attention.first", self.place.generation, self.place.branch, call.layer)
+        read = partial(_join_keys, self, call.layer, 0, 1)
+        first = self.source.get_or_create(key, lambda: read()[:, 0].copy())
+        cells = self.load_mask_row(call, 0)[:, 0]
+        cells = cells if len(cells) == len(lse) else cells[:1]
+        if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
+            raise RowNotRecordedError("")
+        groups = [kv_head_of(head, len(lse), len(first)) for head in range(len(lse))]
+        keys = (first[group][None] for group in groups)
+        pairs = zip(query[:, 0], keys, strict=True)
+        scores = np.array([row_scores(q, k, call.scale, call.softcap)[0] for q, k in pairs])
+        with np.errstate(all="ignore"):
+            weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)
+        return weights
+
 
 def load_step_view(source: Source, place: TracePlace) -> StepView:
     """Return the step of a place. Raises `Missing` when it is not recorded."""
@@ -76,57 +244,6 @@ def load_step_view(source: Source, place: TracePlace) -> StepView:
     return StepView(source, place, branch, step_row, calls)
 
 
-def load_queries(view: StepView, layer: int) -> Array:
-    """Return the queries of a layer in this step, (heads, rows, head dim).
-
-    Raises `RowNotRecordedError`, as all functions below that read stored arrays.
-    """
-    key = ("attention.q", view.place.generation, view.branch, view.step_row.step, layer)
-    queries = view.source.get_or_create(key, lambda: view.load_array("q", layer))
-    if queries is None:
-        infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
-        stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
-        names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
-        missing = f"The queries and keys of layer {layer} are not stored"
-        raise RowNotRecordedError(
-            f"{missing}; those of layers {names} are." if stored else EXTREME_ONLY
-        )
-    if queries.ndim != 3:
-        raise RowNotRecordedError(
-            f"The stored queries of layer {layer} have the unexpected shape {queries.shape}."
-        )
-    return queries
-
-
-def load_keys(view: StepView, call: CallRecord) -> list[Array]:
-    """Return the keys of the call's layer up to this step: pieces (kv heads, rows, head dim)."""
-    size = view.step_row.kv_after * call.kv_heads * call.head_dim * 4
-    if size > MAX_READ_BYTES:
-        raise RowNotRecordedError(
-            f"The keys of this row take {size >> 20} MiB, "
-            f"more than the limit of {MAX_READ_BYTES >> 20} MiB."
-        )
-    stop = view.step_row.step + 1
-    spans = [(0, 1)]
-    spans += [(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
-    pieces = [_load_key_chunk(view, call.layer, *span) for span in spans]
-    n_keys = sum(piece.shape[1] for piece in pieces)
-    if n_keys != view.step_row.kv_after:
-        raise RowNotRecordedError(
-            f"The trace has {n_keys} stored keys, but this row had {view.step_row.kv_after}."
-        )
-    return pieces
-
-
-def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
-    read = partial(_join_keys, view, layer, start, stop)
-    if start > 0 and stop - start < KEY_CHUNK_STEPS:
-        return read()
-    # A branch has keys of its own, so the requested branch is part of the cache key.
-    key = ("attention.k", view.place.generation, view.place.branch, layer, start)
-    return view.source.get_or_create(key, read)
-
-
 def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
     parts = []
     for step in range(start, stop):
@@ -137,172 +254,40 @@ def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
     try:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     except ValueError:
-        raise RowNotRecordedError(
-            f"The keys of layer {layer} change their shape between steps."
-        ) from None
-
-
-def load_mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
-    """Return a row (counted from 0 in this step) of the executed mask, bool (mask heads, keys)."""
-    small = call.q_len * call.kv_len <= MAX_CACHED_MASK_CELLS
-
-    def read() -> Bools | None:
-        if call.mask is None:
-            return None
-        if not small:
-            return _read_mask_row(view.source.reader, call.mask, row)
-        mask = view.source.reader.mask(call.mask)
-        return None if mask is None else mask.cells
-
-    key = ("attention.mask", call.mask, None if small else row)
-    cells = view.source.get_or_create(key, read)
-    # A mask with one row is broadcast to all rows.
-    index = row if small and cells is not None and cells.shape[1] != 1 else 0
-    if cells is None or not 0 <= index < cells.shape[1]:
-        raise RowNotRecordedError(f"The executed mask of layer {call.layer} was not recorded.")
-    mask_row: Bools = cells[:, index]
-    return mask_row
+        changed = f"The keys of layer {layer} change their shape between steps."
+        raise RowNotRecordedError(changed) from None
 
 
 def _read_mask_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
     """Return a row of a mask of any size, bool (heads, 1, keys), None where it has none."""
     cells = find_mask_cells(reader, fingerprint)
-    if cells is None:
+    at = 0 if cells is not None and cells.n_rows == 1 else row
+    if cells is None or not 0 <= at < cells.n_rows:
         return None
-    at = 0 if cells.n_rows == 1 else row
-    if not 0 <= at < cells.n_rows:
-        return None
-    heads = [
-        packed
-        for head in range(cells.heads)
-        for _, packed in read_packed_rows(reader, cells, head, at, at + 1)
-    ]
+    found = (read_packed_rows(reader, cells, head, at, at + 1) for head in range(cells.heads))
+    heads = [packed for _, packed in chain.from_iterable(found)]
     packed = np.stack(heads) if heads else np.zeros((0, 1, 0), np.uint8)
     return np.unpackbits(packed, axis=2, count=cells.n_keys).astype(np.bool_)
 
 
-def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> bool:
-    """Whether the mask leaves nothing of a row's scores (see `MaskRecord.averaged`)."""
+class TokenRow(Struct, frozen=True, dict=True):
+    """The weights of a row over its keys, float64 (keys,), 0 where `open_keys` is False.
 
-    def read() -> Bools | None:
-        found = dict(read_mask_arrays(view.source.reader, [str(call.mask)], "mask.uniform_rows"))
-        return found.get(str(call.mask))
-
-    averaged = view.source.get_or_create(("attention.uniform_rows", call.mask), read)
-    if averaged is None:
-        return False
-    flags = averaged[head if averaged.shape[0] == call.q_heads else 0]
-    return bool(flags[row if len(flags) > 1 else 0])
-
-
-class RecomputedRow(Struct, frozen=True):
-    """A row over the keys from position `first_pos` on; `open_keys` says which are open.
-
-    `lse_check` is the row's own; only the newest row can be checked.
+    `total` is their sum. Key 0 is at position `first_pos`. `lse_check` is the row's own; only the
+    newest row can be checked.
     """
 
-    row: AttentionRow
+    weights: Floats
+    total: float
     open_keys: Bools
     first_pos: int
     lse_check: LseCheck
 
-
-def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> RecomputedRow:
-    """Recompute row `q_idx` of a head in call `index` of a step. Raises `RowNotRecordedError`.
-
-    The newest row is normalised with the stored log-sum-exp. If the kernel returned none, that was
-    computed during capture under the same mask and checked against the layer's output; then both
-    checks must pass.
-    """
-    call, step_row = view.calls[index], view.step_row
-    query = load_queries(view, call.layer)
-    row_in_step = q_idx - step_row.kv_before
-    if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
-        raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
-    scores = _key_scores(view, call, query[head, row_in_step], head, query.shape[0])
-    # Not the mask record's own offset: a mask is stored once, with the step that had it first.
-    first_pos = max(step_row.kv_after - call.kv_len, 0)
-    mask_row, n_keys = load_mask_row(view, call, row_in_step), len(scores) - first_pos
-    # For a mask with another number of heads the first one is read, as capture does.
-    open_keys = mask_row[head if mask_row.shape[0] == query.shape[0] else 0]
-    if len(open_keys) < n_keys or open_keys[n_keys:].any():
-        raise RowNotRecordedError(
-            f"The mask has {len(open_keys)} keys in this row, but the cache has {n_keys}."
-        )
-    open_keys = open_keys[:n_keys]  # a static cache has room for more
-    if _is_row_averaged(view, call, head, row_in_step):
-        scores = np.zeros_like(scores)
-    newest = q_idx == step_row.kv_after - 1
-    lse = _stored_lse(view, index, head) if newest else None
-    row = row_weights(scores[first_pos:], open_keys, lse)
-    return RecomputedRow(row, open_keys, first_pos, _make_lse_check(row.lse_error, call))
-
-
-def _key_scores(view: StepView, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
-    pieces = load_keys(view, call)
-    group = kv_head_of(head, q_heads, pieces[0].shape[0])
-    if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
-        raise RowNotRecordedError(
-            f"The shapes of the stored queries and keys of layer {call.layer} do not match."
-        )
-    scores = (row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces)
-    return np.concatenate([*scores])
-
-
-def _stored_lse(view: StepView, index: int, head: int) -> float | None:
-    lse = view.load_array("attention.lse")
-    if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
-        return None
-    return float(lse[index, head])
-
-
-def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
-    if own is None:
-        return LseCheck()
-    if call.check_kind != "output":
-        return LseCheck(own, "lse")
-    return worst_check([LseCheck(error, "output", call.dtype) for error in (own, call.lse_error)])
-
-
-def first_token_weights(view: StepView) -> Floats | None:
-    """Recompute the newest row's weight on the first token, float64 (layers, heads).
-
-    It needs no other key, because the stored log-sum-exp normalises it. NaN for layers that are
-    not stored; None for a prefill, without the log-sum-exp or any stored layer, or if there is too
-    much to read.
-    """
-    if view.step_row.q_len > 1:
-        return None
-    lse = view.load_array("attention.lse")
-    if lse is None or lse.ndim != 2 or len(lse) != len(view.calls):
-        return None
-    widths = sum(call.kv_heads * call.head_dim for call in view.calls)
-    if widths * view.step_row.kv_after * 4 > 4 * MAX_READ_BYTES:
-        return None
-    out = np.full(lse.shape, np.nan)
-    for index, call in enumerate(view.calls):
-        try:
-            out[index] = _first_token_weights_of(view, call, lse[index])
-        except RowNotRecordedError:
-            continue
-    return None if np.isnan(out).all() else out
-
-
-def _first_token_weights_of(view: StepView, call: CallRecord, lse: Array) -> Floats:
-    query = load_queries(view, call.layer)
-    if view.step_row.kv_after > call.kv_len:
-        return np.zeros(len(lse))  # a sliding cache has dropped the first key
-    key = ("attention.first", view.place.generation, view.place.branch, call.layer)
-    read = partial(_join_keys, view, call.layer, 0, 1)
-    first = view.source.get_or_create(key, lambda: read()[:, 0].copy())
-    cells = load_mask_row(view, call, 0)[:, 0]
-    cells = cells if len(cells) == len(lse) else cells[:1]
-    if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
-        raise RowNotRecordedError("")
-    groups = [kv_head_of(head, len(lse), len(first)) for head in range(len(lse))]
-    keys = (first[group][None] for group in groups)
-    pairs = zip(query[:, 0], keys, strict=True)
-    scores = np.array([row_scores(q, k, call.scale, call.softcap)[0] for q, k in pairs])
-    with np.errstate(all="ignore"):
-        weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)
-    return weights
+    @cached_property
+    def heaviest(self) -> npt.NDArray[np.intp]:
+        """The keys with the largest weights, at most `N_HEAVIEST`, in descending order."""
+        n = min(int(self.open_keys.sum()), N_HEAVIEST)
+        ranked = np.where(self.open_keys, self.weights, -1.0)
+        top = np.argpartition(-ranked, n - 1)[:n] if 0 < n < len(ranked) else np.arange(len(ranked))
+        # Of equal weights the earlier key comes first.
+        return top[np.lexsort((top, -ranked[top]))][:n]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -28,12 +28,12 @@ from flexinspect.panels.mask.mask_grid import (
     load_blocks,
 )
 from flexinspect.panels.panel_source import Source
+from flexinspect.panels.timeline import no_steps_yet
 from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import CallRecord, MaskRecord
+from flexinspect.records.step import MaskRecord
 from flexinspect.trace.queries import branch_of_step, generation_in_branch, n_generations
 from flexinspect.trace.query_results import GenerationRow
-from flexinspect.trace.reader import TraceReader
 
 MAX_LISTED_ROWS = 8
 """Maximum number of empty rows that are listed with their tokens."""
@@ -46,7 +46,8 @@ class MaskData(Struct, frozen=True):
     same for the block tables, None if they are not shown. `current` are the rows of the place's
     step, `cursor` is (row, key). `tokens` has the tokens that are named, by position. `mask` is the
     mask of the cursor's row, or of the current step. `fallback_reason` says why another view than
-    the requested one is shown, "" if it is the requested one.
+    the requested one is shown, "" if it is the requested one. `lse_check` is that of the step's
+    newest row.
     """
 
     place: TracePlace
@@ -61,15 +62,10 @@ class MaskData(Struct, frozen=True):
     current: range | None
     cursor: tuple[int, int] | None
     tokens: dict[int, TokenCell]
-    call: CallRecord | None
+    lse_check: LseCheck
     mask: MaskRecord | None
     empty_rows: npt.NDArray[np.intp]
     fallback_reason: str = ""
-
-    @property
-    def lse_check(self) -> LseCheck:
-        """The LSE check of the step's newest row."""
-        return recorded_check(self.call) if self.call else UNCHECKED
 
     @property
     def focus_row(self) -> int | None:
@@ -93,26 +89,25 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     """Read the mask at a place. Raises `Missing` if it has none, and `TraceError`."""
     place, reader = request.place, source.reader
     if place.generation >= n_generations(reader):
-        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+        raise no_steps_yet()
     row = generation_in_branch(reader, reader.generation(place.generation), place.branch)
     segments = tuple(sorted(load_segments(reader, place), key=lambda segment: segment.start))
-    call = _find_call(reader, place)
-    if call is not None:
-        place = replace(place, layer=call.layer)
+    owner = branch_of_step(reader, place.generation, place.step, place.branch)
+    # The call of the place's layer, of the first layer if it has none.
+    calls = sorted(
+        reader.calls(place.generation, place.step, owner),
+        key=lambda call: call.layer != place.layer,
+    )
+    check = UNCHECKED
+    if calls:
+        place, check = replace(place, layer=calls[0].layer), recorded_check(calls[0])
     groups = PositionGroups(tuple(segment.start for segment in segments) or (0,))
     mask_view = MaskLoader(source, place, declared_spec(row.declared), groups).load()
     if mask_view is None or not mask_view.n_keys:
         raise Missing("No step of this generation has processed a token yet.")
-    data = _make_mask_data(request, place, row, mask_view, segments, call)
+    data = _make_mask_data(request, place, row, mask_view, segments, check)
     positions = _named_positions(data)
     return replace(data, tokens=load_token_cells(source, place, segments, positions))
-
-
-def _find_call(reader: TraceReader, place: TracePlace) -> CallRecord | None:
-    """Return the call of the place's layer, of the first layer if it has none, None without any."""
-    owner = branch_of_step(reader, place.generation, place.step, place.branch)
-    calls = reader.calls(place.generation, place.step, owner)
-    return next((call for call in calls if call.layer == place.layer), calls[0] if calls else None)
 
 
 def _make_mask_data(
@@ -121,7 +116,7 @@ def _make_mask_data(
     row: GenerationRow,
     mask_view: MaskView,
     segments: tuple[Segment, ...],
-    call: CallRecord | None,
+    check: LseCheck,
 ) -> MaskData:
     source, options = mask_view.source, request.options
     current = mask_view.rows_of_step(place.step)
@@ -135,8 +130,7 @@ def _make_mask_data(
     with_tables = options.blocks or view == "received"
     if with_tables or mask_view.count("lost") or mask_view.count("leaked"):
         blocks = tuple(load_blocks(source, part, mask_view.head) for part in mask_view.parts)
-    tables = load_table_states(mask_view, blocks, layout.grid) if with_tables else None
-    states = tables if view == "received" else None
+    states = partial(load_states, mask_view, blocks, layout.grid)
     name = mask_view.part_of(focus[0]).step_at(focus[0]).mask
     read = partial(source.reader.mask_summary, name or "")
     mask = None if name is None else source.get_or_create(("mask.summary", name), read)
@@ -148,13 +142,13 @@ def _make_mask_data(
         segments=segments,
         layout=layout,
         view_mode=view,
-        states=load_states(mask_view, layout.grid, view) if states is None else states,
-        tables=tables if options.blocks else None,
+        states=states(view),
+        tables=states("received") if options.blocks else None,
         blocks=blocks,
         current=current,
         cursor=cursor,
         tokens={},
-        call=call,
+        lse_check=check,
         mask=mask,
         empty_rows=np.flatnonzero(np.concatenate(is_empty)),
         fallback_reason=fallback_reason,
@@ -170,15 +164,10 @@ def _find_cursor(view: MaskView, options: MaskOptions, place: TracePlace) -> tup
     row = view.n_rows - 1
     if q is not None:
         distances = np.abs(view.positions - q)
-        rows = np.flatnonzero(distances == distances.min())
-        row = int(rows[-1] if distances[rows[0]] == 0 else rows[0])
+        nearest = np.flatnonzero(distances == distances.min())
+        row = int(nearest[-1] if distances[nearest[0]] == 0 else nearest[0])
     key = int(view.positions[row]) if kv is None else kv
     return row, min(max(key, 0), view.n_keys - 1)
-
-
-RECORD_CELLS_HINT = (
-    "Record with --level advanced or higher; masks of up to 67 million cells are kept."
-)
 
 
 def _choose_view_mode(mask_view: MaskView, requested: MaskViewMode) -> tuple[MaskViewMode, str]:
@@ -193,7 +182,8 @@ def _choose_view_mode(mask_view: MaskView, requested: MaskViewMode) -> tuple[Mas
         return "received", "The executed cells were not recorded; this is the received mask"
     if mask_view.spec is not None:
         return "declared", "The executed cells were not recorded; this is the declared mask"
-    raise Missing("The mask of this layer was not recorded.", RECORD_CELLS_HINT)
+    hint = "Record with --level advanced or higher; masks of up to 67 million cells are kept."
+    raise Missing("The mask of this layer was not recorded.", hint)
 
 
 # -- tokens ---------------------------------------------------------------------------------------
@@ -229,34 +219,40 @@ def segment_number(segments: Sequence[Segment], position: int) -> int:
     return bisect_right(segments, position, key=lambda segment: segment.start) - 1
 
 
-def load_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> States:
+def load_states(
+    mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid, view: MaskViewMode
+) -> States:
     """Return a window of a view as states, cached because it is the same at most steps."""
     serials = tuple(part.serial for part in mask_view.parts)
-    key = ("mask.window", serials, mask_view.head, grid, view)
-    make = partial(make_window, mask_view, grid, view)
-    return mask_view.source.get_or_create(key, lambda: make().pixel_states())
+    make: Callable[[], States] = partial(_make_states, mask_view, grid, view)
+    if view == "received":
+        make = partial(_make_table_states, mask_view, blocks, grid)
+    return mask_view.source.get_or_create(
+        ("mask.window", serials, mask_view.head, grid, view), make
+    )
 
 
-def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> PixelCounts:
-    """Count the pixels of a window of the executed mask, the declared mask, or their difference."""
+def _make_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> States:
+    """Draw a window of the executed mask, the declared mask, or their difference."""
     if view == "declared":
         size = viewport.pixel_sizes(grid, [(0, mask_view.n_rows)], mask_view.n_keys)
         window, stop = PixelCounts(size, grid.empty()), min(grid.row_stop, mask_view.n_rows)
         for row in range(grid.row, stop, CHUNK_ROWS):
             packed = mask_view.declared(row, min(row + CHUNK_ROWS, stop), mask_view.n_keys)
             viewport.fold_rows(packed, row, grid, window.open)
-        return window
+        return window.pixel_states()
     known = [span for part in mask_view.parts for span in part.known_spans()]
     window = PixelCounts(viewport.pixel_sizes(grid, known, mask_view.n_keys), grid.empty())
     if view == "difference":
         window = replace(window, lost=grid.empty(), leaked=grid.empty())
     for part in mask_view.parts:
-        if part.row < grid.row_stop and part.stop > grid.row:
-            _add_part(mask_view, part, grid, window)
-    return window
+        _add_part(mask_view, part, grid, window)
+    return window.pixel_states()
 
 
 def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: PixelCounts) -> None:
+    if part.row >= grid.row_stop or part.stop <= grid.row:
+        return
     if grid.in_tiles:
         for kind in ("open", "lost", "leaked"):
             if (out := getattr(window, kind)) is not None:
@@ -273,19 +269,11 @@ def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: Pixe
         viewport.fold_rows(packed & ~declared, start, grid, window.leaked)
 
 
-def load_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:
-    """Return a window of the block tables as states; a dense mask is received as executed."""
-    serials = tuple(part.serial for part in mask_view.parts)
-    key = ("mask.tables", serials, mask_view.head, grid)
-    return mask_view.source.get_or_create(key, lambda: _make_table_states(mask_view, blocks, grid))
-
-
 def _make_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:
+    """Draw a window of the block tables; a dense mask is received as executed."""
     spans: list[tuple[int, int]] = []
     partial_counts, full = grid.empty(), PixelCounts(grid.empty(), grid.empty())
     for part, tables in zip(mask_view.parts, blocks, strict=True):
-        if part.row >= grid.row_stop or part.stop <= grid.row:
-            continue
         spans += tables.spans
         for layout in tables.blocks:
             viewport.fold_blocks(layout, grid, partial_counts, full.open)
@@ -347,15 +335,10 @@ class MaskLayout(Struct, frozen=True):
         """First line of the grid."""
         return self.header + self.token_lines
 
-    @property
-    def columns(self) -> int:
-        """Columns of the grid."""
-        return self.grid.width * self.cell_width
-
     def cell_at(self, x: int, y: int) -> tuple[int, int] | None:
         """Return the (row, key) at a cell of the picture: the upper one of two."""
         column, line = x - self.left, y - self.top
-        if not (0 <= column < self.columns and 0 <= line < self.lines):
+        if not (0 <= column < self.grid.width * self.cell_width and 0 <= line < self.lines):
             return None
         row = self.grid.row + 2 * line // self.cell_width * self.grid.row_scale
         key = self.grid.key + column // self.cell_width * self.grid.key_scale

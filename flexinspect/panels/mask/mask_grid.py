@@ -6,37 +6,21 @@ the positions of its steps, because a mask that occurs again is stored once, wit
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import count, groupby
+from itertools import chain, count, groupby
 
 import numpy as np
 from msgspec import Struct, field
 
+from flexinspect.masks import counting
 from flexinspect.masks.algebra import IntArray, MaskSpec
 from flexinspect.masks.attention_row import Bools
-from flexinspect.masks.counting import (
-    CHUNK_ROWS,
-    MaskCounts,
-    PackedMask,
-    PositionGroups,
-    count_cells,
-    pack_spec,
-    shift_keys,
-)
 from flexinspect.masks.viewport import BlockLayout
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.records.step import Array, MaskRecord
-from flexinspect.trace.mask_cells import (
-    StepCalls,
-    StoredCells,
-    find_mask_cells,
-    max_mask_heads,
-    read_mask_arrays,
-    read_packed_rows,
-    read_step_calls,
-)
+from flexinspect.records.step import Array
+from flexinspect.trace import mask_cells
 from flexinspect.trace.queries import visible_lineage
 
 MAX_PACKED_BYTES = 16 << 20
@@ -44,6 +28,9 @@ MAX_PACKED_BYTES = 16 << 20
 
 BAND_ROWS = 1024
 _serials = count()
+
+Chunks = Iterable[tuple[int, counting.PackedMask]]
+"""Packed rows in pieces, each with the number of its first row."""
 
 
 class StepMaskRows(Struct, frozen=True):
@@ -61,7 +48,9 @@ class StepMaskRows(Struct, frozen=True):
     kv_len: int
 
 
-def close_dropped_keys(rows: PackedMask, steps: Sequence[StepMaskRows], start: int) -> None:
+def close_dropped_keys(
+    rows: counting.PackedMask, steps: Sequence[StepMaskRows], start: int
+) -> None:
     """Close the keys that a sliding cache had dropped before the rows, so that none counts as lost.
 
     `rows` are packed, from row `start` of a part on; `steps` are those of the part.
@@ -87,9 +76,9 @@ class MaskPart(Struct, frozen=True):
     n_keys: int
     heads: int
     known: Bools
-    counts: MaskCounts
-    packed: PackedMask | None
-    cells: StoredCells | None = None
+    counts: counting.MaskCounts
+    packed: counting.PackedMask | None
+    cells: mask_cells.StoredCells | None = None
     serial: int = field(default_factory=lambda: next(_serials))
 
     @property
@@ -111,7 +100,7 @@ class MaskPart(Struct, frozen=True):
         edges = self.row + np.flatnonzero(np.diff(self.known, prepend=False, append=False))
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
-    def rows(self, source: Source, head: int, start: int, stop: int) -> PackedMask:
+    def rows(self, source: Source, head: int, start: int, stop: int) -> counting.PackedMask:
         """Return packed rows `start <= row < stop`, counted from the first row of the part."""
         if self.packed is not None:
             return self.packed[start:stop]
@@ -121,12 +110,12 @@ class MaskPart(Struct, frozen=True):
         bands = [self._load_band(source, head, band) for band in range(first, last)]
         return np.concatenate(bands)[start - first * BAND_ROWS : stop - first * BAND_ROWS]
 
-    def _load_band(self, source: Source, head: int, band: int) -> PackedMask:
+    def _load_band(self, source: Source, head: int, band: int) -> counting.PackedMask:
         cells, about = self.cells, self.steps[0]
         assert cells is not None
         start, stop = band * BAND_ROWS, min((band + 1) * BAND_ROWS, self.n_rows)
 
-        def read() -> PackedMask:
+        def read() -> counting.PackedMask:
             chunks = _read_rows(source, cells, about.kv_offset, head, start, stop)
             return np.concatenate([rows for _, rows in chunks])
 
@@ -145,7 +134,7 @@ class MaskView(Struct, frozen=True, dict=True):
     head: int
     heads: int
     spec: MaskSpec | None
-    groups: PositionGroups
+    groups: counting.PositionGroups
     first_step: int
     last_step: int
     n_steps: int
@@ -176,27 +165,26 @@ class MaskView(Struct, frozen=True, dict=True):
 
     def rows_of_step(self, step: int) -> range | None:
         """Return the rows of a step, None when they are not in the view."""
-        for part in self.parts:
-            row = part.row
-            for step_rows in part.steps:
-                if step_rows.step == step:
-                    return range(row, row + step_rows.n_rows)
-                row += step_rows.n_rows
+        rows = 0
+        for step_rows in chain.from_iterable(part.steps for part in self.parts):
+            if step_rows.step == step:
+                return range(rows, rows + step_rows.n_rows)
+            rows += step_rows.n_rows
         return None
 
-    def declared(self, row: int, stop: int, n_keys: int) -> PackedMask:
+    def declared(self, row: int, stop: int, n_keys: int) -> counting.PackedMask:
         """Return the declared rows `row` to `stop`, packed; `spec` must not be None."""
         assert self.spec is not None
-        return pack_spec(self.spec, self.positions[row:stop], n_keys)
+        return counting.pack_spec(self.spec, self.positions[row:stop], n_keys)
 
     def cell(self, row: int, key: int) -> bool | None:
         """Whether a cell of the executed mask is open, None if it was not recorded."""
         part = self.part_of(row)
-        if not part.known[row - part.row]:
+        own = row - part.row
+        if not part.known[own]:
             return None
         if key >= part.n_keys:
             return False
-        own = row - part.row
         packed = part.rows(self.source, self.head, own, own + 1)
         return bool(packed[0, key // 8] >> (7 - key % 8) & 1)
 
@@ -237,13 +225,19 @@ MAX_STEPS = 1024
 """Maximum number of steps in the window."""
 
 
+PartCells = tuple[
+    int, int, Bools, Chunks, counting.PackedMask | None, mask_cells.StoredCells | None
+]
+"""The cells of a part: `n_keys`, `heads`, `known`, chunks of rows, `packed`, `cells`."""
+
+
 class MaskLoader(Struct, frozen=True):
     """Loads the mask view of a place; the cells are counted by the groups of positions."""
 
     source: Source
     place: TracePlace
     spec: MaskSpec | None
-    groups: PositionGroups
+    groups: counting.PositionGroups
 
     def load(self) -> MaskView | None:
         """Return the mask around the step, None when no step has rows. Raises `TraceError`."""
@@ -292,98 +286,45 @@ class MaskLoader(Struct, frozen=True):
         for low, high in ranges:
             for owner, begin, end in reversed(owners):
                 start, last = max(low, begin), high if end is None else min(high, end)
-                calls = self._load_calls(owner, start, last) if start < last else []
+                span = (self.place.generation, owner, start, last)
+                # All steps below `last` are written, so the cached value cannot change.
+                read = partial(mask_cells.read_step_calls, self.source.reader, *span)
+                key = ("mask.calls", *span)
+                calls = self.source.get_or_create(key, read) if start < last else []
                 for is_decode, group in groupby(calls, key=lambda call: call.q_len == 1):
                     steps = tuple(self._input_rows(call) for call in group if call.q_len > 0)
                     yield from (steps,) if is_decode else ((step,) for step in steps)
 
-    def _load_calls(self, branch: int, start: int, stop: int) -> list[StepCalls]:
-        # All steps below `stop` are written, so the cached value cannot change.
-        span = (self.place.generation, branch, start, stop)
-        read = partial(read_step_calls, self.source.reader, *span)
-        return self.source.get_or_create(("mask.calls", *span), read)
-
-    def _input_rows(self, call: StepCalls) -> StepMaskRows:
+    def _input_rows(self, call: mask_cells.StepCalls) -> StepMaskRows:
         mask, kv_len = call.by_layer.get(self.place.layer, (None, call.kv_after))
         offset = max(call.kv_after - kv_len, 0)
         return StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
 
     def _load_part(self, steps: tuple[StepMaskRows, ...], row: int) -> MaskPart:
         names = [step.mask for step in steps if step.mask is not None]
-        count_heads = partial(max_mask_heads, self.source.reader, names)
+        count_heads = partial(mask_cells.max_mask_heads, self.source.reader, names)
         heads = self.source.get_or_create(("mask.heads", *names), count_heads)
         # All heads share the part of a mask that is the same for all of them.
         head = min(max(self.place.head, 0), heads - 1)
         key: Hashable = ("mask.part", steps, row, head, self.spec, self.groups)
+        return self.source.get_or_create(key, lambda: self._make_part(steps, row, head))
+
+    def _make_part(self, steps: tuple[StepMaskRows, ...], row: int, head: int) -> MaskPart:
+        """Read the cells of some steps, and count them."""
         is_prefill = len(steps) == 1 and steps[0].n_rows > 1
-        make = self._prefill_part if is_prefill else self._decode_part
-        return self.source.get_or_create(key, lambda: make(steps, row, head))
-
-    def _decode_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
-        masks: dict[str | None, tuple[int, PackedMask]] = {}
-        heads = 1
-        names = [step.mask for step in steps if step.mask]
-        for name, cells in read_mask_arrays(self.source.reader, names, "mask.cells"):
-            if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
-                heads = max(heads, cells.shape[0])
-                head = min(chosen, cells.shape[0] - 1)
-                masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
-        widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
-        n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
-        packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
-        for number, step in enumerate(steps):
-            if step.mask in masks:
-                mask_row = shift_keys(masks[step.mask][1], widths[number], step.kv_offset)
-                packed[number, : mask_row.shape[1]] = mask_row[0]
-        known = np.array([step.mask in masks for step in steps])
-        return self._count_part(steps, row, n_keys, heads, known, [(0, packed)], packed)
-
-    def _prefill_part(self, steps: tuple[StepMaskRows, ...], row: int, chosen: int) -> MaskPart:
-        (step,) = steps
-        reader, n_rows = self.source.reader, step.n_rows
-        cells = find_mask_cells(reader, step.mask) if step.mask is not None else None
-        if cells is None or cells.n_rows not in (1, n_rows) or cells.heads < 1:
-            n_keys = step.kv_offset + step.kv_len
-            return self._count_part(steps, row, n_keys, 1, np.zeros(n_rows, bool), [], None)
-        n_keys = step.kv_offset + cells.n_keys
-        n_bytes = -(-n_keys // 8)
-        fits = n_rows * n_bytes <= MAX_PACKED_BYTES
-        whole = np.empty((n_rows, n_bytes), np.uint8) if fits else None
-
-        def read() -> Iterator[tuple[int, PackedMask]]:
-            head = min(chosen, cells.heads - 1)
-            for start, rows in _read_rows(self.source, cells, step.kv_offset, head, 0, n_rows):
-                if whole is not None:
-                    whole[start : start + len(rows)] = rows
-                yield start, rows
-
-        known = np.ones(n_rows, bool)
-        return self._count_part(steps, row, n_keys, cells.heads, known, read(), whole, cells)
-
-    def _count_part(
-        self,
-        steps: tuple[StepMaskRows, ...],
-        row: int,
-        n_keys: int,
-        heads: int,
-        known: Bools,
-        chunks: Iterable[tuple[int, PackedMask]],
-        packed: PackedMask | None,
-        cells: StoredCells | None = None,
-    ) -> MaskPart:
-        """Return a part with the counts of its cells, which are in `chunks`: (row, packed rows)."""
+        read = self._read_prefill if is_prefill else self._read_decode_steps
+        n_keys, heads, known, chunks, packed, cells = read(steps, head)
         starts = (np.arange(step.pos, step.pos + step.n_rows, dtype=np.int32) for step in steps)
-        positions = np.concatenate([*starts])
-        spec = self.spec
+        positions, spec = np.concatenate([*starts]), self.spec
 
-        def declared(start: int, stop: int) -> PackedMask:
+        def declared(start: int, stop: int) -> counting.PackedMask:
             assert spec is not None
-            rows = pack_spec(spec, positions[start:stop], n_keys)
+            rows = counting.pack_spec(spec, positions[start:stop], n_keys)
             close_dropped_keys(rows, steps, start)
             rows[~known[start:stop]] = 0  # cells that were not recorded are not lost
             return rows
 
-        counts = count_cells(
+        counts = counting.count_cells(
             chunks,
             positions,
             n_keys,
@@ -393,20 +334,61 @@ class MaskLoader(Struct, frozen=True):
         )
         return MaskPart(row, steps, positions, n_keys, heads, known, counts, packed, cells)
 
+    def _read_decode_steps(self, steps: tuple[StepMaskRows, ...], chosen: int) -> PartCells:
+        masks: dict[str | None, tuple[int, counting.PackedMask]] = {}
+        heads = 1
+        names = [step.mask for step in steps if step.mask]
+        for name, cells in mask_cells.read_mask_arrays(self.source.reader, names, "mask.cells"):
+            if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
+                heads = max(heads, cells.shape[0])
+                head = min(chosen, cells.shape[0] - 1)
+                masks[name] = cells.shape[2], np.packbits(cells[head], axis=1)
+        widths = [masks[step.mask][0] if step.mask in masks else step.kv_len for step in steps]
+        n_keys = max(step.kv_offset + width for step, width in zip(steps, widths, strict=True))
+        packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
+        for number, step in enumerate(steps):
+            if step.mask in masks:
+                mask_row = counting.shift_keys(masks[step.mask][1], widths[number], step.kv_offset)
+                packed[number, : mask_row.shape[1]] = mask_row[0]
+        known = np.array([step.mask in masks for step in steps])
+        return n_keys, heads, known, [(0, packed)], packed, None
+
+    def _read_prefill(self, steps: tuple[StepMaskRows, ...], chosen: int) -> PartCells:
+        (step,) = steps
+        reader, n_rows = self.source.reader, step.n_rows
+        cells = mask_cells.find_mask_cells(reader, step.mask) if step.mask is not None else None
+        if cells is None or cells.n_rows not in (1, n_rows) or cells.heads < 1:
+            return step.kv_offset + step.kv_len, 1, np.zeros(n_rows, bool), [], None, None
+        n_keys = step.kv_offset + cells.n_keys
+        n_bytes = -(-n_keys // 8)
+        fits = n_rows * n_bytes <= MAX_PACKED_BYTES
+        whole = np.empty((n_rows, n_bytes), np.uint8) if fits else None
+
+        def read() -> Chunks:
+            head = min(chosen, cells.heads - 1)
+            for start, rows in _read_rows(self.source, cells, step.kv_offset, head, 0, n_rows):
+                if whole is not None:
+                    whole[start : start + len(rows)] = rows
+                yield start, rows
+
+        return n_keys, cells.heads, np.ones(n_rows, bool), read(), whole, cells
+
 
 def _read_rows(
-    source: Source, cells: StoredCells, kv_offset: int, head: int, start: int, stop: int
-) -> Iterator[tuple[int, PackedMask]]:
+    source: Source, cells: mask_cells.StoredCells, kv_offset: int, head: int, start: int, stop: int
+) -> Chunks:
     """Yield (row, packed rows from it on, over the view's keys) of the rows `start` to `stop`."""
     if cells.n_rows == 1:  # one row that is broadcast
-        packed = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
-        row = shift_keys(packed, cells.n_keys, kv_offset)
-        for at in range(start, stop, CHUNK_ROWS):
-            yield at, row.repeat(min(CHUNK_ROWS, stop - at), axis=0)
+        packed = next(mask_cells.read_packed_rows(source.reader, cells, head, 0, 1))[1]
+        row = counting.shift_keys(packed, cells.n_keys, kv_offset)
+        for at in range(start, stop, counting.CHUNK_ROWS):
+            yield at, row.repeat(min(counting.CHUNK_ROWS, stop - at), axis=0)
         return
-    found = read_packed_rows(source.reader, cells, head, start, stop, at_most=CHUNK_ROWS)
+    found = mask_cells.read_packed_rows(
+        source.reader, cells, head, start, stop, at_most=counting.CHUNK_ROWS
+    )
     for at, packed in found:
-        yield at, shift_keys(packed, cells.n_keys, kv_offset)
+        yield at, counting.shift_keys(packed, cells.n_keys, kv_offset)
 
 
 class BlockPart(Struct, frozen=True):
@@ -453,14 +435,23 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
     if "block" not in kinds:
         return BlockPart(is_dense=bool(kinds))
     tables = {
-        stream: dict(read_mask_arrays(source.reader, names, stream))
+        stream: dict(mask_cells.read_mask_arrays(source.reader, names, stream))
         for stream in ("mask.partial", "mask.full")
     }
     blocks: list[BlockLayout] = []
     spans: list[tuple[int, int]] = []
     row = part.row
-    known = {name: mask for name, mask in masks.items() if name in tables["mask.partial"]}
-    for (size, offset), group in groupby(part.steps, key=lambda step: _block_size(step, known)):
+
+    def block_size(step: StepMaskRows) -> tuple[int, int] | None:
+        mask = masks.get(step.mask or "")
+        if mask is None or mask.kind != "block" or not mask.block_q or not mask.block_kv:
+            return None
+        return mask.block_q, mask.block_kv
+
+    def stored_size(step: StepMaskRows) -> tuple[tuple[int, int] | None, int]:
+        return block_size(step) if step.mask in tables["mask.partial"] else None, step.kv_offset
+
+    for (size, offset), group in groupby(part.steps, key=stored_size):
         steps = list(group)
         start, row = row, row + sum(step.n_rows for step in steps)
         if size is None:
@@ -474,19 +465,8 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
         keys = _block_edges(offset, size[1], partial.shape[1], part.n_keys)
         blocks.append(BlockLayout(rows, keys, partial, full))
         spans.append((start, row))
-    sizes = (_block_size(step, masks)[0] for step in part.steps)
-    size = next((size for size in sizes if size is not None), None)
+    size = next(filter(None, map(block_size, part.steps)), None)
     return BlockPart(tuple(blocks), tuple(spans), size=size)
-
-
-def _block_size(
-    step_rows: StepMaskRows, masks: Mapping[str, MaskRecord | None]
-) -> tuple[tuple[int, int] | None, int]:
-    """Return the size of a block, None without block tables, and the offset of its keys."""
-    mask = masks.get(step_rows.mask) if step_rows.mask is not None else None
-    if mask is None or mask.kind != "block" or not mask.block_q or not mask.block_kv:
-        return None, step_rows.kv_offset
-    return (mask.block_q, mask.block_kv), step_rows.kv_offset
 
 
 def _block_edges(start: int, size: int, n_blocks: int, stop: int) -> IntArray:

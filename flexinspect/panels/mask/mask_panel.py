@@ -19,6 +19,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCell, token_style
 from flexinspect.masks.viewport import APPLIED, BOTH, CLOSED, LEAKED, LOST, N_STATES, OPEN, UNKNOWN
 from flexinspect.panels.base import CURSOR_MOVES, Help, Navigate, Panel, Picture, Request
+from flexinspect.panels.mask import mask_text
 from flexinspect.panels.mask.mask_data import (
     MaskData,
     MaskOptions,
@@ -28,17 +29,6 @@ from flexinspect.panels.mask.mask_data import (
     scroll_window,
     segment_color_at,
     segment_number,
-)
-from flexinspect.panels.mask.mask_text import (
-    describe_cell,
-    describe_first_pairs,
-    describe_mask,
-    format_block_counts,
-    format_counts,
-    format_difference,
-    format_steps,
-    format_token,
-    has_difference,
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import SegmentKind
@@ -72,14 +62,16 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
 
     def describe(self, data: MaskData) -> list[str]:
         """Describe the mask, its differences from the declared one, and the cursor's cell."""
-        return describe_mask(data)
+        return mask_text.describe_mask(data)
 
     def paint(self, data: MaskData, request: Request[MaskOptions], theme: Theme) -> Picture:
         """Draw the visible window."""
         strips = draw_mask(data, theme)[: request.height]
         if data.layout.width != request.width:  # the panel was resized since it was loaded
             strips = [strip.adjust_cell_length(request.width) for strip in strips]
-        return Picture(strips, format_note(data), data.lse_check.is_failed or has_difference(data))
+        return Picture(
+            strips, format_note(data), data.lse_check.is_failed or mask_text.has_difference(data)
+        )
 
     def on_action(
         self, action: str, data: MaskData, request: Request[MaskOptions]
@@ -108,13 +100,11 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         self, x: int, y: int, data: MaskData, request: Request[MaskOptions], *, click: bool
     ) -> MaskOptions | Navigate | None:
         """Move the cursor to the mouse without scrolling the window."""
-        cell = data.layout.cell_at(x, y)
+        cell, grid = data.layout.cell_at(x, y), data.layout.grid
         if cell is None or cell[0] >= data.mask_view.n_rows or cell[1] >= data.mask_view.n_keys:
             return None
-        if cell == data.cursor:
-            return None
-        grid = data.layout.grid
-        return _with_cursor(data, replace(request.options, row=grid.row, key=grid.key), cell)
+        options = replace(request.options, row=grid.row, key=grid.key)
+        return None if cell == data.cursor else _with_cursor(data, options, cell)
 
 
 def format_note(data: MaskData) -> str:
@@ -126,14 +116,14 @@ def format_note(data: MaskData) -> str:
     if data.layout.width < NARROW_WIDTH:
         where = f"L{layer} " + ("all" if shared else f"H{mask_view.head}/{mask_view.heads}")
         scale = format_scale(data.layout)
-    show_difference = has_difference(data) or data.view_mode == "difference"
+    show_difference = mask_text.has_difference(data) or data.view_mode == "difference"
     parts = [
         data.view_mode,
-        format_difference(data) if show_difference else "",
+        mask_text.format_difference(data) if show_difference else "",
         data.lse_check.describe() + (": not what ran" if data.lse_check.is_failed else ""),
         where,
         scale,
-        f"rows of {format_steps(data)}" if mask_view.is_truncated else "",
+        f"rows of {mask_text.format_steps(data)}" if mask_view.is_truncated else "",
     ]
     return " · ".join(part for part in parts if part)
 
@@ -302,9 +292,9 @@ def _vertical_text(text: str, width: int, lines: int) -> list[str]:
 
 
 def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
-    cell, counts = describe_cell(data), format_counts(data)
+    cell, counts = mask_text.describe_cell(data), mask_text.format_counts(data)
     legend = mask_legend(data, pen)
-    pairs = describe_first_pairs(data)
+    pairs = mask_text.describe_first_pairs(data)
     if cell is None and data.fallback_reason:
         first, rest = (data.fallback_reason, "warn"), (counts, "text")
     elif cell is None and pairs:
@@ -317,7 +307,7 @@ def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
         text = f"row {cell.row} {cell.relation} {cell.key}"
         if cell_len(text) > pen.width and data.cursor is not None:
             position = int(data.mask_view.positions[data.cursor[0]])
-            row = format_token(data, position, segment=False)
+            row = mask_text.format_token(data, position, segment=False)
             text = f"{row} {cell.relation} {cell.key}"
         first = (text, cell.style)
         rest = (cell.reason, cell.style) if cell.reason else (counts, "text")
@@ -478,7 +468,7 @@ def mask_legend(data: MaskData, pen: Pen) -> list[NamedSpan]:
     for state in (n for n in _STATE_NAMES if n in visible):
         spans += [_swatch(state, EVEN, pen), (f" {names[state]}  ", "text")]
     if data.tables is not None:
-        label = format_block_counts(data)
+        label = mask_text.format_block_counts(data)
         spans.append((f"{label}  " if label else "", "title"))
         if pen.theme.no_color:
             spans.append(("closed cells: blank not visited, · partial, : full", "text"))
