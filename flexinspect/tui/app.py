@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from flexinspect.records.job import Job, ScriptJob
     from flexinspect.tui.screens.start_screen import JobFactory
 
+FREEZE_AFTER_S = 1.0
+"""When the first panels are loaded and garbage collection starts."""
+
 _NO_COLOR_FILTER = NoColorFilter()
 
 
@@ -73,7 +76,7 @@ class InspectorApp(App[None]):
         self.theme_changed_signal.subscribe(self, self._repaint_all)
         self.set_keymap(self._keymap_overrides)
         self._install_signal_handlers()
-        self.call_after_refresh(_freeze_gc)
+        self.set_timer(FREEZE_AFTER_S, _freeze_gc)
         if self._job is not None:
             self.inspect_run(self._job)
         elif self._trace is not None:
@@ -181,12 +184,13 @@ class InspectorApp(App[None]):
 
 
 def _freeze_gc() -> None:
-    """Exclude the objects loaded so far from garbage collection.
+    """Start garbage collection, without the objects loaded so far.
 
     A full collection takes 20 to 40 ms here, several frames, and modules and styles stay anyway.
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _refuse_job(argv: Sequence[str]) -> Job | ScriptJob:

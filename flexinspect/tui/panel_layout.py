@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -9,11 +10,12 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
+from textual.message import Message
 from textual.reactive import reactive
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import N_DIGITS
-from flexinspect.panels.base import Panel, TracePlace, is_training_trace
+from flexinspect.panels.base import Panel, Picture, TracePlace, is_training_trace
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_view import PanelView
@@ -65,6 +67,10 @@ def format_panel_option(name: str) -> str:
     return f"{panel.title:<10} {panel.help.shows}"
 
 
+def _index_of(name: str, names: Sequence[str]) -> int | None:
+    return names.index(name) if name in names else None
+
+
 def _is_loadable(name: str) -> bool:
     try:
         load_panel(name)
@@ -73,19 +79,30 @@ def _is_loadable(name: str) -> bool:
     return True
 
 
+class _NoPanel(Panel[None, None]):
+    """Stands in a frame until its panel is loaded."""
+
+    name = title = ""
+
+    def load(self, *args: object) -> None:
+        return None
+
+    def paint(self, *args: object) -> Picture:
+        return Picture([])
+
+
 class Slot(Container):
     """A frame with a panel: the title of the panel in the upper border, its note in the lower."""
 
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
 
-    def __init__(self, name: str, session: TraceSession, pool: Executor) -> None:
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(classes="slot")
-        self.view = PanelView(load_panel(name), session, pool, self._show_note)
+        self.view = PanelView(_NoPanel(), session, pool, self._show_note)
         self._shown_note = ("", False)
 
     def compose(self) -> ComposeResult:
-        self.border_title = _panel_title(self.view.panel)
         self.view.set_reactive(PanelView.place, self.place)
         yield self.view
 
@@ -96,7 +113,7 @@ class Slot(Container):
         self.view.version = version
 
     def replace(self, name: str) -> None:
-        """Show another panel in this frame. Raises `FlexInspectError` if it does not load."""
+        """Show a panel in this frame. Raises `FlexInspectError` if it does not load."""
         self.view.show_panel(load_panel(name))
         self.border_title = _panel_title(self.view.panel)
         self._show_note("", False)
@@ -112,26 +129,36 @@ class Slot(Container):
 class Slots(Container):
     """All frames: keeps which panel is where and how many are shown, and saves it."""
 
+    class LaidOut(Message):
+        """The frames are painted, without their panels."""
+
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
 
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="slots")
         self._session, self._pool = session, pool
-        state = saved_state.load_state()
-        self._names = loadable_panels(state.panels)
+        self._saved = state = saved_state.load_state()
         self._n_requested = state.slots
-        is_known = state.alone in self._names
-        self._maximized = self._names.index(state.alone) if is_known else None
-        self._is_training = False
+        self._maximized = _index_of(state.alone, state.panels)
+        self._is_training = self._is_loaded = False
 
     def compose(self) -> ComposeResult:
         """Yield `MAX_SLOTS` frames; `lay_out` shows those that fit."""
-        for index, name in enumerate(self._names):
-            slot = Slot(name, self._session, self._pool)
+        for index in range(MAX_SLOTS):
+            slot = Slot(self._session, self._pool)
             slot.display = self._maximized in (None, index)
             slot.set_reactive(Slot.place, self.place)
             yield slot.data_bind(Slots.place, Slots.version)
+
+    def load_panels(self) -> None:
+        """Show the saved panels, or those of a training run, in the frames."""
+        names = loadable_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
+        self._is_loaded = True
+        self._maximized = None if self._is_training else _index_of(self._saved.alone, names)
+        for slot, name in zip(self._all_slots(), names, strict=False):
+            slot.replace(name)
+        self.lay_out()
 
     def watch_version(self) -> None:
         """Show the panels of a training run for its trace, without saving that layout."""
@@ -139,11 +166,10 @@ class Slots(Container):
         if self._is_training or source is None or not is_training_trace(source):
             return
         self._is_training, self._maximized = True, None
-        for slot, name in zip(self._all_slots(), loadable_panels(TRAINING_PANELS), strict=False):
-            slot.replace(name)
         for strip in self.screen.query("#strip"):
             strip.display = False  # there are no tokens
-        self.lay_out()
+        if self._is_loaded:
+            self.load_panels()
 
     def views(self) -> list[PanelView]:
         """Return the views that are shown, in order."""
@@ -185,7 +211,7 @@ class Slots(Container):
         self._save_layout()
 
     def _save_layout(self) -> None:
-        if self._is_training:
+        if self._is_training or not self._is_loaded:
             return  # not the panels that the user chose for generations
         names = tuple(slot.view.panel.name for slot in self._all_slots())
         alone = "" if self._maximized is None else names[self._maximized]
@@ -207,6 +233,8 @@ class Slots(Container):
 
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
+        if not self._is_loaded:
+            self.call_after_refresh(self.post_message, self.LaidOut())
 
     def lay_out(self) -> None:
         """Show as many frames as were requested or as fit, in columns."""

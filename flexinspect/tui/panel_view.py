@@ -54,7 +54,6 @@ class LoadedCanvas(Canvas):
     loader: Loader[Any, Any]
 
     def on_mount(self) -> None:
-        self.run_worker(self.loader.run(), exclusive=True)
         self.loader.request_load()
 
     def watch_place(self) -> None:

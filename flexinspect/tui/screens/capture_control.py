@@ -132,6 +132,8 @@ class ControlScreen(Screen[None]):
         self.status = RunStatus()
         self._last_review: tuple[Path | None, int] | None = None
         self._has_shown_pause_hint = False
+        self.is_painted = asyncio.Event()
+        """Whether the first frame is painted, after which panels and rules are imported."""
 
     def on_unmount(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -215,6 +217,7 @@ class ControlScreen(Screen[None]):
 
     @work(exclusive=True, group="review")
     async def _review(self) -> None:
+        await self.is_painted.wait()
         await asyncio.sleep(REVIEW_DELAY_S)
         message = await review_in_background(self._session, self._pool)
         if message is not None:

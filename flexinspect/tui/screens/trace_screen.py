@@ -28,7 +28,7 @@ from flexinspect.panels.panel_registry import panel_names
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.tui.capture_client import CaptureStatus
 from flexinspect.tui.panel_layout import Slots, format_panel_option
-from flexinspect.tui.panel_view import Loader, PaintBatch, PanelView, theme_of
+from flexinspect.tui.panel_view import LoadedCanvas, Loader, PaintBatch, PanelView, theme_of
 from flexinspect.tui.screens.capture_control import ControlScreen
 from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text
 from flexinspect.tui.screens.navigation import (
@@ -110,6 +110,15 @@ class TraceScreen(ControlScreen):
         self._poll_while_live()
         self.poll_capture()
         self.slots.current().focus()
+
+    @on(Slots.LaidOut)
+    def _start_loading(self) -> None:
+        """Load what the first frame does not show, once it is painted."""
+        if not self.is_painted.is_set():
+            self.is_painted.set()
+            self.slots.load_panels()
+            for canvas in self.query(LoadedCanvas):
+                canvas.run_worker(canvas.loader.run(), exclusive=True)
 
     def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
         super().watch_capture_status(old, new)
