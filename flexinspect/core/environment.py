@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -103,6 +104,25 @@ def read_text(file: Path, what: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"The {what} {file} cannot be read: {reason}.") from error
+
+
+def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a temporary file, then replace `file` by it, so that this is never incomplete.
+
+    The file gets the permissions `mode`, by default those of a new file. Raises `OSError`, without
+    leaving the temporary file.
+    """
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    first_mode = 0o666 if mode is None else 0o600
+    try:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, first_mode)) as out:
+            out.write(data)
+        if mode is not None:
+            part.chmod(mode)
+        part.replace(file)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def user_folder(variable: str, windows_variable: str, default: str) -> Path | None:

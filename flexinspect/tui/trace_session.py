@@ -6,10 +6,12 @@ as the death of its process and its last output, comes from the process itself.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flexinspect.core.environment import is_recorder_alive
-from flexinspect.core.errors import TraceError
+from flexinspect.core.errors import FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.queries.range_queries import step_bounds
@@ -27,6 +29,7 @@ from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
+    from flexinspect.analysis.offline_rules import Review
     from flexinspect.launch.child_process import Capture
     from flexinspect.records.job import Job, ScriptJob
 
@@ -251,3 +254,58 @@ def _trace_errors(status: RunStatus, reader: TraceReader | None) -> tuple[str, .
     if reader is not None:
         texts += [row.event.text for row in newest_events(reader, "error", 0, 1)]
     return tuple(map(escape_unprintable, texts))
+
+
+REVIEW_DELAY_S = 0.3
+"""Delay before rules are imported, which would compete with drawing the first screen."""
+
+
+async def review_in_background(session: TraceSession, pool: Executor) -> str | None:
+    """Run the pending rules; return None if there are none, else a note, which may be empty.
+
+    Afterwards the session's reader returns their findings, stored in the trace or not.
+    """
+    reader = session.reader
+    if reader is None:
+        return None
+    loop = asyncio.get_running_loop()
+    if not await loop.run_in_executor(pool, needs_review, reader):
+        return None
+    result = await _run_review(reader)
+    if result.unstored:
+        from flexinspect.trace.file.writer import review_statements
+
+        reader.add_reviews(review_statements(result.unstored))
+    return result.note
+
+
+def needs_review(reader: TraceReader) -> bool:
+    """Return whether any rule has not checked a part of the trace yet."""
+    from flexinspect.analysis.offline_rules import pending_tasks
+    from flexinspect.rules.engine import load_rules
+
+    try:
+        return bool(pending_tasks(reader, load_rules().rules))
+    except FlexInspectError:
+        return False  # the panels show what is wrong with the trace
+
+
+async def _run_review(reader: TraceReader) -> Review:
+    from flexinspect.analysis.offline_rules import Review, review_command, review_from_json
+
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    command = review_command(reader.path)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=nothing, stdout=pipe, stderr=nothing, start_new_session=True
+    )
+    try:
+        text, _ = await process.communicate()
+    finally:
+        if process.returncode is None:  # the interface was closed
+            with suppress(ProcessLookupError):
+                process.kill()
+    try:
+        return review_from_json(text.decode())
+    except ValueError:
+        note = "The rules that look at a finished trace failed; see the findings command."
+        return Review(0, (), note)

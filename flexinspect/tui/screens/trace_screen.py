@@ -1,24 +1,30 @@
 """The screen of a trace: panels around a current place, live or afterwards.
 
-It also saves pictures of the whole screen and of one panel.
+It controls a running capture, runs the rules that have not checked the trace yet, and saves
+pictures of the whole screen and of one panel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.reactive import reactive
+from textual.screen import Screen
 from textual.widgets import Footer
 
+from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.core.text import escape_unprintable
@@ -26,11 +32,13 @@ from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.findings_panel import navigate_to_finding, next_finding
 from flexinspect.panels.panel_registry import panel_names
 from flexinspect.trace.query_results import FindingRow
-from flexinspect.tui.capture_client import CaptureStatus
+from flexinspect.trace.reader import TraceReader
+from flexinspect.tui import trace_session
+from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
 from flexinspect.tui.panel_layout import Slots, format_panel_option
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PaintBatch, PanelView, theme_of
-from flexinspect.tui.screens.capture_control import ControlScreen
-from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text
+from flexinspect.tui.screens import dialogs
+from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
 from flexinspect.tui.screens.navigation import (
     KeyCommands,
     bindings,
@@ -39,9 +47,23 @@ from flexinspect.tui.screens.navigation import (
     find_token,
     parse_step,
 )
-from flexinspect.tui.status_lines import FindingLine, StatusBanner, TraceHeader
-from flexinspect.tui.token_strip import TokenStrip
+from flexinspect.tui.status_lines import FindingLine, StatusBanner, TokenStrip, TraceHeader
 from flexinspect.tui.trace_session import RunStatus, TraceSession
+
+# Messages of control and some dialogs are imported on first use: the first screen does not need
+# them, and they would delay it.
+if TYPE_CHECKING:
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import (
+        CommandResponse,
+        RewindCommand,
+        RewindKind,
+        RewindState,
+        StatusResponse,
+        StepRef,
+    )
+
+T = TypeVar("T")
 
 
 def picture_file(trace: Path | None, place: TracePlace, name: str) -> Path:
@@ -56,9 +78,7 @@ def save_screen(app: Any, path: Path) -> Path | None:
     if app.is_web:
         app.deliver_screenshot(path.name)
         return None
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(app.export_screenshot(title=path.stem, simplify=True), encoding="utf-8")
-    part.replace(path)
+    replace_file(path, app.export_screenshot(title=path.stem, simplify=True).encode())
     return path
 
 
@@ -74,15 +94,39 @@ POLL_EVERY_S = 0.05
 PAGE = 10
 
 
-class TraceScreen(ControlScreen):
-    """Shows a trace at a current place and navigates in it, live or afterwards."""
+POLL_S = 0.25
+"""Interval between status requests to a running capture; each takes a millisecond of a thread."""
+
+NOTIFY_AFTER_S = 0.4
+"""If the header shows the effect of a command by then, its message is not shown."""
+
+COMMAND_POLL_S = 0.03
+BRANCH_WAIT_S = 3.0
+"""How long to wait for a new branch in the trace after the capture has reported it."""
+
+N_THREADS = 2
+"""Threads that load what the screen shows."""
+
+
+class TraceScreen(Screen[None]):
+    """Shows a trace at a current place, navigates in it, and controls its capture."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
     COMMANDS: ClassVar[set[Any]] = {KeyCommands}
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False)
+    following: reactive[bool] = reactive(True, repaint=False)
+    capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False)
 
     def __init__(self, session: TraceSession, place: TracePlace | None = None) -> None:
-        super().__init__(session)
+        super().__init__()
+        self._session, self.capture = session, CaptureClient(session)
+        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
+        self.status = RunStatus()
+        self._last_review: tuple[Path | None, int] | None = None
+        self._has_shown_pause_hint = False
+        self.is_painted = asyncio.Event()
+        """Whether the first frame is painted, after which panels and rules are imported."""
         self._initial_place = place
         self._finding: FindingRow | None = None
         self._search = self._last_error = ""
@@ -120,10 +164,18 @@ class TraceScreen(ControlScreen):
             for canvas in self.query(LoadedCanvas):
                 canvas.run_worker(canvas.loader.run(), exclusive=True)
 
-    def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
-        super().watch_capture_status(old, new)
-        if new.state == "holding" and self.status.live:
-            self.review_once(self.status.generations)
+    def on_unmount(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def reader(self) -> TraceReader | None:
+        """The reader of the trace, None before there is one."""
+        return self._session.reader
+
+    def keys_of(self, name: str) -> str:
+        """Return the configured keys of an action."""
+        app: Any = self.app
+        return str(app.keys_of(name))
 
     @property
     def slots(self) -> Slots:
@@ -362,6 +414,196 @@ class TraceScreen(ControlScreen):
     ) -> None:
         self.navigate(event.target)
 
+    # -- status ----------------------------------------------------------------------------------
+
+    @work(exclusive=True, group="status")
+    async def poll_capture(self) -> None:
+        """Update the status of the capture while there is one."""
+        while self.status.live:
+            self.capture_status = await asyncio.to_thread(self.capture.poll)
+            await asyncio.sleep(POLL_S)
+        self.capture_status = CaptureStatus()
+
+    def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
+        """Notify when the capture pauses, with the reason: the header has no room for it."""
+        status = new.status
+        if status is not None and new.state == "paused" and old.state != "paused":
+            self._notify_paused(status)
+        if new.debugger_stop and new.debugger_stop != old.debugger_stop:
+            self.notify(escape_unprintable(new.debugger_stop), severity="warning")
+        elif new.is_unresponsive and not old.is_unresponsive:
+            self.notify(
+                "The model's process does not answer; a debugger may hold it.", severity="warning"
+            )
+        if new.state == "holding" and self.status.live:
+            self.review_once(self.status.generations)
+
+    def _notify_paused(self, status: StatusResponse) -> None:
+        """Notify why the capture has paused; if the user asked for it, only once."""
+        from flexinspect.control.messages import PAUSE_REQUESTED
+
+        is_requested = status.reason == PAUSE_REQUESTED
+        if is_requested and self._has_shown_pause_hint:
+            return
+        self._has_shown_pause_hint = True
+        keys = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
+        show_reason = status.reason and not is_requested
+        reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
+        self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.")
+
+    def show_debugger_messages(self, messages: deque[str]) -> None:
+        """Show and remove messages about debuggers, such as where to attach."""
+        while messages:
+            self.notify(escape_unprintable(messages.popleft()), timeout=15)
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    def review_once(self, n_held: int = 0) -> None:
+        """Run the pending rules in the background, once per file.
+
+        While the model is held after `n_held` generations, they run once for each number of
+        generations. These findings cannot be stored, so the rules run again when the trace is
+        finished.
+        """
+        if self._last_review != (self._session.path, n_held):
+            self._last_review = (self._session.path, n_held)
+            if not n_held and self.reader is not None:
+                self.reader.remove_added_reviews()
+            self._review()
+
+    @work(exclusive=True, group="review")
+    async def _review(self) -> None:
+        await self.is_painted.wait()
+        await asyncio.sleep(trace_session.REVIEW_DELAY_S)
+        message = await trace_session.review_in_background(self._session, self._pool)
+        if message is not None:
+            self.poll_trace()
+        if message:
+            self.notify(message, severity="warning", timeout=20)
+
+    # -- commands --------------------------------------------------------------------------------
+
+    async def call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
+        """Run a command in a thread; show an error of it and return None."""
+        return await call_in_thread(self.app, lambda: self.capture.call(command))
+
+    @work(group="command")
+    async def _run_command(self, command: Callable[[ControlClient], CommandResponse]) -> None:
+        response = await self.call_capture(command)
+        if response is not None:
+            self.capture_status = CaptureStatus(response.status)
+            if response.status.until:
+                await asyncio.sleep(NOTIFY_AFTER_S)
+            # The header shows a pause that the command has led to.
+            if not (response.status.until and self.capture_status.state == "paused"):
+                self.notify(f"{escape_unprintable(response.message)}.")
+
+    def toggle_pause(self) -> None:
+        """Pause after this step, or continue."""
+        if self.capture_status.state in ("paused", "pausing"):
+            self._run_command(lambda client: client.continue_())
+        else:
+            self._run_command(lambda client: client.pause())
+
+    def step_once(self) -> None:
+        """Let the model generate one token, and show it."""
+        self.follow()
+        self._run_command(lambda client: client.step(1))
+
+    @work(group="dialog")
+    async def edit_breakpoints(self) -> None:
+        """List, set and remove breakpoints."""
+        from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen
+
+        breakpoints = await self.call_capture(lambda client: client.breakpoints())
+        if breakpoints is not None:
+            await self.app.push_screen_wait(BreakpointsScreen(self.capture, breakpoints))
+
+    # -- rewind ----------------------------------------------------------------------------------
+
+    @work(group="dialog")
+    async def rewind(self, kind: RewindKind) -> None:
+        """Restore the model to the current step, or fork there with another token or mask."""
+        from flexinspect.control.messages import Restore, StepRef
+
+        place, reader = self.place, self.reader  # it may follow the model while the user chooses
+        there = StepRef(place.generation, place.branch, place.step)
+        command: RewindCommand | None = Restore(there) if kind == "restore" else None
+        if command is None and reader is not None:
+            ask = dialogs.ask_fork if kind == "fork" else dialogs.ask_edit
+            command = await ask(self.app, reader, there)
+        if command is not None:
+            await self._run_with_cost(command)
+
+    async def _run_with_cost(self, command: RewindCommand) -> None:
+        """Run a command, after a question if it is expensive, and go to its result."""
+        trial = replace(command, dry_run=True)
+        dry = await self.call_capture(lambda client: client.rewind(trial))
+        if dry is None:
+            return
+        if dry.cost is not None and dry.cost.is_expensive:
+            options = [("do", "Do it"), ("leave", "Leave it")]
+            if await ask_choice(self.app, escape_unprintable(dry.cost.sentence), options) != "do":
+                return
+        response = await self.call_capture(lambda client: client.rewind(command))
+        if response is None or response.rewind_number is None:
+            return
+        cost_text = f"; {dry.cost.sentence}" if dry.cost is not None else ""
+        self.notify(escape_unprintable(f"{response.message}{cost_text}"))
+        rewind = await self._wait_for_rewind(response.rewind_number)
+        if rewind is None:
+            return
+        failed = rewind.state == "failed"
+        duration = f" ({1e3 * rewind.seconds:.0f} ms)" if rewind.seconds is not None else ""
+        text = escape_unprintable(rewind.message or f"The {rewind.kind} is {rewind.state}.")
+        self.notify(text + duration, severity="error" if failed else "information")
+        if not failed and rewind.place is not None:
+            await self._show_branch(rewind.place)
+
+    async def _wait_for_rewind(self, number: int) -> RewindState | None:
+        """Wait until a command is done, for as long as the model takes."""
+        while self.status.live:
+            self.capture_status = await asyncio.to_thread(self.capture.poll)
+            status = self.capture_status.status
+            rewind = status.last_rewind if status is not None else None
+            if rewind and rewind.number == number and rewind.state in ("done", "failed"):
+                return rewind
+            await asyncio.sleep(COMMAND_POLL_S)
+        return None
+
+    async def _show_branch(self, there: StepRef) -> None:
+        """Go to the place that a command led to, once its branch is in the trace."""
+        for _ in range(round(BRANCH_WAIT_S / COMMAND_POLL_S)):
+            with suppress(FlexInspectError):
+                rows = self.reader.branches(there.generation) if self.reader is not None else ()
+                if any(row.branch == there.branch for row in rows):
+                    break
+            await asyncio.sleep(COMMAND_POLL_S)
+        if (there.generation, there.branch) == (self.place.generation, self.place.branch):
+            self.navigate(Navigate(step=max(there.step, 0)))
+        else:
+            self.navigate(Navigate(generation=there.generation, branch=there.branch))
+            self.follow()
+
+    # -- branches --------------------------------------------------------------------------------
+
+    @work(group="dialog")
+    async def choose_branch(self) -> None:
+        """Choose a branch of the generation."""
+        reader, place = self.reader, self.place
+        if reader is None:
+            return
+        rows = await call_in_thread(self.app, lambda: reader.branches(place.generation))
+        if not rows or len(rows) < 2:
+            fork = self.keys_of("travel.fork")
+            self.notify(f"This generation has one branch; {fork} forks it.")
+            return
+        options = [(str(row.branch), dialogs.format_branch(row, place.branch)) for row in rows]
+        answer = await ask_choice(self.app, "Show a branch", options)
+        if answer is not None:
+            self.navigate(Navigate(generation=place.generation, branch=int(answer)))
+            self.navigate(Navigate(step=place.step))
+
     # -- pictures, help, quitting -----------------------------------------------------------------
 
     def _save_picture(self, name: str, save: Callable[[Path], Path | None]) -> None:
@@ -383,7 +625,7 @@ class TraceScreen(ControlScreen):
     def _help(self) -> None:
         panel = self.slots.current().panel
         rows = [(self.keys_of(key.id), key.text) for key in all_keys()]
-        self.app.push_screen(HelpScreen(panel.title, panel.help, rows))
+        self.app.push_screen(dialogs.HelpScreen(panel.title, panel.help, rows))
 
     def _stop(self) -> None:
         """Ask the run to end after this step; the second time, kill it."""
@@ -437,9 +679,9 @@ class TraceScreen(ControlScreen):
             "run.pause": self.toggle_pause,
             "run.step": self.step_once,
             "run.breakpoints": self.edit_breakpoints,
-            "travel.restore": self.restore_step,
-            "travel.fork": self.fork_step,
-            "travel.mask": self.edit_mask,
+            "travel.restore": lambda: self.rewind("restore"),
+            "travel.fork": lambda: self.rewind("fork"),
+            "travel.mask": lambda: self.rewind("edit"),
             "branch.choose": self.choose_branch,
             "step.next": lambda: self._move_by(1),
             "step.previous": lambda: self._move_by(-1),
