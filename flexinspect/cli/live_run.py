@@ -171,7 +171,8 @@ class RunProgress:
         self._phase = ""
         self._fraction: float | None = None
         self._reader: TraceReader | None = None
-        self.stop_following()
+        self._last_event = self._generation = self._next_step = 0
+        self._is_announced = False
         self._begin_generation()
 
     def _begin_generation(self) -> None:

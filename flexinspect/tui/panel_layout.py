@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
-from textual.message import Message
 from textual.reactive import reactive
 
 from flexinspect.core.errors import FlexInspectError
@@ -18,7 +18,7 @@ from flexinspect.core.keyboard import N_DIGITS
 from flexinspect.panels.base import Panel, Picture, TracePlace, is_training_trace
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
-from flexinspect.tui.panel_view import PanelView
+from flexinspect.tui.panel_view import LoadedCanvas, PanelView
 from flexinspect.tui.trace_session import TraceSession
 
 MAX_SLOTS = 4
@@ -52,12 +52,6 @@ def loadable_panels(names: tuple[str, ...]) -> list[str]:
     return loadable[:MAX_SLOTS]
 
 
-def _panel_title(panel: Panel[Any, Any]) -> Content:
-    """Return the title of a panel, with the number that its digit key has."""
-    number = panel_number(panel.name)
-    return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
-
-
 def format_panel_option(name: str) -> str:
     """Return the line of a panel in the list of panels."""
     try:
@@ -77,6 +71,16 @@ def _is_loadable(name: str) -> bool:
     except FlexInspectError:
         return False
     return True
+
+
+def start_gc() -> None:
+    """Start garbage collection, without the objects loaded so far.
+
+    A full collection takes 20 to 40 ms here, several frames, and modules and styles stay anyway.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 class _NoPanel(Panel[None, None]):
@@ -114,8 +118,12 @@ class Slot(Container):
 
     def replace(self, name: str) -> None:
         """Show a panel in this frame. Raises `FlexInspectError` if it does not load."""
-        self.view.show_panel(load_panel(name))
-        self.border_title = _panel_title(self.view.panel)
+        panel = load_panel(name)
+        self.view.show_panel(panel)
+        number = panel_number(name)  # of its digit key
+        self.border_title = Content(
+            f"{number} {panel.title}" if number <= N_DIGITS else panel.title
+        )
         self._show_note("", False)
 
     def _show_note(self, note: str, alarm: bool) -> None:
@@ -129,9 +137,6 @@ class Slot(Container):
 class Slots(Container):
     """All frames: keeps which panel is where and how many are shown, and saves it."""
 
-    class LaidOut(Message):
-        """The frames are painted, without their panels."""
-
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
 
@@ -141,7 +146,9 @@ class Slots(Container):
         self._saved = state = saved_state.load_state()
         self._n_requested = state.slots
         self._maximized = _index_of(state.alone, state.panels)
-        self._is_training = self._is_loaded = False
+        self._is_training = False
+        self.loaded = asyncio.Event()
+        """Whether the first frame is painted and the panels are loaded."""
 
     def compose(self) -> ComposeResult:
         """Yield `MAX_SLOTS` frames; `lay_out` shows those that fit."""
@@ -151,10 +158,18 @@ class Slots(Container):
             slot.set_reactive(Slot.place, self.place)
             yield slot.data_bind(Slots.place, Slots.version)
 
-    def load_panels(self) -> None:
+    def _start_loading(self) -> None:
+        """Load what the first frame does not show, after it is painted."""
+        if not self.loaded.is_set():
+            self._load_panels()
+            for canvas in self.screen.query(LoadedCanvas):
+                canvas.run_worker(canvas.loader.run(), exclusive=True)
+            self.call_after_refresh(start_gc)
+
+    def _load_panels(self) -> None:
         """Show the saved panels, or those of a training run, in the frames."""
         names = loadable_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
-        self._is_loaded = True
+        self.loaded.set()
         self._maximized = None if self._is_training else _index_of(self._saved.alone, names)
         for slot, name in zip(self._all_slots(), names, strict=False):
             slot.replace(name)
@@ -168,8 +183,8 @@ class Slots(Container):
         self._is_training, self._maximized = True, None
         for strip in self.screen.query("#strip"):
             strip.display = False  # there are no tokens
-        if self._is_loaded:
-            self.load_panels()
+        if self.loaded.is_set():
+            self._load_panels()
 
     def views(self) -> list[PanelView]:
         """Return the views that are shown, in order."""
@@ -177,8 +192,7 @@ class Slots(Container):
 
     def current(self) -> PanelView:
         """Return the focused view, or the first one."""
-        shown = self.views()
-        focused = self.screen.focused
+        shown, focused = self.views(), self.screen.focused
         return next((view for view in shown if view is focused), shown[0])
 
     def handle_action(self, action: str) -> None:
@@ -195,23 +209,19 @@ class Slots(Container):
 
     def show_panel(self, name: str) -> None:
         """Show a panel in the focused frame, or focus it if it is already shown."""
-        for view in self.views():
-            if view.panel.name == name:
-                view.focus()
-                return
-        self._swap_panel(self._slot_of(self.current()), name)
-
-    def _swap_panel(self, target_slot: Slot, name: str) -> None:
-        """Put a panel into a frame; a hidden frame that had it gets the other panel."""
+        slot = self._slot_of(self.current())
         other = next((s for s in self._all_slots() if s.view.panel.name == name), None)
-        before = target_slot.view.panel.name
-        target_slot.replace(name)
-        if other is not None:
+        if other is not None and other.display:
+            other.view.focus()
+            return
+        before = slot.view.panel.name
+        slot.replace(name)
+        if other is not None:  # a hidden frame that had it gets the other panel
             other.replace(before)
         self._save_layout()
 
     def _save_layout(self) -> None:
-        if self._is_training or not self._is_loaded:
+        if self._is_training or not self.loaded.is_set():
             return  # not the panels that the user chose for generations
         names = tuple(slot.view.panel.name for slot in self._all_slots())
         alone = "" if self._maximized is None else names[self._maximized]
@@ -233,8 +243,8 @@ class Slots(Container):
 
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
-        if not self._is_loaded:
-            self.call_after_refresh(self.post_message, self.LaidOut())
+        if not self.loaded.is_set():
+            self.call_after_refresh(self._start_loading)
 
     def lay_out(self) -> None:
         """Show as many frames as were requested or as fit, in columns."""

@@ -1,18 +1,16 @@
-"""The widget of a panel, which loads in a thread, and the frames in which widgets are painted."""
+"""The widget of a panel, which loads in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from textual import events
 from textual.message import Message
 from textual.reactive import reactive
-from textual.screen import Screen
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
@@ -336,53 +334,3 @@ class Loader(Generic[W, R]):
     def _cancel_preload(self) -> None:
         if self._preloaded is not None:
             self._preloaded[1].cancel()  # no effect on one that has begun
-
-
-FRAME_S = 0.03
-"""How long a frame waits for slow panels.
-
-Textual paints 60 times per second at fixed times; a frame painted in two parts takes two of them.
-"""
-N_LOOP_ITERATIONS = 5
-"""Iterations of the event loop until the screen knows of everything painted.
-
-A widget posts a message to itself, then to the screen, and each message is handled in its own
-iteration. More iterations do no harm.
-"""
-
-
-class PaintBatch:
-    """Delays painting until all loaders are idle, or until `FRAME_S` has passed.
-
-    `after` is called after the frame has been painted, if all loaders were idle in time.
-    """
-
-    def __init__(
-        self, loaders: Callable[[], Sequence[Loader[Any, Any]]], after: Callable[[], None]
-    ) -> None:
-        self._loaders, self._after = loaders, after
-        self._is_open = False
-
-    def begin(self, screen: Screen[Any]) -> None:
-        """Start delaying the painting, unless it is delayed already."""
-        if self._is_open:
-            return
-        self._is_open = True
-        batch = screen.app.batch_update()
-        batch.__enter__()
-        screen.run_worker(self._finish(screen, batch), group="frame")
-
-    async def _finish(self, screen: Screen[Any], batch: AbstractContextManager[None]) -> None:
-        try:
-            async with asyncio.timeout(FRAME_S):
-                for loader in self._loaders():
-                    await loader.wait_idle()
-                for _ in range(N_LOOP_ITERATIONS):
-                    await asyncio.sleep(0)
-        except TimeoutError:
-            pass  # late results are painted when they arrive
-        else:
-            screen.call_after_refresh(self._after)
-        finally:
-            batch.__exit__(None, None, None)
-            self._is_open = False

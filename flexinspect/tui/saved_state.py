@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict, fields, replace
 
 from flexinspect.core.environment import replace_file, user_folder
 
@@ -48,21 +48,13 @@ def load_state() -> InterfaceState:
     if file is not None:
         with suppress(OSError, ValueError, RecursionError):
             data = json.loads(file.read_text("utf-8"))
-    return _validate(data if isinstance(data, dict) else {})
-
-
-def _validate(data: dict[str, Any]) -> InterfaceState:
-    default = InterfaceState()
     values: dict[str, Any] = {}
-    for name in InterfaceState.__struct_fields__:
-        value, fallback = data.get(name), getattr(default, name)
-        if isinstance(fallback, tuple):
-            is_valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            values[name] = tuple(value) if is_valid and value else fallback
-        else:
-            values[name] = value if type(value) is type(fallback) else fallback
-    values["slots"] = min(max(values["slots"], 0), 4)
-    return InterfaceState(**values)
+    for one in fields(InterfaceState) if isinstance(data, dict) else ():
+        with suppress(KeyError, ValidationError):
+            values[one.name] = convert(data[one.name], one.type)
+    state = InterfaceState(**values)
+    slots, panels = min(max(state.slots, 0), 4), state.panels or DEFAULT_PANELS
+    return replace(state, slots=slots, panels=panels)
 
 
 def save_state(**changes: Any) -> None:

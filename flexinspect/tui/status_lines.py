@@ -6,7 +6,6 @@ import time
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from msgspec import Struct
 from textual import events
 from textual.content import Content
 from textual.message import Message
@@ -29,9 +28,8 @@ from flexinspect.panels.token_window import (
 )
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.query_results import StepRow
-from flexinspect.tui.capture_client import CaptureStatus
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
-from flexinspect.tui.trace_session import RunStatus, TraceSession
+from flexinspect.tui.trace_session import CaptureStatus, RunStatus, TraceSession
 
 BAR_WIDTH = 30
 
@@ -114,12 +112,8 @@ class StatusBanner(Static):
         self.update(Content(text))
 
 
-class HeaderData(Struct, frozen=True):
-    """Data of the header and the finding line for a place."""
-
-    step: StepRow | None = None
-    summary: FindingSummary | None = None
-
+HeaderData = tuple[StepRow | None, FindingSummary | None]
+"""The step of the header, and the summary of the finding line."""
 
 _NO_CAPTURE = CaptureStatus()
 
@@ -136,17 +130,22 @@ def header_parts(
     model = status.run.get("model")
     model = model if isinstance(model, dict) else {}
     where = f"{model.get('device', '')} {model.get('dtype', '')}".strip()
+    capture = capture_status.status  # a command may have changed the level of the manifest
+    level = status.run.get("level", "") if capture is None else capture.level
     parts = [
         (escape_unprintable(str(model.get("name", "flexinspect"))), "title", 2),
         (escape_unprintable(where), "text", 6),
-        (_format_level(status, capture_status), "text", 5),
+        (escape_unprintable(str(level)), "text", 5),
     ]
     if status.generations > 1:
         # Numbered from 0, like steps, --generation and findings.
         parts.append((f"generation {place.generation}/{status.generations - 1}", "text", 3))
     if place.branch:
         parts.append((f"branch {place.branch}", "text", 3))
-    parts.append((_format_step(status, place, step), "strong", 1))
+    phase = escape_unprintable(f" {step.phase}") if step is not None else ""
+    has_steps = status.last_step is not None
+    where = f"step {place.step}/{status.last_step}{phase}" if has_steps else "no step yet"
+    parts.append((where, "strong", 1))
     parts.append((_format_cost(status, step), "muted", 7))
     behind = (status.last_step or 0) - place.step
     halted = _format_halt(capture_status)
@@ -161,13 +160,6 @@ def header_parts(
     return parts
 
 
-def _format_level(status: RunStatus, capture_status: CaptureStatus) -> str:
-    """Return the current level: a command may have changed that of the manifest."""
-    if capture_status.status is not None:
-        return capture_status.status.level
-    return escape_unprintable(str(status.run.get("level", "")))
-
-
 _HALT_TEXTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
 
 
@@ -178,13 +170,6 @@ def _format_halt(capture_status: CaptureStatus) -> str:
     if capture_status.is_unresponsive:
         return "held by a debugger?"
     return _HALT_TEXTS.get(capture_status.state, "")
-
-
-def _format_step(status: RunStatus, place: TracePlace, step: StepRow | None) -> str:
-    if status.last_step is None:
-        return "no step yet"
-    phase = f" {step.phase}" if step is not None else ""
-    return f"step {place.step}/{status.last_step}{escape_unprintable(phase)}"
 
 
 def _format_cost(status: RunStatus, step: StepRow | None) -> str:
@@ -222,7 +207,7 @@ class TraceHeader(LoadedCanvas):
         super().__init__(id="header")
         self._session, self._findings = session, findings
         self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
-        self._data = HeaderData()
+        self._step: StepRow | None = None
         self.status = RunStatus()
 
     def watch_place(self) -> None:
@@ -238,27 +223,26 @@ class TraceHeader(LoadedCanvas):
     def watch_following(self) -> None:
         self.repaint()
 
-    def watch_capture_status(self) -> None:
-        self.repaint()
+    watch_capture_status = watch_following
 
     def _load(self, request: PlaceLoadRequest) -> HeaderData:
         source, place = self._session.source, request[0]
         if source is None:
-            return HeaderData()
+            return None, None
         try:
             step = source.reader.step(place.generation, place.step, place.branch)
-            return HeaderData(step, load_summary(source, place))
+            return step, load_summary(source, place)
         except FlexInspectError:
-            return HeaderData()  # the panels show the reason
+            return None, None  # the panels show the reason
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: HeaderData) -> None:
-        self._data = loaded
+        self._step, summary = loaded
         self.repaint()
-        self._findings.show_summary(loaded.summary)
+        self._findings.show_summary(summary)
 
     def repaint(self) -> None:
         if self.size.width:
-            step = self._data.step
+            step = self._step
             parts = header_parts(
                 self.status,
                 self.place,

@@ -1,5 +1,7 @@
 """The data source of the interface: a trace that is finished, growing, or about to begin.
 
+`CaptureClient` sends commands to the capture that writes it.
+
 Everything shown is read from the trace, live and afterwards. Only what a trace cannot contain, such
 as the death of its process and its last output, comes from the process itself.
 """
@@ -10,19 +12,20 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flexinspect.core.environment import is_recorder_alive
-from flexinspect.core.errors import FlexInspectError, TraceError
+from flexinspect.core.errors import ControlError, FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.panel_source import Source
+from flexinspect.trace.file.side_files import read_stop
 from flexinspect.trace.queries.range_queries import step_bounds
 from flexinspect.trace.queries.search_queries import n_generations, newest_events
 from flexinspect.trace.query_results import EventRow
@@ -30,8 +33,11 @@ from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
     from flexinspect.analysis.offline_rules import Review
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import StatusResponse
     from flexinspect.launch.child_process import Capture
-    from flexinspect.records.job import Job, ScriptJob
+
+T = TypeVar("T")
 
 LAST_LINES = 6
 CHECK_EVERY_S = 1.0
@@ -89,13 +95,6 @@ class TraceSession:
         self._last_debugger_event = 0
         if path is not None:
             self._attach(path)
-
-    @classmethod
-    def start(cls, job: Job | ScriptJob) -> TraceSession:
-        """Start a job in its own process."""
-        from flexinspect.launch.child_process import start_capture  # not to open a finished trace
-
-        return cls(process=start_capture(job))
 
     def _attach(self, path: Path) -> None:
         self.close()
@@ -195,7 +194,11 @@ class TraceSession:
             reason = "Its process ended without finishing the trace; all finished steps are here."
             return replace(status, state="dead", error_lines=(reason,))
         if status.state in ("failed", "interrupted"):
-            lines = self._process_errors() or _trace_errors(status, self.reader)
+            recorded = status.run.get("reason")
+            texts = [str(recorded)] if recorded else []
+            if self.reader is not None:
+                texts += [row.event.text for row in newest_events(self.reader, "error", 0, 1)]
+            lines = self._process_errors() or tuple(map(escape_unprintable, texts))
             return replace(status, error_lines=lines)
         return status
 
@@ -247,13 +250,99 @@ class TraceSession:
             self.reader.close()
 
 
-def _trace_errors(status: RunStatus, reader: TraceReader | None) -> tuple[str, ...]:
-    """Return the reason for a failure that a trace contains."""
-    reason = status.run.get("reason")
-    texts = [str(reason)] if reason else []
-    if reader is not None:
-        texts += [row.event.text for row in newest_events(reader, "error", 0, 1)]
-    return tuple(map(escape_unprintable, texts))
+POLL_TIMEOUT_S = 2.0
+"""Timeout of a status request; a capture that answers later is probably stopped."""
+
+
+class CaptureStatus(Struct, frozen=True):
+    """State of the capture: `status` is None without a capture and for an unresponsive one.
+
+    `debugger_stop` is a sentence on where a debugger has stopped it, otherwise empty.
+    """
+
+    status: StatusResponse | None = None
+    is_unresponsive: bool = False
+    debugger_stop: str = ""
+
+    @property
+    def state(self) -> str:
+        """The state of the capture, empty when unknown."""
+        return self.status.state if self.status is not None else ""
+
+
+class CaptureClient:
+    """Sends commands to the capture that writes a session's trace.
+
+    Every method may block, so none may be called in the event loop. The modules of control are
+    imported on first use: most traces are finished, and have no capture.
+    """
+
+    def __init__(self, session: TraceSession) -> None:
+        self._session = session
+        self._client: ControlClient | None = None
+
+    def client(self) -> ControlClient:
+        """Return the client of the capture. Raises `ControlError` when there is none."""
+        if self._client is None:
+            self._client = self._find_client()
+        if self._client is None:
+            raise self._no_capture_error()
+        return self._client
+
+    def _no_capture_error(self) -> ControlError:
+        session = self._session
+        if session.process is None or session.exit_code is not None:
+            return ControlError(
+                "No capture runs behind this trace, so there is no model to command.",
+                hint="A run of the interface keeps its model until q; another one needs --hold.",
+            )
+        if session.is_waiting:
+            return ControlError(
+                "The run takes no commands yet: it is still loading.",
+                hint="A generation takes them once its process is up, a program once a model runs.",
+            )
+        return ControlError("This run takes no commands: it was started with --no-control.")
+
+    def call(self, command: Callable[[ControlClient], T]) -> T:
+        """Run a command of the client. Raises `ControlError`, also for a capture that has ended."""
+        try:
+            return command(self.client())
+        except ControlError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, TimeoutError):
+                self._client = None
+                self.client()
+            raise
+
+    def poll(self) -> CaptureStatus:
+        """Return the state of the capture. Never raises `ControlError`."""
+        from flexinspect.control.client import ControlClient
+
+        debugger_stop = self._debugger_stop()
+        try:
+            client = self.client()
+            quick = ControlClient(client.address, timeout_s=POLL_TIMEOUT_S)
+            return CaptureStatus(quick.status(), debugger_stop=debugger_stop)
+        except ControlError as error:
+            is_unresponsive = isinstance(error.__cause__, TimeoutError)
+            if not is_unresponsive:
+                self._client = None
+            return CaptureStatus(is_unresponsive=is_unresponsive, debugger_stop=debugger_stop)
+
+    def _debugger_stop(self) -> str:
+        stop = read_stop(self._session.path) if self._session.path is not None else None
+        return f"The model is {stop.sentence_without_time()}." if stop is not None else ""
+
+    def _find_client(self) -> ControlClient | None:
+        from flexinspect.control.client import ControlClient
+        from flexinspect.control.discovery import running
+
+        process, path = self._session.process, self._session.path
+        pid = process.pid if process is not None else None
+        for entry in running():
+            if entry.pid == pid or (path is not None and entry.is_recording(path)):
+                return ControlClient(entry.address)
+        return None
 
 
 REVIEW_DELAY_S = 0.3

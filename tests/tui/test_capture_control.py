@@ -36,7 +36,6 @@ from flexinspect.control.messages import (
 from flexinspect.core.errors import ControlError
 from flexinspect.launch.child_process import CaptureState
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
 from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen, format_breakpoint
 from flexinspect.tui.screens.dialogs import (
     ChoiceDialog,
@@ -45,7 +44,7 @@ from flexinspect.tui.screens.dialogs import (
     parse_forced_token,
 )
 from flexinspect.tui.screens.trace_screen import NOTIFY_AFTER_S
-from flexinspect.tui.trace_session import TraceSession
+from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, TraceSession
 
 SIZE = (100, 30)
 

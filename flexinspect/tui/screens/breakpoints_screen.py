@@ -18,7 +18,7 @@ from textual.widgets.option_list import Option
 from flexinspect.breakpoints.completion import complete
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.tui.capture_client import CaptureClient
+from flexinspect.tui.trace_session import CaptureClient
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -34,9 +33,8 @@ from flexinspect.panels.panel_registry import panel_names
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import trace_session
-from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
 from flexinspect.tui.panel_layout import Slots, format_panel_option
-from flexinspect.tui.panel_view import LoadedCanvas, Loader, PaintBatch, PanelView, theme_of
+from flexinspect.tui.panel_view import LoadedCanvas, PanelView, theme_of
 from flexinspect.tui.screens import dialogs
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
 from flexinspect.tui.screens.navigation import (
@@ -48,7 +46,7 @@ from flexinspect.tui.screens.navigation import (
     parse_step,
 )
 from flexinspect.tui.status_lines import FindingLine, StatusBanner, TokenStrip, TraceHeader
-from flexinspect.tui.trace_session import RunStatus, TraceSession
+from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
 
 # Messages of control and some dialogs are imported on first use: the first screen does not need
 # them, and they would delay it.
@@ -66,13 +64,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def picture_file(trace: Path | None, place: TracePlace, name: str) -> Path:
-    """Return a new file name in the current folder, of trace, `name`, place and time of day."""
-    stem = trace.stem if trace else "flexinspect"
-    where = f"g{place.generation}-s{place.step}"
-    return Path.cwd() / f"{stem}-{name}-{where}-{time.strftime('%H%M%S')}.svg"
-
-
 def save_screen(app: Any, path: Path) -> Path | None:
     """Save the screen as SVG, or deliver it to the browser. Raises `OSError`."""
     if app.is_web:
@@ -82,13 +73,17 @@ def save_screen(app: Any, path: Path) -> Path | None:
     return path
 
 
-def save_panel(view: PanelView, path: Path) -> Path:
-    """Save the picture of a panel as SVG. Raises `FlexInspectError`."""
-    from flexinspect.drawing.export import save
+FRAME_S = 0.03
+"""How long a frame waits for slow panels.
 
-    save(path, list(view.strips), title=view.panel.title, theme=theme_of(view.app))
-    return path
+Textual paints 60 times per second at fixed times; a frame painted in two parts takes two of them.
+"""
+N_LOOP_ITERATIONS = 5
+"""Iterations of the event loop until the screen knows of everything painted.
 
+A widget posts a message to itself, then to the screen, and each message is handled in its own
+iteration. More iterations do no harm.
+"""
 
 POLL_EVERY_S = 0.05
 PAGE = 10
@@ -125,12 +120,10 @@ class TraceScreen(Screen[None]):
         self.status = RunStatus()
         self._last_review: tuple[Path | None, int] | None = None
         self._has_shown_pause_hint = False
-        self.is_painted = asyncio.Event()
-        """Whether the first frame is painted, after which panels and rules are imported."""
         self._initial_place = place
         self._finding: FindingRow | None = None
         self._search = self._last_error = ""
-        self._paint_batch = PaintBatch(self._loaders, self._preload_next)
+        self._is_frame_open = False
         self._next_place: TracePlace | None = None
         if place is not None:
             self.set_reactive(TraceScreen.place, place)
@@ -154,15 +147,6 @@ class TraceScreen(Screen[None]):
         self._poll_while_live()
         self.poll_capture()
         self.slots.current().focus()
-
-    @on(Slots.LaidOut)
-    def _start_loading(self) -> None:
-        """Load what the first frame does not show, once it is painted."""
-        if not self.is_painted.is_set():
-            self.is_painted.set()
-            self.slots.load_panels()
-            for canvas in self.query(LoadedCanvas):
-                canvas.run_worker(canvas.loader.run(), exclusive=True)
 
     def on_unmount(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -214,7 +198,9 @@ class TraceScreen(Screen[None]):
         self.status = status
         self.query_one(TraceHeader).status = status
         self.query_one(StatusBanner).show_status(status)
-        self.show_debugger_messages(self._session.debugger_messages)
+        messages = self._session.debugger_messages
+        while messages:  # such as where to attach
+            self.notify(escape_unprintable(messages.popleft()), timeout=15)
         if self.following and moved_on and (status.live or self.version):
             self.place = TracePlace(
                 status.generations - 1, layer=self.place.layer, head=self.place.head
@@ -250,8 +236,28 @@ class TraceScreen(Screen[None]):
     def watch_place(self, old: TracePlace, new: TracePlace) -> None:
         """Show the new place in one frame instead of panel by panel."""
         self._next_place = None if self.status.live else extrapolate_place(old, new)
-        if self.is_mounted:
-            self._paint_batch.begin(self)
+        if self.is_mounted and not self._is_frame_open:
+            self._is_frame_open = True
+            batch = self.app.batch_update()
+            batch.__enter__()
+            self._finish_frame(batch)
+
+    @work(group="frame")
+    async def _finish_frame(self, batch: AbstractContextManager[None]) -> None:
+        """Paint when all is loaded, or after `FRAME_S`."""
+        try:
+            async with asyncio.timeout(FRAME_S):
+                for canvas in self._shown_canvases():
+                    await canvas.loader.wait_idle()
+                for _ in range(N_LOOP_ITERATIONS):
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            pass  # late results are painted when they arrive
+        else:
+            self.call_after_refresh(self._preload_next)
+        finally:
+            batch.__exit__(None, None, None)
+            self._is_frame_open = False
 
     def _preload_next(self) -> None:
         """Load in advance the place that the same key would go to next."""
@@ -259,14 +265,11 @@ class TraceScreen(Screen[None]):
             return
         place = self.validate_place(self._next_place)
         if place != self.place:
-            self.query_one(TraceHeader).preload(place)
-            self.query_one(TokenStrip).preload(place)
-            for view in self.slots.views():
-                view.preload(place)
+            for canvas in self._shown_canvases():
+                canvas.preload(place)
 
-    def _loaders(self) -> list[Loader[Any, Any]]:
-        own = [self.query_one(TraceHeader).loader, self.query_one(TokenStrip).loader]
-        return own + [view.loader for view in self.slots.views()]
+    def _shown_canvases(self) -> list[LoadedCanvas]:
+        return [self.query_one(TraceHeader), self.query_one(TokenStrip), *self.slots.views()]
 
     # -- navigation ------------------------------------------------------------------------------
 
@@ -314,7 +317,9 @@ class TraceScreen(Screen[None]):
             except FlexInspectError as error:
                 self.show_error(error)
         elif name.startswith("panel.show-"):
-            self._show_panel_number(int(name.rpartition("-")[2]))
+            number = int(name.rpartition("-")[2])
+            if number <= len(panel_names()):
+                self.slots.show_panel(panel_names()[number - 1])
         else:
             self.slots.handle_action(name)
 
@@ -402,11 +407,6 @@ class TraceScreen(Screen[None]):
         if answer:
             self.slots.show_panel(answer)
 
-    def _show_panel_number(self, number: int) -> None:
-        names = panel_names()
-        if number <= len(names):
-            self.slots.show_panel(names[number - 1])
-
     @on(PanelView.NavigationRequest)
     @on(TokenStrip.TokenClicked)
     def _handle_navigation(
@@ -451,11 +451,6 @@ class TraceScreen(Screen[None]):
         reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
         self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.")
 
-    def show_debugger_messages(self, messages: deque[str]) -> None:
-        """Show and remove messages about debuggers, such as where to attach."""
-        while messages:
-            self.notify(escape_unprintable(messages.popleft()), timeout=15)
-
     # -- rules -----------------------------------------------------------------------------------
 
     def review_once(self, n_held: int = 0) -> None:
@@ -473,7 +468,7 @@ class TraceScreen(Screen[None]):
 
     @work(exclusive=True, group="review")
     async def _review(self) -> None:
-        await self.is_painted.wait()
+        await self.slots.loaded.wait()
         await asyncio.sleep(trace_session.REVIEW_DELAY_S)
         message = await trace_session.review_in_background(self._session, self._pool)
         if message is not None:
@@ -500,10 +495,8 @@ class TraceScreen(Screen[None]):
 
     def toggle_pause(self) -> None:
         """Pause after this step, or continue."""
-        if self.capture_status.state in ("paused", "pausing"):
-            self._run_command(lambda client: client.continue_())
-        else:
-            self._run_command(lambda client: client.pause())
+        is_paused = self.capture_status.state in ("paused", "pausing")
+        self._run_command(lambda client: client.continue_() if is_paused else client.pause())
 
     def step_once(self) -> None:
         """Let the model generate one token, and show it."""
@@ -607,8 +600,13 @@ class TraceScreen(Screen[None]):
     # -- pictures, help, quitting -----------------------------------------------------------------
 
     def _save_picture(self, name: str, save: Callable[[Path], Path | None]) -> None:
-        """Save a picture in the current folder and notify the user."""
-        file = picture_file(self._session.path, self.place, name)
+        """Save a picture in the current folder and notify the user.
+
+        Its file is named after the trace, `name`, the place and the time of day.
+        """
+        trace, place = self._session.path, self.place
+        where = f"g{place.generation}-s{place.step}-{time.strftime('%H%M%S')}"
+        file = Path.cwd() / f"{trace.stem if trace else 'flexinspect'}-{name}-{where}.svg"
         try:
             path = save(file)
             self.notify(f"Saved {path}" if path else "Saved by the browser")
@@ -619,8 +617,15 @@ class TraceScreen(Screen[None]):
             self.notify(f"{file} was not saved: {reason}.", severity="error")
 
     def _save_panel(self) -> None:
+        from flexinspect.drawing.export import save
+
         view = self.slots.current()
-        self._save_picture(view.panel.name, lambda file: save_panel(view, file))
+
+        def save_view(path: Path) -> Path:
+            save(path, list(view.strips), title=view.panel.title, theme=theme_of(self.app))
+            return path
+
+        self._save_picture(view.panel.name, save_view)
 
     def _help(self) -> None:
         panel = self.slots.current().panel
@@ -651,7 +656,11 @@ class TraceScreen(Screen[None]):
                 self._session.is_ending = True
             elif answer == "stop":
                 self._session.interrupt()
-            elif answer != "leave" or not self._leave_running():
+            elif answer != "leave":
+                return
+            elif not self._session.detach():
+                text = "This run cannot go on without the interface."
+                self.notify(text, severity="warning")
                 return
         self.app.exit()
 
@@ -665,13 +674,6 @@ class TraceScreen(Screen[None]):
             ("leave", "Quit, and let the run go on by itself"),
         ]
         return await ask_choice(self.app, "The model is still running.", options)
-
-    def _leave_running(self) -> bool:
-        if self._session.detach():
-            return True
-        text = "This run cannot go on without the interface."
-        self.notify(text, severity="warning")
-        return False
 
     def _key_actions(self) -> dict[str, Callable[[], object]]:
         """Return the actions of the table by their ids, without those of panels."""
