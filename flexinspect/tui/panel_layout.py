@@ -11,11 +11,10 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
-from textual.reactive import reactive
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import N_DIGITS
-from flexinspect.panels.base import Panel, Picture, TracePlace, is_training_trace
+from flexinspect.panels.base import Panel, Picture, is_training_trace
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_view import LoadedCanvas, PanelView
@@ -98,23 +97,13 @@ class _NoPanel(Panel[None, None]):
 class Slot(Container):
     """A frame with a panel: the title of the panel in the upper border, its note in the lower."""
 
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
-
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(classes="slot")
         self.view = PanelView(_NoPanel(), session, pool, self._show_note)
         self._shown_note = ("", False)
 
     def compose(self) -> ComposeResult:
-        self.view.set_reactive(PanelView.place, self.place)
         yield self.view
-
-    def watch_place(self, place: TracePlace) -> None:
-        self.view.place = place
-
-    def watch_version(self, version: int) -> None:
-        self.view.version = version
 
     def replace(self, name: str) -> None:
         """Show a panel in this frame. Raises `FlexInspectError` if it does not load."""
@@ -137,9 +126,6 @@ class Slot(Container):
 class Slots(Container):
     """All frames: keeps which panel is where and how many are shown, and saves it."""
 
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
-
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="slots")
         self._session, self._pool = session, pool
@@ -155,8 +141,10 @@ class Slots(Container):
         for index in range(MAX_SLOTS):
             slot = Slot(self._session, self._pool)
             slot.display = self._maximized in (None, index)
-            slot.set_reactive(Slot.place, self.place)
-            yield slot.data_bind(Slots.place, Slots.version)
+            yield slot
+
+    def on_mount(self) -> None:
+        self.watch(self.screen, "version", self._on_new_version)
 
     def _start_loading(self) -> None:
         """Load what the first frame does not show, after it is painted."""
@@ -175,7 +163,7 @@ class Slots(Container):
             slot.replace(name)
         self.lay_out()
 
-    def watch_version(self) -> None:
+    def _on_new_version(self) -> None:
         """Show the panels of a training run for its trace, without saving that layout."""
         source = self._session.source
         if self._is_training or source is None or not is_training_trace(source):

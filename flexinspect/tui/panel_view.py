@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from textual import events
 from textual.message import Message
-from textual.reactive import reactive
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
@@ -42,22 +41,24 @@ NoteCallback = Callable[[str, bool], None]
 
 
 class LoadedCanvas(Canvas):
-    """A canvas bound to the screen's `place` and `version`, whose data a `loader` loads.
+    """A canvas whose data a `loader` loads when the place or version of its `TraceScreen` changes.
 
     While a load runs, only the newest request is kept, so loads never queue up.
     """
 
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
     loader: Loader[Any, Any]
 
+    @property
+    def trace_screen(self) -> Any:
+        """The `TraceScreen`, which has the `place` to show and the `version` of the trace."""
+        return self.screen
+
     def on_mount(self) -> None:
-        self.loader.request_load()
+        self.watch(self.screen, "place", self.on_change, init=False)
+        self.watch(self.screen, "version", self.on_change)
 
-    def watch_place(self) -> None:
-        self.loader.request_load()
-
-    def watch_version(self) -> None:
+    def on_change(self) -> None:
+        """Load the data of the new place or version."""
         self.loader.request_load()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -65,11 +66,11 @@ class LoadedCanvas(Canvas):
 
     def place_request(self) -> PlaceLoadRequest:
         """Return the current request of lines that depend on nothing but the place."""
-        return self.place, self.version
+        return self.trace_screen.place, self.trace_screen.version
 
     def preload(self, place: TracePlace) -> None:
         """Load the data of a place that the user will probably visit next."""
-        self.loader.preload((place, self.version))
+        self.loader.preload((place, self.trace_screen.version))
 
 
 class PanelView(LoadedCanvas, can_focus=True):
@@ -112,11 +113,12 @@ class PanelView(LoadedCanvas, can_focus=True):
 
     def preload(self, place: TracePlace) -> None:
         if not self._is_hidden():
-            self.loader.preload((self.panel, self._make_request(place), self.version))
+            version = self.trace_screen.version
+            self.loader.preload((self.panel, self._make_request(place), version))
 
     def _make_request(self, place: TracePlace | None = None) -> Request[Any]:
         width, height = max(self.size.width, 1), max(self.size.height, 1)
-        return Request(place or self.place, self.options, width, height)
+        return Request(place or self.trace_screen.place, self.options, width, height)
 
     def show_panel(self, panel: Panel[Any, Any]) -> None:
         """Replace the panel."""
@@ -130,7 +132,9 @@ class PanelView(LoadedCanvas, can_focus=True):
         return hidden or self.size.area == 0
 
     def _next_request(self) -> PanelLoadRequest | None:
-        return None if self._is_hidden() else (self.panel, self._make_request(), self.version)
+        if self._is_hidden():
+            return None
+        return self.panel, self._make_request(), self.trace_screen.version
 
     def _load_panel(self, load_request: PanelLoadRequest) -> LoadResult:
         panel, request, _ = load_request

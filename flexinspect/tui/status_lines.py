@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from textual import events
 from textual.content import Content
 from textual.message import Message
-from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widgets import Static
 
@@ -200,30 +199,21 @@ class TraceHeader(LoadedCanvas):
     """The header. It also loads the summary of findings and passes it to the finding line."""
 
     DEFAULT_CSS = "TraceHeader { height: 1; }"
-    following: reactive[bool] = reactive(True, repaint=False, init=False)
-    capture_status: reactive[CaptureStatus] = reactive(_NO_CAPTURE, repaint=False, init=False)
 
     def __init__(self, session: TraceSession, pool: Executor, findings: FindingLine) -> None:
         super().__init__(id="header")
         self._session, self._findings = session, findings
         self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
         self._step: StepRow | None = None
-        self.status = RunStatus()
 
-    def watch_place(self) -> None:
+    def on_mount(self) -> None:
+        for name in ("following", "capture_status"):
+            self.watch(self.screen, name, self.repaint, init=False)
+
+    def on_change(self) -> None:
         """Show the new step number at once, before its data are loaded."""
-        super().watch_place()
+        super().on_change()
         self.repaint()
-
-    def watch_version(self) -> None:
-        """Show the newest step number at once."""
-        super().watch_version()
-        self.repaint()
-
-    def watch_following(self) -> None:
-        self.repaint()
-
-    watch_capture_status = watch_following
 
     def _load(self, request: PlaceLoadRequest) -> HeaderData:
         source, place = self._session.source, request[0]
@@ -242,13 +232,13 @@ class TraceHeader(LoadedCanvas):
 
     def repaint(self) -> None:
         if self.size.width:
-            step = self._step
+            screen, step = self.trace_screen, self._step
             parts = header_parts(
-                self.status,
-                self.place,
-                step if step is not None and step.step == self.place.step else None,
-                following=self.following,
-                capture_status=self.capture_status,
+                screen.status,
+                screen.place,
+                step if step is not None and step.step == screen.place.step else None,
+                following=screen.following,
+                capture_status=screen.capture_status,
             )
             self.show([header(parts, self.size.width, theme_of(self.app))])
 

@@ -131,13 +131,10 @@ class TraceScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         findings = FindingLine()
-        bound = (TraceScreen.place, TraceScreen.version)
-        yield TraceHeader(self._session, self._pool, findings).data_bind(
-            *bound, TraceScreen.following, TraceScreen.capture_status
-        )
-        yield TokenStrip(self._session, self._pool).data_bind(*bound)
+        yield TraceHeader(self._session, self._pool, findings)
+        yield TokenStrip(self._session, self._pool)
         yield StatusBanner()
-        yield Slots(self._session, self._pool).data_bind(*bound)
+        yield Slots(self._session, self._pool)
         yield findings
         yield Footer(compact=True, show_command_palette=False)
 
@@ -196,7 +193,6 @@ class TraceScreen(Screen[None]):
         """Show a new status, and go to the newest step while following."""
         moved_on = status.generations - 1 > self.place.generation
         self.status = status
-        self.query_one(TraceHeader).status = status
         self.query_one(StatusBanner).show_status(status)
         messages = self._session.debugger_messages
         while messages:  # such as where to attach
