@@ -239,11 +239,6 @@ class TraceSession:
         self.is_detached = self.process is not None and self.process.detach()
         return self.is_detached
 
-    def kill(self) -> None:
-        """Kill our process; its trace has every finished step."""
-        if self.process is not None:
-            self.process.kill()
-
     def close(self) -> None:
         """Close the trace."""
         if self.reader is not None:
@@ -283,25 +278,21 @@ class CaptureClient:
 
     def client(self) -> ControlClient:
         """Return the client of the capture. Raises `ControlError` when there is none."""
-        if self._client is None:
-            self._client = self._find_client()
-        if self._client is None:
-            raise self._no_capture_error()
-        return self._client
-
-    def _no_capture_error(self) -> ControlError:
         session = self._session
+        self._client = self._client or self._find_client()
+        if self._client is not None:
+            return self._client
         if session.process is None or session.exit_code is not None:
-            return ControlError(
+            raise ControlError(
                 "No capture runs behind this trace, so there is no model to command.",
                 hint="A run of the interface keeps its model until q; another one needs --hold.",
             )
         if session.is_waiting:
-            return ControlError(
+            raise ControlError(
                 "The run takes no commands yet: it is still loading.",
                 hint="A generation takes them once its process is up, a program once a model runs.",
             )
-        return ControlError("This run takes no commands: it was started with --no-control.")
+        raise ControlError("This run takes no commands: it was started with --no-control.")
 
     def call(self, command: Callable[[ControlClient], T]) -> T:
         """Run a command of the client. Raises `ControlError`, also for a capture that has ended."""

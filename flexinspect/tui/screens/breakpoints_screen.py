@@ -108,18 +108,16 @@ class BreakpointsScreen(ModalScreen[None]):
     async def on_input_submitted(self, event: Input.Submitted) -> None:
         """Set a breakpoint, or show the error of its condition with a caret."""
         text = event.value.strip()
-        if (
-            text
-            and await self._call_capture(lambda client: client.add_breakpoint(text)) is not None
-        ):
+        if not text:
+            return
+        if await self._call_capture(lambda client: client.add_breakpoint(text)) is not None:
             event.input.value = ""
             await self._reload()
 
     async def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         one = self._breakpoints[event.option_index]
-        await self._call_capture(
-            lambda client: client.enable_breakpoint(one.id, not one.is_enabled)
-        )
+        switch = not one.is_enabled
+        await self._call_capture(lambda client: client.enable_breakpoint(one.id, switch))
         await self._reload()
 
     async def action_remove(self) -> None:
