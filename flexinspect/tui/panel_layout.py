@@ -21,6 +21,8 @@ from flexinspect.tui.panel_view import LoadedCanvas, PanelView
 from flexinspect.tui.trace_session import TraceSession
 
 MAX_SLOTS = 4
+LOAD_WITHIN_S = 1.0
+"""When loading starts on a terminal that is too small for any frame."""
 TRAINING_PANELS = ("training", "gradstrip", "findings", "memory")
 """The panels of a training run."""
 
@@ -128,7 +130,8 @@ class Slots(Container):
 
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="slots")
-        self._session, self._pool = session, pool
+        self._session = session
+        self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
         self._saved = state = saved_state.load_state()
         self._n_requested = state.slots
         self._maximized = _index_of(state.alone, state.panels)
@@ -138,13 +141,13 @@ class Slots(Container):
 
     def compose(self) -> ComposeResult:
         """Yield `MAX_SLOTS` frames; `lay_out` shows those that fit."""
-        for index in range(MAX_SLOTS):
-            slot = Slot(self._session, self._pool)
+        for index, slot in enumerate(self._slots):
             slot.display = self._maximized in (None, index)
             yield slot
 
     def on_mount(self) -> None:
         self.watch(self.screen, "version", self._on_new_version)
+        self.set_timer(LOAD_WITHIN_S, self._start_loading)
 
     def _start_loading(self) -> None:
         """Load what the first frame does not show, after it is painted."""
@@ -159,7 +162,7 @@ class Slots(Container):
         names = loadable_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
         self.loaded.set()
         self._maximized = None if self._is_training else _index_of(self._saved.alone, names)
-        for slot, name in zip(self._all_slots(), names, strict=False):
+        for slot, name in zip(self._slots, names, strict=False):
             slot.replace(name)
         self.lay_out()
 
@@ -176,12 +179,15 @@ class Slots(Container):
 
     def views(self) -> list[PanelView]:
         """Return the views that are shown, in order."""
-        return [slot.view for slot in self.query(Slot) if slot.display]
+        return [slot.view for slot in self._slots if slot.display]
 
     def current(self) -> PanelView:
         """Return the focused view, or the first one."""
         shown, focused = self.views(), self.screen.focused
         return next((view for view in shown if view is focused), shown[0])
+
+    def _current_index(self) -> int:
+        return [slot.view for slot in self._slots].index(self.current())
 
     def handle_action(self, action: str) -> None:
         """Pass an action to the focused panel, or else to the first one that handles it."""
@@ -197,8 +203,8 @@ class Slots(Container):
 
     def show_panel(self, name: str) -> None:
         """Show a panel in the focused frame, or focus it if it is already shown."""
-        slot = self._slot_of(self.current())
-        other = next((s for s in self._all_slots() if s.view.panel.name == name), None)
+        slot = self._slots[self._current_index()]
+        other = next((s for s in self._slots if s.view.panel.name == name), None)
         if other is not None and other.display:
             other.view.focus()
             return
@@ -211,14 +217,13 @@ class Slots(Container):
     def _save_layout(self) -> None:
         if self._is_training or not self.loaded.is_set():
             return  # not the panels that the user chose for generations
-        names = tuple(slot.view.panel.name for slot in self._all_slots())
+        names = tuple(slot.view.panel.name for slot in self._slots)
         alone = "" if self._maximized is None else names[self._maximized]
         saved_state.save_state(panels=names, slots=self._n_requested, alone=alone)
 
     def toggle_maximized(self) -> None:
         """Show only the focused panel, or all panels again."""
-        current = self._all_slots().index(self._slot_of(self.current()))
-        self._maximized = current if self._maximized is None else None
+        self._maximized = self._current_index() if self._maximized is None else None
         self._save_layout()
         self.lay_out()
 
@@ -238,7 +243,7 @@ class Slots(Container):
         """Show as many frames as were requested or as fit, in columns."""
         width, height = self.app.size
         n_wanted = self._n_requested or n_slots(width, height)
-        for index, slot in enumerate(self._all_slots()):
+        for index, slot in enumerate(self._slots):
             slot.display = index < n_wanted if self._maximized is None else index == self._maximized
         n_shown = n_wanted if self._maximized is None else 1
         columns = n_columns(n_shown, width)
@@ -248,9 +253,3 @@ class Slots(Container):
             self.screen.focused, PanelView
         ):
             self.current().focus()
-
-    def _all_slots(self) -> list[Slot]:
-        return list(self.query(Slot))
-
-    def _slot_of(self, view: PanelView) -> Slot:
-        return next(slot for slot in self._all_slots() if slot.view is view)

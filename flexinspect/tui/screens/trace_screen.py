@@ -379,12 +379,8 @@ class TraceScreen(Screen[None]):
         if target.panel is not None:
             self.slots.show_panel(target.panel)
 
-    def _go_to_step(self, step: int) -> None:
-        self.place = replace(self.place, step=step, pos=None)
-
     def _move_by(self, n: int) -> None:
-        self.following = False
-        self._go_to_step(self.place.step + n)
+        self.navigate(Navigate(step=self.place.step + n))
 
     def _go_to_branch(self, generation: int | None, branch: int | None) -> None:
         """Go to the first step of another generation or branch; the current one is ignored."""
@@ -425,7 +421,7 @@ class TraceScreen(Screen[None]):
             self.place = TracePlace(newest, layer=self.place.layer, head=self.place.head)
             self.poll_trace()
         if self.status.last_step is not None:
-            self._go_to_step(self.status.last_step)
+            self.place = replace(self.place, step=self.status.last_step, pos=None)
 
     def _go_to_finding(self, direction: Literal[1, -1]) -> None:
         """Go to the next finding, wrapping around; findings at one place are visited in turn."""
