@@ -30,17 +30,16 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    return command_output("git", "-C", str(folder), *arguments, timeout_s=_GIT_TIMEOUT_S)
+
+
+def command_output(*command: str, timeout_s: float) -> str | None:
+    """Return what a command prints on stdout; None if it is missing, fails or takes too long."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return run.stdout.strip()
 
 
 _CONNECT_TIMEOUT_S = 5.0

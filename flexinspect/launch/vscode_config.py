@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flexinspect.core.environment import replace_file
+from flexinspect.core.environment import command_output, replace_file
 from flexinspect.core.errors import FlexInspectError, UsageError
 
 PORT = 5678
@@ -100,12 +99,8 @@ def _has_amx() -> bool:
 
 def _gdb_version() -> int:
     """Return the major version of gdb, or a sufficient one when it cannot be determined."""
-    command = ["gdb", "--version"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return _MIN_GDB_WITH_AMX
-    match = re.search(r"(\d+)\.\d+", done.stdout.partition("\n")[0])
+    output = command_output("gdb", "--version", timeout_s=10) or ""
+    match = re.search(r"(\d+)\.\d+", output.partition("\n")[0])
     return int(match[1]) if match else _MIN_GDB_WITH_AMX
 
 

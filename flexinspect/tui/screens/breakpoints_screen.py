@@ -17,7 +17,7 @@ from textual.widgets.option_list import Option
 
 from flexinspect.breakpoints.completion import complete
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.tui.trace_session import CaptureClient
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def format_breakpoint(one: BreakpointInfo) -> str:
     options_set = [f"hits={one.hits}"] if one.hits > 1 else []
     options_set += [word for word, on in (("once", one.once), ("log", one.log_only)) if on]
     options = f" [{' '.join(options_set)}]" if options_set else ""
-    met = f" · met {one.n_hits} time{'s' if one.n_hits > 1 else ''}" if one.n_hits else ""
+    met = f" · met {plural(one.n_hits, 'time')}" if one.n_hits else ""
     note = f" · {escape_unprintable(one.note)}" if one.note else ""
     mark = "●" if one.is_enabled else "○"
     return f"{mark} {one.id}  {escape_unprintable(one.text)}{options}{met}{note}"
