@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -111,7 +110,7 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
     The file gets the permissions `mode`, by default those of a new file. Raises `OSError`, without
     leaving the temporary file.
     """
-    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    part = file.with_name(f".{file.name}.{os.urandom(4).hex()}.part")
     first_mode = 0o666 if mode is None else 0o600
     try:
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, first_mode)) as out:
@@ -120,7 +119,8 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
             part.chmod(mode)
         part.replace(file)
     except OSError:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise
 
 
