@@ -17,8 +17,7 @@ from pathlib import Path
 from flexinspect.drawing.export import to_png
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import PanelView
-from flexinspect.tui.status_lines import TraceHeader
-from flexinspect.tui.token_strip import TokenStrip
+from flexinspect.tui.status_lines import TokenStrip, TraceHeader
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 

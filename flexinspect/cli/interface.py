@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -14,19 +16,25 @@ from flexinspect.core.text import escape_unprintable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flexinspect.panels.base import TracePlace
     from flexinspect.records.job import Job, ScriptJob
     from flexinspect.tui.app import InspectorApp
     from flexinspect.tui.screens.start_screen import JobFactory
 
 
-def open_trace_file(trace: Path, place: TracePlace | None = None) -> int:
-    """Open the interface on a trace; return the exit code. Raises `UsageError`, `TraceError`."""
+def open_trace_file(trace: Path, place: Mapping[str, int] | None = None) -> int:
+    """Open the interface on a trace, finished or being recorded, and return the exit code.
+
+    `place` are the fields of the first `TracePlace`.
+
+    Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
+    """
     is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
     if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        hint = f"Without one: flexinspect show {trace}, or flexinspect dump {trace}."
-        raise UsageError("The interface needs a terminal, and there is none here.", hint=hint)
-    return _run_app(_make_app(trace, place=place))
+        raise UsageError(
+            "The interface needs a terminal, and there is none here.",
+            hint=f"Without one: flexinspect show {trace}, or flexinspect dump {trace}.",
+        )
+    return _run_app(_make_app(trace, place))
 
 
 def open_start_screen(make_job: JobFactory) -> int:
@@ -41,16 +49,25 @@ def inspect_run(job: Job | ScriptJob) -> int:
     return _run_app_and_job(_make_app(job=replace(job, hold=True) if isinstance(job, Job) else job))
 
 
-def _make_app(trace: Path | None = None, **options: Any) -> InspectorApp:
+def _make_app(
+    trace: Path | None = None, place: Mapping[str, int] | None = None, **options: Any
+) -> InspectorApp:
+    # The app enables it again after its first frame; until then it costs 90 ms and frees nothing.
+    gc.disable()
     from flexinspect.inputs.config import load_config
+    from flexinspect.panels.base import TracePlace
     from flexinspect.tui.app import InspectorApp
 
-    return InspectorApp(trace, keymap=dict(load_config().keys), **options)
+    first = TracePlace(**place) if place else None
+    return InspectorApp(trace, place=first, keymap=dict(load_config().keys), **options)
 
 
 def _run_app(app: InspectorApp) -> int:
     """Run the interface. Raises the `TraceError` of a trace that could not be read."""
-    app.run()
+    try:
+        app.run()
+    finally:
+        gc.enable()
     if app.trace_error is not None:
         raise app.trace_error
     return app.return_code or 0

@@ -29,7 +29,6 @@ from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
 from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
-from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
 from flexinspect.trace.query_results import GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -156,6 +155,9 @@ class RunProgress:
         self._drawn_at = 0.0
         self._phase = ""
         self._fraction: float | None = None
+        self._reader: TraceReader | None = None
+        self._last_event = self._generation = self._next_step = 0
+        self._is_announced = False
         self._begin_generation()
 
     def _begin_generation(self) -> None:
@@ -206,26 +208,56 @@ class RunProgress:
             if self._live is None:
                 self.print_line(f"{event.text} …")
 
-    def show(self, updates: TraceUpdates, reader: TraceReader) -> None:
-        """Show what is new in the trace: a generation's question, steps as they are stored."""
-        for row in updates.events:
-            self.on_event(row.event)
-        for change in updates.changes:
-            if isinstance(change, NewGeneration):
-                self._begin_generation()
-                question = _question(change.generation, reader)
-                self.print_line(f"generation {change.generation.generation}: {question}")
-            elif isinstance(change, NewStep):
-                step, tokens = change.step, change.tokens
-                self._n_tokens += len(tokens)
-                self._text += "".join(token.text for token in tokens if not token.special)
-                self._capture_ms += step.capture_ms
-                self._wall_ms += step.wall_ms if step.step else 0.0
-                for line in _step_lines(step, reader) if self.verbose else ():
-                    self.print_line(line)
-                self._draw()
-            else:
-                self._draw(now=True)
+    def follow(self, recording: Path) -> None:
+        """Show what is new in a trace that is being recorded; cheap when nothing is."""
+        if self._reader is None:
+            self._reader = TraceReader(recording)
+        elif not self._reader.changed():
+            return
+        with self._reader.snapshot():
+            for row in self._reader.events(self._last_event):
+                self._last_event = row.id
+                self.on_event(row.event)
+            while self._show_generation(self._reader):
+                pass
+
+    @property
+    def is_following(self) -> bool:
+        """Whether a trace is open."""
+        return self._reader is not None
+
+    def stop_following(self) -> None:
+        """Close the trace; the next one is shown from its beginning."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader, self._last_event = None, 0
+        self._generation, self._next_step, self._is_announced = 0, 0, False
+
+    def _show_generation(self, reader: TraceReader) -> bool:
+        """Show what is new in the current generation; True when it ended and a next may follow."""
+        rows = reader.generations()
+        if len(rows) <= self._generation:
+            return False
+        row = rows[self._generation]
+        if not self._is_announced:
+            self._begin_generation()
+            self._is_announced = True
+            self.print_line(f"generation {row.generation}: {_question(row, reader)}")
+        for step in reader.steps(self._generation, start=self._next_step):
+            self._next_step = step.step + 1
+            tokens = reader.step_tokens(self._generation, step.step)
+            self._n_tokens += len(tokens)
+            self._text += "".join(token.text for token in tokens if not token.special)
+            self._capture_ms += step.capture_ms
+            self._wall_ms += step.wall_ms if step.step else 0.0
+            for line in _step_lines(step, reader) if self.verbose else ():
+                self.print_line(line)
+            self._draw()
+        if row.state == "recording":
+            return False
+        self._draw(now=True)
+        self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
+        return True
 
     def _draw(self, *, now: bool = False) -> None:
         """Redraw at most ten times per second, or `now`."""
@@ -335,7 +367,6 @@ class LiveRun:
     def __init__(self, process: Capture, progress: RunProgress, *, stops: int = 0) -> None:
         self._process, self._state, self._progress = process, process.state, progress
         self._is_program = process.has_own_streams
-        self._follower: TraceFollower | None = None
         self._stops = stops
         self._end_signal = int(signal.SIGINT)
         self._debugger_stop: DebuggerStop | None = None
@@ -353,7 +384,7 @@ class LiveRun:
                     with self._progress.suspended():
                         child_process.hand_over_terminal(self._process)
                 if code is not None:
-                    self._close()
+                    self._progress.stop_following()
                     return code
                 time.sleep(child_process.POLL_INTERVAL_S)
             except KeyboardInterrupt as error:
@@ -381,23 +412,19 @@ class LiveRun:
                 self._print_notice(state.debugger_messages.popleft())
         while state.prints:
             self._progress.print_line(state.prints.popleft())
-        if self._follower is None and (state.recording is None or state.is_over):
+        if state.recording is None or (state.is_over and not self._progress.is_following):
             return
-        if state.recording is not None:
-            self._report_debugger_stop(state.recording)
+        self._report_debugger_stop(state.recording)
         # The trace of a program is read in verbose mode only: the program may need every core.
         if self._is_program and not self._progress.verbose:
             return
         try:
-            if self._follower is None and state.recording is not None:
-                self._follower = TraceFollower(state.recording)
-            if self._follower is not None:
-                self._progress.show(self._follower.poll(), self._follower.reader)
+            self._progress.follow(state.recording)
         except TraceError:
-            if state.recording is not None and state.recording.exists():
+            if state.recording.exists():
                 raise
             # The process removed its trace or moved it to its final place; its end shows which.
-            self._close()
+            self._progress.stop_following()
 
     def _report_debugger_stop(self, recording: Path) -> None:
         """Print once where a debugger has stopped the run: no step comes until it continues."""
@@ -407,11 +434,6 @@ class LiveRun:
             show = self._print_notice if self._is_program else self._progress.print_line
             show(stop.sentence())
         self._debugger_stop = stop
-
-    def _close(self) -> None:
-        if self._follower is not None:
-            self._follower.close()
-            self._follower = None
 
     def conclude(self, code: int, *, as_json: bool) -> int:
         """Print the result and, if the run failed, the reason. Return the exit code."""

@@ -91,9 +91,8 @@ def _open(args: argparse.Namespace) -> int:
     except EOFError:
         return 0
     from flexinspect.cli.interface import open_trace_file
-    from flexinspect.panels.base import TracePlace
 
-    return open_trace_file(path, TracePlace(step=broken_run.step))
+    return open_trace_file(path, {"step": broken_run.step})
 
 
 def _check(*, as_json: bool) -> int:

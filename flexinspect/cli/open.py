@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: n for name in names if (n := getattr(args, name)) is not None}
     if args.web:
         return serve(args.trace, args.port, [f"--{name}={n}" for name, n in given.items()])
-    from flexinspect.panels.base import TracePlace
-
-    return open_trace_file(args.trace, TracePlace(**given) if given else None)
+    return open_trace_file(args.trace, given)
 
 
 def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:

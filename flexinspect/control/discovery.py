@@ -23,6 +23,7 @@ import msgspec
 
 from flexinspect.control.messages import Kind, Message, from_json, to_json
 from flexinspect.core.addresses import is_loopback, parse_address
+from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import ControlError, UsageError
 
 LONGEST_SOCKET = 100  # longest path of a socket in bytes: Linux accepts 108, macOS 104
@@ -94,11 +95,8 @@ def new_socket_path(folder: Path) -> Path:
 def register(entry: CaptureEntry) -> None:
     """Write the file that announces a capture, next to its socket. Raises `ControlError`."""
     file = Path(entry.address.socket).with_suffix(".json")
-    part = file.with_suffix(".part")
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            json.dump(to_json(entry), out)
-        part.replace(file)
+        replace_file(file, json.dumps(to_json(entry)).encode(), 0o600)
     except OSError as error:
         raise ControlError(f"{file} cannot be written: {error.strerror}.") from error
 

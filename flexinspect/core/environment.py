@@ -29,17 +29,16 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    return command_output("git", "-C", str(folder), *arguments, timeout_s=_GIT_TIMEOUT_S)
+
+
+def command_output(*command: str, timeout_s: float) -> str | None:
+    """Return what a command prints on stdout; None if it is missing, fails or takes too long."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return run.stdout.strip()
 
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -103,6 +102,26 @@ def read_text(file: Path, what: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"The {what} {file} cannot be read: {reason}.") from error
+
+
+def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a temporary file, then replace `file` by it, so that this is never incomplete.
+
+    The file gets the permissions `mode`, by default those of a new file. Raises `OSError`, without
+    leaving the temporary file.
+    """
+    part = file.with_name(f".{file.name}.{os.urandom(4).hex()}.part")
+    first_mode = 0o666 if mode is None else 0o600
+    try:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, first_mode)) as out:
+            out.write(data)
+        if mode is not None:
+            part.chmod(mode)
+        part.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def user_folder(variable: str, windows_variable: str, default: str) -> Path | None:

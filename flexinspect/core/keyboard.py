@@ -93,15 +93,14 @@ def all_keys() -> tuple[Key, ...]:
     return KEYS + digits
 
 
-NAMED_KEYS = (
+_NAMES = (
     *("up", "down", "left", "right", "home", "end", "pageup", "pagedown"),
     *("enter", "tab", "space", "escape", "backspace", "delete", "insert"),
-    *(f"f{n}" for n in range(1, 25)),
 )
+NAMED_KEYS = (*_NAMES, *(f"f{n}" for n in range(1, 25)))
 KEY_SYNTAX = (
-    'A key is a character ("w", "?", "7"), or one of up, down, left, right, home, end, pageup, '
-    "pagedown, enter, tab, space, escape, backspace, delete, insert, f1 to f24; ctrl+, alt+ and "
-    "shift+ may precede it."
+    f'A key is a character ("w", "?", "7"), or one of {", ".join(_NAMES)}, f1 to f24; '
+    "ctrl+, alt+ and shift+ may precede it."
 )
 FIXED_KEYS = {"app.palette": "ctrl+p", "app.quit": "ctrl+q"}
 """Keys that Textual itself binds to an action, in addition to the user's."""

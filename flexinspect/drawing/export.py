@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from rich.style import Style
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from textual.strip import Strip
 
+from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.drawing.text_lines import line
 from flexinspect.drawing.theme import Theme
@@ -282,14 +282,9 @@ def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str) -> str:
 
 def _write_atomically(target: Path, data: bytes) -> None:
     """Write to a temporary file, then replace the target, so that it is never incomplete."""
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        with part.open("xb") as file:
-            file.write(data)
-        part.replace(target)
+        replace_file(target, data)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         raise FlexInspectError(
             f"The picture could not be written to {target}: {error.strerror or error}.",
             hint="Choose a file in an existing folder that you may write to.",

@@ -10,7 +10,6 @@ profile (docs/debugger-api.md).
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -156,6 +155,8 @@ def user_config_file() -> Path | None:
 
 def _load_settings(file: Path, *path: str) -> _SettingsFile:
     """Read the table at a path of names in a TOML file, and check the names of its sections."""
+    import tomllib
+
     text = read_text(file, "settings file")
     try:
         settings: Any = tomllib.loads(text)

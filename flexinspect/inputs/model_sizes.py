@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 from msgspec import Struct
 
 from flexinspect.core.errors import ModelError, UsageError
@@ -141,6 +140,8 @@ def plan_memory(
 
 def available_ram() -> int:
     """Return the bytes of RAM that this process can still allocate, including container limits."""
+    import psutil
+
     free = int(psutil.virtual_memory().available)
     limits = (_cgroup_free(*names) for names in _CGROUPS)
     return min([free, *(limit for limit in limits if limit is not None)])

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from flexinspect.core.environment import command_output, replace_file
 from flexinspect.core.errors import FlexInspectError, UsageError
 
 PORT = 5678
@@ -99,12 +99,8 @@ def _has_amx() -> bool:
 
 def _gdb_version() -> int:
     """Return the major version of gdb, or a sufficient one when it cannot be determined."""
-    command = ["gdb", "--version"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return _MIN_GDB_WITH_AMX
-    match = re.search(r"(\d+)\.\d+", done.stdout.partition("\n")[0])
+    output = command_output("gdb", "--version", timeout_s=10) or ""
+    match = re.search(r"(\d+)\.\d+", output.partition("\n")[0])
     return int(match[1]) if match else _MIN_GDB_WITH_AMX
 
 
@@ -253,7 +249,14 @@ def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, MergedLa
     text = old.removeprefix("\ufeff")  # the byte order mark
     merged = merge(text, name=str(path))
     if merged.added and not dry_run:
-        _write(path, old[: len(old) - len(text)] + merged.text)
+        target = path.resolve()  # of a symbolic link, which stays
+        data = (old[: len(old) - len(text)] + merged.text).encode()
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            mode = target.stat().st_mode & 0o7777 if target.exists() else 0o644
+            replace_file(target, data, mode)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
     return path, merged
 
 
@@ -267,16 +270,3 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path} is not UTF-8: {error}.", hint="Nothing was written.") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file atomically; a symbolic link and the file mode are kept."""
-    target = path.resolve()
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(text.encode("utf-8"))
-        part.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
-        part.replace(target)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import astuple
 
@@ -22,8 +22,9 @@ CACHE_BYTES = 96 << 20
 
 def estimate_bytes(value: Any) -> int:
     """Estimate the memory of a value: that of its arrays, and 64 bytes for every other object."""
-    if isinstance(value, np.ndarray):
-        return 128 + value.nbytes
+    numpy = sys.modules.get("numpy")  # an array exists only once it is imported
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return 128 + int(value.nbytes)
     parts: Iterable[Any] = ()
     if isinstance(value, list | tuple):
         parts = value

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -25,12 +25,15 @@ from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
 from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
-from flexinspect.trace import arrays, codec, data_frames, schema
+from flexinspect.trace import codec, schema
 from flexinspect.trace import query_results as results
 from flexinspect.trace.codec import RowFormat, Statement
 from flexinspect.trace.file.connections import ReviewKey, TraceConnections, in_wal_mode
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEP, WHERE_STEPS
+
+if TYPE_CHECKING:  # numpy is loaded with the first array
+    from flexinspect.trace.data_frames import Library
 
 T = TypeVar("T")
 
@@ -337,7 +340,11 @@ class TraceReader:
         """
         condition = "owner IS NULL AND stream = ? AND layer IS ?"
         found = self._step_arrays((generation, branch, step), condition, (stream, layer))
-        return arrays.widen_bfloat16(found[0].array, found[0].dtype or "") if found else None
+        if not found:
+            return None
+        from flexinspect.trace.arrays import widen_bfloat16
+
+        return widen_bfloat16(found[0].array, found[0].dtype or "")
 
     def array_records(
         self, generation: int, step: int, branch: int = 0
@@ -360,7 +367,7 @@ class TraceReader:
         self,
         table: str,
         *,
-        library: data_frames.Library | None = None,
+        library: Library | None = None,
         generation: int | None = None,
         branch: int | None = None,
         step: int | None = None,
@@ -372,8 +379,10 @@ class TraceReader:
         Raises `UsageError` for an unknown table, and when neither is installed.
         """
         place = {"generation": generation, "branch": branch, "step": step}
+        from flexinspect.trace.data_frames import read_frame
+
         with self._damage_as_error():
-            return data_frames.read_frame(self._query, table, library, place)
+            return read_frame(self._query, table, library, place)
 
     def findings(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
@@ -672,6 +681,8 @@ def read_arrays(
 
     Raises `TraceError` when a part, a checksum or a length is wrong.
     """
+
+    from flexinspect.trace import arrays
 
     def make(row: Sequence[Any]) -> tuple[list[Any], arrays.ArrayChunk]:
         return codec.decode_values(_ARRAY_KEY_KINDS, row[:5], "arrays"), codec.decode_chunk(row[5:])

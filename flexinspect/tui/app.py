@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from flexinspect.drawing.theme import NoColorFilter
 from flexinspect.panels.base import TracePlace
 from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
+from flexinspect.tui.panel_layout import start_gc
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.trace_session import TraceSession
 
@@ -73,7 +73,6 @@ class InspectorApp(App[None]):
         self.theme_changed_signal.subscribe(self, self._repaint_all)
         self.set_keymap(self._keymap_overrides)
         self._install_signal_handlers()
-        self.call_after_refresh(_freeze_gc)
         if self._job is not None:
             self.inspect_run(self._job)
         elif self._trace is not None:
@@ -82,6 +81,7 @@ class InspectorApp(App[None]):
             from flexinspect.tui.screens.start_screen import StartScreen
 
             self.push_screen(StartScreen(self._open_target, self._make_job))
+            self.call_after_refresh(start_gc)
 
     def on_unmount(self) -> None:
         if self.session is not None:
@@ -89,11 +89,11 @@ class InspectorApp(App[None]):
 
     def inspect_run(self, job: Job | ScriptJob) -> None:
         """Start a job and follow its trace."""
-        self.session = TraceSession.start(job)
-        if job.debugger.pdb:
-            from flexinspect.launch.child_process import POLL_INTERVAL_S
+        from flexinspect.launch import child_process  # not to open a finished trace
 
-            self.set_interval(POLL_INTERVAL_S, self._hand_over_terminal)
+        self.session = TraceSession(process=child_process.start_capture(job))
+        if job.debugger.pdb:
+            self.set_interval(child_process.POLL_INTERVAL_S, self._hand_over_terminal)
         self.push_screen(TraceScreen(self.session))
 
     def _hand_over_terminal(self) -> None:
@@ -114,6 +114,7 @@ class InspectorApp(App[None]):
 
             self.trace_error = error
             self.push_screen(UnreadableTraceScreen(path, error, self._open_target))
+            self.call_after_refresh(start_gc)
             return
         self.trace_error = None
         if not is_repaired_copy(path):
@@ -178,15 +179,6 @@ class InspectorApp(App[None]):
         if self.session is not None:
             self.session.interrupt()
         self.exit(return_code=128 + number)
-
-
-def _freeze_gc() -> None:
-    """Exclude the objects loaded so far from garbage collection.
-
-    A full collection takes 20 to 40 ms here, several frames, and modules and styles stay anyway.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _refuse_job(argv: Sequence[str]) -> Job | ScriptJob:

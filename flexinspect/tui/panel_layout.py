@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
-from textual.reactive import reactive
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import N_DIGITS
-from flexinspect.panels.base import Panel, TracePlace, is_training_trace
+from flexinspect.panels.base import Panel, Picture, is_training_trace
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
-from flexinspect.tui.panel_view import PanelView
+from flexinspect.tui.panel_view import LoadedCanvas, PanelView
 from flexinspect.tui.trace_session import TraceSession
 
 MAX_SLOTS = 4
+LOAD_WITHIN_S = 1.0
+"""When loading starts on a terminal that is too small for any frame."""
 TRAINING_PANELS = ("training", "gradstrip", "findings", "memory")
 """The panels of a training run."""
 
@@ -50,12 +53,6 @@ def loadable_panels(names: tuple[str, ...]) -> list[str]:
     return loadable[:MAX_SLOTS]
 
 
-def _panel_title(panel: Panel[Any, Any]) -> Content:
-    """Return the title of a panel, with the number that its digit key has."""
-    number = panel_number(panel.name)
-    return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
-
-
 def format_panel_option(name: str) -> str:
     """Return the line of a panel in the list of panels."""
     try:
@@ -63,6 +60,10 @@ def format_panel_option(name: str) -> str:
     except FlexInspectError as error:
         return f"{name}: {error.message}"
     return f"{panel.title:<10} {panel.help.shows}"
+
+
+def _index_of(name: str, names: Sequence[str]) -> int | None:
+    return names.index(name) if name in names else None
 
 
 def _is_loadable(name: str) -> bool:
@@ -73,32 +74,47 @@ def _is_loadable(name: str) -> bool:
     return True
 
 
+def start_gc() -> None:
+    """Start garbage collection, without the objects loaded so far.
+
+    A full collection takes 20 to 40 ms here, several frames, and modules and styles stay anyway.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+class _NoPanel(Panel[None, None]):
+    """Stands in a frame until its panel is loaded."""
+
+    name = title = ""
+
+    def load(self, *args: object) -> None:
+        return None
+
+    def paint(self, *args: object) -> Picture:
+        return Picture([])
+
+
 class Slot(Container):
     """A frame with a panel: the title of the panel in the upper border, its note in the lower."""
 
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
-
-    def __init__(self, name: str, session: TraceSession, pool: Executor) -> None:
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(classes="slot")
-        self.view = PanelView(load_panel(name), session, pool, self._show_note)
+        self.view = PanelView(_NoPanel(), session, pool, self._show_note)
         self._shown_note = ("", False)
 
     def compose(self) -> ComposeResult:
-        self.border_title = _panel_title(self.view.panel)
-        self.view.set_reactive(PanelView.place, self.place)
         yield self.view
 
-    def watch_place(self, place: TracePlace) -> None:
-        self.view.place = place
-
-    def watch_version(self, version: int) -> None:
-        self.view.version = version
-
     def replace(self, name: str) -> None:
-        """Show another panel in this frame. Raises `FlexInspectError` if it does not load."""
-        self.view.show_panel(load_panel(name))
-        self.border_title = _panel_title(self.view.panel)
+        """Show a panel in this frame. Raises `FlexInspectError` if it does not load."""
+        panel = load_panel(name)
+        self.view.show_panel(panel)
+        number = panel_number(name)  # of its digit key
+        self.border_title = Content(
+            f"{number} {panel.title}" if number <= N_DIGITS else panel.title
+        )
         self._show_note("", False)
 
     def _show_note(self, note: str, alarm: bool) -> None:
@@ -112,48 +128,66 @@ class Slot(Container):
 class Slots(Container):
     """All frames: keeps which panel is where and how many are shown, and saves it."""
 
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
-
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="slots")
-        self._session, self._pool = session, pool
-        state = saved_state.load_state()
-        self._names = loadable_panels(state.panels)
+        self._session = session
+        self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
+        self._saved = state = saved_state.load_state()
         self._n_requested = state.slots
-        is_known = state.alone in self._names
-        self._maximized = self._names.index(state.alone) if is_known else None
+        self._maximized = _index_of(state.alone, state.panels)
         self._is_training = False
+        self.loaded = asyncio.Event()
+        """Whether the first frame is painted and the panels are loaded."""
 
     def compose(self) -> ComposeResult:
         """Yield `MAX_SLOTS` frames; `lay_out` shows those that fit."""
-        for index, name in enumerate(self._names):
-            slot = Slot(name, self._session, self._pool)
+        for index, slot in enumerate(self._slots):
             slot.display = self._maximized in (None, index)
-            slot.set_reactive(Slot.place, self.place)
-            yield slot.data_bind(Slots.place, Slots.version)
+            yield slot
 
-    def watch_version(self) -> None:
+    def on_mount(self) -> None:
+        self.watch(self.screen, "version", self._on_new_version)
+        self.set_timer(LOAD_WITHIN_S, self._start_loading)
+
+    def _start_loading(self) -> None:
+        """Load what the first frame does not show, after it is painted."""
+        if not self.loaded.is_set():
+            self._load_panels()
+            for canvas in self.screen.query(LoadedCanvas):
+                canvas.run_worker(canvas.loader.run(), exclusive=True)
+            self.call_after_refresh(start_gc)
+
+    def _load_panels(self) -> None:
+        """Show the saved panels, or those of a training run, in the frames."""
+        names = loadable_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
+        self.loaded.set()
+        self._maximized = None if self._is_training else _index_of(self._saved.alone, names)
+        for slot, name in zip(self._slots, names, strict=False):
+            slot.replace(name)
+        self.lay_out()
+
+    def _on_new_version(self) -> None:
         """Show the panels of a training run for its trace, without saving that layout."""
         source = self._session.source
         if self._is_training or source is None or not is_training_trace(source):
             return
         self._is_training, self._maximized = True, None
-        for slot, name in zip(self._all_slots(), loadable_panels(TRAINING_PANELS), strict=False):
-            slot.replace(name)
         for strip in self.screen.query("#strip"):
             strip.display = False  # there are no tokens
-        self.lay_out()
+        if self.loaded.is_set():
+            self._load_panels()
 
     def views(self) -> list[PanelView]:
         """Return the views that are shown, in order."""
-        return [slot.view for slot in self.query(Slot) if slot.display]
+        return [slot.view for slot in self._slots if slot.display]
 
     def current(self) -> PanelView:
         """Return the focused view, or the first one."""
-        shown = self.views()
-        focused = self.screen.focused
+        shown, focused = self.views(), self.screen.focused
         return next((view for view in shown if view is focused), shown[0])
+
+    def _current_index(self) -> int:
+        return [slot.view for slot in self._slots].index(self.current())
 
     def handle_action(self, action: str) -> None:
         """Pass an action to the focused panel, or else to the first one that handles it."""
@@ -169,32 +203,27 @@ class Slots(Container):
 
     def show_panel(self, name: str) -> None:
         """Show a panel in the focused frame, or focus it if it is already shown."""
-        for view in self.views():
-            if view.panel.name == name:
-                view.focus()
-                return
-        self._swap_panel(self._slot_of(self.current()), name)
-
-    def _swap_panel(self, target_slot: Slot, name: str) -> None:
-        """Put a panel into a frame; a hidden frame that had it gets the other panel."""
-        other = next((s for s in self._all_slots() if s.view.panel.name == name), None)
-        before = target_slot.view.panel.name
-        target_slot.replace(name)
-        if other is not None:
+        slot = self._slots[self._current_index()]
+        other = next((s for s in self._slots if s.view.panel.name == name), None)
+        if other is not None and other.display:
+            other.view.focus()
+            return
+        before = slot.view.panel.name
+        slot.replace(name)
+        if other is not None:  # a hidden frame that had it gets the other panel
             other.replace(before)
         self._save_layout()
 
     def _save_layout(self) -> None:
-        if self._is_training:
+        if self._is_training or not self.loaded.is_set():
             return  # not the panels that the user chose for generations
-        names = tuple(slot.view.panel.name for slot in self._all_slots())
+        names = tuple(slot.view.panel.name for slot in self._slots)
         alone = "" if self._maximized is None else names[self._maximized]
         saved_state.save_state(panels=names, slots=self._n_requested, alone=alone)
 
     def toggle_maximized(self) -> None:
         """Show only the focused panel, or all panels again."""
-        current = self._all_slots().index(self._slot_of(self.current()))
-        self._maximized = current if self._maximized is None else None
+        self._maximized = self._current_index() if self._maximized is None else None
         self._save_layout()
         self.lay_out()
 
@@ -207,12 +236,14 @@ class Slots(Container):
 
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
+        if not self.loaded.is_set():
+            self.call_after_refresh(self._start_loading)
 
     def lay_out(self) -> None:
         """Show as many frames as were requested or as fit, in columns."""
         width, height = self.app.size
         n_wanted = self._n_requested or n_slots(width, height)
-        for index, slot in enumerate(self._all_slots()):
+        for index, slot in enumerate(self._slots):
             slot.display = index < n_wanted if self._maximized is None else index == self._maximized
         n_shown = n_wanted if self._maximized is None else 1
         columns = n_columns(n_shown, width)
@@ -222,9 +253,3 @@ class Slots(Container):
             self.screen.focused, PanelView
         ):
             self.current().focus()
-
-    def _all_slots(self) -> list[Slot]:
-        return list(self.query(Slot))
-
-    def _slot_of(self, view: PanelView) -> Slot:
-        return next(slot for slot in self._all_slots() if slot.view is view)

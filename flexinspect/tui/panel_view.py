@@ -1,18 +1,15 @@
-"""The widget of a panel, which loads in a thread, and the frames in which widgets are painted."""
+"""The widget of a panel, which loads in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from textual import events
 from textual.message import Message
-from textual.reactive import reactive
-from textual.screen import Screen
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
@@ -44,23 +41,24 @@ NoteCallback = Callable[[str, bool], None]
 
 
 class LoadedCanvas(Canvas):
-    """A canvas bound to the screen's `place` and `version`, whose data a `loader` loads.
+    """A canvas whose data a `loader` loads when the place or version of its `TraceScreen` changes.
 
     While a load runs, only the newest request is kept, so loads never queue up.
     """
 
-    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
     loader: Loader[Any, Any]
 
+    @property
+    def trace_screen(self) -> Any:
+        """The `TraceScreen`, which has the `place` to show and the `version` of the trace."""
+        return self.screen
+
     def on_mount(self) -> None:
-        self.run_worker(self.loader.run(), exclusive=True)
-        self.loader.request_load()
+        self.watch(self.screen, "place", self.on_change, init=False)
+        self.watch(self.screen, "version", self.on_change)
 
-    def watch_place(self) -> None:
-        self.loader.request_load()
-
-    def watch_version(self) -> None:
+    def on_change(self) -> None:
+        """Load the data of the new place or version."""
         self.loader.request_load()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -68,11 +66,11 @@ class LoadedCanvas(Canvas):
 
     def place_request(self) -> PlaceLoadRequest:
         """Return the current request of lines that depend on nothing but the place."""
-        return self.place, self.version
+        return self.trace_screen.place, self.trace_screen.version
 
     def preload(self, place: TracePlace) -> None:
         """Load the data of a place that the user will probably visit next."""
-        self.loader.preload((place, self.version))
+        self.loader.preload((place, self.trace_screen.version))
 
 
 class PanelView(LoadedCanvas, can_focus=True):
@@ -115,11 +113,12 @@ class PanelView(LoadedCanvas, can_focus=True):
 
     def preload(self, place: TracePlace) -> None:
         if not self._is_hidden():
-            self.loader.preload((self.panel, self._make_request(place), self.version))
+            version = self.trace_screen.version
+            self.loader.preload((self.panel, self._make_request(place), version))
 
     def _make_request(self, place: TracePlace | None = None) -> Request[Any]:
         width, height = max(self.size.width, 1), max(self.size.height, 1)
-        return Request(place or self.place, self.options, width, height)
+        return Request(place or self.trace_screen.place, self.options, width, height)
 
     def show_panel(self, panel: Panel[Any, Any]) -> None:
         """Replace the panel."""
@@ -133,7 +132,9 @@ class PanelView(LoadedCanvas, can_focus=True):
         return hidden or self.size.area == 0
 
     def _next_request(self) -> PanelLoadRequest | None:
-        return None if self._is_hidden() else (self.panel, self._make_request(), self.version)
+        if self._is_hidden():
+            return None
+        return self.panel, self._make_request(), self.trace_screen.version
 
     def _load_panel(self, load_request: PanelLoadRequest) -> LoadResult:
         panel, request, _ = load_request
@@ -337,53 +338,3 @@ class Loader(Generic[W, R]):
     def _cancel_preload(self) -> None:
         if self._preloaded is not None:
             self._preloaded[1].cancel()  # no effect on one that has begun
-
-
-FRAME_S = 0.03
-"""How long a frame waits for slow panels.
-
-Textual paints 60 times per second at fixed times; a frame painted in two parts takes two of them.
-"""
-N_LOOP_ITERATIONS = 5
-"""Iterations of the event loop until the screen knows of everything painted.
-
-A widget posts a message to itself, then to the screen, and each message is handled in its own
-iteration. More iterations do no harm.
-"""
-
-
-class PaintBatch:
-    """Delays painting until all loaders are idle, or until `FRAME_S` has passed.
-
-    `after` is called after the frame has been painted, if all loaders were idle in time.
-    """
-
-    def __init__(
-        self, loaders: Callable[[], Sequence[Loader[Any, Any]]], after: Callable[[], None]
-    ) -> None:
-        self._loaders, self._after = loaders, after
-        self._is_open = False
-
-    def begin(self, screen: Screen[Any]) -> None:
-        """Start delaying the painting, unless it is delayed already."""
-        if self._is_open:
-            return
-        self._is_open = True
-        batch = screen.app.batch_update()
-        batch.__enter__()
-        screen.run_worker(self._finish(screen, batch), group="frame")
-
-    async def _finish(self, screen: Screen[Any], batch: AbstractContextManager[None]) -> None:
-        try:
-            async with asyncio.timeout(FRAME_S):
-                for loader in self._loaders():
-                    await loader.wait_idle()
-                for _ in range(N_LOOP_ITERATIONS):
-                    await asyncio.sleep(0)
-        except TimeoutError:
-            pass  # late results are painted when they arrive
-        else:
-            screen.call_after_refresh(self._after)
-        finally:
-            batch.__exit__(None, None, None)
-            self._is_open = False

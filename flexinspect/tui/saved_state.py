@@ -7,16 +7,15 @@ A small JSON file in the user's state folder (`XDG_STATE_HOME`, else `~/.local/s
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict, fields, replace
+
+from flexinspect.core.environment import replace_file, user_folder
 
 N_RECENT = 12
 DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
@@ -38,14 +37,8 @@ class InterfaceState(Struct, frozen=True):
 
 def state_file() -> Path | None:
     """Return the path of the file, which may not exist; None without a home folder."""
-    base = os.environ.get("XDG_STATE_HOME")
-    if not base and sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA")
-    try:
-        root = Path(base) if base else Path.home() / ".local" / "state"
-    except RuntimeError:
-        return None
-    return root / "flexinspect" / "state.json"
+    root = user_folder("XDG_STATE_HOME", "LOCALAPPDATA", ".local/state")
+    return None if root is None else root / "flexinspect" / "state.json"
 
 
 def load_state() -> InterfaceState:
@@ -55,21 +48,13 @@ def load_state() -> InterfaceState:
     if file is not None:
         with suppress(OSError, ValueError, RecursionError):
             data = json.loads(file.read_text("utf-8"))
-    return _validate(data if isinstance(data, dict) else {})
-
-
-def _validate(data: dict[str, Any]) -> InterfaceState:
-    default = InterfaceState()
     values: dict[str, Any] = {}
-    for name in InterfaceState.__struct_fields__:
-        value, fallback = data.get(name), getattr(default, name)
-        if isinstance(fallback, tuple):
-            is_valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
-            values[name] = tuple(value) if is_valid and value else fallback
-        else:
-            values[name] = value if type(value) is type(fallback) else fallback
-    values["slots"] = min(max(values["slots"], 0), 4)
-    return InterfaceState(**values)
+    for one in fields(InterfaceState) if isinstance(data, dict) else ():
+        with suppress(KeyError, ValidationError):
+            values[one.name] = convert(data[one.name], one.type)
+    state = InterfaceState(**values)
+    slots, panels = min(max(state.slots, 0), 4), state.panels or DEFAULT_PANELS
+    return replace(state, slots=slots, panels=panels)
 
 
 def save_state(**changes: Any) -> None:
@@ -80,10 +65,7 @@ def save_state(**changes: Any) -> None:
     text = json.dumps(asdict(replace(load_state(), **changes)), indent=2)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".state-")
-        with os.fdopen(handle, "w", encoding="utf-8") as part:
-            part.write(text)
-        Path(name).replace(file)
+        replace_file(file, text.encode(), 0o600)
 
 
 def add_recent_trace(path: Path) -> None:

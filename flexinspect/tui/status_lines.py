@@ -1,26 +1,34 @@
-"""The lines around the panels: the header, the banner of the run's status, the finding line."""
+"""The lines around the panels: header, token strip, banner of the run's status, finding line."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
-from msgspec import Struct
 from textual import events
 from textual.content import Content
-from textual.reactive import reactive
+from textual.message import Message
+from textual.strip import Strip
 from textual.widgets import Static
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Canvas, header, line
-from flexinspect.panels.base import TracePlace
+from flexinspect.drawing.text_lines import Canvas, Span, header, line
+from flexinspect.drawing.theme import Theme
+from flexinspect.drawing.token_cells import TokenCellRow, row_around
+from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.panels.findings_panel import FindingSummary, load_summary
+from flexinspect.panels.token_window import (
+    TokenWindow,
+    load_token_window,
+    segment_at,
+    token_cells,
+)
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.query_results import StepRow
-from flexinspect.tui.capture_client import CaptureStatus
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
-from flexinspect.tui.trace_session import RunStatus, TraceSession
+from flexinspect.tui.trace_session import CaptureStatus, RunStatus, TraceSession
 
 BAR_WIDTH = 30
 
@@ -103,12 +111,8 @@ class StatusBanner(Static):
         self.update(Content(text))
 
 
-class HeaderData(Struct, frozen=True):
-    """Data of the header and the finding line for a place."""
-
-    step: StepRow | None = None
-    summary: FindingSummary | None = None
-
+HeaderData = tuple[StepRow | None, FindingSummary | None]
+"""The step of the header, and the summary of the finding line."""
 
 _NO_CAPTURE = CaptureStatus()
 
@@ -125,17 +129,22 @@ def header_parts(
     model = status.run.get("model")
     model = model if isinstance(model, dict) else {}
     where = f"{model.get('device', '')} {model.get('dtype', '')}".strip()
+    capture = capture_status.status  # a command may have changed the level of the manifest
+    level = status.run.get("level", "") if capture is None else capture.level
     parts = [
         (escape_unprintable(str(model.get("name", "flexinspect"))), "title", 2),
         (escape_unprintable(where), "text", 6),
-        (_format_level(status, capture_status), "text", 5),
+        (escape_unprintable(str(level)), "text", 5),
     ]
     if status.generations > 1:
         # Numbered from 0, like steps, --generation and findings.
         parts.append((f"generation {place.generation}/{status.generations - 1}", "text", 3))
     if place.branch:
         parts.append((f"branch {place.branch}", "text", 3))
-    parts.append((_format_step(status, place, step), "strong", 1))
+    phase = escape_unprintable(f" {step.phase}") if step is not None else ""
+    has_steps = status.last_step is not None
+    where = f"step {place.step}/{status.last_step}{phase}" if has_steps else "no step yet"
+    parts.append((where, "strong", 1))
     parts.append((_format_cost(status, step), "muted", 7))
     behind = (status.last_step or 0) - place.step
     halted = _format_halt(capture_status)
@@ -150,13 +159,6 @@ def header_parts(
     return parts
 
 
-def _format_level(status: RunStatus, capture_status: CaptureStatus) -> str:
-    """Return the current level: a command may have changed that of the manifest."""
-    if capture_status.status is not None:
-        return capture_status.status.level
-    return escape_unprintable(str(status.run.get("level", "")))
-
-
 _HALT_TEXTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
 
 
@@ -167,13 +169,6 @@ def _format_halt(capture_status: CaptureStatus) -> str:
     if capture_status.is_unresponsive:
         return "held by a debugger?"
     return _HALT_TEXTS.get(capture_status.state, "")
-
-
-def _format_step(status: RunStatus, place: TracePlace, step: StepRow | None) -> str:
-    if status.last_step is None:
-        return "no step yet"
-    phase = f" {step.phase}" if step is not None else ""
-    return f"step {place.step}/{status.last_step}{escape_unprintable(phase)}"
 
 
 def _format_cost(status: RunStatus, step: StepRow | None) -> str:
@@ -204,56 +199,46 @@ class TraceHeader(LoadedCanvas):
     """The header. It also loads the summary of findings and passes it to the finding line."""
 
     DEFAULT_CSS = "TraceHeader { height: 1; }"
-    following: reactive[bool] = reactive(True, repaint=False, init=False)
-    capture_status: reactive[CaptureStatus] = reactive(_NO_CAPTURE, repaint=False, init=False)
 
     def __init__(self, session: TraceSession, pool: Executor, findings: FindingLine) -> None:
         super().__init__(id="header")
         self._session, self._findings = session, findings
         self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
-        self._data = HeaderData()
-        self.status = RunStatus()
+        self._step: StepRow | None = None
 
-    def watch_place(self) -> None:
+    def on_mount(self) -> None:
+        for name in ("following", "capture_status"):
+            self.watch(self.screen, name, self.repaint, init=False)
+
+    def on_change(self) -> None:
         """Show the new step number at once, before its data are loaded."""
-        super().watch_place()
-        self.repaint()
-
-    def watch_version(self) -> None:
-        """Show the newest step number at once."""
-        super().watch_version()
-        self.repaint()
-
-    def watch_following(self) -> None:
-        self.repaint()
-
-    def watch_capture_status(self) -> None:
+        super().on_change()
         self.repaint()
 
     def _load(self, request: PlaceLoadRequest) -> HeaderData:
         source, place = self._session.source, request[0]
         if source is None:
-            return HeaderData()
+            return None, None
         try:
             step = source.reader.step(place.generation, place.step, place.branch)
-            return HeaderData(step, load_summary(source, place))
+            return step, load_summary(source, place)
         except FlexInspectError:
-            return HeaderData()  # the panels show the reason
+            return None, None  # the panels show the reason
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: HeaderData) -> None:
-        self._data = loaded
+        self._step, summary = loaded
         self.repaint()
-        self._findings.show_summary(loaded.summary)
+        self._findings.show_summary(summary)
 
     def repaint(self) -> None:
         if self.size.width:
-            step = self._data.step
+            screen, step = self.trace_screen, self._step
             parts = header_parts(
-                self.status,
-                self.place,
-                step if step is not None and step.step == self.place.step else None,
-                following=self.following,
-                capture_status=self.capture_status,
+                screen.status,
+                screen.place,
+                step if step is not None and step.step == screen.place.step else None,
+                following=screen.following,
+                capture_status=screen.capture_status,
             )
             self.show([header(parts, self.size.width, theme_of(self.app))])
 
@@ -295,3 +280,109 @@ class FindingLine(Canvas):
         else:
             text, style = format_finding_summary(self._summary)
         self.show([line([(text, theme.style(style))], self.size.width, theme.style("text"))])
+
+
+TOKEN_RADIUS = 96
+"""Tokens loaded before and after the current one; few are narrower than two cells."""
+
+
+def draw_token_strip(
+    window: TokenWindow, width: int, theme: Theme
+) -> tuple[list[Strip], TokenCellRow]:
+    """Return the two lines of the strip, and the columns of its tokens.
+
+    The first line has the tokens, the second the label of each segment at its start.
+    """
+    cells = token_cells(window, "probability")
+    index = len(cells) - 1 if window.current is None else window.current - window.start
+    row = row_around(cells, index, width)
+    spans = row.spans(theme, current=window.current)
+    return [
+        line(spans, width, theme.style("text")),
+        line(_draw_labels(row, window, width, theme), width, theme.style("text")),
+    ], row
+
+
+def _draw_labels(row: TokenCellRow, window: TokenWindow, width: int, theme: Theme) -> list[Span]:
+    """Return the line below the tokens: the current position, and the labels that fit beside it."""
+    candidates = sorted(_label_candidates(row, window), key=lambda label: not label[2])
+    placed: list[tuple[int, str, bool]] = []
+    for column, text, current in candidates:
+        text = text[: max(width - column, 0)]
+        is_free = all(
+            column + len(text) <= at or column >= at + len(other) + 1 for at, other, _ in placed
+        )
+        if text and is_free:
+            placed.append((column, text, current))
+    spans: list[Span] = []
+    used = 0
+    for column, text, current in sorted(placed):
+        spans.append((" " * (column - used), theme.style("text")))
+        spans.append((text, theme.style("strong" if current else "muted")))
+        used = column + len(text)
+    return spans
+
+
+def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int, str, bool]]:
+    """Return column and text of each possible label, and whether it is the current position."""
+    labels: list[tuple[int, str, bool]] = []
+    last = None
+    for cell, column in zip(row.cells, row.columns, strict=False):
+        segment = segment_at(window.segments, cell.pos)
+        if cell.pos == window.current:
+            labels.append((column, f"▲{cell.pos}", True))
+        if segment is not None and segment is not last and segment.kind != "separator":
+            labels.append((column, f"╵{escape_unprintable(segment.label)}", False))
+        last = segment
+    return labels
+
+
+class TokenStrip(LoadedCanvas):
+    """Two lines with the tokens around the screen's place."""
+
+    DEFAULT_CSS = "TokenStrip { height: 2; }"
+
+    @dataclass
+    class TokenClicked(Message):
+        """A token was clicked."""
+
+        target: Navigate
+
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
+        super().__init__(id="strip")
+        self._session = session
+        self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
+        self._window: TokenWindow | None = None
+        self._row: TokenCellRow | None = None
+
+    def _load(self, request: PlaceLoadRequest) -> TokenWindow | None:
+        source, place = self._session.source, request[0]
+        try:
+            return None if source is None else load_token_window(source, place, TOKEN_RADIUS)
+        except (Missing, FlexInspectError):
+            return None  # the panels show the reason
+
+    def _show_loaded(self, request: PlaceLoadRequest, loaded: TokenWindow | None) -> None:
+        self._window = loaded
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Draw the loaded tokens."""
+        if self._window is None or self.size.area == 0:
+            self._row = None
+            self.show([])
+            return
+        strips, self._row = draw_token_strip(self._window, self.size.width, theme_of(self.app))
+        self.show(strips)
+
+    def on_click(self, event: events.Click) -> None:
+        """Go to the token that was clicked."""
+        cell = self._row.cell_at(event.x) if self._row and event.y == 0 else None
+        if cell is None or self._window is None:
+            return
+        token = self._window.token(cell.pos)
+        if token is None:
+            return
+        is_prompt = token.step is None
+        target = Navigate(step=0, pos=token.pos) if is_prompt else Navigate(step=token.step)
+        self.post_message(self.TokenClicked(target))

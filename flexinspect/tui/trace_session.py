@@ -1,33 +1,43 @@
 """The data source of the interface: a trace that is finished, growing, or about to begin.
 
+`CaptureClient` sends commands to the capture that writes it.
+
 Everything shown is read from the trace, live and afterwards. Only what a trace cannot contain, such
 as the death of its process and its last output, comes from the process itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flexinspect.core.environment import is_recorder_alive
-from flexinspect.core.errors import TraceError
+from flexinspect.core.errors import ControlError, FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.panel_source import Source
-from flexinspect.trace.queries import n_generations, newest_events, step_bounds
+from flexinspect.trace.file.side_files import read_stop
+from flexinspect.trace.queries import step_bounds
+from flexinspect.trace.queries import n_generations, newest_events
 from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
+    from flexinspect.analysis.offline_rules import Review
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import StatusResponse
     from flexinspect.launch.child_process import Capture
-    from flexinspect.records.job import Job, ScriptJob
+
+T = TypeVar("T")
 
 LAST_LINES = 6
 CHECK_EVERY_S = 1.0
@@ -85,13 +95,6 @@ class TraceSession:
         self._last_debugger_event = 0
         if path is not None:
             self._attach(path)
-
-    @classmethod
-    def start(cls, job: Job | ScriptJob) -> TraceSession:
-        """Start a job in its own process."""
-        from flexinspect.launch.child_process import start_capture  # not to open a finished trace
-
-        return cls(process=start_capture(job))
 
     def _attach(self, path: Path) -> None:
         self.close()
@@ -191,7 +194,11 @@ class TraceSession:
             reason = "Its process ended without finishing the trace; all finished steps are here."
             return replace(status, state="dead", error_lines=(reason,))
         if status.state in ("failed", "interrupted"):
-            lines = self._process_errors() or _trace_errors(status, self.reader)
+            recorded = status.run.get("reason")
+            texts = [str(recorded)] if recorded else []
+            if self.reader is not None:
+                texts += [row.event.text for row in newest_events(self.reader, "error", 0, 1)]
+            lines = self._process_errors() or tuple(map(escape_unprintable, texts))
             return replace(status, error_lines=lines)
         return status
 
@@ -232,21 +239,153 @@ class TraceSession:
         self.is_detached = self.process is not None and self.process.detach()
         return self.is_detached
 
-    def kill(self) -> None:
-        """Kill our process; its trace has every finished step."""
-        if self.process is not None:
-            self.process.kill()
-
     def close(self) -> None:
         """Close the trace."""
         if self.reader is not None:
             self.reader.close()
 
 
-def _trace_errors(status: RunStatus, reader: TraceReader | None) -> tuple[str, ...]:
-    """Return the reason for a failure that a trace contains."""
-    reason = status.run.get("reason")
-    texts = [str(reason)] if reason else []
-    if reader is not None:
-        texts += [row.event.text for row in newest_events(reader, "error", 0, 1)]
-    return tuple(map(escape_unprintable, texts))
+POLL_TIMEOUT_S = 2.0
+"""Timeout of a status request; a capture that answers later is probably stopped."""
+
+
+class CaptureStatus(Struct, frozen=True):
+    """State of the capture: `status` is None without a capture and for an unresponsive one.
+
+    `debugger_stop` is a sentence on where a debugger has stopped it, otherwise empty.
+    """
+
+    status: StatusResponse | None = None
+    is_unresponsive: bool = False
+    debugger_stop: str = ""
+
+    @property
+    def state(self) -> str:
+        """The state of the capture, empty when unknown."""
+        return self.status.state if self.status is not None else ""
+
+
+class CaptureClient:
+    """Sends commands to the capture that writes a session's trace.
+
+    Every method may block, so none may be called in the event loop. The modules of control are
+    imported on first use: most traces are finished, and have no capture.
+    """
+
+    def __init__(self, session: TraceSession) -> None:
+        self._session = session
+        self._client: ControlClient | None = None
+
+    def client(self) -> ControlClient:
+        """Return the client of the capture. Raises `ControlError` when there is none."""
+        session = self._session
+        self._client = self._client or self._find_client()
+        if self._client is not None:
+            return self._client
+        if session.process is None or session.exit_code is not None:
+            raise ControlError(
+                "No capture runs behind this trace, so there is no model to command.",
+                hint="A run of the interface keeps its model until q; another one needs --hold.",
+            )
+        if session.is_waiting:
+            raise ControlError(
+                "The run takes no commands yet: it is still loading.",
+                hint="A generation takes them once its process is up, a program once a model runs.",
+            )
+        raise ControlError("This run takes no commands: it was started with --no-control.")
+
+    def call(self, command: Callable[[ControlClient], T]) -> T:
+        """Run a command of the client. Raises `ControlError`, also for a capture that has ended."""
+        try:
+            return command(self.client())
+        except ControlError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, TimeoutError):
+                self._client = None
+                self.client()
+            raise
+
+    def poll(self) -> CaptureStatus:
+        """Return the state of the capture. Never raises `ControlError`."""
+        from flexinspect.control.client import ControlClient
+
+        debugger_stop = self._debugger_stop()
+        try:
+            client = self.client()
+            quick = ControlClient(client.address, timeout_s=POLL_TIMEOUT_S)
+            return CaptureStatus(quick.status(), debugger_stop=debugger_stop)
+        except ControlError as error:
+            is_unresponsive = isinstance(error.__cause__, TimeoutError)
+            if not is_unresponsive:
+                self._client = None
+            return CaptureStatus(is_unresponsive=is_unresponsive, debugger_stop=debugger_stop)
+
+    def _debugger_stop(self) -> str:
+        stop = read_stop(self._session.path) if self._session.path is not None else None
+        return f"The model is {stop.sentence_without_time()}." if stop is not None else ""
+
+    def _find_client(self) -> ControlClient | None:
+        from flexinspect.control.client import ControlClient
+        from flexinspect.control.discovery import running
+
+        process, path = self._session.process, self._session.path
+        pid = process.pid if process is not None else None
+        for entry in running():
+            if entry.pid == pid or (path is not None and entry.is_recording(path)):
+                return ControlClient(entry.address)
+        return None
+
+
+REVIEW_DELAY_S = 0.3
+"""Delay before rules are imported, which would compete with drawing the first screen."""
+
+
+async def review_in_background(session: TraceSession, pool: Executor) -> str | None:
+    """Run the pending rules; return None if there are none, else a note, which may be empty.
+
+    Afterwards the session's reader returns their findings, stored in the trace or not.
+    """
+    reader = session.reader
+    if reader is None:
+        return None
+    loop = asyncio.get_running_loop()
+    if not await loop.run_in_executor(pool, needs_review, reader):
+        return None
+    result = await _run_review(reader)
+    if result.unstored:
+        from flexinspect.trace.file.writer import review_statements
+
+        reader.add_reviews(review_statements(result.unstored))
+    return result.note
+
+
+def needs_review(reader: TraceReader) -> bool:
+    """Return whether any rule has not checked a part of the trace yet."""
+    from flexinspect.analysis.offline_rules import pending_tasks
+    from flexinspect.rules.engine import load_rules
+
+    try:
+        return bool(pending_tasks(reader, load_rules().rules))
+    except FlexInspectError:
+        return False  # the panels show what is wrong with the trace
+
+
+async def _run_review(reader: TraceReader) -> Review:
+    from flexinspect.analysis.offline_rules import Review, review_command, review_from_json
+
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    command = review_command(reader.path)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=nothing, stdout=pipe, stderr=nothing, start_new_session=True
+    )
+    try:
+        text, _ = await process.communicate()
+    finally:
+        if process.returncode is None:  # the interface was closed
+            with suppress(ProcessLookupError):
+                process.kill()
+    try:
+        return review_from_json(text.decode())
+    except ValueError:
+        note = "The rules that look at a finished trace failed; see the findings command."
+        return Review(0, (), note)

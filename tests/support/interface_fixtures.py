@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flexinspect.tui.screens import capture_control
+from flexinspect.tui import trace_session
 from support.traces import sample_trace
 
 
@@ -31,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
 def no_review(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no rule look at the traces of these tests, whatever rules there are by now."""
     if "with_review" not in request.fixturenames:
-        monkeypatch.setattr(capture_control, "needs_review", lambda reader: False)
+        monkeypatch.setattr(trace_session, "needs_review", lambda reader: False)
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 from flexinspect.tui.panel_view import PanelView
-from flexinspect.tui.status_lines import TraceHeader
-from flexinspect.tui.token_strip import TokenStrip
+from flexinspect.tui.status_lines import TokenStrip, TraceHeader
 
 
 async def settle(pilot: Pilot[Any]) -> None:

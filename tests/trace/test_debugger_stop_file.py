@@ -13,8 +13,7 @@ from flexinspect.trace.file.side_files import (
     stop_path,
     write_stop,
 )
-from flexinspect.tui.capture_client import CaptureClient
-from flexinspect.tui.trace_session import TraceSession
+from flexinspect.tui.trace_session import CaptureClient, TraceSession
 
 
 class FakeFeed(TraceSession):

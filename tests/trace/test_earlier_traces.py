@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.earlier_traces import EXPECTED, NAMES, trace_digests, unpack
 
+from flexinspect.cli.live_run import RunProgress
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.training_step import LOSS_REPORTED
 from flexinspect.trace.file.earlier_versions import NEW_EVENT_KINDS, NEW_VALUES, OLD_COLUMNS
 from flexinspect.trace.file.salvage import is_repairable, repair_copy
 from flexinspect.trace.file.writer import RuleReview, append_reviews, review_statements
-from flexinspect.trace.follower import TraceFollower
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.trace_dump import DumpSelection, dump_json
 
@@ -101,13 +103,17 @@ def test_findings_of_version_1_are_shown_but_not_stored(tmp_path: Path) -> None:
         assert not {row.event.kind for row in reader.events()} & {*NEW_EVENT_KINDS}
 
 
-def test_a_trace_of_version_1_is_followed_while_it_is_recorded(tmp_path: Path) -> None:
-    path = unpack("interrupted", tmp_path)
-    follower = TraceFollower(path)
-    updates = follower.poll()
-    assert updates.changes
-    assert not {row.event.kind for row in updates.events} & {*NEW_EVENT_KINDS}
-    follower.close()
+def test_a_trace_of_version_1_is_followed_while_it_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: set[str] = set()
+    monkeypatch.setattr(RunProgress, "on_event", lambda self, event: kinds.add(event.kind))
+    progress = RunProgress(Console(file=(output := StringIO())))
+    progress.follow(unpack("interrupted", tmp_path))
+    assert "generation 0: " in output.getvalue()
+    assert kinds
+    assert not kinds & {*NEW_EVENT_KINDS}
+    progress.stop_following()
 
 
 def test_a_truncated_trace_of_version_1_is_repaired_unless_its_schema_is_lost(

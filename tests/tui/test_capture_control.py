@@ -36,15 +36,15 @@ from flexinspect.control.messages import (
 from flexinspect.core.errors import ControlError
 from flexinspect.launch.child_process import CaptureState
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
 from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen, format_breakpoint
-from flexinspect.tui.screens.capture_control import (
-    NOTIFY_AFTER_S,
-    ForcedToken,
+from flexinspect.tui.screens.dialogs import (
+    ChoiceDialog,
+    TextDialog,
+    format_error,
     parse_forced_token,
 )
-from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog, format_error
-from flexinspect.tui.trace_session import TraceSession
+from flexinspect.tui.screens.trace_screen import NOTIFY_AFTER_S
+from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, TraceSession
 
 SIZE = (100, 30)
 
@@ -434,9 +434,9 @@ async def test_one_branch_says_how_to_make_another(path: Path) -> None:
 
 
 def test_a_number_sign_names_a_token_by_its_id() -> None:
-    assert parse_forced_token("#42") == ForcedToken(token_id=42)
-    assert parse_forced_token("42") == ForcedToken(text="42")
-    assert parse_forced_token(" #a") == ForcedToken(text=" #a")
+    assert parse_forced_token("#42") == (42, None)
+    assert parse_forced_token("42") == (None, "42")
+    assert parse_forced_token(" #a") == (None, " #a")
 
 
 def test_a_breakpoint_is_one_line() -> None:

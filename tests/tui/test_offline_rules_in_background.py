@@ -19,7 +19,7 @@ from flexinspect.trace.file.writer import review_statements
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.saved_state import save_state
-from flexinspect.tui.screens import capture_control
+from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.trace_session import TraceSession
 
 CHILD = """
@@ -80,7 +80,7 @@ def test_findings_of_a_held_run_are_computed_again_at_its_end(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = TraceSession(trace)
-    screen = capture_control.ControlScreen(feed)
+    screen = TraceScreen(feed)
     reviewed: list[list[tuple[str, int]]] = []
     reader = screen.reader
     assert reader is not None

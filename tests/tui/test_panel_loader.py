@@ -15,7 +15,7 @@ from support.tui import screen_lines, settle
 from flexinspect.panels.base import TracePlace
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import Loader
-from flexinspect.tui.screens.navigation import clamp_place, extrapolate_place
+from flexinspect.tui.screens.trace_screen import clamp_place, extrapolate_place
 from flexinspect.tui.trace_session import RunStatus
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from flexinspect.core.environment import is_recorder_alive
+from flexinspect.core.environment import is_recorder_alive, replace_file
 
 LAST_CALL_SUFFIX = "-last-call"
 
@@ -154,11 +154,8 @@ def stop_path(trace: Path) -> Path:
 
 def write_stop(trace: Path, stop: DebuggerStop) -> None:
     """Note that a debugger holds the process; without effect in a read-only folder."""
-    path = stop_path(trace)
-    part = path.with_name(path.name + "-part")
     with suppress(OSError):
-        part.write_text(json.dumps(asdict(stop)), encoding="utf-8")
-        part.replace(path)
+        replace_file(stop_path(trace), json.dumps(asdict(stop)).encode())
 
 
 def remove_stop(trace: Path) -> None:

@@ -17,8 +17,8 @@ from textual.widgets.option_list import Option
 
 from flexinspect.breakpoints.completion import complete
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.core.text import escape_unprintable
-from flexinspect.tui.capture_client import CaptureClient
+from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.tui.trace_session import CaptureClient
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
@@ -108,18 +108,16 @@ class BreakpointsScreen(ModalScreen[None]):
     async def on_input_submitted(self, event: Input.Submitted) -> None:
         """Set a breakpoint, or show the error of its condition with a caret."""
         text = event.value.strip()
-        if (
-            text
-            and await self._call_capture(lambda client: client.add_breakpoint(text)) is not None
-        ):
+        if not text:
+            return
+        if await self._call_capture(lambda client: client.add_breakpoint(text)) is not None:
             event.input.value = ""
             await self._reload()
 
     async def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         one = self._breakpoints[event.option_index]
-        await self._call_capture(
-            lambda client: client.enable_breakpoint(one.id, not one.is_enabled)
-        )
+        switch = not one.is_enabled
+        await self._call_capture(lambda client: client.enable_breakpoint(one.id, switch))
         await self._reload()
 
     async def action_remove(self) -> None:
@@ -141,7 +139,7 @@ def format_breakpoint(one: BreakpointInfo) -> str:
     options_set = [f"hits={one.hits}"] if one.hits > 1 else []
     options_set += [word for word, on in (("once", one.once), ("log", one.log_only)) if on]
     options = f" [{' '.join(options_set)}]" if options_set else ""
-    met = f" · met {one.n_hits} time{'s' if one.n_hits > 1 else ''}" if one.n_hits else ""
+    met = f" · met {plural(one.n_hits, 'time')}" if one.n_hits else ""
     note = f" · {escape_unprintable(one.note)}" if one.note else ""
     mark = "●" if one.is_enabled else "○"
     return f"{mark} {one.id}  {escape_unprintable(one.text)}{options}{met}{note}"

@@ -1,10 +1,11 @@
-"""Dialogs over a screen: text input, choice from a list, help."""
+"""Dialogs over a screen: text input, a choice, help, the token of a fork, the edit of a mask."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
@@ -16,6 +17,11 @@ from textual.widgets.option_list import Option
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
+from flexinspect.trace.queries import branch_of_step
+from flexinspect.trace.reader import TraceReader
+
+if TYPE_CHECKING:
+    from flexinspect.control.messages import EditMask, Fork, MaskEdit, StepRef
 
 T = TypeVar("T")
 
@@ -107,3 +113,133 @@ class HelpScreen(ModalScreen[None]):
             for text in self._lines:
                 yield Static(Content(text), markup=False, classes="helpline")
             yield Static(Content(table), markup=False)
+
+
+def format_branch(row: Any, current: int) -> str:
+    """Return the line of a branch: its number, its fork, its state and answer."""
+    mark = "▸" if row.branch == current else " "
+    if row.parent is None:
+        origin = "the original generation"
+    else:
+        origin = f"from branch {row.parent} at step {row.fork_step}"
+    answer = escape_unprintable(row.answer).strip()
+    answer_text = f" · {answer[:40]}" if answer else ""
+    return f"{mark} {row.branch}  {origin} · {row.state}{answer_text}"
+
+
+OTHER = "other"
+
+
+async def ask_fork(app: Any, reader: TraceReader, there: StepRef) -> Fork | None:
+    """Let the user choose a candidate of the step or type a text; None when cancelled."""
+    from flexinspect.control.messages import Fork
+
+    options = await call_in_thread(app, lambda: _candidate_options(reader, there))
+    if options is None:
+        return None
+    question = f"Continue from step {there.step} with another token"
+    answer = await ask_choice(app, question, [*options, (OTHER, "… type a token or a text")])
+    if answer is None:
+        return None
+    if answer != OTHER:
+        return Fork(there, int(answer))
+    question = "A text, whose tokens are forced in order, or #ID for one token"
+    typed = await ask_text(app, question, placeholder=" Paris")
+    return Fork(there, *parse_forced_token(typed)) if typed else None
+
+
+def parse_forced_token(typed: str) -> tuple[int | None, str | None]:
+    """Return the token id of "#123" and None; of anything else None and the text to force."""
+    by_id = re.fullmatch(r"\s*#(\d{1,9})\s*", typed)
+    return (int(by_id[1]), None) if by_id else (None, typed)
+
+
+def _candidate_options(reader: TraceReader, there: StepRef) -> list[tuple[str, str]]:
+    """Return id and line of each candidate that the step did not choose."""
+    from flexinspect.panels.logits_panel import probability, token_label
+
+    branch = branch_of_step(reader, there.generation, there.step, there.branch)
+    step = (there.generation, there.step, branch)
+    chosen = reader.logits(*step)
+    options = []
+    for one in reader.candidates(*step):
+        if chosen is None or one.token_id != chosen.chosen_id:
+            text = f"{token_label(one.text, one.token_id):<24} {probability(one.logprob):7.2%}"
+            options.append((str(one.token_id), f"{one.rank:>3}  {text}"))
+    return options
+
+
+EDIT_KINDS = (
+    ("preset", "Use another preset"),
+    ("drop", "Drop a segment: no other segment attends to it"),
+    ("join", "Join two segments: they attend to each other"),
+    ("see", "Let a segment attend to another"),
+    ("unsee", "Stop a segment from attending to another"),
+    ("open-cell", "Open a cell: a position attends to a key"),
+    ("close-cell", "Close a cell"),
+    ("open-row", "Open a row: a position attends to all keys up to itself"),
+    ("close-row", "Close a row: a position attends only to itself"),
+)
+_SEGMENT_QUESTIONS = {
+    "drop": ("Which segment is dropped?",),
+    "join": ("Which segment …", "… is joined with which one?"),
+    "see": ("Which segment …", "… attends to which other one?"),
+    "unsee": ("Which segment …", "… no longer attends to which one?"),
+}
+
+
+async def ask_edit(app: Any, reader: TraceReader, there: StepRef) -> EditMask | None:
+    """Let the user choose an edit of the mask; None when cancelled."""
+    from flexinspect.control.messages import EditMask, MaskEdit
+    from flexinspect.masks.algebra import PRESETS
+
+    question = f"Continue from step {there.step} with another mask"
+    kind = await ask_choice(app, question, EDIT_KINDS)
+    edit: MaskEdit | None = None
+    if kind == "preset":
+        name = await ask_choice(app, "Which preset?", [(name, name) for name in PRESETS])
+        edit = MaskEdit("preset", name=name) if name else None
+    elif kind in _SEGMENT_QUESTIONS:
+        edit = await _ask_segments(app, kind, reader, there)
+    elif kind is not None:
+        edit = await _ask_cell(app, kind)
+    return EditMask(there, (edit,)) if edit is not None else None
+
+
+async def _ask_segments(
+    app: Any, kind: str, reader: TraceReader, there: StepRef
+) -> MaskEdit | None:
+    from flexinspect.control.messages import MaskEdit
+
+    segments = await call_in_thread(app, lambda: reader.segments(there.generation, there.branch))
+    if segments is None:
+        return None
+    chosen: list[int] = []
+    for question in _SEGMENT_QUESTIONS[kind]:
+        options = [
+            (str(n), f"{n:>2}  {escape_unprintable(one.label)}  [{one.start}, {one.stop})")
+            for n, one in enumerate(segments)
+            if n not in chosen and one.stop > one.start
+        ]
+        answer = await ask_choice(app, question, options)
+        if answer is None:
+            return None
+        chosen.append(int(answer))
+    op = "see" if kind == "unsee" else kind
+    return MaskEdit(op, segments=tuple(chosen), is_open=kind != "unsee")  # type: ignore[arg-type]
+
+
+async def _ask_cell(app: Any, kind: str) -> MaskEdit | None:
+    from flexinspect.control.messages import MaskEdit
+
+    is_cell, is_open = kind.endswith("cell"), kind.startswith("open")
+    question = "Row and key, two positions" if is_cell else "Which row, a position"
+    typed = await ask_text(app, question, placeholder="42 7" if is_cell else "42")
+    numbers = [int(text) for text in re.findall(r"\d{1,9}", typed or "")]
+    if is_cell and len(numbers) == 2:
+        return MaskEdit("cell", row=numbers[0], key=numbers[1], is_open=is_open)
+    if not is_cell and len(numbers) == 1:
+        return MaskEdit("row", row=numbers[0], is_open=is_open)
+    if typed:
+        app.notify(f"That is not a {'row and a key' if is_cell else 'row'}.", severity="warning")
+    return None

@@ -1,54 +1,166 @@
 """The screen of a trace: panels around a current place, live or afterwards.
 
-It also saves pictures of the whole screen and of one panel.
+It controls a running capture, runs the rules that have not checked the trace yet, and saves
+pictures of the whole screen and of one panel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.reactive import reactive
+from textual.screen import Screen
 from textual.widgets import Footer
 
+from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.findings_panel import navigate_to_finding, next_finding
 from flexinspect.panels.panel_registry import panel_names
+from flexinspect.panels.token_window import current_pos
+from flexinspect.trace.queries import find_text
 from flexinspect.trace.query_results import FindingRow
-from flexinspect.tui.capture_client import CaptureStatus
+from flexinspect.trace.reader import TraceReader
+from flexinspect.tui import trace_session
 from flexinspect.tui.panel_layout import Slots, format_panel_option
-from flexinspect.tui.panel_view import Loader, PaintBatch, PanelView, theme_of
-from flexinspect.tui.screens.capture_control import ControlScreen
-from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text
-from flexinspect.tui.screens.navigation import (
-    KeyCommands,
-    bindings,
-    clamp_place,
-    extrapolate_place,
-    find_token,
-    parse_step,
-)
-from flexinspect.tui.status_lines import FindingLine, StatusBanner, TraceHeader
-from flexinspect.tui.token_strip import TokenStrip
-from flexinspect.tui.trace_session import RunStatus, TraceSession
+from flexinspect.tui.panel_view import LoadedCanvas, PanelView, theme_of
+from flexinspect.tui.screens import dialogs
+from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
+from flexinspect.tui.status_lines import FindingLine, StatusBanner, TokenStrip, TraceHeader
+from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
+
+# Messages of control and some dialogs are imported on first use: the first screen does not need
+# them, and they would delay it.
+if TYPE_CHECKING:
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import (
+        CommandResponse,
+        RewindCommand,
+        RewindKind,
+        RewindState,
+        StatusResponse,
+        StepRef,
+    )
+
+T = TypeVar("T")
 
 
-def picture_file(trace: Path | None, place: TracePlace, name: str) -> Path:
-    """Return a new file name in the current folder, of trace, `name`, place and time of day."""
-    stem = trace.stem if trace else "flexinspect"
-    where = f"g{place.generation}-s{place.step}"
-    return Path.cwd() / f"{stem}-{name}-{where}-{time.strftime('%H%M%S')}.svg"
+def parse_step_number(text: str) -> int | None:
+    """Return the number that was typed, None for a word (or a number too large for a step)."""
+    typed = text.strip()
+    return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
+
+
+def parse_step(text: str, first: int, last: int) -> int | None:
+    """Return the step that was typed: a number, `first`, `last` or `prefill`; None for a word."""
+    names = {"first": first, "last": last, "prefill": 0}
+    return names.get(text.strip().lower(), parse_step_number(text))
+
+
+def find_token(
+    reader: TraceReader, place: TracePlace, text: str, *, only_generated: bool
+) -> Navigate | None:
+    """Return the next token after a place that contains `text`, wrapping around at the end.
+
+    A token of the prompt belongs to step 0 and is selected by its position.
+    """
+    current = current_pos(reader, place)
+    match = find_text(
+        *(reader, text, place.generation, place.branch),
+        after=-1 if current is None else current,
+        only_generated=only_generated,
+    )
+    if match is None:
+        return None
+    pos, step = match
+    return Navigate(step=0, pos=pos) if step is None else Navigate(step=step)
+
+
+def clamp_place(place: TracePlace, status: RunStatus) -> TracePlace:
+    """Return the nearest place that the trace has: its step, layer and head."""
+    model = status.run.get("model")
+    model = model if isinstance(model, dict) else {}
+    last = status.last_step
+    step = max(place.step, 0) if last is None else min(max(place.step, status.first_step), last)
+    return replace(
+        place,
+        step=step,
+        layer=_clamp_index(place.layer, model.get("layers")),
+        head=_clamp_index(place.head, model.get("heads")),
+    )
+
+
+def extrapolate_place(old: TracePlace, new: TracePlace) -> TracePlace | None:
+    """Return the place after `new` if the user keeps moving as from `old`; None if unknown."""
+    if (old.generation, old.branch) != (new.generation, new.branch):
+        return None
+    return replace(
+        new,
+        step=2 * new.step - old.step,
+        layer=2 * new.layer - old.layer,
+        head=2 * new.head - old.head,
+    )
+
+
+def _clamp_index(value: int, count: object) -> int:
+    return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)
+
+
+def bindings() -> list[BindingType]:
+    """Return the table of keys as Textual's bindings."""
+    return [
+        Binding(
+            ",".join(key.keys),
+            f"do('{key.id}')",
+            key.label or key.text,
+            show=bool(key.label),
+            id=key.id,
+            tooltip=key.text,
+        )
+        for key in all_keys()
+    ]
+
+
+class KeyCommands(Provider):
+    """The actions of the keys as commands of the palette."""
+
+    def _key_commands(self) -> Iterator[tuple[str, str | None, Callable[[], None]]]:
+        screen: Any = self.screen
+        for key in all_keys():
+            yield key.text[:1].upper() + key.text[1:], key.id, partial(screen.action_do, key.id)
+
+    async def discover(self) -> Hits:
+        """List all actions."""
+        for text, id_, command in self._key_commands():
+            yield DiscoveryHit(text, command, help=id_)
+
+    async def search(self, query: str) -> Hits:
+        """Match the descriptions of actions and the names of panels; a number is a step."""
+        screen: Any = self.screen
+        matcher = self.matcher(query)
+        if (step := parse_step_number(query)) is not None:
+            yield Hit(1.0, f"Go to step {step}", partial(screen.navigate, Navigate(step=step)))
+        commands = [*self._key_commands()]
+        for name in panel_names():
+            target = partial(screen.navigate, Navigate(panel=name))
+            commands.append((f"Show panel {name}", None, target))
+        for text, id_, command in commands:
+            if (score := matcher.match(text)) > 0:
+                yield Hit(score, matcher.highlight(text), command, help=id_)
 
 
 def save_screen(app: Any, path: Path) -> Path | None:
@@ -56,37 +168,60 @@ def save_screen(app: Any, path: Path) -> Path | None:
     if app.is_web:
         app.deliver_screenshot(path.name)
         return None
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(app.export_screenshot(title=path.stem, simplify=True), encoding="utf-8")
-    part.replace(path)
+    replace_file(path, app.export_screenshot(title=path.stem, simplify=True).encode())
     return path
 
 
-def save_panel(view: PanelView, path: Path) -> Path:
-    """Save the picture of a panel as SVG. Raises `FlexInspectError`."""
-    from flexinspect.drawing.export import save
+FRAME_S = 0.03
+"""How long a frame waits for slow panels.
 
-    save(path, list(view.strips), title=view.panel.title, theme=theme_of(view.app))
-    return path
+Textual paints 60 times per second at fixed times; a frame painted in two parts takes two of them.
+"""
+N_LOOP_ITERATIONS = 5
+"""Iterations of the event loop until the screen knows of everything painted.
 
+A widget posts a message to itself, then to the screen, and each message is handled in its own
+iteration. More iterations do no harm.
+"""
 
 POLL_EVERY_S = 0.05
 PAGE = 10
 
+POLL_S = 0.25
+"""Interval between status requests to a running capture; each takes a millisecond of a thread."""
 
-class TraceScreen(ControlScreen):
-    """Shows a trace at a current place and navigates in it, live or afterwards."""
+NOTIFY_AFTER_S = 0.4
+"""If the header shows the effect of a command by then, its message is not shown."""
+
+COMMAND_POLL_S = 0.03
+BRANCH_WAIT_S = 3.0
+"""How long to wait for a new branch in the trace after the capture has reported it."""
+
+N_THREADS = 2
+"""Threads that load what the screen shows."""
+
+
+class TraceScreen(Screen[None]):
+    """Shows a trace at a current place, navigates in it, and controls its capture."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
     COMMANDS: ClassVar[set[Any]] = {KeyCommands}
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False)
+    following: reactive[bool] = reactive(True, repaint=False)
+    capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False)
 
     def __init__(self, session: TraceSession, place: TracePlace | None = None) -> None:
-        super().__init__(session)
+        super().__init__()
+        self._session, self.capture = session, CaptureClient(session)
+        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
+        self.status = RunStatus()
+        self._last_review: tuple[Path | None, int] | None = None
+        self._has_shown_pause_hint = False
         self._initial_place = place
         self._finding: FindingRow | None = None
         self._search = self._last_error = ""
-        self._paint_batch = PaintBatch(self._loaders, self._preload_next)
+        self._is_frame_open = False
         self._next_place: TracePlace | None = None
         if place is not None:
             self.set_reactive(TraceScreen.place, place)
@@ -94,13 +229,10 @@ class TraceScreen(ControlScreen):
 
     def compose(self) -> ComposeResult:
         findings = FindingLine()
-        bound = (TraceScreen.place, TraceScreen.version)
-        yield TraceHeader(self._session, self._pool, findings).data_bind(
-            *bound, TraceScreen.following, TraceScreen.capture_status
-        )
-        yield TokenStrip(self._session, self._pool).data_bind(*bound)
+        yield TraceHeader(self._session, self._pool, findings)
+        yield TokenStrip(self._session, self._pool)
         yield StatusBanner()
-        yield Slots(self._session, self._pool).data_bind(*bound)
+        yield Slots(self._session, self._pool)
         yield findings
         yield Footer(compact=True, show_command_palette=False)
 
@@ -111,10 +243,18 @@ class TraceScreen(ControlScreen):
         self.poll_capture()
         self.slots.current().focus()
 
-    def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
-        super().watch_capture_status(old, new)
-        if new.state == "holding" and self.status.live:
-            self.review_once(self.status.generations)
+    def on_unmount(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def reader(self) -> TraceReader | None:
+        """The reader of the trace, None before there is one."""
+        return self._session.reader
+
+    def keys_of(self, name: str) -> str:
+        """Return the configured keys of an action."""
+        app: Any = self.app
+        return str(app.keys_of(name))
 
     @property
     def slots(self) -> Slots:
@@ -151,9 +291,10 @@ class TraceScreen(ControlScreen):
         """Show a new status, and go to the newest step while following."""
         moved_on = status.generations - 1 > self.place.generation
         self.status = status
-        self.query_one(TraceHeader).status = status
         self.query_one(StatusBanner).show_status(status)
-        self.show_debugger_messages(self._session.debugger_messages)
+        messages = self._session.debugger_messages
+        while messages:  # such as where to attach
+            self.notify(escape_unprintable(messages.popleft()), timeout=15)
         if self.following and moved_on and (status.live or self.version):
             self.place = TracePlace(
                 status.generations - 1, layer=self.place.layer, head=self.place.head
@@ -189,8 +330,28 @@ class TraceScreen(ControlScreen):
     def watch_place(self, old: TracePlace, new: TracePlace) -> None:
         """Show the new place in one frame instead of panel by panel."""
         self._next_place = None if self.status.live else extrapolate_place(old, new)
-        if self.is_mounted:
-            self._paint_batch.begin(self)
+        if self.is_mounted and not self._is_frame_open:
+            self._is_frame_open = True
+            batch = self.app.batch_update()
+            batch.__enter__()
+            self._finish_frame(batch)
+
+    @work(group="frame")
+    async def _finish_frame(self, batch: AbstractContextManager[None]) -> None:
+        """Paint when all is loaded, or after `FRAME_S`."""
+        try:
+            async with asyncio.timeout(FRAME_S):
+                for canvas in self._shown_canvases():
+                    await canvas.loader.wait_idle()
+                for _ in range(N_LOOP_ITERATIONS):
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            pass  # late results are painted when they arrive
+        else:
+            self.call_after_refresh(self._preload_next)
+        finally:
+            batch.__exit__(None, None, None)
+            self._is_frame_open = False
 
     def _preload_next(self) -> None:
         """Load in advance the place that the same key would go to next."""
@@ -198,14 +359,11 @@ class TraceScreen(ControlScreen):
             return
         place = self.validate_place(self._next_place)
         if place != self.place:
-            self.query_one(TraceHeader).preload(place)
-            self.query_one(TokenStrip).preload(place)
-            for view in self.slots.views():
-                view.preload(place)
+            for canvas in self._shown_canvases():
+                canvas.preload(place)
 
-    def _loaders(self) -> list[Loader[Any, Any]]:
-        own = [self.query_one(TraceHeader).loader, self.query_one(TokenStrip).loader]
-        return own + [view.loader for view in self.slots.views()]
+    def _shown_canvases(self) -> list[LoadedCanvas]:
+        return [self.query_one(TraceHeader), self.query_one(TokenStrip), *self.slots.views()]
 
     # -- navigation ------------------------------------------------------------------------------
 
@@ -221,12 +379,8 @@ class TraceScreen(ControlScreen):
         if target.panel is not None:
             self.slots.show_panel(target.panel)
 
-    def _go_to_step(self, step: int) -> None:
-        self.place = replace(self.place, step=step, pos=None)
-
     def _move_by(self, n: int) -> None:
-        self.following = False
-        self._go_to_step(self.place.step + n)
+        self.navigate(Navigate(step=self.place.step + n))
 
     def _go_to_branch(self, generation: int | None, branch: int | None) -> None:
         """Go to the first step of another generation or branch; the current one is ignored."""
@@ -253,7 +407,9 @@ class TraceScreen(ControlScreen):
             except FlexInspectError as error:
                 self.show_error(error)
         elif name.startswith("panel.show-"):
-            self._show_panel_number(int(name.rpartition("-")[2]))
+            number = int(name.rpartition("-")[2])
+            if number <= len(panel_names()):
+                self.slots.show_panel(panel_names()[number - 1])
         else:
             self.slots.handle_action(name)
 
@@ -265,7 +421,7 @@ class TraceScreen(ControlScreen):
             self.place = TracePlace(newest, layer=self.place.layer, head=self.place.head)
             self.poll_trace()
         if self.status.last_step is not None:
-            self._go_to_step(self.status.last_step)
+            self.place = replace(self.place, step=self.status.last_step, pos=None)
 
     def _go_to_finding(self, direction: Literal[1, -1]) -> None:
         """Go to the next finding, wrapping around; findings at one place are visited in turn."""
@@ -341,11 +497,6 @@ class TraceScreen(ControlScreen):
         if answer:
             self.slots.show_panel(answer)
 
-    def _show_panel_number(self, number: int) -> None:
-        names = panel_names()
-        if number <= len(names):
-            self.slots.show_panel(names[number - 1])
-
     @on(PanelView.NavigationRequest)
     @on(TokenStrip.TokenClicked)
     def _handle_navigation(
@@ -353,11 +504,199 @@ class TraceScreen(ControlScreen):
     ) -> None:
         self.navigate(event.target)
 
+    # -- status ----------------------------------------------------------------------------------
+
+    @work(exclusive=True, group="status")
+    async def poll_capture(self) -> None:
+        """Update the status of the capture while there is one."""
+        while self.status.live:
+            self.capture_status = await asyncio.to_thread(self.capture.poll)
+            await asyncio.sleep(POLL_S)
+        self.capture_status = CaptureStatus()
+
+    def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
+        """Notify when the capture pauses, with the reason: the header has no room for it."""
+        status = new.status
+        if status is not None and new.state == "paused" and old.state != "paused":
+            self._notify_paused(status)
+        if new.debugger_stop and new.debugger_stop != old.debugger_stop:
+            self.notify(escape_unprintable(new.debugger_stop), severity="warning")
+        elif new.is_unresponsive and not old.is_unresponsive:
+            self.notify(
+                "The model's process does not answer; a debugger may hold it.", severity="warning"
+            )
+        if new.state == "holding" and self.status.live:
+            self.review_once(self.status.generations)
+
+    def _notify_paused(self, status: StatusResponse) -> None:
+        """Notify why the capture has paused; if the user asked for it, only once."""
+        from flexinspect.control.messages import PAUSE_REQUESTED
+
+        is_requested = status.reason == PAUSE_REQUESTED
+        if is_requested and self._has_shown_pause_hint:
+            return
+        self._has_shown_pause_hint = True
+        keys = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
+        show_reason = status.reason and not is_requested
+        reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
+        self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.")
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    def review_once(self, n_held: int = 0) -> None:
+        """Run the pending rules in the background, once per file.
+
+        While the model is held after `n_held` generations, they run once for each number of
+        generations. These findings cannot be stored, so the rules run again when the trace is
+        finished.
+        """
+        if self._last_review != (self._session.path, n_held):
+            self._last_review = (self._session.path, n_held)
+            if not n_held and self.reader is not None:
+                self.reader.remove_added_reviews()
+            self._review()
+
+    @work(exclusive=True, group="review")
+    async def _review(self) -> None:
+        await self.slots.loaded.wait()
+        await asyncio.sleep(trace_session.REVIEW_DELAY_S)
+        message = await trace_session.review_in_background(self._session, self._pool)
+        if message is not None:
+            self.poll_trace()
+        if message:
+            self.notify(message, severity="warning", timeout=20)
+
+    # -- commands --------------------------------------------------------------------------------
+
+    async def call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
+        """Run a command in a thread; show an error of it and return None."""
+        return await call_in_thread(self.app, lambda: self.capture.call(command))
+
+    @work(group="command")
+    async def _run_command(self, command: Callable[[ControlClient], CommandResponse]) -> None:
+        response = await self.call_capture(command)
+        if response is not None:
+            self.capture_status = CaptureStatus(response.status)
+            if response.status.until:
+                await asyncio.sleep(NOTIFY_AFTER_S)
+            # The header shows a pause that the command has led to.
+            if not (response.status.until and self.capture_status.state == "paused"):
+                self.notify(f"{escape_unprintable(response.message)}.")
+
+    def toggle_pause(self) -> None:
+        """Pause after this step, or continue."""
+        is_paused = self.capture_status.state in ("paused", "pausing")
+        self._run_command(lambda client: client.continue_() if is_paused else client.pause())
+
+    def step_once(self) -> None:
+        """Let the model generate one token, and show it."""
+        self.follow()
+        self._run_command(lambda client: client.step(1))
+
+    @work(group="dialog")
+    async def edit_breakpoints(self) -> None:
+        """List, set and remove breakpoints."""
+        from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen
+
+        breakpoints = await self.call_capture(lambda client: client.breakpoints())
+        if breakpoints is not None:
+            await self.app.push_screen_wait(BreakpointsScreen(self.capture, breakpoints))
+
+    # -- rewind ----------------------------------------------------------------------------------
+
+    @work(group="dialog")
+    async def rewind(self, kind: RewindKind) -> None:
+        """Restore the model to the current step, or fork there with another token or mask."""
+        from flexinspect.control.messages import Restore, StepRef
+
+        place, reader = self.place, self.reader  # it may follow the model while the user chooses
+        there = StepRef(place.generation, place.branch, place.step)
+        command: RewindCommand | None = Restore(there) if kind == "restore" else None
+        if command is None and reader is not None:
+            ask = dialogs.ask_fork if kind == "fork" else dialogs.ask_edit
+            command = await ask(self.app, reader, there)
+        if command is not None:
+            await self._run_with_cost(command)
+
+    async def _run_with_cost(self, command: RewindCommand) -> None:
+        """Run a command, after a question if it is expensive, and go to its result."""
+        trial = replace(command, dry_run=True)
+        dry = await self.call_capture(lambda client: client.rewind(trial))
+        if dry is None:
+            return
+        if dry.cost is not None and dry.cost.is_expensive:
+            options = [("do", "Do it"), ("leave", "Leave it")]
+            if await ask_choice(self.app, escape_unprintable(dry.cost.sentence), options) != "do":
+                return
+        response = await self.call_capture(lambda client: client.rewind(command))
+        if response is None or response.rewind_number is None:
+            return
+        cost_text = f"; {dry.cost.sentence}" if dry.cost is not None else ""
+        self.notify(escape_unprintable(f"{response.message}{cost_text}"))
+        rewind = await self._wait_for_rewind(response.rewind_number)
+        if rewind is None:
+            return
+        failed = rewind.state == "failed"
+        duration = f" ({1e3 * rewind.seconds:.0f} ms)" if rewind.seconds is not None else ""
+        text = escape_unprintable(rewind.message or f"The {rewind.kind} is {rewind.state}.")
+        self.notify(text + duration, severity="error" if failed else "information")
+        if not failed and rewind.place is not None:
+            await self._show_branch(rewind.place)
+
+    async def _wait_for_rewind(self, number: int) -> RewindState | None:
+        """Wait until a command is done, for as long as the model takes."""
+        while self.status.live:
+            self.capture_status = await asyncio.to_thread(self.capture.poll)
+            status = self.capture_status.status
+            rewind = status.last_rewind if status is not None else None
+            if rewind and rewind.number == number and rewind.state in ("done", "failed"):
+                return rewind
+            await asyncio.sleep(COMMAND_POLL_S)
+        return None
+
+    async def _show_branch(self, there: StepRef) -> None:
+        """Go to the place that a command led to, once its branch is in the trace."""
+        for _ in range(round(BRANCH_WAIT_S / COMMAND_POLL_S)):
+            with suppress(FlexInspectError):
+                rows = self.reader.branches(there.generation) if self.reader is not None else ()
+                if any(row.branch == there.branch for row in rows):
+                    break
+            await asyncio.sleep(COMMAND_POLL_S)
+        if (there.generation, there.branch) == (self.place.generation, self.place.branch):
+            self.navigate(Navigate(step=max(there.step, 0)))
+        else:
+            self.navigate(Navigate(generation=there.generation, branch=there.branch))
+            self.follow()
+
+    # -- branches --------------------------------------------------------------------------------
+
+    @work(group="dialog")
+    async def choose_branch(self) -> None:
+        """Choose a branch of the generation."""
+        reader, place = self.reader, self.place
+        if reader is None:
+            return
+        rows = await call_in_thread(self.app, lambda: reader.branches(place.generation))
+        if not rows or len(rows) < 2:
+            fork = self.keys_of("travel.fork")
+            self.notify(f"This generation has one branch; {fork} forks it.")
+            return
+        options = [(str(row.branch), dialogs.format_branch(row, place.branch)) for row in rows]
+        answer = await ask_choice(self.app, "Show a branch", options)
+        if answer is not None:
+            self.navigate(Navigate(generation=place.generation, branch=int(answer)))
+            self.navigate(Navigate(step=place.step))
+
     # -- pictures, help, quitting -----------------------------------------------------------------
 
     def _save_picture(self, name: str, save: Callable[[Path], Path | None]) -> None:
-        """Save a picture in the current folder and notify the user."""
-        file = picture_file(self._session.path, self.place, name)
+        """Save a picture in the current folder and notify the user.
+
+        Its file is named after the trace, `name`, the place and the time of day.
+        """
+        trace, place = self._session.path, self.place
+        where = f"g{place.generation}-s{place.step}-{time.strftime('%H%M%S')}"
+        file = Path.cwd() / f"{trace.stem if trace else 'flexinspect'}-{name}-{where}.svg"
         try:
             path = save(file)
             self.notify(f"Saved {path}" if path else "Saved by the browser")
@@ -368,13 +707,20 @@ class TraceScreen(ControlScreen):
             self.notify(f"{file} was not saved: {reason}.", severity="error")
 
     def _save_panel(self) -> None:
+        from flexinspect.drawing.export import save
+
         view = self.slots.current()
-        self._save_picture(view.panel.name, lambda file: save_panel(view, file))
+
+        def save_view(path: Path) -> Path:
+            save(path, list(view.strips), title=view.panel.title, theme=theme_of(self.app))
+            return path
+
+        self._save_picture(view.panel.name, save_view)
 
     def _help(self) -> None:
         panel = self.slots.current().panel
         rows = [(self.keys_of(key.id), key.text) for key in all_keys()]
-        self.app.push_screen(HelpScreen(panel.title, panel.help, rows))
+        self.app.push_screen(dialogs.HelpScreen(panel.title, panel.help, rows))
 
     def _stop(self) -> None:
         """Ask the run to end after this step; the second time, kill it."""
@@ -387,7 +733,7 @@ class TraceScreen(ControlScreen):
         elif self._session.process is None or not self.status.live:
             self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.")
         elif self._session.is_stopping:
-            self._session.kill()
+            self._session.process.kill()
         else:
             self._session.interrupt()
             self.notify("Stopping after this step; again ends it at once.")
@@ -400,7 +746,11 @@ class TraceScreen(ControlScreen):
                 self._session.is_ending = True
             elif answer == "stop":
                 self._session.interrupt()
-            elif answer != "leave" or not self._leave_running():
+            elif answer != "leave":
+                return
+            elif not self._session.detach():
+                text = "This run cannot go on without the interface."
+                self.notify(text, severity="warning")
                 return
         self.app.exit()
 
@@ -415,22 +765,15 @@ class TraceScreen(ControlScreen):
         ]
         return await ask_choice(self.app, "The model is still running.", options)
 
-    def _leave_running(self) -> bool:
-        if self._session.detach():
-            return True
-        text = "This run cannot go on without the interface."
-        self.notify(text, severity="warning")
-        return False
-
     def _key_actions(self) -> dict[str, Callable[[], object]]:
         """Return the actions of the table by their ids, without those of panels."""
         return {
             "run.pause": self.toggle_pause,
             "run.step": self.step_once,
             "run.breakpoints": self.edit_breakpoints,
-            "travel.restore": self.restore_step,
-            "travel.fork": self.fork_step,
-            "travel.mask": self.edit_mask,
+            "travel.restore": lambda: self.rewind("restore"),
+            "travel.fork": lambda: self.rewind("fork"),
+            "travel.mask": lambda: self.rewind("edit"),
             "branch.choose": self.choose_branch,
             "step.next": lambda: self._move_by(1),
             "step.previous": lambda: self._move_by(-1),

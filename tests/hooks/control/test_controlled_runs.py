@@ -28,8 +28,7 @@ from flexinspect.control.client import ControlClient, wait_for_effect
 from flexinspect.control.messages import State
 from flexinspect.core.errors import ControlError
 from flexinspect.trace.reader import TraceReader
-from flexinspect.tui.capture_client import CaptureClient
-from flexinspect.tui.trace_session import TraceSession
+from flexinspect.tui.trace_session import CaptureClient, TraceSession
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
 PATIENCE_S = 60

@@ -1,0 +1,29 @@
+"""Replacing a file: its permissions, and what a failure leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flexinspect.core.environment import replace_file
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o664])
+def test_a_replaced_file_has_the_mode_that_was_asked_for(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "state.json"
+    file.write_bytes(b"old")
+    replace_file(file, b"new", mode)
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"new", mode)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the error of POSIX")
+def test_a_file_that_cannot_be_replaced_leaves_no_temporary_file(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "inside").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        replace_file(folder, b"new")
+    assert [*tmp_path.iterdir()] == [folder]
