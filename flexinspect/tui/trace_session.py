@@ -26,8 +26,7 @@ from flexinspect.core.errors import ControlError, FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.file.side_files import read_stop
-from flexinspect.trace.queries import step_bounds
-from flexinspect.trace.queries import n_generations, newest_events
+from flexinspect.trace.queries import n_generations, newest_events, step_bounds
 from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import TraceReader
 

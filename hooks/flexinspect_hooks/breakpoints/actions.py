@@ -21,13 +21,12 @@ from flexinspect.core.errors import ControlError, FlexInspectError, UsageError
 from flexinspect.core.text import print_message
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.records.step import EventRecord
-from flexinspect_hooks.breakpoints.observations import hit_event
+from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, hit_event
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.debugger.frames import frame_to_stop_in
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
     from flexinspect_hooks.capture.recorder import Recorder
 
 STOPPED_EXIT_CODE = 3
@@ -61,8 +60,6 @@ class RunBreakpoints:
 
     def begin(self, recorder: Recorder) -> BreakpointEvaluator:
         """Return the evaluator of the breakpoints, once torch and the control server are up."""
-        from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
-
         can_pause = self._should_pause and self._takes_commands and not self._control.note
         make_action = PauseAction if can_pause else EndRunAction
         self._action = make_action(self._control.barrier, self._notify, recorder.put)
@@ -271,10 +268,6 @@ class CallbackAction:
             raise error
         while self._undelivered:
             self._callback(self._undelivered.popleft(), frame)
-
-
-StopAction = PauseAction | CallbackAction
-"""What happens at a hit."""
 
 
 def _debugger_stops() -> Any:

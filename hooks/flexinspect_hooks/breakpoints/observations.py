@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -38,9 +38,6 @@ from flexinspect.breakpoints.store import (
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect_hooks.capture.step_clock import StepContext
-
-if TYPE_CHECKING:
-    from flexinspect_hooks.breakpoints.actions import StopAction
 
 HIT_EVENT = "breakpoint"
 """The event of a hit. For a pause the step barrier records it when the pause is reached."""
@@ -67,6 +64,16 @@ def hit_event(hit: BreakpointHit) -> EventRecord:
     return EventRecord(
         HIT_EVENT, hit.sentence(), time.time(), hit.generation, hit.step, hit.event_data()
     )
+
+
+class StopAction(Protocol):
+    """What happens at a hit; `PauseAction` describes the methods."""
+
+    def arm(self, on: bool) -> None: ...
+    def can_stop_in_forward(self) -> bool: ...
+    def stop_in_forward(self, hit: BreakpointHit, frame: FrameType) -> None: ...
+    def stop(self, hits: Sequence[BreakpointHit]) -> None: ...
+    def deliver_hits(self, drain: Callable[[], None], frame: FrameType) -> None: ...
 
 
 class BreakpointEvaluator:

@@ -10,11 +10,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+import flexinspect_hooks.training_debuggers.measurements as measurements
+import flexinspect_hooks.training_debuggers.pytorch_debugger as pytorch_debugger
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import tensor_norms
-from flexinspect_hooks.training_debuggers import measurements, pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log
 

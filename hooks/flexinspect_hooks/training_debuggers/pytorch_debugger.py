@@ -17,13 +17,13 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor, nn
 
+import flexinspect_hooks.training_debuggers.measurements as measurements
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass, parse_level
 from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, gradient_facts, trainable
-from flexinspect_hooks.training_debuggers import measurements
 from flexinspect_hooks.training_debuggers.measurements import ComponentInfo, TensorInfo
 
 HISTORY = 1000  # entries that a debugger keeps by default

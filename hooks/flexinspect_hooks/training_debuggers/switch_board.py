@@ -16,12 +16,12 @@ import torch
 from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
+import flexinspect_hooks.training_debuggers.pytorch_debugger as pytorch_debugger
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, Gradients, learning_rates
-from flexinspect_hooks.training_debuggers import pytorch_debugger
 from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
 from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 

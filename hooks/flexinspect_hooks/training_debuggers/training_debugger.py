@@ -15,6 +15,9 @@ import torch
 from msgspec.structs import asdict, replace
 from torch import Tensor, nn
 
+import flexinspect_hooks.training_debuggers.measurements as measurements
+import flexinspect_hooks.training_debuggers.pytorch_debugger as pytorch_debugger
+import flexinspect_hooks.training_debuggers.switch_board as switch_board
 from flexinspect.core.errors import UsageError
 from flexinspect.records import training_step
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
@@ -23,7 +26,6 @@ from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control.control_protocols import AnomalyCounts
 from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, learning_rates
-from flexinspect_hooks.training_debuggers import measurements, pytorch_debugger, switch_board
 from flexinspect_hooks.training_debuggers.measurements import TensorInfo
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
 from flexinspect_hooks.training_debuggers.pytorch_debugger import Anomaly, log

@@ -15,11 +15,11 @@ from msgspec import Struct
 from torch import Tensor, nn
 from torch.utils.data import StackDataset, Subset
 
+import flexinspect_hooks.training_debuggers.profiling as profiling
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training.gradient_statistics import learning_rates
-from flexinspect_hooks.training_debuggers import profiling
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfileSummary
 from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger

@@ -39,8 +39,10 @@ from flexinspect_hooks.user_code.step_tracking import StepPlace
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
 
 if TYPE_CHECKING:
+    from flexinspect.records.job import ScriptJob
+    from flexinspect_hooks.sessions.captured_run import CapturedRun
     from flexinspect_hooks.sessions.standalone_calls import StandaloneCalls
-    from flexinspect_hooks.user_code.script.script_run import ProgramCapture
+    from flexinspect_hooks.user_code.program import TokenizerTracker
 
 MAX_STEP_STARTS = 4096
 """Steps whose start times are kept, to assign printed output to steps."""
@@ -52,9 +54,9 @@ MAX_HOOK_RESTORES = 16
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(self, run: ProgramCapture) -> None:
-        self._run, self.job, self.writer, self.tokenizers = run, run.job, run.writer, run.tokenizers
-        self.segments = parse_segments(run.job.declaration.segments)
+    def __init__(self, run: CapturedRun, job: ScriptJob, tokenizers: TokenizerTracker) -> None:
+        self._run, self.job, self.writer, self.tokenizers = run, job, run.writer, tokenizers
+        self.segments = parse_segments(job.declaration.segments)
         self.recorder = Recorder(run.writer)
         self.numbers = count()
         self._found: WeakKeyDictionary[nn.Module, FoundSession | None] = WeakKeyDictionary()

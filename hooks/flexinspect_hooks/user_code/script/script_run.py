@@ -116,7 +116,7 @@ class ProgramCapture(CapturedRun):
                 if self._finder is None:
                     from flexinspect_hooks.user_code.model_discovery import ModelFinder
 
-                    self._finder = ModelFinder(self)
+                    self._finder = ModelFinder(self, self.job, self.tokenizers)
                 if self._pending_calls:
                     getattr(self._finder, self._pending_calls.popleft())()
             finally:
