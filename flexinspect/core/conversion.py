@@ -28,7 +28,8 @@ def convert(kind: type[T], data: Any, where: str, error: type[FlexInspectError] 
         wrong = re.search(r"unknown field `(.*)`|enum value '(.*)'", reason)
         known = _known_values(kind, names) if wrong else ()
         listed = f" (known: {', '.join(known)})" if known else ""
-        hint = did_you_mean(wrong[1] or wrong[2], known) if wrong else ""
+        unknown = next((name for name in wrong.groups() if name is not None), "") if wrong else ""
+        hint = did_you_mean(unknown, known) if unknown else ""
         raise error(f"{where} is not valid{place}: {reason}{listed}.", hint=hint) from invalid
 
 
