@@ -256,7 +256,10 @@ def review_command(path: Path) -> list[str]:
 
 
 def review_from_json(text: str) -> Review:
-    """Return the review that the command printed. Raises `ValueError` for anything else."""
+    """Return the review that the command printed.
+
+    Raises `ValueError` (msgspec's `ValidationError` is one) for anything else.
+    """
     return msgspec.convert(from_json(text), Review)
 
 

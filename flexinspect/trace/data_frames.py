@@ -13,8 +13,6 @@ The types follow from the schema alone, so that a frame without rows has them to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -65,14 +63,23 @@ def _find_library(library: Library | None) -> Any:
     if library is not None and library not in FRAME_LIBRARIES:
         known = " or ".join(FRAME_LIBRARIES)
         raise UsageError(f"{library!r} is not a library for data frames: choose {known}.")
-    found = next(filter(find_spec, FRAME_LIBRARIES if library is None else (library,)), None)
-    if found is None:
-        raise UsageError(
-            "A data frame needs pandas or polars, and neither is installed: pip install pandas."
-            if library is None
-            else f"{library} is not installed: pip install {library}."
-        )
-    return import_module(found)
+    for name in FRAME_LIBRARIES if library is None else (library,):
+        try:
+            if name == "pandas":
+                import pandas
+
+                return pandas
+            import polars
+
+            return polars
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise  # it is installed and lacks a dependency, which is another error
+    raise UsageError(
+        "A data frame needs pandas or polars, and neither is installed: pip install pandas."
+        if library is None
+        else f"{library} is not installed: pip install {library}."
+    )
 
 
 def _pandas_array(pandas: Any, kind: str, values: list[Any]) -> Any:

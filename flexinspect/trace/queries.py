@@ -14,7 +14,6 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flexinspect.masks.algebra import SPEC_FIELDS
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import LayerStatRecord, MemoryRecord, TokenRecord
 from flexinspect.trace import codec, schema
@@ -398,10 +397,6 @@ def _branch_ranges(
 # -- branches -------------------------------------------------------------------------------------
 
 
-MASK_KEYS = frozenset({"preset", "separators", *SPEC_FIELDS, "mask_mod"})
-"""The keys of a declaration that describe the declared mask."""
-
-
 def generation_in_branch(reader: TraceReader, about: GenerationRow, branch: int) -> GenerationRow:
     """Return a generation with the mask that is declared in a branch: the one edited last."""
     if not branch:
@@ -416,7 +411,10 @@ def generation_in_branch(reader: TraceReader, about: GenerationRow, branch: int)
 
 def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> dict[str, Any]:
     """Return a declaration with another mask."""
-    rest = {key: value for key, value in declared.items() if key not in MASK_KEYS}
+    from flexinspect.masks.algebra import SPEC_FIELDS  # numpy, which the first screen does without
+
+    mask_keys = {"preset", "separators", *SPEC_FIELDS, "mask_mod"}
+    rest = {key: value for key, value in declared.items() if key not in mask_keys}
     return {**rest, **mask}
 
 

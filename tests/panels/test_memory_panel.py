@@ -116,8 +116,7 @@ def test_the_cache_is_divided_by_the_length_of_segments(source: Make) -> None:
 
 def test_the_parts_add_up_to_the_cache(source: Make) -> None:
     data = load(source(growing(4, 0)), step=3)
-    assert data.current_record is not None
-    assert sum(part.n_bytes for part in data.parts) == data.current_record.kv_cache
+    assert sum(part.n_bytes for part in data.parts) == data.records[3].kv_cache
 
 
 def test_a_sliding_cache_holds_only_the_last_keys(source: Make) -> None:

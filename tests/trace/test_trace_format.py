@@ -106,7 +106,7 @@ class Spy:
             self.queries.append((sql, params))
             return inner(sql, params)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(reader._connections, "query", query)
+        monkeypatch.setattr(reader, "_query", query)
 
 
 def test_every_query_about_a_step_is_a_search_not_a_scan(

@@ -46,7 +46,7 @@ def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapCl
     assert Path(stack[0]["source"]["path"]) == run.program
     names = [frame["name"] for frame in stack]
     program = names.index("<module>")
-    assert names[program - 1] == "main"
+    assert "main" in names[:program]
     # None of flexinspect's frames are outside of it, only those that forked the process.
     outside = {Path(frame["source"]["path"]).name for frame in stack[program + 1 :]}
     assert outside <= {"warm_python.py", "<string>"}, outside

@@ -23,6 +23,7 @@ from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, ServeOptions, parse_serve_address
 from flexinspect.control.messages import EditMask, Fork, MaskEdit, Restore, StepRef
 from flexinspect.core.errors import ControlError, UsageError
+from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.control.control_protocols import (
     AnomalyCounts,
     register_counter,
@@ -320,7 +321,10 @@ class _TrainingCounter:
         self.counts_now = AnomalyCounts()
 
 
-def test_the_training_log_routes_return_zeros_until_a_counter_is_registered(served: Any) -> None:
+def test_the_training_log_routes_return_zeros_until_a_counter_is_registered(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_protocols, "_counters", {})  # of debuggers in earlier tests
     prefix = "/training-logs/debug"
     empty = served.client.request("GET", f"{prefix}/summary")
     assert empty == {
