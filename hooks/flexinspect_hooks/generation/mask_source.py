@@ -68,12 +68,8 @@ class MaskSource:
             lists = (*_block_list(tables.partial), *_block_list(tables.full))
             self._table_tensors = tuple(torch.from_numpy(one).to(self._device) for one in lists)
             self._tables_key = key
-        kv_num, kv_idx, full_num, full_idx = self._table_tensors
         return BlockMask.from_kv_blocks(
-            kv_num,
-            kv_idx,
-            full_num,
-            full_idx,
+            *self._table_tensors,
             BLOCK_SIZE=algebra.BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),

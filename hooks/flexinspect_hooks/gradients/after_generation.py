@@ -420,13 +420,7 @@ class GradientPatch(FlexPatch):
 
 def with_query_blocks(block_mask: BlockMask) -> BlockMask:
     """A block mask that also has the transposed tables, which a backward pass needs."""
-    return BlockMask.from_kv_blocks(
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-        BLOCK_SIZE=block_mask.BLOCK_SIZE,
-        mask_mod=block_mask.mask_mod,
-        seq_lengths=block_mask.seq_lengths,
-        compute_q_blocks=True,
-    )
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    names += ("BLOCK_SIZE", "mask_mod", "seq_lengths")
+    parts: dict[str, Any] = {name: getattr(block_mask, name) for name in names}
+    return BlockMask.from_kv_blocks(**parts, compute_q_blocks=True)
