@@ -326,8 +326,5 @@ def _cache_same(done: Sequence[_StepCheck], numbers: Sequence[int], dtype: str) 
         f"{len(numbers)} layers but for rounding in {dtype}: at most {format_amount(worst)} of a "
         "row's norm."
     )
-    return proof_finding(
-        proof_results.CACHE_SAME,
-        sentence,
-        evidence={"largest_difference": worst, "steps": len(done)},
-    )
+    evidence = {"largest_difference": worst, "steps": len(done)}
+    return proof_finding(proof_results.CACHE_SAME, sentence, evidence=evidence)

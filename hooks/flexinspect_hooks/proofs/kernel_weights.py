@@ -391,11 +391,8 @@ def _kernel_same(compared: Sequence[_KernelComparison], n_layers: int) -> Findin
         f"The kernel's own weights are those that are drawn: {cells} cells of {where} in "
         f"{plural(steps, 'step')}, largest difference {format_amount(largest)}."
     )
-    return proof_finding(
-        proof_results.KERNEL_SAME,
-        sentence,
-        evidence={"cells": cells, "largest_difference": largest},
-    )
+    evidence = {"cells": cells, "largest_difference": largest}
+    return proof_finding(proof_results.KERNEL_SAME, sentence, evidence=evidence)
 
 
 def _kernel_lines(done: Sequence[_KernelComparison]) -> Iterator[str]:
