@@ -16,17 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexinspect.breakpoints import grammar
 from flexinspect.breakpoints.evaluation import Observation
-from flexinspect.breakpoints.grammar import (
-    EMPTY_ROW,
-    FALLBACK,
-    NAN,
-    ObservationCondition,
-    matches_module,
-    needs_calls,
-    observations_in,
-    to_text,
-)
+from flexinspect.breakpoints.grammar import matches_module, observations_in
 from flexinspect.breakpoints.store import Breakpoint
 from flexinspect.core.text import plural
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
@@ -102,16 +94,16 @@ class ModelBreakpoints:
             seen: met for met in self._breakpoints for seen in observations_in(met.expression)
         }
         by_name = {seen: met for seen, met in wanted.items() if seen.is_checked_by_name}
-        self._checked = frozenset(to_text(seen) for seen in by_name)
+        self._checked = frozenset(grammar.to_text(seen) for seen in by_name)
         self._kinds_of = self._install(by_name)
-        self._call_kinds = frozenset(s.kind for s in wanted) & {EMPTY_ROW, FALLBACK}
-        calls_needed = any(needs_calls(met.expression) for met in self._breakpoints)
+        self._call_kinds = frozenset(s.kind for s in wanted) & {grammar.EMPTY_ROW, grammar.FALLBACK}
+        calls_needed = any(grammar.needs_calls(met.expression) for met in self._breakpoints)
         if self._call_kinds or self._kinds_of or calls_needed:
             self._context.on_call = partial(self._guard, self._on_call)
             self._context.on_kernel = partial(self._guard, self._on_kernel_call)
 
     def _install(
-        self, by_name: Mapping[ObservationCondition, Breakpoint]
+        self, by_name: Mapping[grammar.ObservationCondition, Breakpoint]
     ) -> dict[int, tuple[str, frozenset[str]]]:
         """Hook every matching module; return name and observation kinds by the id of the module."""
         found: dict[int, tuple[str, frozenset[str]]] = {}
@@ -130,10 +122,10 @@ class ModelBreakpoints:
             self.evaluator.report_once(met.info.id, self._no_such_module(one))
         return found
 
-    def _no_such_module(self, seen: ObservationCondition) -> str:
+    def _no_such_module(self, seen: grammar.ObservationCondition) -> str:
         names = [name for name, _ in self._context.model.named_modules() if "attn" in name]
         example = f" (they are called {names[0]}, ...)" if names else ""
-        return f"{to_text(seen)}: no module of the model has a matching name{example}."
+        return f"{grammar.to_text(seen)}: no module of the model has a matching name{example}."
 
     # -- while the forward runs ------------------------------------------------------------------
 
@@ -173,21 +165,21 @@ class ModelBreakpoints:
 
     def _check_call(self, call: AttentionCall, observed: ObservedStep) -> None:
         layer = call.layer
-        if EMPTY_ROW in self._call_kinds and (rows := empty_rows(call)):
+        if grammar.EMPTY_ROW in self._call_kinds and (rows := empty_rows(call)):
             first = int(observed.values["kv_len"]) - call.query.shape[2]
             text = format_rows([first + row for row in rows])
             verb = "attend" if len(rows) > 1 else "attends"
-            self._observe(EMPTY_ROW, self._name_of(call), layer, f"{text} {verb} to no key")
+            self._observe(grammar.EMPTY_ROW, self._name_of(call), layer, f"{text} {verb} to no key")
         if call.path.startswith("flex"):
             self._flex_layers.add(layer)
-        elif FALLBACK in self._call_kinds and (
+        elif grammar.FALLBACK in self._call_kinds and (
             call.suppressed_exception or layer in self._flex_layers
         ):
             why = "where it ran FlexAttention before"
             if call.suppressed_exception:
                 why = f"after {call.suppressed_exception}"
             text = f"layer {layer} ran {call.path}, {why}"
-            self._observe(FALLBACK, self._name_of(call), layer, text)
+            self._observe(grammar.FALLBACK, self._name_of(call), layer, text)
 
     def _name_of(self, call: AttentionCall) -> str:
         names = (name for name, one in self._context.model.named_modules() if one is call.module)
@@ -233,10 +225,10 @@ def describe_bad_values(kind: str, output: Any) -> str:
     Empty if there is none. Rows are those of batch 0 of (batch, rows, ...).
     """
     for tensor in _float_tensors(output):
-        flags = torch.isnan(tensor) if kind == NAN else torch.isinf(tensor)
+        flags = torch.isnan(tensor) if kind == grammar.NAN else torch.isinf(tensor)
         n = int(flags.sum())
         if n:
-            values = plural(n, f"{'NaN' if kind == NAN else 'infinite'} value")
+            values = plural(n, f"{'NaN' if kind == grammar.NAN else 'infinite'} value")
             if flags.dim() != 3:
                 return values
             rows = torch.nonzero(flags[0].any(-1)).flatten().tolist()

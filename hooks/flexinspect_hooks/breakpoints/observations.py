@@ -19,14 +19,8 @@ from typing import Protocol
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from flexinspect.breakpoints.evaluation import (
-    Observation,
-    StepObservations,
-    Unknown,
-    describe_unknown,
-    evaluate,
-    observe_step,
-)
+from flexinspect.breakpoints import evaluation
+from flexinspect.breakpoints.evaluation import StepObservations, describe_unknown, observe_step
 from flexinspect.breakpoints.grammar import has_finding
 from flexinspect.breakpoints.store import (
     Breakpoint,
@@ -54,7 +48,7 @@ class ObservedStep(Struct):
 
     values: dict[str, float | str]
     layers: dict[int, dict[str, float | str]] = field(default_factory=dict)
-    observed: list[Observation] = field(default_factory=list)
+    observed: list[evaluation.Observation] = field(default_factory=list)
     checked: set[str] = field(default_factory=set)
     hit_ids: set[int] = field(default_factory=set)
 
@@ -136,7 +130,7 @@ class BreakpointEvaluator:
             observations = StepObservations(
                 observed.values, observed.layers, tuple(observed.observed)
             )
-            result = evaluate(met.expression, observations)
+            result = evaluation.evaluate(met.expression, observations)
             if result.holds is not True:
                 continue
             observed.hit_ids.add(met.info.id)
@@ -196,8 +190,8 @@ class BreakpointEvaluator:
     ) -> None:
         stops = []
         for met in breakpoints:
-            result = evaluate(met.expression, observations)
-            if isinstance(result.holds, Unknown):
+            result = evaluation.evaluate(met.expression, observations)
+            if isinstance(result.holds, evaluation.Unknown):
                 if report_unknown and met.info.id not in self._reported:
                     self.report_once(
                         met.info.id, describe_unknown(met.info.text, result.holds, observations)

@@ -15,15 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from msgspec import Struct
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
 
 import flexinspect
 
@@ -58,12 +53,14 @@ class BrokenRunSetup(Struct, dict=True):
     @cached_property
     def tokenizer(self) -> Any:
         """The demo model's tokenizer."""
-        return AutoTokenizer.from_pretrained(_DEMO)
+        return transformers.AutoTokenizer.from_pretrained(_DEMO)
 
     @cached_property
     def model(self) -> Any:
         """The demo model, loaded for each run: some of them break it."""
-        model = AutoModelForCausalLM.from_pretrained(_DEMO).eval().requires_grad_(False)
+        model = (
+            transformers.AutoModelForCausalLM.from_pretrained(_DEMO).eval().requires_grad_(False)
+        )
         model.name_or_path = model.config._name_or_path = "demo"
         model.generation_config.eos_token_id = None  # always generate max_new_tokens
         return model
@@ -120,9 +117,9 @@ class BrokenRunSetup(Struct, dict=True):
                 return make_mask(q_length, kv_length, int(q_offset))
             return block_mask(predicate, q_length, kv_length, offset=int(q_offset))
 
-        AttentionInterface.register(self.name, attend or flex_attend)
+        transformers.AttentionInterface.register(self.name, attend or flex_attend)
         if has_mask:
-            AttentionMaskInterface.register(self.name, mask_function)
+            transformers.AttentionMaskInterface.register(self.name, mask_function)
         self.model.set_attn_implementation(self.name)
 
     def decode(self, n_steps: int = NEW_TOKENS, **options: Any) -> None:

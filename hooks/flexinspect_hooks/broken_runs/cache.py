@@ -9,15 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, StaticCache
 
-from flexinspect_hooks.broken_runs.broken_run_setup import (
-    NEW_TOKENS,
-    BrokenRunSetup,
-    additive_mask,
-    attend_with_sdpa,
-    block_mask,
-    causal,
-    flex_attend,
-)
+from flexinspect_hooks.broken_runs import broken_run_setup as common
+from flexinspect_hooks.broken_runs.broken_run_setup import BrokenRunSetup
 
 # -- the mask of a decode row ----------------------------------------------------------------------
 
@@ -26,9 +19,9 @@ def decode_without_offset(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The mask treats a decode row as row 0, which attends to the first key only."""
 
     def make_mask(n_rows: int, n_keys: int, offset: int) -> BlockMask:
-        return block_mask(causal, n_rows, n_keys, offset=offset if repaired else 0)
+        return common.block_mask(common.causal, n_rows, n_keys, offset=offset if repaired else 0)
 
-    setup.register_attention(causal, make_mask=make_mask)
+    setup.register_attention(common.causal, make_mask=make_mask)
     with setup.recorded(segments=[], mask=None):
         setup.generate()
 
@@ -38,17 +31,17 @@ def mask_one_short(setup: BrokenRunSetup, *, repaired: bool) -> None:
 
     def make_mask(n_rows: int, n_keys: int, offset: int) -> BlockMask:
         is_short = n_rows == 1 and not repaired
-        return block_mask(causal, n_rows, n_keys - is_short, offset=offset)
+        return common.block_mask(common.causal, n_rows, n_keys - is_short, offset=offset)
 
     def attend_or_fall_back(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
         try:
-            return flex_attend(module, query, key, value, attention_mask, **kwargs)
+            return common.flex_attend(module, query, key, value, attention_mask, **kwargs)
         except (ValueError, RuntimeError):
-            return attend_with_sdpa(query, key, value, scale=kwargs["scaling"])
+            return common.attend_with_sdpa(query, key, value, scale=kwargs["scaling"])
 
-    setup.register_attention(causal, attend=attend_or_fall_back, make_mask=make_mask)
+    setup.register_attention(common.causal, attend=attend_or_fall_back, make_mask=make_mask)
     with setup.recorded(segments=[], mask=None):
         setup.generate()
 
@@ -64,11 +57,11 @@ def empty_cache_slots(setup: BrokenRunSetup, *, repaired: bool) -> None:
     slots = torch.arange(n_slots)[None]
     with setup.recorded(segments=[], mask=None):
         input_ids, n_filled = setup.input_ids, 0
-        for _ in range(NEW_TOKENS):
+        for _ in range(common.NEW_TOKENS):
             rows = torch.arange(n_filled, n_filled + input_ids.shape[1])[:, None]
             is_decode = input_ids.shape[1] == 1
             allowed = slots < n_slots if is_decode and not repaired else slots <= rows
-            given = {"attention_mask": additive_mask(allowed), "position_ids": rows.T}
+            given = {"attention_mask": common.additive_mask(allowed), "position_ids": rows.T}
             logits = setup.model(input_ids, past_key_values=cache, **given).logits
             n_filled += input_ids.shape[1]
             input_ids = torch.argmax(logits[:, -1:], -1)
@@ -101,10 +94,10 @@ def no_cache(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def attend_with_new_mask(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
-        mask = block_mask(causal, query.shape[2], key.shape[2])
-        return flex_attend(module, query, key, value, mask, **kwargs)
+        mask = common.block_mask(common.causal, query.shape[2], key.shape[2])
+        return common.flex_attend(module, query, key, value, mask, **kwargs)
 
-    setup.register_attention(causal, attend=None if repaired else attend_with_new_mask)
+    setup.register_attention(common.causal, attend=None if repaired else attend_with_new_mask)
     with setup.recorded(segments=[], mask=None):
         if repaired:
             setup.generate(max_new_tokens=n_steps)

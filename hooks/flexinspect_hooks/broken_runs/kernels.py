@@ -9,13 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexinspect_hooks.broken_runs.broken_run_setup import (
-    BrokenRunSetup,
-    attend_with_sdpa,
-    causal,
-    flex_attend,
-    isolation,
-)
+from flexinspect_hooks.broken_runs import broken_run_setup as common
+from flexinspect_hooks.broken_runs.broken_run_setup import BrokenRunSetup
 
 
 def silent_fallback(setup: BrokenRunSetup, *, repaired: bool) -> None:
@@ -28,12 +23,12 @@ def silent_fallback(setup: BrokenRunSetup, *, repaired: bool) -> None:
         try:
             if module.layer_idx == failing_layer and not repaired:
                 attention_mask = attention_mask.to("meta")  # a mask on another device
-            return flex_attend(module, query, key, value, attention_mask, **kwargs)
+            return common.flex_attend(module, query, key, value, attention_mask, **kwargs)
         except Exception:
             is_causal, scale = query.shape[2] > 1, kwargs["scaling"]
-            return attend_with_sdpa(query, key, value, is_causal=is_causal, scale=scale)
+            return common.attend_with_sdpa(query, key, value, is_causal=is_causal, scale=scale)
 
-    setup.register_attention(isolation(setup.spans), attend=attend_or_fall_back)
+    setup.register_attention(common.isolation(setup.spans), attend=attend_or_fall_back)
     with setup.recorded():
         setup.generate()
 
@@ -45,7 +40,7 @@ def graph_every_step(setup: BrokenRunSetup, *, repaired: bool) -> None:
         mask_mod = _generate_mask_mod(offset)
         return create_block_mask(mask_mod, None, None, n_rows, n_keys, device="cpu")
 
-    setup.register_attention(causal, make_mask=None if repaired else make_mask)
+    setup.register_attention(common.causal, make_mask=None if repaired else make_mask)
     with setup.recorded(segments=[], mask=None):
         setup.generate(max_new_tokens=8)
 
@@ -69,7 +64,7 @@ def heads_in_the_mask(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def make_mask(n_rows: int, n_keys: int, offset: int) -> BlockMask:
         return create_block_mask(mask_mod, n_sequences, n_heads, n_rows, n_keys, device="cpu")
 
-    setup.register_attention(causal, make_mask=None if repaired else make_mask)
+    setup.register_attention(common.causal, make_mask=None if repaired else make_mask)
     with setup.recorded(segments=[], mask=None):
         setup.model(torch.tensor([row] * n_sequences), use_cache=False)
 
@@ -101,7 +96,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def logger_breaks_flex(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """A dispatch mode logs every operation; FlexAttention fails under it and also afterwards."""
-    setup.register_attention(causal)
+    setup.register_attention(common.causal)
     with setup.recorded(segments=[], mask=None):
         if repaired:
             setup.generate()

@@ -9,32 +9,22 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from flexinspect_hooks.broken_runs.broken_run_setup import (
-    MAX_POSITIONS,
-    QUESTIONS,
-    BrokenRunSetup,
-    Span,
-    additive_mask,
-    block_mask,
-    causal,
-    flex_attend,
-    isolation,
-    span_numbers,
-    spans_of,
-)
+from flexinspect_hooks.broken_runs import broken_run_setup as common
+from flexinspect_hooks.broken_runs.broken_run_setup import BrokenRunSetup
 
 # -- separators ------------------------------------------------------------------------------------
 
 
 def orphan_separators(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The line breaks belong to no wording, and a row may attend to its own wording only."""
-    numbers, cue = span_numbers(_without_separators(setup), MAX_POSITIONS), setup.spans[-1][1]
+    numbers = common.span_numbers(_without_separators(setup), common.MAX_POSITIONS)
+    cue = setup.spans[-1][1]
 
     def predicate(q: Any, kv: Any) -> Any:
         same_wording = (numbers[q] == numbers[kv]) & (numbers[q] > 0)
         return (kv <= q) & (same_wording | (q >= cue))
 
-    setup.register_attention(isolation(setup.spans) if repaired else predicate)
+    setup.register_attention(common.isolation(setup.spans) if repaired else predicate)
     with setup.recorded():
         setup.generate()
 
@@ -42,18 +32,18 @@ def orphan_separators(setup: BrokenRunSetup, *, repaired: bool) -> None:
 def leak_through_separators(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """Wordings are isolated, but line breaks attend to all of them, and are open to every row."""
     inner = _without_separators(setup)
-    numbers, cue = span_numbers(inner, MAX_POSITIONS), setup.spans[-1][1]
+    numbers, cue = common.span_numbers(inner, common.MAX_POSITIONS), setup.spans[-1][1]
 
     def predicate(q: Any, kv: Any) -> Any:
         shared = (numbers[q] == 0) | (numbers[kv] == 0)
         return (kv <= q) & ((numbers[q] == numbers[kv]) | shared | (q >= cue))
 
-    setup.register_attention(isolation(setup.spans) if repaired else predicate)
+    setup.register_attention(common.isolation(setup.spans) if repaired else predicate)
     with setup.recorded(segments=setup.spans if repaired else inner, mask=None):
         setup.generate()
 
 
-def _without_separators(setup: BrokenRunSetup) -> list[Span]:
+def _without_separators(setup: BrokenRunSetup) -> list[common.Span]:
     """The spans of the wordings without the line break at the end of each."""
     return [(start, stop - 1, label) for start, stop, label in setup.spans]
 
@@ -68,17 +58,17 @@ def placeholder_mask(setup: BrokenRunSetup, *, repaired: bool) -> None:
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
         if not repaired:  # "to be replaced by the real one"
-            attention_mask = block_mask(lambda q, kv: q >= 0, query.shape[2], key.shape[2])
-        return flex_attend(module, query, key, value, attention_mask, **kwargs)
+            attention_mask = common.block_mask(lambda q, kv: q >= 0, query.shape[2], key.shape[2])
+        return common.flex_attend(module, query, key, value, attention_mask, **kwargs)
 
-    setup.register_attention(isolation(setup.spans), attend=wrapper)
+    setup.register_attention(common.isolation(setup.spans), attend=wrapper)
     with setup.recorded():
         setup.generate()
 
 
 def ticked_picture(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """A script draws and checks the mask that it has built, but the model was never patched."""
-    predicate = isolation(setup.spans)
+    predicate = common.isolation(setup.spans)
     drawn = predicate(*_grid(setup))
     first, second = setup.spans[:2]
     assert not drawn[second[0] : second[1], first[0] : first[1]].any()  # the drawn mask isolates
@@ -90,7 +80,7 @@ def ticked_picture(setup: BrokenRunSetup, *, repaired: bool) -> None:
 
 def patch_behind_an_if(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """A patch adds the structure to the mask if there is one, and SDPA gets no mask."""
-    closed = ~isolation(setup.spans)(*_grid(setup))
+    closed = ~common.isolation(setup.spans)(*_grid(setup))
     setup.model.set_attn_implementation("eager" if repaired else "sdpa")
     for layer in setup.model.model.layers:
         _close_cells(layer, closed)
@@ -113,7 +103,7 @@ def _close_cells(layer: Any, closed: Tensor) -> None:
 def no_mask_function(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """Attention is registered under a new name, and no mask function under that name."""
     AttentionMaskInterface._global_mapping.pop(setup.name, None)
-    setup.register_attention(causal, has_mask=repaired)
+    setup.register_attention(common.causal, has_mask=repaired)
     with setup.recorded(segments=[], mask=None):
         setup.generate()
 
@@ -123,8 +113,8 @@ def no_mask_function(setup: BrokenRunSetup, *, repaired: bool) -> None:
 
 def bool_mask_added(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """A bool mask goes to eager attention, which adds it to the scores: True is 1, False is 0."""
-    allowed = isolation(setup.spans)(*_grid(setup))
-    mask = additive_mask(allowed) if repaired else allowed[None, None]
+    allowed = common.isolation(setup.spans)(*_grid(setup))
+    mask = common.additive_mask(allowed) if repaired else allowed[None, None]
     setup.model.set_attn_implementation("eager")
     with setup.recorded():
         setup.model(setup.input_ids, attention_mask=mask, use_cache=False)
@@ -140,7 +130,7 @@ def padding_of_infinity(setup: BrokenRunSetup, *, repaired: bool) -> None:
         closed = (keys > rows) | (keys < n_padding)
         return torch.zeros(1, 1, *closed.shape).masked_fill(closed, value)
 
-    setup.register_attention(causal, attend=eager_attention_forward, make_mask=make_mask)
+    setup.register_attention(common.causal, attend=eager_attention_forward, make_mask=make_mask)
     input_ids = torch.tensor([[int(setup.tokenizer.pad_token_id)] * n_padding + setup.ids])
     is_token = (torch.arange(input_ids.shape[1]) >= n_padding).long()[None]
     with setup.recorded(segments=[], mask=None):
@@ -156,15 +146,15 @@ def _grid(setup: BrokenRunSetup) -> tuple[Tensor, Tensor]:
 def spans_without_bos(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The spans are counted in the pieces, but the encoded prompt begins with a BOS."""
     start = 1 if repaired else 0  # the tokenizer writes one token before the first piece
-    setup.register_attention(isolation(spans_of(setup.pieces, start=start)))
-    with setup.recorded(segments=[f"{question}\n" for question in QUESTIONS]):
+    setup.register_attention(common.isolation(common.spans_of(setup.pieces, start=start)))
+    with setup.recorded(segments=[f"{question}\n" for question in common.QUESTIONS]):
         setup.generate()
 
 
 def two_bos(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The template writes the BOS into the text, and the tokenizer adds another one."""
     ids = setup.ids if repaired else [setup.ids[0], *setup.ids]
-    with setup.recorded(segments=list(QUESTIONS), mask="causal"):
+    with setup.recorded(segments=list(common.QUESTIONS), mask="causal"):
         setup.generate(torch.tensor([ids]))
 
 
@@ -180,7 +170,7 @@ def missing_eos(setup: BrokenRunSetup, *, repaired: bool) -> None:
         return (kv <= q) & (document_of[q] == document_of[kv])
 
     setup.register_attention(same_document)
-    with setup.recorded(segments=spans_of(documents, start=0)):
+    with setup.recorded(segments=common.spans_of(documents, start=0)):
         setup.model(input_ids)
 
 
@@ -192,6 +182,6 @@ def order_of_the_wordings(setup: BrokenRunSetup, *, repaired: bool) -> None:
             positions[start:stop] = range(1, 1 + stop - start)
         cue, longest = setup.spans[-1][1], max(positions)
         positions[cue:] = range(longest + 1, longest + 1 + len(positions) - cue)
-    setup.register_attention(isolation(setup.spans))
+    setup.register_attention(common.isolation(setup.spans))
     with setup.recorded():
         setup.model(setup.input_ids, position_ids=torch.tensor([positions]), use_cache=False)

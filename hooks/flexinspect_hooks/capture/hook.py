@@ -29,13 +29,8 @@ from flexinspect.records import step as step_records
 from flexinspect.records.prompt import Segment
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.rules.engine import Rule
-from flexinspect_hooks.capture.buffer import (
-    ACTIVATION_PREFIX,
-    BFLOAT16,
-    StepBuffer,
-    Values,
-    with_prefix,
-)
+from flexinspect_hooks.capture import buffer as step_buffer
+from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.step_clock import StepContext
 
 Remove = Callable[[], None]
@@ -65,9 +60,9 @@ class StepDraft(Struct):
     def add_activations(self, values: Values, streams: Sequence[str]) -> None:
         """Add the stored tensors of these streams, stream by stream."""
         records = []
-        for name, array in with_prefix(values, ACTIVATION_PREFIX).items():
-            dtype = "bfloat16" if name.startswith(BFLOAT16) else None
-            stream, _, layer = name.removeprefix(BFLOAT16).rpartition(".")
+        for name, array in step_buffer.with_prefix(values, step_buffer.ACTIVATION_PREFIX).items():
+            dtype = "bfloat16" if name.startswith(step_buffer.BFLOAT16) else None
+            stream, _, layer = name.removeprefix(step_buffer.BFLOAT16).rpartition(".")
             if stream in streams:
                 records.append(step_records.ArrayRecord(stream, array, int(layer), dtype))
         self.arrays += sorted(records, key=lambda record: streams.index(record.stream))

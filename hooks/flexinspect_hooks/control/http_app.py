@@ -117,7 +117,11 @@ class _Guard:
         try:
             if self._token:
                 self._check_access(scope)
-            _check_size(scope)
+            if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
+                raise HttpError(414, f"The path is longer than {MAX_PATH_LENGTH} characters.")
+            size = _header(scope, b"content-length") or "0"
+            if not size.isdecimal() or int(size) > MAX_BODY_BYTES:
+                raise _too_large()
         except HttpError as error:
             headers = {"Connection": "close"}
             refusal = _error_response(error.status, error.message, error.hint, headers)
@@ -135,14 +139,6 @@ class _Guard:
         received = token.strip().encode("latin-1", "replace")
         if not hmac.compare_digest(received, self._token) or scheme.lower() != "bearer":
             raise HttpError(401, "The token is missing or wrong.", hint=_TOKEN_HINT)
-
-
-def _check_size(scope: Scope) -> None:
-    if len(scope["path"]) > MAX_PATH_LENGTH:  # `int` would parse a number of any length
-        raise HttpError(414, f"The path is longer than {MAX_PATH_LENGTH} characters.")
-    size = _header(scope, b"content-length") or "0"
-    if not size.isdecimal() or int(size) > MAX_BODY_BYTES:
-        raise _too_large()
 
 
 def _too_large() -> HttpError:

@@ -63,13 +63,19 @@ def stop_tracing_on_detach() -> bool:
     if PYDEVD_USE_SYS_MONITORING or pydevd_tracing._load_python_helper_lib() is None:
         return False
     if not hasattr(PyDB.on_disconnect, "__wrapped__"):
+
+        def enable_tracing(debugger: Any) -> None:
+            pydevd_tracing.set_trace_to_threads(debugger.trace_dispatch)
+            debugger.set_tracing_for_untraced_contexts()
+
+        def disable_tracing(debugger: Any) -> None:
+            pydevd_tracing.set_trace_to_threads(_stop_tracing_this_thread)
+
         # This event lets a waiting program continue, so tracing must be enabled before it.
-        PyDB.on_configuration_done = _wrap_method(
-            PyDB.on_configuration_done, before=_enable_tracing
-        )
+        PyDB.on_configuration_done = _wrap_method(PyDB.on_configuration_done, before=enable_tracing)
         # An editor that attached by process id may end its adapter without a disconnect.
         for name in ("on_disconnect", "dispose_and_kill_all_pydevd_threads"):
-            setattr(PyDB, name, _wrap_method(getattr(PyDB, name), after=_disable_tracing))
+            setattr(PyDB, name, _wrap_method(getattr(PyDB, name), after=disable_tracing))
     return True
 
 
@@ -88,19 +94,6 @@ def _wrap_method(
         return result
 
     return wrapper
-
-
-def _enable_tracing(debugger: Any) -> None:
-    import pydevd_tracing
-
-    pydevd_tracing.set_trace_to_threads(debugger.trace_dispatch)
-    debugger.set_tracing_for_untraced_contexts()
-
-
-def _disable_tracing(debugger: Any) -> None:
-    import pydevd_tracing
-
-    pydevd_tracing.set_trace_to_threads(_stop_tracing_this_thread)
 
 
 def _stop_tracing_this_thread(*trace_event: Any) -> None:

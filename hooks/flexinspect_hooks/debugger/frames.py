@@ -13,13 +13,14 @@ import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
 from flexinspect_hooks.debugger.debugpy_server import active_pydevd, is_attached
+from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.threads import SharedSwitch
 
 _OWN = ("flexinspect", "flexinspect_hooks")
@@ -55,13 +56,10 @@ def is_user_frame(frame: FrameType) -> bool:
 
 def _model_frames(stack: list[FrameType]) -> list[FrameType]:
     """Return the part of a stack that is inside the outermost module call."""
-    calls = [n for n, frame in enumerate(stack) if _is_module_call(frame)]
+    codes = (frame.f_code for frame in stack)
+    functions = ((code.co_name, os.path.basename(code.co_filename)) for code in codes)  # noqa: PTH119
+    calls = [n for n, function in enumerate(functions) if function == _MODULE_CALL]
     return stack[: calls[-1]] if calls else []
-
-
-def _is_module_call(frame: FrameType) -> bool:
-    code = frame.f_code
-    return (code.co_name, os.path.basename(code.co_filename)) == _MODULE_CALL  # noqa: PTH119
 
 
 def _is_forward(frame: FrameType) -> bool:
@@ -129,9 +127,6 @@ def breakpoints_disabled() -> Iterator[None]:
                 debugger.enable_tracing()
 
 
-def _ignore_breakpoint_calls() -> Callable[[], object]:
-    before, sys.breakpointhook = sys.breakpointhook, lambda *args, **kwargs: None
-    return lambda: setattr(sys, "breakpointhook", before)
-
-
-_ignored_breakpoint_calls = SharedSwitch(_ignore_breakpoint_calls)
+_ignored_breakpoint_calls = SharedSwitch(
+    lambda: patch(sys, "breakpointhook", lambda *args, **kwargs: None)
+)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.threads import SharedSwitch
 
 _listeners: list[Callable[[str], None]] = []
@@ -76,10 +77,7 @@ def with_python_mods(flex_attention: Callable[..., Any], score_mod: Any) -> Call
 def _disable_compile() -> Callable[[], object]:
     import torch.nn.attention.flex_attention as flex_module
 
-    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    before = getattr(flex_module, name)
-    setattr(flex_module, name, True)
-    return lambda: setattr(flex_module, name, before)
+    return patch(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 _compile_disabled = SharedSwitch(_disable_compile)

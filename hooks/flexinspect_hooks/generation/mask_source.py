@@ -9,6 +9,7 @@ The table form gathers from tensors, so that one compiled graph serves all promp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+BLOCK_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 _MAX_ARITHMETIC_REGIONS = 24
 MAX_EVALUATED_CELLS = 1 << 22  # of one mask_mod call: 32 MiB for each int64 it computes
@@ -49,7 +51,7 @@ class MaskSource:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
         self._tables_key: tuple[object, ...] = ()
-        self._table_tensors: tuple[Tensor, ...] = ()
+        self._table_tensors: dict[str, Any] = {}
 
     def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
         """The mask of these rows; `overlay` narrows it (a sliding window), in positions."""
@@ -66,14 +68,11 @@ class MaskSource:
         key = (tables.partial.shape, tables.partial.tobytes(), tables.full.tobytes())
         if key != self._tables_key:
             lists = (*_block_list(tables.partial), *_block_list(tables.full))
-            self._table_tensors = tuple(torch.from_numpy(one).to(self._device) for one in lists)
+            tensors = (torch.from_numpy(one).to(self._device) for one in lists)
+            self._table_tensors = dict(zip(BLOCK_TABLES, tensors, strict=True))
             self._tables_key = key
-        kv_num, kv_idx, full_num, full_idx = self._table_tensors
         return BlockMask.from_kv_blocks(
-            kv_num,
-            kv_idx,
-            full_num,
-            full_idx,
+            **self._table_tensors,
             BLOCK_SIZE=algebra.BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),

@@ -33,7 +33,7 @@ from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blo
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.generation.decoding import Decoder
 from flexinspect_hooks.generation.flex_patch import FlexPatch, Qkv
-from flexinspect_hooks.generation.mask_source import MaskSource
+from flexinspect_hooks.generation.mask_source import BLOCK_TABLES, MaskSource
 from flexinspect_hooks.gradients.reduction import GradientObserver
 from flexinspect_hooks.observers.attention.mask_capture import open_cells
 from flexinspect_hooks.python_internals.torch_private import set_flex_debug
@@ -420,13 +420,6 @@ class GradientPatch(FlexPatch):
 
 def with_query_blocks(block_mask: BlockMask) -> BlockMask:
     """A block mask that also has the transposed tables, which a backward pass needs."""
-    return BlockMask.from_kv_blocks(
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-        BLOCK_SIZE=block_mask.BLOCK_SIZE,
-        mask_mod=block_mask.mask_mod,
-        seq_lengths=block_mask.seq_lengths,
-        compute_q_blocks=True,
-    )
+    names = (*BLOCK_TABLES, "BLOCK_SIZE", "mask_mod", "seq_lengths")
+    parts: dict[str, Any] = {name: getattr(block_mask, name) for name in names}
+    return BlockMask.from_kv_blocks(**parts, compute_q_blocks=True)

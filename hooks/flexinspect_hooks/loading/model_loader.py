@@ -14,15 +14,8 @@ from msgspec.structs import asdict
 
 from flexinspect.core.errors import FlexInspectError, ModelError
 from flexinspect.core.signals import as_interrupt
+from flexinspect.inputs import model_sizes
 from flexinspect.inputs.model_names import ModelSource, cached_snapshot, read_config_file
-from flexinspect.inputs.model_sizes import (
-    SINGLE_FILE,
-    MemoryPlan,
-    available_ram,
-    plan_memory,
-    read_header,
-    weight_files,
-)
 from flexinspect_hooks.loading import hub_download, placement
 from flexinspect_hooks.loading.library_output import OnLoadProgress, quiet_libraries
 from flexinspect_hooks.loading.tokenizers import IdTokenizer
@@ -171,7 +164,7 @@ def _check_memory(request: _LoadRequest, config: Any, dtype: str, n_tokens: int)
     source = request.source
     is_quantized = getattr(config, "quantization_config", None) is not None
     count = None if is_quantized else count_on_meta(config, trust_remote_code=request.trust)
-    plan = plan_memory(
+    plan = model_sizes.plan_memory(
         config.to_dict(),
         dtype=dtype,
         n_tokens=n_tokens,
@@ -194,7 +187,7 @@ def _check_memory(request: _LoadRequest, config: Any, dtype: str, n_tokens: int)
     placement.require_fit(source.name, plan, device=request.device, dtype=dtype)
     if request.weights == "pretrained" and request.device != "cpu":
         # Weights are read into RAM first and then moved to the device.
-        staging = MemoryPlan(plan.weights, 0, 0, available_ram())
+        staging = model_sizes.MemoryPlan(plan.weights, 0, 0, model_sizes.available_ram())
         placement.require_fit(source.name, staging, device="cpu", dtype=dtype)
 
 
@@ -259,13 +252,13 @@ def _load_pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[An
 
 
 def _require_weights(folder: Path) -> None:
-    files = weight_files(folder)
+    files = model_sizes.weight_files(folder)
     missing = [path.name for path in files if not path.exists()]
     if not missing:
         for path in files:
-            read_header(path)
+            model_sizes.read_header(path)
         return
-    if missing == [SINGLE_FILE]:
+    if missing == [model_sizes.SINGLE_FILE]:
         pickles = [*sorted(folder.glob("*.bin")), *sorted(folder.glob("*.pt*"))]
         note = f"; {pickles[0].name} is a pickle, which flexinspect never loads" if pickles else ""
         raise ModelError(
@@ -313,7 +306,7 @@ def fingerprint_files(folder: Path) -> str:
     samples of 16 KiB, so that a change of a few values in a large file may not be detected.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in weight_files(folder):
+    for path in model_sizes.weight_files(folder):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
@@ -384,10 +377,7 @@ def require_causal_lm(config: Any, source: ModelSource) -> None:
 
 
 def _require_all_values(info: Any, folder: Path) -> None:
-    """Raise `ModelError` if the weight files do not contain all parameters of the model.
-
-    `info` is the loading info of `from_pretrained`.
-    """
+    """Raise `ModelError` if the loading info of `from_pretrained` has missing parameters."""
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(

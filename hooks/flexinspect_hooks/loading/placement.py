@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexinspect.core.errors import ModelError, UsageError
-from flexinspect.inputs.model_sizes import (
-    MemoryPlan,
-    available_ram,
-    canonical_dtype,
-    check_dtype,
-    human_bytes,
-)
+from flexinspect.inputs import model_sizes
+from flexinspect.inputs.model_sizes import MemoryPlan, available_ram, human_bytes
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
@@ -78,15 +73,15 @@ def choose_dtype(name: str, device: str, config: Mapping[str, Any]) -> str:
         return "float32"
     own = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     try:
-        wanted = canonical_dtype(str(own))
+        wanted = model_sizes.canonical_dtype(str(own))
     except UsageError:
         wanted = "bfloat16"
     return "float32" if wanted == "bfloat16" and not _has_bfloat16(device) else wanted
 
 
 def _explicit_dtype(name: str, device: str) -> str:
-    check_dtype(name)
-    dtype = canonical_dtype(name)
+    model_sizes.check_dtype(name)
+    dtype = model_sizes.canonical_dtype(name)
     if dtype == "float16" and device == "cpu":
         raise ModelError(
             "float16 is not usable on the CPU: many operations are missing or very slow.",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 from flexinspect_hooks.loading.library_output import OnLoadProgress
@@ -115,19 +114,14 @@ def _init_special_modules(model: Any) -> None:
     """Let transformers initialise everything but plain matrices: norms, rotary tables, scales."""
     import torch
 
-    for owner, module in _with_owner(model):
+    stack = [(model, model)]
+    while stack:
+        owner, module = stack.pop()
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         has_buffers = any(True for _ in module.buffers(recurse=False))
         is_plain = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
         if has_buffers or (0 < size < _LARGE and not is_plain):
             init_weights(owner, module)
-
-
-def _with_owner(model: Any) -> Iterator[tuple[Any, Any]]:
-    # A model inside a model (a vision tower for instance) initialises its own modules.
-    stack = [(model, model)]
-    while stack:
-        owner, module = stack.pop()
-        yield owner, module
+        # A model inside a model (a vision tower for instance) initialises its own modules.
         for child in module.children():
             stack.append((child if has_init_weights(child) else owner, child))

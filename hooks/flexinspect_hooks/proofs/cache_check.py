@@ -17,13 +17,8 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 
-from flexinspect.analysis.proof_results import (
-    CACHE_DIFFERS,
-    CACHE_SAME,
-    Proof,
-    format_amount,
-    proof_finding,
-)
+from flexinspect.analysis import proof_results
+from flexinspect.analysis.proof_results import Proof, format_amount, proof_finding
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, plural, printable
 from flexinspect.records.finding import Finding
@@ -309,7 +304,7 @@ def _cache_differs(subject: Subject, done: Sequence[_StepCheck], numbers: Sequen
     if first.step == 0:
         sentence += " Rows of the prompt itself change when tokens follow, so they see the future."
     return proof_finding(
-        CACHE_DIFFERS,
+        proof_results.CACHE_DIFFERS,
         sentence,
         step=first.step,
         layer=layer,
@@ -331,6 +326,5 @@ def _cache_same(done: Sequence[_StepCheck], numbers: Sequence[int], dtype: str) 
         f"{len(numbers)} layers but for rounding in {dtype}: at most {format_amount(worst)} of a "
         "row's norm."
     )
-    return proof_finding(
-        CACHE_SAME, sentence, evidence={"largest_difference": worst, "steps": len(done)}
-    )
+    evidence = {"largest_difference": worst, "steps": len(done)}
+    return proof_finding(proof_results.CACHE_SAME, sentence, evidence=evidence)

@@ -21,14 +21,9 @@ from flexinspect.core.text import join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect_hooks.proofs import leak_path
 from flexinspect_hooks.proofs.hidden_states import HiddenStates
-from flexinspect_hooks.proofs.leak_path import (
-    ChangedSegment,
-    explain_leaks,
-    is_rounding,
-    rounding_noise,
-    unstable_finding,
-)
+from flexinspect_hooks.proofs.leak_path import ChangedSegment
 from flexinspect_hooks.proofs.proof_subject import Subject
 
 _MAX_NAMES = 4
@@ -48,14 +43,14 @@ def check_isolation(subject: Subject, *, seed: int = 0) -> Proof:
         subject.report(f"changing {printable(segment.label)}", number / len(sources))
         changes.append(_change_segment(states, segment, seed))
     subject.report("finding where leaks enter", 1.0)
-    is_mixed = any(is_rounding(one, states) for one in changes if one.has_leak)
+    is_mixed = any(leak_path.is_rounding(one, states) for one in changes if one.has_leak)
     if is_mixed:
-        states.noise = np.maximum(states.noise, rounding_noise(states, changes))
+        states.noise = np.maximum(states.noise, leak_path.rounding_noise(states, changes))
         changes = [replace(one, moved=states.above_noise(one.moved)) for one in changes]
-    findings = explain_leaks([one for one in changes if one.has_leak], states)
+    findings = leak_path.explain_leaks([one for one in changes if one.has_leak], states)
     findings += _unread_findings(subject, changes)
     if states.noise.any():
-        findings.append(unstable_finding(states, is_mixed=is_mixed))
+        findings.append(leak_path.unstable_finding(states, is_mixed=is_mixed))
     if not any(one.has_leak for one in changes):
         findings.append(_isolated_finding(states, changes))
     facts = {

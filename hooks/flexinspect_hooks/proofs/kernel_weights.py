@@ -17,14 +17,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect.analysis.proof_results import (
-    KERNEL_DIFFERS,
-    KERNEL_SAME,
-    KERNEL_UNSEEN,
-    Proof,
-    format_amount,
-    proof_finding,
-)
+from flexinspect.analysis import proof_results
+from flexinspect.analysis.proof_results import Proof, format_amount, proof_finding
 from flexinspect.core.errors import UsageError, summarize_error
 from flexinspect.core.text import format_layers, is_or_are, plural
 from flexinspect.records.finding import Finding
@@ -329,13 +323,13 @@ def _kernel_findings(
     for reason in dict.fromkeys(one.skip_reason for one in done if one.skip_reason):
         layers = sorted({one.layer for one in done if one.skip_reason == reason})
         sentence = f"Not compared: {format_layers(layers, n_layers)}, because {reason}."
-        yield proof_finding(KERNEL_UNSEEN, sentence, layer=layers[0], layers=layers)
+        yield proof_finding(proof_results.KERNEL_UNSEEN, sentence, layer=layers[0], layers=layers)
     n_seen = len({one.layer for one in done})
     if n_seen < n_layers:
         sentence = (
             f"Attention was seen in {n_seen} of {n_layers} layers; the others are not proven."
         )
-        yield proof_finding(KERNEL_UNSEEN, sentence)
+        yield proof_finding(proof_results.KERNEL_UNSEEN, sentence)
 
 
 def _kernel_differs(
@@ -369,7 +363,7 @@ def _kernel_differs(
         "largest_difference": one.largest,
     }
     return proof_finding(
-        KERNEL_DIFFERS,
+        proof_results.KERNEL_DIFFERS,
         f"{sentence}.",
         step=one.step,
         layer=one.layer,
@@ -397,9 +391,8 @@ def _kernel_same(compared: Sequence[_KernelComparison], n_layers: int) -> Findin
         f"The kernel's own weights are those that are drawn: {cells} cells of {where} in "
         f"{plural(steps, 'step')}, largest difference {format_amount(largest)}."
     )
-    return proof_finding(
-        KERNEL_SAME, sentence, evidence={"cells": cells, "largest_difference": largest}
-    )
+    evidence = {"cells": cells, "largest_difference": largest}
+    return proof_finding(proof_results.KERNEL_SAME, sentence, evidence=evidence)
 
 
 def _kernel_lines(done: Sequence[_KernelComparison]) -> Iterator[str]:

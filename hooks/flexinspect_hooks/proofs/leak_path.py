@@ -21,15 +21,8 @@ from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment
 from flexinspect_hooks.capture.model_layers import attention_layers
-from flexinspect_hooks.proofs.hidden_states import (
-    NOISE_FACTOR,
-    CapturePoint,
-    HiddenStates,
-    RowChanges,
-    capture_rows,
-    patch_rows,
-    row_distance,
-)
+from flexinspect_hooks.proofs import hidden_states
+from flexinspect_hooks.proofs.hidden_states import NOISE_FACTOR, HiddenStates, RowChanges
 from flexinspect_hooks.proofs.proof_subject import Subject
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -132,7 +125,8 @@ def _find_carriers(leak: ChangedSegment, states: HiddenStates) -> tuple[int, ...
         if not len(candidates):
             continue
         rows = candidates.tolist()
-        with patch_rows(states.points[point].module, rows, states.reference[point - 1]):
+        module = states.points[point].module
+        with hidden_states.patch_rows(module, rows, states.reference[point - 1]):
             moved = states.compare(leak.ids)
         if float(moved[point, batch, row]) <= NOISE_FACTOR * float(states.noise[point]):
             return tuple(rows)
@@ -151,13 +145,13 @@ def _leaking_heads(
     projection, n_heads = _output_projection(subject.model, layer)
     if projection is None or not n_heads:
         return None, 0
-    point = CapturePoint(layer, projection, is_input=True)
+    point = hidden_states.CapturePoint(layer, projection, is_input=True)
     runs = (partial(subject.forward, ids) for ids in (subject.ids, leak.ids))
-    (one,), (other,) = (capture_rows([point], run, subject.n_rows) for run in runs)
+    (one,), (other,) = (hidden_states.capture_rows([point], run, subject.n_rows) for run in runs)
     if min(one.shape[1], other.shape[1]) <= row or one.shape[-1] % n_heads:
         return None, 0
     by_head = (rows[batch, row].view(1, n_heads, -1) for rows in (one, other))
-    return tuple(row_distance(*by_head)[0].nonzero().flatten().tolist()), n_heads
+    return tuple(hidden_states.row_distance(*by_head)[0].nonzero().flatten().tolist()), n_heads
 
 
 def _output_projection(model: nn.Module, layer: int | None) -> tuple[nn.Module | None, int]:

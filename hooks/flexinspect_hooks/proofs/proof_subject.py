@@ -16,13 +16,8 @@ from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.loading.tokenizers import IdAdapter, Vocabulary, id_tuple
 from flexinspect_hooks.observers.inputs_hook import InputRows
-from flexinspect_hooks.user_code.generation_builder import (
-    DeclaredPrompt,
-    GenerationBuilder,
-    SegmentArgument,
-    check_declared_mask,
-    parse_segments,
-)
+from flexinspect_hooks.user_code import generation_builder
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
 RunIds = Callable[[Tensor], Any]
@@ -70,7 +65,7 @@ def subject_of(
     model: nn.Module,
     ids: Tensor | Sequence[int] | str,
     *,
-    segments: Iterable[SegmentArgument] | None = None,
+    segments: Iterable[generation_builder.SegmentArgument] | None = None,
     tokenizer: Any = None,
     mask: str | MaskSpec | None = None,
     run: RunIds | None = None,
@@ -96,13 +91,13 @@ def subject_of(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"prove needs a torch module, not a {type(model).__name__}.")
-    check_declared_mask(mask)
+    generation_builder.check_declared_mask(mask)
     adapter = IdAdapter() if tokenizer is None else Vocabulary(tokenizer)
     input_ids = _parse_ids(ids, tokenizer).to(device_of(model))
     arguments = _model_arguments(input_ids, attention_mask, position_ids)
     if run is not None:
         check_padding(arguments, input_ids)
-    builder = GenerationBuilder(
+    builder = generation_builder.GenerationBuilder(
         DeclaredPrompt(adapter, parse_segments(segments), mask),
         StepPlace(0, 0, True, 0, input_ids.shape[1]),
         InputRows({"input_ids": input_ids, **arguments}, input_ids.shape[1], with_mask=True),

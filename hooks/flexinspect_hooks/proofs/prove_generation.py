@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -19,12 +20,7 @@ from flexinspect.inputs.datasets import Sample
 from flexinspect.records.job import Job
 from flexinspect.records.step import GenerationRecord
 from flexinspect.rules.context import RuleContext
-from flexinspect_hooks.ensemble.capture_process import (
-    default_threads,
-    is_compiled,
-    load_model,
-    load_samples,
-)
+from flexinspect_hooks.ensemble import capture_process
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, GenerationPlan
 from flexinspect_hooks.generation.decoding import generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
@@ -45,9 +41,10 @@ def prove_run(
 
     A cache check recomputes every `every` steps. Raises `FlexInspectError` if the job cannot run.
     """
-    torch.set_num_threads(job.threads or default_threads())
-    samples = load_samples(job)
-    loaded = load_model(job, model_names.resolve(job.model, load_config()), load_report)
+    torch.set_num_threads(job.threads or capture_process.default_threads())
+    samples = capture_process.load_samples(job)
+    source = model_names.resolve(job.model, load_config())
+    loaded = capture_process.load_model(job, source, load_report)
     run = _SampleProver(loaded, job, report)
     for sample in samples:
         proof = run.prove(kind, sample, every)
@@ -61,7 +58,7 @@ class _SampleProver:
     def __init__(self, loaded: LoadedModel, job: Job, report: OnProgress) -> None:
         self._model, self._device = loaded.model, torch.device(loaded.device)
         self._job, self._report = job, report
-        self._compiled = is_compiled(job, loaded.device)
+        self._compiled = capture_process.is_compiled(job, loaded.device)
         self._ensemble = EnsembleRunner(loaded, job, compiled=self._compiled)
 
     def prove(self, kind: str, sample: Sample, every: int) -> Proof:
@@ -104,17 +101,16 @@ class _SampleProver:
             texts[one], texts[other] = texts[other], texts[one]
             changed = replace(sample, paraphrases=tuple(texts))
             swapped.append((f"paraphrase {one + 1}", f"paraphrase {other + 1}", changed))
+
+        def next_token_logits(one: Sample) -> Tensor:
+            with self._patched_plan(one) as plan:
+                run = partial(generate, self._model, plan.prompt, max_new_tokens=1)
+                return newest_logits(self._model, len(plan.prompt.ids), run)
+
         text_of, positions = self._ensemble.vocabulary.text_of, self._job.positions
-        run = self._next_token_logits
-        return prove_order(run, sample, swapped, positions, text_of, self._report)
+        return prove_order(next_token_logits, sample, swapped, positions, text_of, self._report)
 
     # -- how a sample is run ---------------------------------------------------------------------
-
-    def _next_token_logits(self, sample: Sample) -> Tensor:
-        with self._patched_plan(sample) as plan:
-            prompt = plan.prompt
-            run = lambda: generate(self._model, prompt, max_new_tokens=1)  # noqa: E731
-            return newest_logits(self._model, len(prompt.ids), run)
 
     @contextmanager
     def _patched_plan(self, sample: Sample) -> Iterator[GenerationPlan]:
