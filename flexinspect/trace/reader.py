@@ -23,7 +23,7 @@ from flexinspect.core.errors import TraceError
 from flexinspect.records import step as records
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import GradientRecord
 from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace import query_results as results

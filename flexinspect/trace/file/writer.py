@@ -22,7 +22,7 @@ from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
 from flexinspect.records.finding import Finding, Repeat
 from flexinspect.records.prompt import Segment
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import GradientRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import connections, location
