@@ -569,7 +569,7 @@ class TraceReader:
     ) -> list[records.ArrayRecord]:
         """Return the arrays of a step for which `condition` holds as well."""
         where = f"{WHERE_STEP} AND {condition}"
-        return [each.record for each in read_arrays(self, key[0], where, (*key, *params))]
+        return [array for _, _, array in read_arrays(self, key[0], where, (*key, *params))]
 
     @contextmanager
     def _damage_as_error(self) -> Iterator[None]:
@@ -628,12 +628,8 @@ def read_all_gradients(
 # -- steps as whole records ------------------------------------------------------------------------
 
 
-class StoredArray(Struct, frozen=True):
-    """An array with its step and the fingerprint of its mask (None: it belongs to the step)."""
-
-    step: int
-    owner: str | None
-    record: records.ArrayRecord
+StoredArray = tuple[int, str | None, records.ArrayRecord]
+"""The step of an array, the fingerprint of its mask (None: it belongs to the step), the array."""
 
 
 def load_steps(
@@ -681,7 +677,6 @@ def read_arrays(
 
     Raises `TraceError` when a part, a checksum or a length is wrong.
     """
-
     from flexinspect.trace import arrays
 
     def make(row: Sequence[Any]) -> tuple[list[Any], arrays.ArrayChunk]:
@@ -692,14 +687,13 @@ def read_arrays(
         name = f"{stream!r} of step {step} of generation {generation} in {reader.path}"
         array, dtype = arrays.decode_array([chunk for _, chunk in group], name)
         true_dtype = None if dtype == array.dtype.name else dtype
-        yield StoredArray(step, owner, records.ArrayRecord(stream, array, layer, true_dtype))
+        yield step, owner, records.ArrayRecord(stream, array, layer, true_dtype)
 
 
 def with_arrays(mask: records.MaskRecord, stored: Iterable[StoredArray]) -> records.MaskRecord:
     """Return a mask with those of the arrays that it owns."""
-    by_stream = {
-        each.record.stream: each.record.array for each in stored if each.owner == mask.fingerprint
-    }
+    own = (array for _, owner, array in stored if owner == mask.fingerprint)
+    by_stream = {each.stream: each.array for each in own}
     fields: dict[str, Any] = {name: by_stream.get(f"mask.{name}") for name in records.MASK_ARRAYS}
     return replace(mask, **fields)
 
@@ -723,9 +717,10 @@ def _read_tables(
     own = "true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})"
     where = f"{WHERE_STEPS} AND (owner IS NOT NULL OR {own})"
     for stored in read_arrays(reader, branch[0], where, (*place, *wanted)):
-        tables["stored"][stored.step].append(stored)
-        if stored.owner is None:
-            tables["arrays"][stored.step].append(stored.record)
+        number, owner, array = stored
+        tables["stored"][number].append(stored)
+        if owner is None:
+            tables["arrays"][number].append(array)
     chosen = [pos for step in steps for pos in (step.first_pos, step.last_pos) if pos is not None]
     if chosen:
         for token in reader.tokens(*branch, min(chosen), max(chosen) + 1):
