@@ -168,7 +168,7 @@ def test_the_first_bad_output_is_found_outside_the_window_and_once(
         seen.append(start)
         return first_nonfinite_output(reader, generation, start, stop, branch)
 
-    monkeypatch.setattr(layers_panel.range_queries, "first_nonfinite_output", counted)
+    monkeypatch.setattr(layers_panel.queries, "first_nonfinite_output", counted)
     data = load(made, 38, 14, step=10)
     assert data.window.stop <= 60
     assert data.first_bad is not None
