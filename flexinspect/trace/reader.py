@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
@@ -789,7 +788,13 @@ def _find_library(library: Library | None) -> Any:
             if library is None
             else f"{library} is not installed: pip install {library}."
         )
-    return import_module(found)
+    if found == "pandas":
+        import pandas
+
+        return pandas
+    import polars
+
+    return polars
 
 
 def _pandas_array(pandas: Any, kind: str, values: list[Any]) -> Any:
