@@ -24,7 +24,6 @@ from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.records import step as records
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import GradientRecord
 from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace import query_results as results
@@ -287,7 +286,9 @@ class TraceReader:
         """Return the memory at the end of a step, None when not captured."""
         return next(iter(self._records_of_step(codec.MEMORY_ROWS, generation, step, branch)), None)
 
-    def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
+    def gradients(
+        self, generation: int, step: int, branch: int = 0
+    ) -> records.GradientRecord | None:
         """Return the gradients of the token that a step generated, None when not recorded."""
         key = (generation, branch, step)
         found = self._records(codec.GRADIENT_ROWS, WHERE_STEP, key)
@@ -618,7 +619,7 @@ def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) 
 
 def read_all_gradients(
     reader: TraceReader, generation: int, branch: int = 0
-) -> Iterator[GradientRecord]:
+) -> Iterator[records.GradientRecord]:
     """Yield the gradients of a branch, step by step."""
     steps = steps_with_gradients(reader, generation, branch)
     yield from filter(None, (reader.gradients(generation, step, branch) for step in steps))

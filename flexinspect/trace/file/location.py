@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -58,11 +57,14 @@ def _mounts() -> list[tuple[Path, str]]:
         with suppress(OSError):
             lines = Path("/proc/self/mounts").read_text("utf-8", "surrogateescape").splitlines()
             fields = [line.split() for line in lines]
-            unescape = partial(re.sub, r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)))
-            return [(Path(unescape(field[1])), field[2]) for field in fields if len(field) > 2]
+            return [(Path(_unescape(field[1])), field[2]) for field in fields if len(field) > 2]
     import psutil  # type: ignore[import-untyped, unused-ignore]
 
     return [(Path(disk.mountpoint), disk.fstype) for disk in psutil.disk_partitions(all=True)]
+
+
+def _unescape(point: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
 
 
 def create_trace_file(path: Path, *, overwrite: bool) -> None:
