@@ -26,8 +26,7 @@ from msgspec.structs import replace
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.records.finding import Finding, Repeat
-from flexinspect.records.step import EventRecord, StepRecord
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import EventRecord, GradientRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules
 from flexinspect.trace.codec import from_json, to_json

@@ -199,7 +199,10 @@ def response_lines(response: Any) -> list[str]:
     if isinstance(response, messages.StatusResponse):
         return _status_lines(response)
     if isinstance(response, messages.CommandResponse):
-        return _command_lines(response)
+        if (cost := response.cost) is None:
+            return [response.message]
+        line = f"cost: {cost.sentence}{' (expensive)' if cost.is_expensive else ''}"
+        return [line] if response.rewind_number is None else [response.message, line]
     if isinstance(response, messages.BreakpointInfo):
         return [_breakpoint_line(response)]
     return [_breakpoint_line(one) for one in response] or ["no breakpoints"]
@@ -220,14 +223,6 @@ def _status_lines(status: messages.StatusResponse) -> list[str]:
         duration = f" in {rewind.seconds * 1e3:.0f} ms" if rewind.seconds is not None else ""
         lines.append(f"{rewind.kind} {rewind.number}  {rewind.state}{duration}{message}")
     return [*lines, f"trace  {status.trace}"]
-
-
-def _command_lines(response: messages.CommandResponse) -> list[str]:
-    cost = response.cost
-    if cost is None:
-        return [response.message]
-    line = f"cost: {cost.sentence}{' (expensive)' if cost.is_expensive else ''}"
-    return [line] if response.rewind_number is None else [response.message, line]
 
 
 def _breakpoint_line(info: messages.BreakpointInfo) -> str:

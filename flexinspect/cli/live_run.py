@@ -155,7 +155,7 @@ class RunProgress:
         self._drawn_at = 0.0
         self._phase = ""
         self._fraction: float | None = None
-        self._reader: TraceReader | None = None
+        self.reader: TraceReader | None = None
         self._last_event = self._generation = self._next_step = 0
         self._is_announced = False
         self._begin_generation()
@@ -210,27 +210,22 @@ class RunProgress:
 
     def follow(self, recording: Path) -> None:
         """Show what is new in a trace that is being recorded; cheap when nothing is."""
-        if self._reader is None:
-            self._reader = TraceReader(recording)
-        elif not self._reader.changed():
+        if self.reader is None:
+            self.reader = TraceReader(recording)
+        elif not self.reader.changed():
             return
-        with self._reader.snapshot():
-            for row in self._reader.events(self._last_event):
+        with self.reader.snapshot():
+            for row in self.reader.events(self._last_event):
                 self._last_event = row.id
                 self.on_event(row.event)
-            while self._show_generation(self._reader):
+            while self._show_generation(self.reader):
                 pass
-
-    @property
-    def is_following(self) -> bool:
-        """Whether a trace is open."""
-        return self._reader is not None
 
     def stop_following(self) -> None:
         """Close the trace; the next one is shown from its beginning."""
-        if self._reader is not None:
-            self._reader.close()
-        self._reader, self._last_event = None, 0
+        if self.reader is not None:
+            self.reader.close()
+        self.reader, self._last_event = None, 0
         self._generation, self._next_step, self._is_announced = 0, 0, False
 
     def _show_generation(self, reader: TraceReader) -> bool:
@@ -412,7 +407,7 @@ class LiveRun:
                 self._print_notice(state.debugger_messages.popleft())
         while state.prints:
             self._progress.print_line(state.prints.popleft())
-        if state.recording is None or (state.is_over and not self._progress.is_following):
+        if state.recording is None or (state.is_over and self._progress.reader is None):
             return
         self._report_debugger_stop(state.recording)
         # The trace of a program is read in verbose mode only: the program may need every core.

@@ -125,7 +125,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
-    from flexinspect.records.token_gradients import GRADIENT_TARGETS
+    from flexinspect.records.step import GRADIENT_TARGETS
 
     group = _add_group(parser, "decoding (greedy unless a sampling flag is given)")
     add = group.add_argument

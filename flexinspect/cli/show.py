@@ -230,10 +230,9 @@ class _PanelPrinter(Struct, frozen=True):
         except FlexInspectError:
             raise
         except Exception as error:  # a panel may be a plug-in
-            raise FlexInspectError(
-                f"The panel {name} failed: {type(error).__name__}: {error}",
-                hint="This is a bug in the panel; the other panels still work.",
-            ) from error
+            what = f"The panel {name} failed: {type(error).__name__}: {error}"
+            hint = "This is a bug in the panel; the other panels still work."
+            raise FlexInspectError(what, hint=hint) from error
         lines = [_escape_unprintable(line) for line in lines]
         if self.args.export:
             if picture is None:

@@ -105,10 +105,9 @@ class ControlClient:
         headers = {"Content-Type": "application/json"}
         if token := self.address.token:
             if not token.isascii() or not token.isprintable():
-                raise ControlError(
-                    "The token has characters that a token cannot contain.",
-                    hint="Copy the one that --serve printed, without a line break.",
-                )
+                what = "The token has characters that a token cannot contain."
+                hint = "Copy the one that --serve printed, without a line break."
+                raise ControlError(what, hint=hint)
             headers["Authorization"] = f"Bearer {token}"
         data = None if body is None else json.dumps(messages.to_json(body))
         connection = self._connection()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -169,16 +168,8 @@ _DISPLAY_NAMES = {
 """Keys as the help of the interface shows them."""
 
 
-class KeyConflict(NamedTuple):
-    """Two actions with the same key; `action` is the one that the user remapped."""
-
-    key: str
-    action: str
-    other: str
-
-
-def find_key_conflict(overrides: Mapping[str, Sequence[str]]) -> KeyConflict | None:
-    """Return the first key that a remapped action would share with another action.
+def find_key_conflict(overrides: Mapping[str, Sequence[str]]) -> tuple[str, str, str] | None:
+    """Return the first key that a remapped action would share, this action and the other one.
 
     `overrides` maps actions to keys by Textual's names; other actions have their default keys.
     """
@@ -193,5 +184,5 @@ def find_key_conflict(overrides: Mapping[str, Sequence[str]]) -> KeyConflict | N
         for name in names:
             others = [other for other in claims[name] if other != action]
             if others:
-                return KeyConflict(name, action, others[0])
+                return name, action, others[0]
     return None

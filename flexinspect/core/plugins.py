@@ -114,10 +114,8 @@ def load(group: str, name: str) -> Any:
         if point.name == name:
             return _import(point)
     known = ", ".join(names(group)) or "none"
-    raise FlexInspectError(
-        f"No plug-in '{name}' is registered in {group} (registered: {known}).",
-        hint="Install the package that provides it.",
-    )
+    what = f"No plug-in '{name}' is registered in {group} (registered: {known})."
+    raise FlexInspectError(what, hint="Install the package that provides it.")
 
 
 def load_all(group: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -153,7 +151,5 @@ def _import(point: BuiltInPlugin | EntryPoint) -> Any:
     try:
         return point.load()
     except Exception as error:
-        raise FlexInspectError(
-            f"The plug-in '{point.name}' ({point.value}) could not be loaded: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        what = f"The plug-in '{point.name}' ({point.value}) could not be loaded"
+        raise FlexInspectError(f"{what}: {type(error).__name__}: {error}") from error

@@ -229,14 +229,15 @@ def _check_shared_keys(
     """Refuse a key that another action uses, unless that action gets another key."""
     from flexinspect.core.keyboard import FIXED_KEYS, find_key_conflict
 
-    clash = find_key_conflict(keys)
-    if clash is None:
+    conflict = find_key_conflict(keys)
+    if conflict is None:
         return
-    what = f"the action {clash.action!r} has {clash.key!r}, which {clash.other!r} already uses"
-    hint = f"Choose another key, or assign another key to {clash.other!r} here as well."
-    if FIXED_KEYS.get(clash.other) == clash.key:
-        hint = f"{clash.key!r} always belongs to {clash.other!r}; choose another key."
-    raise sources[clash.action].error("keys", clash.action, what, hint)
+    key, action, other = conflict
+    what = f"the action {action!r} has {key!r}, which {other!r} already uses"
+    hint = f"Choose another key, or assign another key to {other!r} here as well."
+    if FIXED_KEYS.get(other) == key:
+        hint = f"{key!r} always belongs to {other!r}; choose another key."
+    raise sources[action].error("keys", action, what, hint)
 
 
 def _read_breakpoints(source: _SettingsFile) -> dict[str, str]:

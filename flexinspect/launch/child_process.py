@@ -470,10 +470,9 @@ def _entry_script() -> str:
     """Return the file that runs a program under capture, without importing its package."""
     spec = importlib.util.find_spec("flexinspect_hooks")
     if spec is None or not spec.submodule_search_locations:
-        raise FlexInspectError(
-            "The package flexinspect_hooks, which captures runs, was not found.",
-            hint="The installation of flexinspect is incomplete: install it again.",
-        )
+        what = "The package flexinspect_hooks, which captures runs, was not found."
+        hint = "The installation of flexinspect is incomplete: install it again."
+        raise FlexInspectError(what, hint=hint)
     return str(Path(spec.submodule_search_locations[0], "user_code", "script", "script_process.py"))
 
 

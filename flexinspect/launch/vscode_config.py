@@ -33,21 +33,15 @@ def _run_configuration(name: str, *args: str) -> Mapping[str, Any]:
     return {"name": f"flexinspect: {name}", **_LAUNCH, **options, "subProcess": True}
 
 
+def _attach_configuration(name: str, **how: Any) -> Mapping[str, Any]:
+    return {"name": f"flexinspect: {name}", **_COMMON, "request": "attach", **how}
+
+
 CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
     _run_configuration("run a generation", "run", "--model", "demo", "--max-samples", "2"),
     _run_configuration("run this file", "run", "${file}"),
-    {
-        "name": "flexinspect: attach to a run",
-        **_COMMON,
-        "request": "attach",
-        "connect": {"host": "127.0.0.1", "port": PORT},
-    },
-    {
-        "name": "flexinspect: attach by process id",
-        **_COMMON,
-        "request": "attach",
-        "processId": "${command:pickProcess}",
-    },
+    _attach_configuration("attach to a run", connect={"host": "127.0.0.1", "port": PORT}),
+    _attach_configuration("attach by process id", processId="${command:pickProcess}"),
     {"name": "flexinspect: tests", **_LAUNCH, "module": "pytest", "args": ["tests"]},
 )
 """Configurations to launch a run, with its capture process under the debugger, and to attach."""
@@ -145,10 +139,9 @@ def merge(
     merged = _with_added(text, root, entries, missing) if missing else text
     existing += missing
     if missing and json5.loads(merged) != document:
-        raise FlexInspectError(
-            "The configurations could not be added without changing others.",
-            hint="Add them by hand: flexinspect vscode --dry-run prints them for an empty folder.",
-        )
+        what = "The configurations could not be added without changing others."
+        hint = "Add them by hand: flexinspect vscode --dry-run prints them for an empty folder."
+        raise FlexInspectError(what, hint=hint)
     added = tuple(str(entry["name"]) for entry in missing)
     return MergedLaunch(merged, added, tuple(name for name in names if name not in added))
 
@@ -165,10 +158,8 @@ def _parse(text: str, name: str) -> tuple[Any, Any]:
     def parse_error(at: int, what: str) -> UsageError:
         before = text[:at]
         line, column = before.count("\n") + 1, at - before.rfind("\n")
-        return UsageError(
-            f"{name}, line {line}, column {column}: {what}.",
-            hint="Correct it first; nothing was written.",
-        )
+        where = f"{name}, line {line}, column {column}"
+        return UsageError(f"{where}: {what}.", hint="Correct it first; nothing was written.")
 
     try:
         root = loads(text, loader=ModelLoader()).value

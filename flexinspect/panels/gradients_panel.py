@@ -23,7 +23,7 @@ from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Req
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
-from flexinspect.records.token_gradients import PARAMETER_PARTS, GradientRecord, GradientStat
+from flexinspect.records.step import PARAMETER_PARTS, GradientRecord, GradientStat
 from flexinspect.rules.training.token_gradient_rule import GradientsRule
 from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.reader import steps_with_gradients

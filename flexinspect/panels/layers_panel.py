@@ -149,21 +149,21 @@ def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> Fir
             key = ("first bad output", steps)
             output = source.get_or_create(key, search) if is_done else search()
             if output is not None:
-                return _with_details(reader, generation, branch, output)
+                return _with_details(reader, generation, branch, *output)
     return None
 
 
 def _with_details(
-    reader: TraceReader, generation: int, branch: int, output: queries.NonfiniteOutput
+    reader: TraceReader, generation: int, branch: int, number: int, stat: LayerStatRecord
 ) -> FirstBadOutput:
     """Add the size of a layer's output, if it is known, and the other layers."""
-    key, stat, n_values = (generation, output.step, branch), output.stat, None
+    key, n_values = (generation, number, branch), None
     step, hidden = reader.step(*key), reader.model(generation).get("hidden")
     if not module_kind(stat.layer, stat.module) and step is not None and isinstance(hidden, int):
         total = step.q_len * hidden
         n_values = total if total >= stat.n_nan + stat.n_inf else None
     bad_layers = {other.layer for other in reader.layer_stats(*key) if other.n_nan or other.n_inf}
-    return FirstBadOutput(output.step, stat, n_values, tuple(sorted(bad_layers - {stat.layer})))
+    return FirstBadOutput(number, stat, n_values, tuple(sorted(bad_layers - {stat.layer})))
 
 
 def stat_table(data: LayersData) -> list[str]:

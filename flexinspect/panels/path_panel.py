@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -122,11 +121,11 @@ def _load_compile_events(
     reader: TraceReader, generation: int, number: int, step: StepRow | None
 ) -> tuple[str, ...]:
     """Return the texts of compile events of the step, or at the time of the step."""
-    compiles: Any = {"like": "%compil%", "limit": 5}
-    events = queries.step_events(reader, generation, number, number + 1, **compiles)
+    pattern = ("%compil%", 5)
+    events = queries.matching_events(reader, generation, number, number + 1, *pattern)
     if step is not None and math.isfinite(step.started_at + step.wall_ms):
         end = step.started_at + step.wall_ms / 1e3
-        events += queries.events_between(reader, step.started_at, end, **compiles)
+        events += queries.matching_events(reader, None, step.started_at, end, *pattern)
     return tuple(f"{row.event.kind}: {row.event.text}" for row in events)
 
 

@@ -25,8 +25,7 @@ from msgspec.structs import replace
 from flexinspect.core import plugins
 from flexinspect.core.text import MAX_LISTED_POSITIONS
 from flexinspect.records.finding import Finding, Repeat, Severity
-from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import EventRecord, GenerationRecord, GradientRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 
 Findings = Iterator[Finding]

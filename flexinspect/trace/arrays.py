@@ -118,10 +118,9 @@ def widen_bfloat16(array: Array, dtype: str) -> Array:
 
 def damaged_array(array_name: str, reason: str) -> TraceError:
     """Return the error for an array that cannot be as it was recorded."""
-    return TraceError(
-        f"The trace is damaged: {array_name} cannot be read, because {reason}.",
-        hint="Other steps may still be readable; copy the file again if you can.",
-    )
+    what = f"The trace is damaged: {array_name} cannot be read, because {reason}."
+    hint = "Other steps may still be readable; copy the file again if you can."
+    return TraceError(what, hint=hint)
 
 
 def _parse_shape(text: str, where: str) -> tuple[int, ...]:

@@ -22,10 +22,9 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from flexinspect.records import step as step_records
-from flexinspect.records import token_gradients, training_step
+from flexinspect.records import training_step
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient
 from flexinspect.trace import query_results, schema
 from flexinspect.trace.query_results import BranchRow, EventRow, FindingRow, OutputRow
@@ -354,8 +353,8 @@ BUILD_ROWS = RowFormat(step_records.BuildRecord, schema.BUILDS, skip=4)
 LAYER_STAT_ROWS = RowFormat(step_records.LayerStatRecord, schema.LAYER_STATS, skip=4)
 MEMORY_ROWS = RowFormat(step_records.MemoryRecord, schema.MEMORY, skip=3)
 MASK_ROWS = RowFormat(step_records.MaskRecord, schema.MASKS, skip=3)
-GRADIENT_ROWS = RowFormat(GradientRecord, schema.GRADIENTS)
-GRADIENT_STAT_ROWS = RowFormat(token_gradients.GradientStat, schema.GRADS, skip=3)
+GRADIENT_ROWS = RowFormat(step_records.GradientRecord, schema.GRADIENTS)
+GRADIENT_STAT_ROWS = RowFormat(step_records.GradientStat, schema.GRADS, skip=3)
 TRAINING_ROWS = RowFormat(
     training_step.TrainingStepRecord,
     schema.TRAINING_STEPS,
@@ -457,7 +456,7 @@ def _insert_arrays(
     return _insert_values(schema.ARRAYS, flat, batch=_MAX_ARRAYS_PER_INSERT)
 
 
-def encode_gradients(record: GradientRecord) -> list[Statement]:
+def encode_gradients(record: step_records.GradientRecord) -> list[Statement]:
     """Return the statements of a token's gradients; its step may have been written long ago."""
     key = (record.generation, record.branch, record.step)
     names = ("tokens", "layers")

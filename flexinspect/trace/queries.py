@@ -218,33 +218,19 @@ def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> Fin
 # -- events ---------------------------------------------------------------------------------------
 
 
-def step_events(
-    reader: TraceReader, generation: int, start: int, stop: int, *, like: str, limit: int = 100
+def matching_events(
+    reader: TraceReader, generation: int | None, start: float, stop: float, like: str, limit: int
 ) -> list[EventRow]:
     """Return the events of steps `start <= step < stop` whose kind or text matches `like`.
 
+    If `generation` is None, those outside of all generations at `start <= at < stop`, in seconds.
     `like` is a pattern of SQL's LIKE, which ignores case: "%compil%".
     """
-    where = "generation = ? AND step >= ? AND step < ?"
-    return _matching_events(reader, where, (generation, start, stop), like, limit)
-
-
-def events_between(
-    reader: TraceReader, start_at: float, stop_at: float, *, like: str, limit: int = 100
-) -> list[EventRow]:
-    """Return the events outside of all generations at `start_at <= at < stop_at`, seconds.
-
-    `like` is a pattern for their kind or text.
-    """
-    where = "generation IS NULL AND at >= ? AND at < ?"
-    return _matching_events(reader, where, (start_at, stop_at), like, limit)
-
-
-def _matching_events(
-    reader: TraceReader, where: str, params: Sequence[float], like: str, limit: int
-) -> list[EventRow]:
+    column = "at" if generation is None else "step"
+    where = f"generation IS ? AND {column} >= ? AND {column} < ?"
     rest = f"WHERE {where} AND (kind LIKE ? OR text LIKE ?) ORDER BY event LIMIT ?"
-    return reader._select(codec.decode_event, schema.EVENTS, rest, (*params, like, like, limit))
+    params = (generation, start, stop, like, like, limit)
+    return reader._select(codec.decode_event, schema.EVENTS, rest, params)
 
 
 # -- steps ----------------------------------------------------------------------------------------
@@ -272,13 +258,6 @@ class StatCell(Struct, frozen=True):
     module: str
     value: float
     n_bad: int
-
-
-class NonfiniteOutput(Struct, frozen=True):
-    """The statistics of a module's output that holds NaN or Inf, and its step."""
-
-    step: int
-    stat: LayerStatRecord
 
 
 def branch_of_step(reader: TraceReader, generation: int, step: int, branch: int = 0) -> int:
@@ -373,15 +352,15 @@ def layer_stats_range(
 
 def first_nonfinite_output(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
-) -> NonfiniteOutput | None:
-    """Return the lowest layer with NaN or Inf in the earliest such step, None without any.
+) -> tuple[int, LayerStatRecord] | None:
+    """Return the earliest step with NaN or Inf and its lowest such layer, None without any.
 
     Reads two narrow columns of the own steps `start <= step < stop` of one branch, up to the first
     such step.
     """
     rest = f"{WHERE_STEPS} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
     rows = reader._records_by_step(codec.LAYER_STAT_ROWS, rest, (generation, branch, start, stop))
-    return NonfiniteOutput(*rows[0]) if rows else None
+    return rows[0] if rows else None
 
 
 def _branch_ranges(

@@ -12,18 +12,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flexinspect.core.errors import TraceError
+from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.records import step as records
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
-from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.records.training_step import ParameterGradient, TrainingStepRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace import query_results as results
@@ -32,10 +32,10 @@ from flexinspect.trace.file.connections import ReviewKey, TraceConnections, in_w
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEP, WHERE_STEPS
 
-if TYPE_CHECKING:  # numpy is loaded with the first array
-    from flexinspect.trace.data_frames import Library
-
 T = TypeVar("T")
+
+Library: TypeAlias = Literal["pandas", "polars"]
+FRAME_LIBRARIES = ("pandas", "polars")  # supported libraries, the preferred one first
 
 Lineage = tuple[tuple[int, int, int | None], ...]
 """(branch, first step, step after the last) of a branch and its parents, newest first."""
@@ -286,7 +286,9 @@ class TraceReader:
         """Return the memory at the end of a step, None when not captured."""
         return next(iter(self._records_of_step(codec.MEMORY_ROWS, generation, step, branch)), None)
 
-    def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
+    def gradients(
+        self, generation: int, step: int, branch: int = 0
+    ) -> records.GradientRecord | None:
         """Return the gradients of the token that a step generated, None when not recorded."""
         key = (generation, branch, step)
         found = self._records(codec.GRADIENT_ROWS, WHERE_STEP, key)
@@ -379,10 +381,8 @@ class TraceReader:
         Raises `UsageError` for an unknown table, and when neither is installed.
         """
         place = {"generation": generation, "branch": branch, "step": step}
-        from flexinspect.trace.data_frames import read_frame
-
         with self._damage_as_error():
-            return read_frame(self._query, table, library, place)
+            return _read_frame(self._query, table, library, place)
 
     def findings(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
@@ -569,7 +569,7 @@ class TraceReader:
     ) -> list[records.ArrayRecord]:
         """Return the arrays of a step for which `condition` holds as well."""
         where = f"{WHERE_STEP} AND {condition}"
-        return [each.record for each in read_arrays(self, key[0], where, (*key, *params))]
+        return [array for _, _, array in read_arrays(self, key[0], where, (*key, *params))]
 
     @contextmanager
     def _damage_as_error(self) -> Iterator[None]:
@@ -619,7 +619,7 @@ def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) 
 
 def read_all_gradients(
     reader: TraceReader, generation: int, branch: int = 0
-) -> Iterator[GradientRecord]:
+) -> Iterator[records.GradientRecord]:
     """Yield the gradients of a branch, step by step."""
     steps = steps_with_gradients(reader, generation, branch)
     yield from filter(None, (reader.gradients(generation, step, branch) for step in steps))
@@ -628,12 +628,8 @@ def read_all_gradients(
 # -- steps as whole records ------------------------------------------------------------------------
 
 
-class StoredArray(Struct, frozen=True):
-    """An array with its step and the fingerprint of its mask (None: it belongs to the step)."""
-
-    step: int
-    owner: str | None
-    record: records.ArrayRecord
+StoredArray = tuple[int, str | None, records.ArrayRecord]
+"""The step of an array, the fingerprint of its mask (None: it belongs to the step), the array."""
 
 
 def load_steps(
@@ -681,7 +677,6 @@ def read_arrays(
 
     Raises `TraceError` when a part, a checksum or a length is wrong.
     """
-
     from flexinspect.trace import arrays
 
     def make(row: Sequence[Any]) -> tuple[list[Any], arrays.ArrayChunk]:
@@ -692,14 +687,13 @@ def read_arrays(
         name = f"{stream!r} of step {step} of generation {generation} in {reader.path}"
         array, dtype = arrays.decode_array([chunk for _, chunk in group], name)
         true_dtype = None if dtype == array.dtype.name else dtype
-        yield StoredArray(step, owner, records.ArrayRecord(stream, array, layer, true_dtype))
+        yield step, owner, records.ArrayRecord(stream, array, layer, true_dtype)
 
 
 def with_arrays(mask: records.MaskRecord, stored: Iterable[StoredArray]) -> records.MaskRecord:
     """Return a mask with those of the arrays that it owns."""
-    by_stream = {
-        each.record.stream: each.record.array for each in stored if each.owner == mask.fingerprint
-    }
+    own = (array for _, owner, array in stored if owner == mask.fingerprint)
+    by_stream = {each.stream: each.array for each in own}
     fields: dict[str, Any] = {name: by_stream.get(f"mask.{name}") for name in records.MASK_ARRAYS}
     return replace(mask, **fields)
 
@@ -723,9 +717,10 @@ def _read_tables(
     own = "true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})"
     where = f"{WHERE_STEPS} AND (owner IS NOT NULL OR {own})"
     for stored in read_arrays(reader, branch[0], where, (*place, *wanted)):
-        tables["stored"][stored.step].append(stored)
-        if stored.owner is None:
-            tables["arrays"][stored.step].append(stored.record)
+        number, owner, array = stored
+        tables["stored"][number].append(stored)
+        if owner is None:
+            tables["arrays"][number].append(array)
     chosen = [pos for step in steps for pos in (step.first_pos, step.last_pos) if pos is not None]
     if chosen:
         for token in reader.tokens(*branch, min(chosen), max(chosen) + 1):
@@ -735,3 +730,85 @@ def _read_tables(
     for row in reader._select(codec.decode_event, schema.EVENTS, rest, place):
         tables["events"][row.event.step].append(row.event)
     return tables
+
+
+# -- tables as data frames of pandas or polars, which are optional ---------------------------------
+
+
+def _read_frame(
+    query: Callable[[str, Sequence[Any]], Sequence[Any]],
+    name: str,
+    library: Library | None,
+    place: Mapping[str, int | None],
+) -> Any:
+    """Return the rows of a table at `place` (None there means all) as a data frame, without blobs.
+
+    Without `library` the first installed one builds it. Raises `UsageError` for an unknown table,
+    for a place that its columns do not have, and when no library is installed. The types of the
+    columns follow from the schema alone, so that a frame without rows has them too:
+
+    | kind of column | pandas | polars |
+    |---|---|---|
+    | int, bool, real | int64, bool, float64 | Int64, Boolean, Float64 |
+    | int, bool that may be NULL | Int64, boolean | Int64, Boolean |
+    | real where NULL means "none" | Float64: NaN stays NaN, none is NA | Float64: NaN, null |
+    | text, and JSON as text | string | String |
+    """
+    tables = {table.name: table for table in schema.TABLES}
+    if name not in tables:
+        raise UsageError(f"A trace has no table {name!r}; it has {', '.join(tables)}.")
+    table = tables[name]
+    where = {column: number for column, number in place.items() if number is not None}
+    unknown = next((column for column in where if column not in table.names), None)
+    if unknown is not None:
+        raise UsageError(f"The table {name} has no column {unknown}; leave {unknown} out.")
+    module = _find_library(library)
+    kinds = {column: kind for column, kind in table.kinds.items() if kind != "blob"}
+    condition = f" WHERE {' AND '.join(f'{column} = ?' for column in where)}" if where else ""
+    sql = f"SELECT {', '.join(kinds)} FROM {name}{condition} ORDER BY {', '.join(table.key)}"
+    rows = query(sql, tuple(where.values()))
+    by_column = zip(*rows, strict=True) if rows else ((),) * len(kinds)
+    pairs = zip(kinds.items(), by_column, strict=True)
+    values = {}
+    for (column, kind), stored in pairs:
+        is_json = kind.removesuffix("?") in schema.JSON_KINDS
+        read_as = f"text{'?' * kind.endswith('?')}" if is_json else kind
+        values[column] = codec.decode_values([read_as] * len(stored), stored, name)
+    build = _pandas_array if module.__name__ == "pandas" else _polars_series
+    return module.DataFrame({c: build(module, kinds[c], each) for c, each in values.items()})
+
+
+def _find_library(library: Library | None) -> Any:
+    if library is not None and library not in FRAME_LIBRARIES:
+        known = " or ".join(FRAME_LIBRARIES)
+        raise UsageError(f"{library!r} is not a library for data frames: choose {known}.")
+    found = next(filter(find_spec, FRAME_LIBRARIES if library is None else (library,)), None)
+    if found is None:
+        raise UsageError(
+            "A data frame needs pandas or polars, and neither is installed: pip install pandas."
+            if library is None
+            else f"{library} is not installed: pip install {library}."
+        )
+    if found == "pandas":
+        import pandas
+
+        return pandas
+    import polars
+
+    return polars
+
+
+def _pandas_array(pandas: Any, kind: str, values: list[Any]) -> Any:
+    import numpy as np
+
+    if kind == "real?":  # pandas.array would take NaN for a missing value
+        none = np.array([value is None for value in values], np.bool_)
+        floats = np.array([0.0 if value is None else value for value in values], np.float64)
+        return pandas.arrays.FloatingArray(floats, none)
+    dtypes = {"int": "int64", "int?": "Int64", "bool": "bool", "bool?": "boolean"}
+    return pandas.array(values, dtype="float64" if kind == "real" else dtypes.get(kind, "string"))
+
+
+def _polars_series(polars: Any, kind: str, values: list[Any]) -> Any:
+    dtypes = {"int": polars.Int64, "real": polars.Float64, "bool": polars.Boolean}
+    return polars.Series(values, dtype=dtypes.get(kind.removesuffix("?"), polars.String))

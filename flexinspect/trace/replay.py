@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.errors import TraceError
 from flexinspect.records import step as steps
-from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import EventRecord, GenerationRecord, GradientRecord, StepRecord
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.queries import generation_in_branch, lineage, read_tokens
 from flexinspect.trace.query_results import BranchRow, GenerationRow

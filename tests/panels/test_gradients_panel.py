@@ -27,7 +27,7 @@ from flexinspect.panels.gradients_panel import (
     merge_separators,
 )
 from flexinspect.panels.panel_source import Source
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import GradientRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp

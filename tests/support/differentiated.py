@@ -10,7 +10,7 @@ import torch
 
 from flexinspect.masks import algebra
 from flexinspect.records.prompt import Prompt, compose_prompt
-from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect.records.step import GradientRecord, GradientStat
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource

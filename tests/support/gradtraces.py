@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect.records.step import GradientRecord, GradientStat
 from flexinspect.trace.file.writer import TraceWriter
 from support.traces import LAYERS, N_PROMPT, RUN, sample_generation, sample_step
 

@@ -21,9 +21,8 @@ from support.traces import HEADS, LAYERS, sample_trace
 from flexinspect.core.errors import FlexInspectError, TraceError, UsageError
 from flexinspect.records.step import BuildRecord, CallRecord, GenerationRecord, StepRecord
 from flexinspect.trace import schema
-from flexinspect.trace.data_frames import Library
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.reader import Library, TraceReader, open_trace
 
 LIBRARIES: tuple[Library, ...] = ("pandas", "polars")
 PANDAS = {

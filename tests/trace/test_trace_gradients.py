@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from support.trace_samples import INF, NAN, generation, step, write
 
 from flexinspect.core.errors import TraceError
-from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect.records.step import GradientRecord, GradientStat
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace, steps_with_gradients
 from flexinspect.trace.replay import replay

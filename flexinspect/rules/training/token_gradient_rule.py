@@ -17,7 +17,7 @@ import numpy as np
 
 from flexinspect.core.text import capitalize, format_layers, plural
 from flexinspect.records.finding import Finding
-from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect.records.step import GradientRecord, GradientStat
 from flexinspect.rules.engine import Rule, finding_kinds
 
 MAX_LAYER_GROWTH = 100.0

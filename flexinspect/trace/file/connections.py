@@ -351,10 +351,8 @@ def trace_errors(path: Path) -> Iterator[None]:
         name = getattr(error, "sqlite_errorname", "")
         what, hint = f"{path} is damaged: {printable_error(error)}.", _COPY_HINT
         if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-            what, hint = (
-                f"{path} is locked by another program.",
-                "Close that program and try again.",
-            )
+            what = f"{path} is locked by another program."
+            hint = "Close that program and try again."
         elif name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and wal_bytes(path):
             what = f"{path} was not finished, and its -wal file cannot be read in this folder."
             hint = "Copy both files to a writable folder and open the copy."

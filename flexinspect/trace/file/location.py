@@ -151,10 +151,9 @@ def move_to_target(recorded: Path, path: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise TraceWriteError(
-            f"The finished trace could not be moved to {path}: {error.strerror or error}.",
-            hint=f"It is complete at {recorded}; move it from there.",
-        ) from None
+        what = f"The finished trace could not be moved to {path}: {error.strerror or error}."
+        hint = f"It is complete at {recorded}; move it from there."
+        raise TraceWriteError(what, hint=hint) from None
     with suppress(OSError):
         shutil.rmtree(recorded.parent)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flexinspect.trace import schema
 from flexinspect.trace.file import connections
+from flexinspect.trace.file.connections import HEADER_BYTES
 
 MAX_COPIED_BYTES = 2 << 30  # size in bytes above which a damaged file is not copied
 MAX_COUNTING_S = 2.0  # seconds spent at most on counting the readable rows of a file
@@ -58,7 +59,7 @@ def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | 
         folder = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX))
         copy = folder / path.name
         with path.open("rb") as source, copy.open("wb") as target:
-            head = source.read(connections.HEADER_BYTES)
+            head = source.read(HEADER_BYTES)
             source.seek(0)
             while (piece := source.read(_COPY_CHUNK)) and not stop():
                 target.write(piece)
@@ -84,11 +85,8 @@ def _lost_pages(path: Path) -> dict[int, bytes] | None:
     size = path.stat().st_size
     with path.open("rb") as file:
         kept = file.read(_SCHEMA_BYTES)
-    wanted = (
-        connections.declared_bytes(kept)
-        if len(kept) >= connections.HEADER_BYTES and connections.is_trace_header(kept)
-        else 0
-    )
+    is_trace = len(kept) >= HEADER_BYTES and connections.is_trace_header(kept)
+    wanted = connections.declared_bytes(kept) if is_trace else 0
     if not size < wanted <= 4 * MAX_COPIED_BYTES or size > MAX_COPIED_BYTES:
         return None
     page = connections.page_bytes(kept)
@@ -195,10 +193,8 @@ def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes] | None
         return {}
     ours = _empty_trace()
     numbers = _schema_page_numbers(ours[:page])
-    alike = all(
-        available[part] == ours[part]
-        for part in (_SCHEMA_COOKIE, slice(connections.HEADER_BYTES, page))
-    )
+    parts = (_SCHEMA_COOKIE, slice(HEADER_BYTES, page))
+    alike = all(available[part] == ours[part] for part in parts)
     if wanted is None or wanted != numbers or not alike:
         return None
     pages = {number: ours[(number - 1) * page : number * page] for number in numbers}
@@ -221,21 +217,14 @@ def _empty_trace() -> bytes:
 
 def _schema_page_numbers(first: bytes) -> list[int] | None:
     """Return the page numbers of the schema, from the first page; None if it is not readable."""
-    if len(first) <= connections.HEADER_BYTES + 12 or first[connections.HEADER_BYTES] not in (
-        _INTERIOR_PAGE,
-        _LEAF_PAGE,
-    ):
+    if len(first) <= HEADER_BYTES + 12 or first[HEADER_BYTES] not in (_INTERIOR_PAGE, _LEAF_PAGE):
         return None
-    if first[connections.HEADER_BYTES] == _LEAF_PAGE:
+    if first[HEADER_BYTES] == _LEAF_PAGE:
         return [1]
-    n_cells = _read_int(first, connections.HEADER_BYTES + 3, 2)
-    cells = (
-        _read_int(first, connections.HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells)
-    )
-    return [
-        *(_read_int(first, cell, 4) for cell in cells),
-        _read_int(first, connections.HEADER_BYTES + 8, 4),
-    ]
+    n_cells = _read_int(first, HEADER_BYTES + 3, 2)
+    cells = (_read_int(first, HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells))
+    last = _read_int(first, HEADER_BYTES + 8, 4)
+    return [*(_read_int(first, cell, 4) for cell in cells), last]
 
 
 def _read_int(page: bytes, start: int, size: int) -> int:

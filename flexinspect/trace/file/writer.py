@@ -22,7 +22,6 @@ from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
 from flexinspect.records.finding import Finding, Repeat
 from flexinspect.records.prompt import Segment
-from flexinspect.records.token_gradients import GradientRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import connections, location
@@ -103,7 +102,7 @@ class TraceWriter:
         """Record findings that are not part of a step's record. Raises `TraceWriteError`."""
         self._write(codec.encode_findings(findings), "findings")
 
-    def write_gradients(self, record: GradientRecord) -> None:
+    def write_gradients(self, record: step_records.GradientRecord) -> None:
         """Record the gradients of one token in one transaction. Raises `TraceWriteError`."""
         self._write(codec.encode_gradients(record), f"the gradients of step {record.step}")
 

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path

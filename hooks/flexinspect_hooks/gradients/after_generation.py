@@ -27,8 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from flexinspect.core.errors import MaskError, summarize_error
 from flexinspect.records.job import parse_steps
 from flexinspect.records.prompt import Prompt
-from flexinspect.records.step import Array, EventRecord
-from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.step import Array, EventRecord, GradientRecord
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.generation.decoding import Decoder

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.token_gradients import GradientStat
+from flexinspect.records.step import GradientStat
 
 NORM_CHUNK_SIZE = 1 << 20  # values that are converted to float64 and summed at once
 
