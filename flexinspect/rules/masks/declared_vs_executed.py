@@ -63,21 +63,20 @@ class MasksRule(Rule):
         self._matching: set[tuple[object, ...]] = set()
         self._current_spec: tuple[int, MaskSpec] | None = None
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset what was reported, and keep the declared mask of the previous generation."""
-        super().on_generation_start(context)
-        previous, declared = self._current_spec, context.declared_mask
+        previous, declared = self._current_spec, self.context.declared_mask
         if previous is not None and all(previous[1] != spec for _, spec in self._earlier_specs):
             self._earlier_specs.append(previous)
-        self._current_spec = declared and (context.generation.generation, declared.spec)
-        n_pads = count_pads(context)
-        self._unpadded = np.arange(context.n_prompt) >= n_pads if n_pads else None
+        self._current_spec = declared and (self.context.generation.generation, declared.spec)
+        n_pads = count_pads(self.context)
+        self._unpadded = np.arange(self.context.n_prompt) >= n_pads if n_pads else None
         """Which prompt positions are not padding, bool (n_prompt,); None without padding."""
-        self._non_bos = _non_bos_flags(context)
+        self._non_bos = _non_bos_flags(self.context)
         self._paraphrase_flags: BoolArray | None = None  # which are assumed to be isolated
         if declared is not None and declared.assumed:
-            self._paraphrase_flags = np.zeros(context.n_prompt, np.bool_)
-            for segment in mask_views.paraphrase_segments(context.segments):
+            self._paraphrase_flags = np.zeros(self.context.n_prompt, np.bool_)
+            for segment in mask_views.paraphrase_segments(self.context.segments):
                 self._paraphrase_flags[segment.start : segment.stop] = True
         self._reported: dict[tuple[object, ...], str] = {}
         if len(self._matching) > _MAX_MATCHING:
