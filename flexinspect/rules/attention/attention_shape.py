@@ -320,9 +320,7 @@ class CallFactsRule(Rule):
             f"its kernel uses {kernel} on queries and keys that may have been scaled before"
             f"{score_mod}."
         )
-        return self.finding(
-            step, "attention.scale", sentence, layers=layers, evidence=facts, series="asked"
-        )
+        return self.finding(step, "attention.scale", sentence, layers, facts, series="asked")
 
     def _check_odd_layers(self, step: StepRecord, fact: _CallFact) -> Finding | None:
         """Report the layers that differ from the majority."""
@@ -362,8 +360,8 @@ class CallFactsRule(Rule):
             f"{at} {fact.format_value(other)}."
         )
         evidence = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
-        options: dict[str, Any] = {"layers": layers, "series": f"layer {layers[0]}"}
-        return self.finding(step, fact.finding_id, sentence, evidence=evidence, **options)
+        series = f"layer {layers[0]}"
+        return self.finding(step, fact.finding_id, sentence, layers, evidence, series=series)
 
 
 def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:

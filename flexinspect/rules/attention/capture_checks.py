@@ -65,8 +65,8 @@ class ObserverRule(Rule):
             f"{value:.2g} (tolerance {tolerance:g}, path {worst.path}, {worst.dtype})."
         )
         evidence = {"check_error": value, "tolerance": tolerance, "kind": worst.check_kind}
-        options: dict[str, Any] = {"layers": which, "series": ",".join(map(str, which))}
-        yield self.finding(step, "observer.gate", sentence, evidence=evidence, **options)
+        series = ",".join(map(str, which))
+        yield self.finding(step, "observer.gate", sentence, which, evidence, series=series)
 
     def _check_events(self, step: StepRecord) -> Findings:
         no_weights = [event for event in step.events if event.kind == "not-attention-weights"]

@@ -224,8 +224,7 @@ class KernelPathRule(Rule):
             f"in step {step.step}, but the kernel received {used}."
         )
         evidence = {"mask_passed_to_layer": passed, "mask": call.mask, "kind": mask.kind}
-        options: dict[str, Any] = {"layers": group, "evidence": evidence, "series": kind}
-        yield self.finding(step, "path.mask-ignored", sentence, **options)
+        yield self.finding(step, "path.mask-ignored", sentence, group, evidence, series=kind)
 
     def _compare_mask(
         self, call: CallRecord, peers: Sequence[CallRecord]

@@ -271,8 +271,7 @@ class CacheRule(Rule):
         evidence: dict[str, Any] = {"allowed": n_open, "filled": n_open - n_bad, "slots": n_bad}
         by_layer = {step.calls[row].layer: round(weight, 4) for row, weight in weights.items()}
         evidence |= {"weight": round(weights[worst], 4), "weights": by_layer}
-        options: dict[str, Any] = {"layers": layers, "series": finding_id}
-        return self.finding(step, finding_id, sentence, evidence=evidence, **options)
+        return self.finding(step, finding_id, sentence, layers, evidence, series=finding_id)
 
     def _check_text(self, step: StepRecord) -> Finding | None:
         """Compare the input of a step with the content of the cache."""

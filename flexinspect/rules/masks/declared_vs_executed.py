@@ -47,15 +47,8 @@ class MasksRule(Rule):
     name = "masks"
     streams = ("inputs.mask",)
     findings = finding_kinds(
-        "mask.not-applied",
-        "mask.leak",
-        "mask.lost",
-        "mask.none",
-        "mask.future",
-        "mask.bool-added",
-        "mask.merged",
-        "mask.layers-differ",
-        "mask.padding",
+        *("mask.not-applied", "mask.leak", "mask.lost", "mask.none", "mask.future"),
+        *("mask.bool-added", "mask.merged", "mask.layers-differ", "mask.padding"),
     )
 
     def __init__(self) -> None:
@@ -340,15 +333,11 @@ class MasksRule(Rule):
         masks = {"mask": odd.mask.fingerprint, "others": norm.mask.fingerprint}
         paths = {"path": odd.call.path, "path_of_others": norm.call.path}
         facts = {**masks, "cells": n_cells, "layers": list(layers), **paths}
+        facts["suppressed_exception"] = odd.call.suppressed_exception
+        severity = Severity.NOTE if odd.is_fallback or is_kind else None
+        id_, series, at = "mask.layers-differ", _layers_series(layers), (q_idx, kv_idx)
         return self.finding(
-            step,
-            "mask.layers-differ",
-            sentence,
-            severity=Severity.NOTE if odd.is_fallback or is_kind else None,
-            layers=layers,
-            positions=(q_idx, kv_idx),
-            evidence={**facts, "suppressed_exception": odd.call.suppressed_exception},
-            series=_layers_series(layers),
+            step, id_, sentence, layers, facts, severity=severity, positions=at, series=series
         )
 
 

@@ -147,9 +147,8 @@ class NumbersRule(Rule):
     def _call_finding(
         self, step: StepRecord, call: CallRecord, sentence: str, evidence: Mapping[str, Any]
     ) -> Finding:
-        options: dict[str, Any] = {"layers": (call.layer,), "positions": (step.kv_after - 1,)}
-        id_, query = "numbers.nan", "nan-call"
-        return self.finding(step, id_, sentence, evidence=evidence, query=query, **options)
+        id_, at, query = "numbers.nan", (step.kv_after - 1,), "nan-call"
+        return self.finding(step, id_, sentence, (call.layer,), evidence, positions=at, query=query)
 
     def _format_rows(
         self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord

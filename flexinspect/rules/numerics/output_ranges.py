@@ -195,9 +195,8 @@ class OutputRangeRule(Rule):
     def _saturation(
         self, step: StepRecord, sentence: str, which: Sequence[int], series: str, **evidence: Any
     ) -> Finding:
-        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
-        query = "capped" if series == "capped" else ""
-        return self.finding(step, "numbers.saturation", sentence, query=query, **options)
+        id_, query = "numbers.saturation", "capped" if series == "capped" else ""
+        return self.finding(step, id_, sentence, which, evidence, series=series, query=query)
 
     def _check_jump(self, step: StepRecord, history: _NormHistory, norms: list[float]) -> Findings:
         if any(stat.n_nan or stat.n_inf for stat in step.layer_stats):
@@ -229,8 +228,7 @@ class OutputRangeRule(Rule):
             sentence += f"; it continues in {format_layers(which[1:], len(norms))}"
         evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
         series = f"layer {first.layer} {'up' if more else 'down'}"
-        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
-        yield self.finding(step, "numbers.jump", f"{sentence}.", **options)
+        yield self.finding(step, "numbers.jump", f"{sentence}.", which, evidence, series=series)
 
 
 def _abs_max(stat: LayerStatRecord) -> float:

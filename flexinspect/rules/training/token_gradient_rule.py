@@ -90,10 +90,8 @@ class GradientsRule(Rule):
                 f"{capitalize(_format_target(gradients))} {words} from the output of layer {layer} "
                 "back to its input (through the layers of clean models by less than 4)."
             )
-            options: dict[str, Any] = {"layers": (layer,), "series": f"growth {layer}"}
-            yield self.finding(
-                gradients, finding_id, sentence, evidence={"growth": rate}, **options
-            )
+            facts, series = {"growth": rate}, f"growth {layer}"
+            yield self.finding(gradients, finding_id, sentence, (layer,), facts, series=series)
 
     def _check_small_gradients(self, gradients: GradientRecord) -> Findings:
         """Report weights with zero gradients, and weights with vanishing gradients."""
