@@ -173,11 +173,15 @@ def compare_steps(
     lengths = _compare_texts(f"{s.q_len} rows after {s.kv_before} keys" for s in (a, b))
     of_a, of_b = ({one.layer: f"{one.path}, {one.dtype}" for one in s.calls} for s in (a, b))
     paths = _layers_by_pair(of_a, of_b, of_a.keys() | of_b.keys(), "no call")
+    masks_a, masks_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
+    shared = () if lengths else masks_a.keys() & masks_b.keys()
+    pairs = _layers_by_pair(masks_a, masks_b, shared, None)
+    masks = (_mask_difference(*pair, find_masks, a, real) for pair in pairs)
     difference = StepDifference(
         step=a.step,
         lengths=lengths,
         positions=_compare_positions(a, b),
-        masks=() if lengths else _compare_masks(a, b, find_masks, real),
+        masks=tuple(filter(None, masks)),
         paths=tuple(PathDifference(layers, *pair) for pair, layers in paths),
         layers=() if lengths else _compare_layers(a, b, real),
     )
@@ -233,16 +237,6 @@ def _compare_logits(a: LogitsRecord | None, b: LogitsRecord | None) -> dict[str,
         "entered": tuple(id_ for id_ in other if id_ not in one),
         "left": tuple(id_ for id_ in one if id_ not in other),
     }
-
-
-def _compare_masks(
-    a: StepRecord, b: StepRecord, find_masks: FindMasks, real: RealPositions
-) -> tuple[MaskDifference, ...]:
-    """Return the layers whose executed masks differ, grouped by their pair of masks."""
-    of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
-    pairs = _layers_by_pair(of_a, of_b, of_a.keys() & of_b.keys(), None)
-    differences = (_mask_difference(*pair, find_masks, a, real) for pair in pairs)
-    return tuple(one for one in differences if one is not None)
 
 
 def _layers_by_pair(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import CallRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 NumberArray = npt.NDArray[Any]
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
@@ -94,14 +94,12 @@ class AttentionShapeRule(Rule):
         "attention.sink", "attention.collapsed", "attention.uniform", "attention.lse"
     )
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the counts of a generation."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._counts = defaultdict[int, _Counts](_Counts)
-        first = context.segments[0] if context.segments else None
+        first = self.context.segments[0] if self.context.segments else None
         self._has_bos = first is not None and first.kind is SegmentKind.BOS and len(first) == 1
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check the newest row of a step."""
         row = newest_row(step)
         if row is None:
@@ -119,7 +117,7 @@ class AttentionShapeRule(Rule):
             if is_decode and self._has_bos and not runs.collapsed and not runs.sink:
                 yield from self._check_collapsed_layers(step, runs, row, high)
 
-    def _check_model(self, step: StepRecord, runs: _Counts, row: NewestRow) -> Iterator[Finding]:
+    def _check_model(self, step: StepRecord, runs: _Counts, row: NewestRow) -> Findings:
         """Check all heads of all layers; the first head is enough to skip most steps."""
         is_sharp = row.entropy[0, 0] < ONE_KEY_ENTROPY and row.entropy.max() < ONE_KEY_ENTROPY
         runs.collapsed = runs.collapsed + 1 if is_sharp and self._sees_several(step) else 0
@@ -148,7 +146,7 @@ class AttentionShapeRule(Rule):
 
     def _check_collapsed_layers(
         self, step: StepRecord, runs: _Counts, row: NewestRow, high: list[float]
-    ) -> Iterator[Finding]:
+    ) -> Findings:
         """A note on single layers whose heads all attend to one key that is not BOS."""
         sharp = {
             step.calls[number].layer
@@ -177,7 +175,7 @@ class AttentionShapeRule(Rule):
 
     def _check_uniform(
         self, step: StepRecord, runs: _Counts, row: NewestRow, high: list[float]
-    ) -> Iterator[Finding]:
+    ) -> Findings:
         """Check for layers whose weights are all equal, for several input tokens."""
         low = row.entropy.min(axis=1).tolist()
         flat = [n for n, b in enumerate(high) if b - low[n] < ENTROPY_TOLERANCE < b]
@@ -214,7 +212,7 @@ class AttentionShapeRule(Rule):
         are_the_same = bool(((offset < ZERO_OFFSET) | (offset > MIN_OFFSET)).all())
         return are_the_same and float(np.abs(most - row.entropy[number]).max()) < ENTROPY_TOLERANCE
 
-    def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> Iterator[Finding]:
+    def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> Findings:
         """Report an infinite log-sum-exp in a row with open keys; another rule reports NaN."""
         nonfinite = [stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         for number, call in enumerate(step.calls):
@@ -287,12 +285,10 @@ class CallFactsRule(Rule):
     name = "call facts"
     findings = finding_kinds("attention.scale", "attention.*-differs")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the calls of a generation."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._last_calls: dict[int, tuple[list[Any], Sequence[CallRecord]]] = {}
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Compare the calls of a step with each other and with those of the previous step."""
         if not step.calls:
             return
@@ -324,9 +320,7 @@ class CallFactsRule(Rule):
             f"its kernel uses {kernel} on queries and keys that may have been scaled before"
             f"{score_mod}."
         )
-        return self.finding(
-            step, "attention.scale", sentence, layers=layers, evidence=facts, series="asked"
-        )
+        return self.finding(step, "attention.scale", sentence, layers, facts, series="asked")
 
     def _check_odd_layers(self, step: StepRecord, fact: _CallFact) -> Finding | None:
         """Report the layers that differ from the majority."""
@@ -366,8 +360,8 @@ class CallFactsRule(Rule):
             f"{at} {fact.format_value(other)}."
         )
         evidence = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
-        options: dict[str, Any] = {"layers": layers, "series": f"layer {layers[0]}"}
-        return self.finding(step, fact.finding_id, sentence, evidence=evidence, **options)
+        series = f"layer {layers[0]}"
+        return self.finding(step, fact.finding_id, sentence, layers, evidence, series=series)
 
 
 def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:

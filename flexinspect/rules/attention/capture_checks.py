@@ -6,15 +6,15 @@ uses as attention weights, differs from what ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flexinspect.core.text import format_layers, printable
 from flexinspect.masks.attention_row import LSE_TOLERANCE, recorded_check
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.context import format_step_layers
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 _FAILURE_EVENTS = ("hook-disabled", "rule-disabled", "step-not-recorded")
 _NOT_FOLLOWED_EVENT, _UNSEEN_EVENT = "generate-not-followed", "not-recorded"
@@ -27,13 +27,11 @@ class ObserverRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("observer.gate", "observer.incomplete", "observer.not-weights")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the expected layers."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._expected: set[int] = set()
         self._is_followed = True
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check the LSE checks, the layers that were captured, and the events of a step."""
         # A step without a fault costs only these two lines.
         failed = [c for c in step.calls if c.lse_error is not None and c.lse_error > LSE_TOLERANCE]
@@ -45,12 +43,12 @@ class ObserverRule(Rule):
         if seen != self._expected:
             yield from self._check_layers(step, seen)
 
-    def on_event(self, event: EventRecord) -> Iterator[Finding]:
+    def on_event(self, event: EventRecord) -> Findings:
         """Report failures outside a recorded step."""
         if event.kind in _FAILURE_EVENTS:
             yield self._incomplete_finding(event, event, {"event": event.kind, **event.data})
 
-    def _report_checks(self, step: StepRecord, failed: list[CallRecord]) -> Iterator[Finding]:
+    def _report_checks(self, step: StepRecord, failed: list[CallRecord]) -> Findings:
         """Report LSE checks above the panel's tolerance; NaN is reported by the numbers rule."""
         checks = [(call.lse_error or 0.0, recorded_check(call).tolerance, call) for call in failed]
         bad = [check for check in checks if check[0] > check[1]]
@@ -67,10 +65,10 @@ class ObserverRule(Rule):
             f"{value:.2g} (tolerance {tolerance:g}, path {worst.path}, {worst.dtype})."
         )
         evidence = {"check_error": value, "tolerance": tolerance, "kind": worst.check_kind}
-        options: dict[str, Any] = {"layers": which, "series": ",".join(map(str, which))}
-        yield self.finding(step, "observer.gate", sentence, evidence=evidence, **options)
+        series = ",".join(map(str, which))
+        yield self.finding(step, "observer.gate", sentence, which, evidence, series=series)
 
-    def _check_events(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_events(self, step: StepRecord) -> Findings:
         no_weights = [event for event in step.events if event.kind == "not-attention-weights"]
         if no_weights:
             layers = {int(event.data.get("layer", 0)) for event in no_weights}
@@ -96,7 +94,7 @@ class ObserverRule(Rule):
         text = printable(event.text)
         return self.finding(place, "observer.incomplete", text, evidence=evidence, **options)
 
-    def _check_layers(self, step: StepRecord, seen: set[int]) -> Iterator[Finding]:
+    def _check_layers(self, step: StepRecord, seen: set[int]) -> Findings:
         """Report layers without a call in this step that had one before."""
         # Capture writes an event about layers that never had one.
         missing = sorted(self._expected - seen)

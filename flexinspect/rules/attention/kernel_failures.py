@@ -9,7 +9,7 @@ dynamic lengths; later calls should not compile.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, MaskRecord, StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 KERNEL_FAILED_EVENT = "kernel-failed"
 NOT_RETURNED_EVENT = "kernel-did-not-return"
@@ -58,9 +57,7 @@ class FailuresRule(Rule):
         self._mode = ""  # the dispatch mode in which FlexAttention failed in this process
         self._pending: list[EventRecord] = []
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the pending failures."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._pending = []
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
@@ -68,7 +65,7 @@ class FailuresRule(Rule):
         self._pending = [event for event in self._pending if event.step != step.step]
         return ()
 
-    def on_event(self, event: EventRecord) -> Iterator[Finding]:
+    def on_event(self, event: EventRecord) -> Findings:
         """Store a failed call, and report it when the forward has ended."""
         if event.kind == KERNEL_FAILED_EVENT:
             yield from self._on_kernel_failed(event)
@@ -77,13 +74,13 @@ class FailuresRule(Rule):
         elif event.kind in _FORWARD_END_EVENTS:
             yield from self.on_generation_end()
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Report the newest failure; earlier ones were handled, or are its causes."""
         pending, self._pending = self._pending, []
         if pending:
             yield self._failure_finding(pending[-1], len(pending))
 
-    def _on_kernel_failed(self, event: EventRecord) -> Iterator[Finding]:
+    def _on_kernel_failed(self, event: EventRecord) -> Findings:
         error = str(event.data.get("error", ""))
         finding_id, id_in_mode = failure_finding_id(error), "observer.logger-breaks-flex"
         if finding_id == id_in_mode:
@@ -172,22 +169,21 @@ class GraphsRule(Rule):
     findings = finding_kinds("graphs.every-step", "graphs.limit")
 
     def __init__(self) -> None:
-        self._reset()
+        self._clear_counts()
 
-    def _reset(self) -> None:
+    def _clear_counts(self) -> None:
         self._key: tuple[Any, ...] = ()
         self._n_steps = self._n_graphs = self._n_by_code = 0
         self._ms = 0.0
         self._first = 0
         self._reported_generation: int | None = None  # that has the finding
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset the counts, except between standalone calls."""
-        super().on_generation_start(context)
-        if not context.is_standalone:
-            self._reset()
+        if not self.context.is_standalone:
+            self._clear_counts()
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Count consecutive new graphs, and report them once there are too many."""
         for event in step.events:
             if event.kind == "recompile-limit":
@@ -195,12 +191,12 @@ class GraphsRule(Rule):
         built = [event for event in step.events if event.kind in ("compiled", "recompiled")]
         if not built:
             if self._n_steps:
-                self._reset()
+                self._clear_counts()
             return
         number = step.generation if self.context.is_standalone else step.step
         key = self._call_key(step)
         if key != self._key:
-            self._reset()
+            self._clear_counts()
             self._key, self._first = key, number
         self._n_steps += 1
         self._n_graphs += sum(int(event.data.get("graphs", 1)) for event in built)
@@ -210,7 +206,7 @@ class GraphsRule(Rule):
         if by_code or self._n_steps >= MIN_STEPS:
             yield self._every_step_finding(step, number, built[-1])
 
-    def on_event(self, event: EventRecord) -> Iterator[Finding]:
+    def on_event(self, event: EventRecord) -> Findings:
         """Report a call that raised because of the limit."""
         error = str(event.data.get("error", ""))
         if event.kind != KERNEL_FAILED_EVENT or failure_finding_id(error):

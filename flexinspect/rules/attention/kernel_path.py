@@ -7,7 +7,7 @@ Programs that never run FlexAttention have no findings, except for suppressed ex
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexinspect.core.text import capitalize, format_layers, is_or_are, plural, printable
@@ -15,8 +15,8 @@ from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import BuildRecord, CallRecord, EventRecord, StepRecord
 from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT
-from flexinspect.rules.context import RuleContext, format_step_layers
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.context import format_step_layers
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 COSTLY_LAYERS, COSTLY_MS, COSTLY_SHARE = 4, 50.0, 0.2
 """Needless builds are a warning from this many layers, milliseconds and share of the step."""
@@ -42,9 +42,7 @@ class KernelPathRule(Rule):
         self._unchanged_masks: set[str] = set()  # masks whose needless builds were reported
         self._failed_kernels: dict[tuple[int | None, str], str] = {}  # by layer and message
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the paths of a generation."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._uniform_path = ("", False)  # of all layers so far; whether the last step had one row
         self._ongoing: list[tuple[dict[int, str], Finding]] = []  # with the new path of each layer
         self._paths_by_layer: dict[int, dict[tuple[str, bool], None]] = {}
@@ -57,7 +55,7 @@ class KernelPathRule(Rule):
             self._failed_kernels[key] = str(event.data.get("kernel"))
         return ()
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Compare the calls of a step with each other and with earlier steps."""
         calls = step.calls
         if not calls:
@@ -81,7 +79,7 @@ class KernelPathRule(Rule):
     def _paths_before(self, layer: int) -> list[str]:
         return [path for path, _ in self._paths_by_layer.get(layer, ())]
 
-    def _check_calls(self, step: StepRecord, last: Calls) -> Iterator[Finding]:
+    def _check_calls(self, step: StepRecord, last: Calls) -> Findings:
         reported = set[int]()
         for group in _group_by_message(last, "suppressed_exception").values():
             yield self._suppressed_finding(step, group, last)
@@ -192,7 +190,7 @@ class KernelPathRule(Rule):
             step, id_, sentence, moved, last, peers=(), series=series, **options
         )
 
-    def _check_unpatched(self, step: StepRecord, rest: Calls, last: Calls) -> Iterator[Finding]:
+    def _check_unpatched(self, step: StepRecord, rest: Calls, last: Calls) -> Findings:
         """Report layers that never ran FlexAttention although others do."""
         paths = {layer: (call.path, *self._paths_before(layer)) for layer, call in rest.items()}
         unpatched = {n: call for n, call in rest.items() if not any(map(_is_flex, paths[n]))}
@@ -211,7 +209,7 @@ class KernelPathRule(Rule):
         id_ = "path.unpatched-layer"
         yield self._path_finding(step, id_, sentence, unpatched, last, evidence={}, **options)
 
-    def _check_ignored_mask(self, step: StepRecord, group: Calls) -> Iterator[Finding]:
+    def _check_ignored_mask(self, step: StepRecord, group: Calls) -> Findings:
         """Report a mask that the layer received but the kernel did not use, not even in part."""
         call = next(iter(group.values()))
         passed, mask = str(call.mask_passed_to_layer), self.context.mask(call.mask)
@@ -226,8 +224,7 @@ class KernelPathRule(Rule):
             f"in step {step.step}, but the kernel received {used}."
         )
         evidence = {"mask_passed_to_layer": passed, "mask": call.mask, "kind": mask.kind}
-        options: dict[str, Any] = {"layers": group, "evidence": evidence, "series": kind}
-        yield self.finding(step, "path.mask-ignored", sentence, **options)
+        yield self.finding(step, "path.mask-ignored", sentence, group, evidence, series=kind)
 
     def _compare_mask(
         self, call: CallRecord, peers: Sequence[CallRecord]
@@ -253,7 +250,7 @@ class KernelPathRule(Rule):
         ]
         return min(counts, key=sum, default=None)
 
-    def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_builds(self, step: StepRecord) -> Findings:
         """Report masks that several layers build, or else one that each step builds again."""
         # A step is compared with the previous one, even of another generation: a loop over
         # sequences of equal length rebuilds the same mask for each.
@@ -294,7 +291,7 @@ class KernelPathRule(Rule):
         options: dict[str, Any] = {"severity": severity, "layers": layers, "series": "layers"}
         return self.finding(step, "path.needless-builds", sentence, evidence=evidence, **options)
 
-    def _check_unchanged_mask(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_unchanged_mask(self, step: StepRecord) -> Findings:
         """Report a mask that each step rebuilds without a change."""
         masks = {call.mask for call in step.calls}
         lengths = {(call.q_len, call.kv_len) for call in step.calls}

@@ -9,7 +9,7 @@ Its numbers are counted or summed from the keys and weights of the call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from flexinspect.core.text import capitalize, format_layers, format_ranges, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, StepRecord
-from flexinspect.rules.context import RuleContext, format_step_layers, step_array
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.context import format_step_layers, step_array
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
 CACHED_PROMPT_EVENT = "cached-prompt"  # has the prompt tokens that a caller assumes to be cached
@@ -82,9 +82,8 @@ class CacheRule(Rule):
         self._n_continued = self._n_tokens_before = 0
         self._is_loss_reported = False
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Begin a generation; the texts of earlier ones are kept."""
-        super().on_generation_start(context)
         self._last_cached: tuple[int, ...] = ()
         self._reported_layers: set[int | None] = set()  # those with a finding in this generation
         self._full_forwards: list[tuple[int, int]] = []  # (step, rows), each over the whole text
@@ -99,7 +98,7 @@ class CacheRule(Rule):
             self._declared_ids = list(event.data["prompt"])
         return ()
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check the slots, the lengths and the text of the cache at a step."""
         # The filled length is unknown for keys that a program stores itself.
         is_known = step.inputs is not None and bool(step.inputs.cached_after)
@@ -272,8 +271,7 @@ class CacheRule(Rule):
         evidence: dict[str, Any] = {"allowed": n_open, "filled": n_open - n_bad, "slots": n_bad}
         by_layer = {step.calls[row].layer: round(weight, 4) for row, weight in weights.items()}
         evidence |= {"weight": round(weights[worst], 4), "weights": by_layer}
-        options: dict[str, Any] = {"layers": layers, "series": finding_id}
-        return self.finding(step, finding_id, sentence, evidence=evidence, **options)
+        return self.finding(step, finding_id, sentence, layers, evidence, series=finding_id)
 
     def _check_text(self, step: StepRecord) -> Finding | None:
         """Compare the input of a step with the content of the cache."""

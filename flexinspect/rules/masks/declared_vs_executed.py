@@ -47,15 +47,8 @@ class MasksRule(Rule):
     name = "masks"
     streams = ("inputs.mask",)
     findings = finding_kinds(
-        "mask.not-applied",
-        "mask.leak",
-        "mask.lost",
-        "mask.none",
-        "mask.future",
-        "mask.bool-added",
-        "mask.merged",
-        "mask.layers-differ",
-        "mask.padding",
+        *("mask.not-applied", "mask.leak", "mask.lost", "mask.none", "mask.future"),
+        *("mask.bool-added", "mask.merged", "mask.layers-differ", "mask.padding"),
     )
 
     def __init__(self) -> None:
@@ -63,21 +56,20 @@ class MasksRule(Rule):
         self._matching: set[tuple[object, ...]] = set()
         self._current_spec: tuple[int, MaskSpec] | None = None
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset what was reported, and keep the declared mask of the previous generation."""
-        super().on_generation_start(context)
-        previous, declared = self._current_spec, context.declared_mask
+        previous, declared = self._current_spec, self.context.declared_mask
         if previous is not None and all(previous[1] != spec for _, spec in self._earlier_specs):
             self._earlier_specs.append(previous)
-        self._current_spec = declared and (context.generation.generation, declared.spec)
-        n_pads = count_pads(context)
-        self._unpadded = np.arange(context.n_prompt) >= n_pads if n_pads else None
+        self._current_spec = declared and (self.context.generation.generation, declared.spec)
+        n_pads = count_pads(self.context)
+        self._unpadded = np.arange(self.context.n_prompt) >= n_pads if n_pads else None
         """Which prompt positions are not padding, bool (n_prompt,); None without padding."""
-        self._non_bos = _non_bos_flags(context)
+        self._non_bos = _non_bos_flags(self.context)
         self._paraphrase_flags: BoolArray | None = None  # which are assumed to be isolated
         if declared is not None and declared.assumed:
-            self._paraphrase_flags = np.zeros(context.n_prompt, np.bool_)
-            for segment in mask_views.paraphrase_segments(context.segments):
+            self._paraphrase_flags = np.zeros(self.context.n_prompt, np.bool_)
+            for segment in mask_views.paraphrase_segments(self.context.segments):
                 self._paraphrase_flags[segment.start : segment.stop] = True
         self._reported: dict[tuple[object, ...], str] = {}
         if len(self._matching) > _MAX_MATCHING:
@@ -341,15 +333,11 @@ class MasksRule(Rule):
         masks = {"mask": odd.mask.fingerprint, "others": norm.mask.fingerprint}
         paths = {"path": odd.call.path, "path_of_others": norm.call.path}
         facts = {**masks, "cells": n_cells, "layers": list(layers), **paths}
+        facts["suppressed_exception"] = odd.call.suppressed_exception
+        severity = Severity.NOTE if odd.is_fallback or is_kind else None
+        id_, series, at = "mask.layers-differ", _layers_series(layers), (q_idx, kv_idx)
         return self.finding(
-            step,
-            "mask.layers-differ",
-            sentence,
-            severity=Severity.NOTE if odd.is_fallback or is_kind else None,
-            layers=layers,
-            positions=(q_idx, kv_idx),
-            evidence={**facts, "suppressed_exception": odd.call.suppressed_exception},
-            series=_layers_series(layers),
+            step, id_, sentence, layers, facts, severity=severity, positions=at, series=series
         )
 
 

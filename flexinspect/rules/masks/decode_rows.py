@@ -483,13 +483,8 @@ class RowRolesRule(Rule):
         if self._assumption and not self._cue and list(missed) == self._paraphrases[:-1]:
             severity = Severity.NOTE  # a packed prompt may continue its last document on purpose
         facts = {"missed": labels, "keys_missed": sum(map(len, missed)), "seen": len(keys)}
+        facts |= {"keys": last + 1, "assumed": self._assumption != ""}
+        id_, series = "decode.generated-row-isolated", f"{[s.start for s in missed]} {layers}"
         return self.finding(
-            step,
-            "decode.generated-row-isolated",
-            sentence,
-            severity=severity,
-            layers=layers,
-            positions=(last,),
-            evidence={**facts, "keys": last + 1, "assumed": self._assumption != ""},
-            series=f"{[segment.start for segment in missed]} {layers}",
+            step, id_, sentence, layers, facts, severity=severity, positions=(last,), series=series
         )

@@ -170,17 +170,12 @@ class EmptyRowsRule(Rule):
     def _rows_finding(
         self, step: StepRecord, part: EmptyRows, sentence: str, severity: Severity, **facts: Any
     ) -> Finding:
-        evidence = {
-            "mask": part.mask.fingerprint,
-            "rows": part.last + 1,
-            "empty": len(part.rows),
-            "heads": list(part.heads) or "all",
-            "read": None if part.readers is None else part.n_read,
-            "readers": None if part.readers is None else int(part.readers.max()),
-            "first_reader": part.first_reader_pos,
-            "newest": part.has_newest,
-            **facts,
-        }
+        mask, readers, first = part.mask.fingerprint, part.readers, part.first_reader_pos
+        evidence: dict[str, Any] = {"mask": mask, "rows": part.last + 1, "empty": len(part.rows)}
+        evidence |= {"heads": list(part.heads) or "all"}
+        evidence["read"] = None if readers is None else part.n_read
+        evidence["readers"] = None if readers is None else int(readers.max())
+        evidence |= {"first_reader": first, "newest": part.has_newest, **facts}
         id_, layers = "mask.empty-row", facts.get("layers", ())
         positions = step.kv_before + part.rows
         head = part.heads[0] if len(part.heads) == 1 else None

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural, printable
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.finding import Severity
 from flexinspect.records.step import BuildRecord, StepRecord
 from flexinspect.rules.attention.kernel_path import grid_sizes
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 MIB = 1 << 20
 MIN_BUILD_BYTES = 96 * MIB  # peak growth during a mask build from which it is reported
@@ -39,14 +37,13 @@ class MemoryRule(Rule):
     def __init__(self) -> None:
         self._built_without_heads: set[str] = set()  # mask_mods of masks built with H=None
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Reset the memory of earlier steps."""
-        super().on_generation_start(context)
         self._bytes: list[int] = []
         self._steps: list[int] = []
         self._peak = 0
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check the builds of a step, and store its memory."""
         if step.builds:
             yield from self._check_builds(step)
@@ -68,7 +65,7 @@ class MemoryRule(Rule):
             self._bytes.append(used - memory.kv_cache)
             self._steps.append(step.step)
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Report steady growth."""
         if len(self._bytes) < MIN_GROWTH_STEPS:
             return
@@ -88,7 +85,7 @@ class MemoryRule(Rule):
         evidence = {"per_step": round(slope), "total": round(total), "steps": len(values)}
         yield replace(self.finding(None, "memory.growth", sentence, evidence=evidence), step=last)
 
-    def _check_builds(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_builds(self, step: StepRecord) -> Findings:
         self._built_without_heads.update(one.mask_mod for one in step.builds if not one.heads)
         largest = max(step.builds, key=_grid_peak_growth)
         if _grid_peak_growth(largest) < max(MIN_BUILD_BYTES, self._peak + 1):

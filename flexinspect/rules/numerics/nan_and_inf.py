@@ -10,7 +10,7 @@ row (`find_nonfinite_part`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from flexinspect.rules.attention.attention_shape import (
     newest_row,
 )
 from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 _AFTER_LAST_LAYER = 1 << 30  # stands for the final norm and the output head
 _UNLIMITED = 1 << 62
@@ -47,9 +47,7 @@ class NumbersRule(Rule):
     handles_standalone_calls = True
     findings = finding_kinds("numbers.nan", "numbers.inf")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the reported layers."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._reported_layers: dict[int, int] = {}  # by branch: the earliest reported layer
         self._n_closed: dict[int, int] = {}  # by branch: -Inf logits that count as intended
 
@@ -72,9 +70,7 @@ class NumbersRule(Rule):
         self._n_closed.setdefault(step.branch, 0)
         return ()
 
-    def _check_layers(
-        self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
-    ) -> Iterator[Finding]:
+    def _check_layers(self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]) -> Findings:
         producer = min(nonfinite, key=attrgetter("layer"))
         earlier = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
         if producer.layer >= earlier:
@@ -134,7 +130,7 @@ class NumbersRule(Rule):
             return self._call_finding(step, call, sentence, {"part": part.name, "path": call.path})
         return None
 
-    def _check_calls(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_calls(self, step: StepRecord) -> Findings:
         """Check standalone calls: their LSE check is NaN if their output is."""
         for number, call in enumerate(step.calls):
             part = None
@@ -151,9 +147,8 @@ class NumbersRule(Rule):
     def _call_finding(
         self, step: StepRecord, call: CallRecord, sentence: str, evidence: Mapping[str, Any]
     ) -> Finding:
-        options: dict[str, Any] = {"layers": (call.layer,), "positions": (step.kv_after - 1,)}
-        id_, query = "numbers.nan", "nan-call"
-        return self.finding(step, id_, sentence, evidence=evidence, query=query, **options)
+        id_, at, query = "numbers.nan", (step.kv_after - 1,), "nan-call"
+        return self.finding(step, id_, sentence, (call.layer,), evidence, positions=at, query=query)
 
     def _format_rows(
         self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord
@@ -168,7 +163,7 @@ class NumbersRule(Rule):
         first = context.format_position(step.kv_before + producer.bad_row)
         return f"(of its {step.q_len} rows the first is {first})"
 
-    def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
+    def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Findings:
         """Check logits before any logits processor."""
         # A model may exclude tokens with -Inf by design (vocabulary padding), but then in every
         # step: their number in the first step counts as intended, and a larger one is reported.

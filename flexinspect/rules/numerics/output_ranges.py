@@ -8,7 +8,7 @@ with itself in other steps of the same phase, and only the range of float16 is a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import attrgetter, eq, lt
 from typing import Any
@@ -20,8 +20,8 @@ from flexinspect.core.text import capitalize, format_layers
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import LayerStatRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import ROW_STREAMS, count_open_keys, newest_row
-from flexinspect.rules.context import RuleContext, format_step_layers
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.context import format_step_layers
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 FLOAT16_MAX = 65504.0
 NEAR_LIMIT_SHARE = 0.5  # share of the float16 range from which an output is reported
@@ -75,12 +75,10 @@ class OutputRangeRule(Rule):
     streams = ROW_STREAMS
     findings = finding_kinds("numbers.overflow-risk", "numbers.saturation", "numbers.jump")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the norms."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._histories: dict[tuple[int, str], _NormHistory] = {}
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check the outputs of a step; another rule reports NaN and Inf."""
         stats = step.layer_stats
         if step.calls and step.calls[0].softcap is not None:
@@ -107,7 +105,7 @@ class OutputRangeRule(Rule):
         if step.calls and step.calls[0].dtype == "float16":
             yield from self._check_overflow(step)
 
-    def _check_overflow(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_overflow(self, step: StepRecord) -> Findings:
         near = [
             stat
             for stat in step.layer_stats
@@ -141,7 +139,7 @@ class OutputRangeRule(Rule):
             sentence += f"; also constant: {format_layers(which[1:], len(step.layer_stats))}"
         return self._saturation(step, f"{sentence}.", which, "dead", value=value)
 
-    def _check_identity(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_identity(self, step: StepRecord) -> Findings:
         pairs = [(a, b) for a, b in pairwise(step.layer_stats) if a.layer < b.layer]
         which = [b.layer for a, b in pairs if _stat_values(a) == _stat_values(b)]
         if which:
@@ -154,7 +152,7 @@ class OutputRangeRule(Rule):
 
     def _check_unchanged(
         self, step: StepRecord, history: _NormHistory, norms: list[float]
-    ) -> Iterator[Finding]:
+    ) -> Findings:
         """Report layers with the output of the previous step although the input token differs."""
         same = any(map(eq, norms, history.last_norms))
         token = self.context.token(step.kv_before)
@@ -173,7 +171,7 @@ class OutputRangeRule(Rule):
             )
             yield self._saturation(step, sentence, which, "stuck", layers=which)
 
-    def _check_capped(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_capped(self, step: StepRecord) -> Findings:
         """Report layers in which the attended keys have scores at the softcap in every head."""
         row, which = newest_row(step), list[int]()
         if row is None:
@@ -197,13 +195,10 @@ class OutputRangeRule(Rule):
     def _saturation(
         self, step: StepRecord, sentence: str, which: Sequence[int], series: str, **evidence: Any
     ) -> Finding:
-        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
-        query = "capped" if series == "capped" else ""
-        return self.finding(step, "numbers.saturation", sentence, query=query, **options)
+        id_, query = "numbers.saturation", "capped" if series == "capped" else ""
+        return self.finding(step, id_, sentence, which, evidence, series=series, query=query)
 
-    def _check_jump(
-        self, step: StepRecord, history: _NormHistory, norms: list[float]
-    ) -> Iterator[Finding]:
+    def _check_jump(self, step: StepRecord, history: _NormHistory, norms: list[float]) -> Findings:
         if any(stat.n_nan or stat.n_inf for stat in step.layer_stats):
             return
         # The norm of finite numbers may be infinite; use the largest of them instead.
@@ -233,8 +228,7 @@ class OutputRangeRule(Rule):
             sentence += f"; it continues in {format_layers(which[1:], len(norms))}"
         evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
         series = f"layer {first.layer} {'up' if more else 'down'}"
-        options: dict[str, Any] = {"layers": which, "evidence": evidence, "series": series}
-        yield self.finding(step, "numbers.jump", f"{sentence}.", **options)
+        yield self.finding(step, "numbers.jump", f"{sentence}.", which, evidence, series=series)
 
 
 def _abs_max(stat: LayerStatRecord) -> float:

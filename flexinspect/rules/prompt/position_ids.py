@@ -6,7 +6,7 @@ start of a segment they may restart. The ids are those that the layers received.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext, step_array
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.declared_vs_executed import count_pads
 
 LEARNED_POSITIONS_EVENT = "learned-positions"  # absolute ids matter for learned embeddings
@@ -47,10 +47,8 @@ class PositionsRule(Rule):
     streams = ("inputs.mask", "inputs.positions")
     findings = finding_kinds("positions.*")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the state of a generation."""
-        super().on_generation_start(context)
-        self._segment_starts = [segment.start for segment in context.segments]
+    def reset(self) -> None:
+        self._segment_starts = [segment.start for segment in self.context.segments]
         self._last_ids: PositionIds | None = None  # the last id of each row of the batch
         self._length = 0
         self._unpadded: npt.NDArray[np.bool_] | None = None
@@ -76,7 +74,7 @@ class PositionsRule(Rule):
             table = np.tile(np.asarray(inputs.position_ids), (max(inputs.batch, 1), 1))
         return self._check_ids(step, table)
 
-    def _check_ids(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
+    def _check_ids(self, step: StepRecord, ids: PositionIds) -> Findings:
         last = ids[:, -1]
         if step.kv_before:
             yield from self._check_decode_step(step, ids)
@@ -161,7 +159,7 @@ class PositionsRule(Rule):
         seen = {"id": now, "before": before, "places": len(breaks)}
         return _Fault(id_, severity, words, at, seen)
 
-    def _check_decode_step(self, step: StepRecord, ids: PositionIds) -> Iterator[Finding]:
+    def _check_decode_step(self, step: StepRecord, ids: PositionIds) -> Findings:
         held = step.inputs.cached_before if step.inputs is not None else ()
         if held and held[0] != step.kv_before and (ids[:, 0] == held[0]).all():
             return  # the ids count keys that the first layer lost, which the cache rule reports

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from flexinspect.records import prompt as records
-from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, Span
+from flexinspect.records.prompt import DeclaredSegment, SegmentKind, Span
 from flexinspect.records.step import TokenRecord
 from flexinspect.rules.context import RuleContext
 
@@ -58,9 +58,10 @@ class PromptTokens:
         self.ids = [token.token_id for token in tokens]
         self.texts = [SPECIAL_MARK if token.special else token.text for token in tokens]
         self.has_text = facts.adds_bos is not None
-        self.pad_id = None if facts.pad in (facts.bos, *facts.eos) else facts.pad
+        self.pad_id = context.pad_id
         # From the padding mask, or else from the padding id.
-        pads = (len(s) for s in context.segments[:2] if _is_padding(s))
+        shared = (s for s in context.segments[:2] if s.kind is SegmentKind.SHARED)
+        pads = (len(segment) for segment in shared if segment.label == "padding")
         leading = (n for n, id_ in enumerate(self.ids) if id_ != self.pad_id)
         self.n_pads = next(chain(pads, leading), 0)
         self.first_unpadded = self.start + self.n_pads
@@ -137,10 +138,6 @@ class PromptTokens:
                 begins.add(token.pos)
             before = "\n" if token.special else (before + text)[-8:]
         return frozenset(begins), frozenset(ends)
-
-
-def _is_padding(segment: Segment) -> bool:
-    return segment.label == "padding" and segment.kind is SegmentKind.SHARED
 
 
 class SpanShift(NamedTuple):

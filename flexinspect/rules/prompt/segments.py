@@ -18,8 +18,7 @@ from flexinspect.core.text import is_or_are, join_labels, plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import DeclaredSegment, Span
 from flexinspect.records.step import CallRecord, StepRecord, TokenRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import calls_by_mask
 from flexinspect.rules.prompt import prompt_facts, segment_borders
 from flexinspect.rules.prompt.prompt_facts import SPECIAL_MARK, PromptTokens, SpanShift
@@ -62,16 +61,14 @@ class PromptRule(Rule):
         self._borders: dict[str, tuple[HeadBorders, ...]] = {}  # by mask, for the whole run
         self._had_complete_prompt = False  # missing pieces are then only a note
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the state of a generation."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._later_tokens: list[TokenRecord] = []
-        self._prompt = PromptTokens(context)
+        self._prompt = PromptTokens(self.context)
         self._is_checked = not self._prompt.tokens
         self._border_check = segment_borders.BorderCheck(self, self._prompt)
         self._border_faults: dict[str, list[BorderFault]] = {}
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check the prompt once it is complete, and the masks of steps with several rows."""
         if self._is_checked and step.q_len == 1:
             return
@@ -86,12 +83,12 @@ class PromptRule(Rule):
         if step.q_len > 1 and self._prompt.paraphrases:
             yield from self._check_masks(step)
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Check a prompt that never became complete."""
         if not self._is_checked:
             yield from self._check_prompt()
 
-    def _check_prompt(self) -> Iterator[Finding]:
+    def _check_prompt(self) -> Findings:
         """Yield what is wrong with the prompt, without the consequences of another finding."""
         self._is_checked, prompt = True, self._prompt
         if not prompt.tokens:
@@ -113,7 +110,7 @@ class PromptRule(Rule):
         yield from self._special_tokens()
         self._had_complete_prompt |= bool(prompt.pieces) and prompt.is_complete
 
-    def _check_masks(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_masks(self, step: StepRecord) -> Findings:
         calls_by_fault: dict[BorderFault, list[CallRecord]] = {}
         for fingerprint, calls in calls_by_mask(step).items():
             if fingerprint is None:
@@ -186,7 +183,7 @@ class PromptRule(Rule):
         evidence, starts = {"offsets": offsets, "declared": declared}, [one.start for one in spans]
         return self._prompt_finding("segments.drift", sentence, starts, evidence, Severity.WARNING)
 
-    def _odd_border(self) -> Iterator[Finding]:
+    def _odd_border(self) -> Findings:
         """A single border of several spans does not fit to a line or sentence boundary."""
         prompt, (begins, ends) = self._prompt, self._prompt.line_edges
         odd = [(span, True) for span in prompt.spans if span.start not in begins]
@@ -210,7 +207,7 @@ class PromptRule(Rule):
         evidence = {"border": at, "shift": n, "segment": span.label}
         yield self._prompt_finding("segments.odd-border", sentence, between, evidence)
 
-    def _inner_padding(self) -> Iterator[Finding]:
+    def _inner_padding(self) -> Findings:
         """Pieces contain padding (by the padding mask or its id): one finding for all of them."""
         prompt, pads, pieces = self._prompt, list[int](), []
         leading = range(prompt.start, prompt.first_unpadded)
@@ -232,7 +229,7 @@ class PromptRule(Rule):
             evidence = {"pads": len(pads), "before the prompt": prompt.n_pads, "segments": labels}
             yield self._prompt_finding("segments.padding-inside", sentence, pads, evidence)
 
-    def _uncovered_words(self) -> Iterator[Finding]:
+    def _uncovered_words(self) -> Findings:
         """Words between pieces belong to no piece: one finding for all of them."""
         prompt, uncovered = self._prompt, list[tuple[range, str]]()
         for (_, before), (start, _) in pairwise(sorted(span for _, span in prompt.found_pieces)):
@@ -252,7 +249,7 @@ class PromptRule(Rule):
             evidence = {"gaps": len(uncovered), "tokens": len(positions)}
             yield self._prompt_finding("segments.uncovered", sentence, positions, evidence)
 
-    def _missing_pieces(self) -> Iterator[Finding]:
+    def _missing_pieces(self) -> Findings:
         """Pieces are missing or truncated; only a note if an earlier prompt had them all."""
         # A prompt without some of the pieces then probably has another purpose.
         prompt, cut = self._prompt, self._find_truncated()
@@ -303,7 +300,7 @@ class PromptRule(Rule):
         severity = Severity.NOTE if self._had_complete_prompt else None
         return self._prompt_finding("segments.truncated", sentence, (at,), evidence, severity)
 
-    def _ambiguous_texts(self) -> Iterator[Finding]:
+    def _ambiguous_texts(self) -> Findings:
         """Texts occur more often than pieces with that text were declared."""
         for located, (start, _) in self._prompt.found_pieces:
             piece, n = located.piece, located.n_places
@@ -317,7 +314,7 @@ class PromptRule(Rule):
             evidence = {"places": n, "text": piece.text}
             yield self._prompt_finding("segments.ambiguous", sentence, (start,), evidence)
 
-    def _overlaps(self) -> Iterator[Finding]:
+    def _overlaps(self) -> Findings:
         found = self._prompt.found_pieces
         for second, (start, stop) in found:
             for first, (a, b) in found if second.overlaps else ():
@@ -332,7 +329,7 @@ class PromptRule(Rule):
                     yield self._prompt_finding("segments.overlap", sentence, shared, evidence)
                     break
 
-    def _length_drift(self) -> Iterator[Finding]:
+    def _length_drift(self) -> Findings:
         """Pieces have another number of tokens when encoded alone, so sums of lengths are wrong."""
         pairs = self._prompt.token_lengths
         off = accumulate(alone - joined for alone, joined in pairs)
@@ -348,7 +345,7 @@ class PromptRule(Rule):
         evidence = {"tokens alone and in the prompt": list(map(list, pairs)), "worst": worst}
         yield self._prompt_finding("segments.drift", sentence, (), evidence)
 
-    def _reordered(self) -> Iterator[Finding]:
+    def _reordered(self) -> Findings:
         """Texts are in another order; only a note where the declared order may mean nothing."""
         declared = [
             (span, located.piece)
@@ -368,7 +365,7 @@ class PromptRule(Rule):
             severity = None if _is_order_declared(self._prompt) else Severity.NOTE
             yield self._prompt_finding("segments.reordered", sentence, starts, evidence, severity)
 
-    def _check_bos(self) -> Iterator[Finding]:
+    def _check_bos(self) -> Findings:
         """The BOS is missing, doubled, or repeated inside the prompt."""
         prompt, format_position = self._prompt, self.context.format_position
         facts, ids, first = prompt.tokenizer, prompt.ids, prompt.first_unpadded
@@ -405,7 +402,7 @@ class PromptRule(Rule):
             id_, severity = "segments.bos-doubled", Severity.NOTE
             yield self._prompt_finding(id_, sentence, positions, evidence, severity)
 
-    def _check_eos(self) -> Iterator[Finding]:
+    def _check_eos(self) -> Findings:
         """The tokenizer added an EOS to each piece; only a note where that may be intended."""
         # Without declared pieces, all EOS tokens between words count; at the ends of a prompt they
         # may be padding.
@@ -432,7 +429,7 @@ class PromptRule(Rule):
             evidence = {"eos": list(facts.eos), "n": len(inside)}
             yield self._prompt_finding("segments.eos-inside", sentence, inside, evidence, severity)
 
-    def _special_tokens(self) -> Iterator[Finding]:
+    def _special_tokens(self) -> Findings:
         """Special tokens were encoded as characters: one finding for each kind of token."""
         by_name: dict[str, list[Span]] = {}
         for name, span in _find_written_specials(self._prompt):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct, field
@@ -22,8 +21,7 @@ from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 MAX_PERIOD = 8  # tokens of the longest detected period
 MIN_LOOP_TOKENS = 12
@@ -60,13 +58,11 @@ class TextRule(Rule):
     name = "text"
     findings = finding_kinds("text.[!n]*")  # all but text.near-tie and text.not-the-best
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the texts."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._texts = defaultdict[int, _BranchText](_BranchText)
-        self._vocabulary = max((t.token_id for t in context.generation.tokens), default=-1) + 1
+        self._vocabulary = max((t.token_id for t in self.context.generation.tokens), default=-1) + 1
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check the text up to the token that this step chose."""
         text, logits = self._texts[step.branch], step.logits
         text.has_nan = text.has_nan or (logits is not None and logits.n_nan > 0)
@@ -78,7 +74,7 @@ class TextRule(Rule):
             if token.step == step.step:
                 yield from self._add_token(step, token, logits, text)
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Report answers that ended with their first token."""
         segments = self.context.generation.segments
         starts = [one.start for one in segments if one.kind is SegmentKind.GENERATED]
@@ -91,7 +87,7 @@ class TextRule(Rule):
 
     def _add_token(
         self, step: StepRecord, token: TokenRecord, logits: LogitsRecord | None, text: _BranchText
-    ) -> Iterator[Finding]:
+    ) -> Findings:
         if text.first_token is None:
             text.first_token, text.first_step = token, step
         rank = UNKNOWN if logits is None else logits.chosen_rank
@@ -137,9 +133,7 @@ class TextRule(Rule):
         options["positions"] = range(step.kv_after - period + 1, step.kv_after + 1)
         return self.finding(step, "text.repetition", sentence, **options)
 
-    def _check_entropy(
-        self, step: StepRecord, logits: LogitsRecord, text: _BranchText
-    ) -> Iterator[Finding]:
+    def _check_entropy(self, step: StepRecord, logits: LogitsRecord, text: _BranchText) -> Findings:
         entropy = logits.entropy
         if entropy < MAX_CERTAIN_ENTROPY:
             text.n_certain, text.n_flat = text.n_certain + 1, 0
@@ -231,12 +225,10 @@ class TokenChoiceRule(Rule):
     name = "choice"
     findings = finding_kinds("text.near-tie", "text.not-the-best")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the counts."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._counts = defaultdict[int, _ChoiceCounts](_ChoiceCounts)
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Count the choice of a step, and report a tie."""
         logits = step.logits
         if logits is None or not logits.candidates or logits.n_nan:
@@ -254,7 +246,7 @@ class TokenChoiceRule(Rule):
         if logits.margin < MAX_TIE_MARGIN and logits.chosen_rank < 2 and len(logits.candidates) > 1:
             yield from self._check_tie(step, logits)
 
-    def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Iterator[Finding]:
+    def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Findings:
         dtype = step.calls[0].dtype if step.calls else ""
         first, second = logits.candidates[:2]
         if logits.candidates[-1].logit == first.logit and len(logits.candidates) > 2:
@@ -276,7 +268,7 @@ class TokenChoiceRule(Rule):
         id_, at = "text.near-tie", (step.kv_after,)
         yield self.finding(step, id_, sentence, positions=at, evidence=evidence, series="tie")
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Report the first token that was not the best in a run that seems greedy."""
         for run in self._counts.values():
             n_off = run.n_chosen - run.n_best

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -19,8 +19,7 @@ from flexinspect.core.text import format_ranges, is_or_are, plural
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import MaskRecord, StepRecord
 from flexinspect.rules import step_diff
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 MAX_GENERATIONS = 4  # earlier generations that are kept for comparison
 MAX_COMPARED_STEPS = 32  # steps of each generation that are kept
@@ -44,12 +43,11 @@ class SamePromptRule(Rule):
     streams = ("inputs.mask",)
     findings = finding_kinds("twins.*")
 
-    def on_generation_start(self, context: RuleContext) -> None:
+    def reset(self) -> None:
         """Begin a generation; earlier ones are kept, also those of other models."""
-        super().on_generation_start(context)
-        tokens = () if context.is_standalone else context.generation.tokens
+        tokens = () if self.context.is_standalone else self.context.generation.tokens
         prompt = tuple(token.token_id for token in tokens)
-        self._current = _GenerationRun(context.generation.generation, prompt)
+        self._current = _GenerationRun(self.context.generation.generation, prompt)
         if prompt:
             self._generations.append(self._current)
 
@@ -72,7 +70,7 @@ class SamePromptRule(Rule):
         run.steps.append(replace(step, masks=(), arrays=(), builds=(), memory=None, events=()))
         return ()
 
-    def on_generation_end(self) -> Iterator[Finding]:
+    def on_generation_end(self) -> Findings:
         """Compare the generation with the last one of the same prompt."""
         run = self._current
         if not run.steps:
@@ -82,7 +80,7 @@ class SamePromptRule(Rule):
         if last is not None:
             yield from self._compare_generations(last, run)
 
-    def _compare_generations(self, a: _GenerationRun, b: _GenerationRun) -> Iterator[Finding]:
+    def _compare_generations(self, a: _GenerationRun, b: _GenerationRun) -> Findings:
         """The finding about two generations, none if they do not differ at all."""
         if (a.unpadded is None) != (b.unpadded is None) or _model_shape(a) != _model_shape(b):
             return

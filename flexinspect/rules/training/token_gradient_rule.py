@@ -10,7 +10,7 @@ stays within a factor of 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from flexinspect.core.text import capitalize, format_layers, plural
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import GradientRecord, GradientStat
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 MAX_LAYER_GROWTH = 100.0
 """Growth of a hidden state's gradient through one layer from which it explodes, and whose inverse
@@ -37,7 +37,7 @@ class GradientsRule(Rule):
     name = "gradients"
     findings = finding_kinds("gradient.*")
 
-    def on_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
+    def on_gradients(self, gradients: GradientRecord) -> Findings:
         """Check the gradients of one token."""
         if anomaly := gradients.anomaly:
             message, *_ = anomaly.splitlines()
@@ -76,7 +76,7 @@ class GradientsRule(Rule):
         options: dict[str, Any] = {"evidence": _name_parameters(bad) | counts, "layers": layers}
         return self.finding(gradients, id_, sentence, series=f"{kind} {layer}", **options)
 
-    def _check_growth(self, gradients: GradientRecord) -> Iterator[Finding]:
+    def _check_growth(self, gradients: GradientRecord) -> Findings:
         """Report each layer through which the gradient grows or shrinks too much."""
         for layer, rate in enumerate(layer_growth(gradients)):
             if rate >= MAX_LAYER_GROWTH:
@@ -90,12 +90,10 @@ class GradientsRule(Rule):
                 f"{capitalize(_format_target(gradients))} {words} from the output of layer {layer} "
                 "back to its input (through the layers of clean models by less than 4)."
             )
-            options: dict[str, Any] = {"layers": (layer,), "series": f"growth {layer}"}
-            yield self.finding(
-                gradients, finding_id, sentence, evidence={"growth": rate}, **options
-            )
+            facts, series = {"growth": rate}, f"growth {layer}"
+            yield self.finding(gradients, finding_id, sentence, (layer,), facts, series=series)
 
-    def _check_small_gradients(self, gradients: GradientRecord) -> Iterator[Finding]:
+    def _check_small_gradients(self, gradients: GradientRecord) -> Findings:
         """Report weights with zero gradients, and weights with vanishing gradients."""
         scale = gradients.scale
         checked = (stat for stat in gradients.stats if stat.part in _CHECKED_PARTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -13,8 +13,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.engine import Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 MAX_LEARNING_RATE = 1.0  # learning rates above this are reported
 LEARNED_SHARE = 1e-3  # below this share of the first loss, small gradients are expected
@@ -47,9 +46,7 @@ class TrainingRule(Rule):
     name = "training_steps"
     findings = finding_kinds("training.*")
 
-    def on_generation_start(self, context: RuleContext) -> None:
-        """Reset the state of a run."""
-        super().on_generation_start(context)
+    def reset(self) -> None:
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)
         self._first_losses: list[float] = []
         self._zero_since: dict[str, int] = {}
@@ -57,7 +54,7 @@ class TrainingRule(Rule):
         self._n_skipped = self._n_done = 0
         self._waits: deque[tuple[float, float]] = deque(maxlen=WAIT_WINDOW)
 
-    def on_step(self, step: StepRecord) -> Iterator[Finding]:
+    def on_step(self, step: StepRecord) -> Findings:
         """Check a training step."""
         checks = (
             *(self._check_rate, self._check_nonfinite, self._check_explosion),
