@@ -91,7 +91,14 @@ def save(
     if ending not in (".svg", ".png"):
         raise UsageError(f"{target} is neither SVG nor PNG.", hint="Name a file .svg or .png.")
     svg = to_svg(strips, title=title, look=theme, note=note)
-    _write_atomically(target, to_png(svg) if ending == ".png" else svg.encode())
+    data = to_png(svg) if ending == ".png" else svg.encode()
+    try:
+        replace_file(target, data)
+    except OSError as error:
+        raise FlexInspectError(
+            f"The picture could not be written to {target}: {error.strerror or error}.",
+            hint="Choose a file in an existing folder that you may write to.",
+        ) from error
     return target
 
 
@@ -278,17 +285,6 @@ def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str) -> str:
         f'font-size="{_FONT_SIZE}" xml:space="preserve">\n<g shape-rendering="crispEdges">'
     )
     return "\n".join([head, *layers, "</g>", *drawing.texts, "</g>", "</svg>\n"])
-
-
-def _write_atomically(target: Path, data: bytes) -> None:
-    """Write to a temporary file, then replace the target, so that it is never incomplete."""
-    try:
-        replace_file(target, data)
-    except OSError as error:
-        raise FlexInspectError(
-            f"The picture could not be written to {target}: {error.strerror or error}.",
-            hint="Choose a file in an existing folder that you may write to.",
-        ) from error
 
 
 _FONTS = dict(

@@ -12,16 +12,8 @@ from flexinspect.analysis import branch_comparison
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    Help,
-    Missing,
-    Navigate,
-    NoOptions,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-)
+from flexinspect.panels import base
+from flexinspect.panels.base import Missing, Navigate, NoOptions, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.queries import branch_of_step, step_bounds
 from flexinspect.trace.query_results import BranchRow
@@ -60,13 +52,13 @@ class BranchesData(Struct, frozen=True):
     masks: branch_comparison.MaskChange | None = None
 
 
-class BranchesPanel(Panel[BranchesData, NoOptions]):
+class BranchesPanel(base.Panel[BranchesData, NoOptions]):
     """The tree of branches, and below it a branch and its parent side by side."""
 
     name = "branches"
     title = "Branches"
     needs_tokens = True
-    help = Help(
+    help = base.Help(
         "It shows the branches of this generation as a tree, and compares the current branch with "
         "its parent: the tokens that each chose, the distance of their distributions, and the "
         "difference of their masks.",
@@ -137,10 +129,8 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
             )
             strips += pen.paragraph(hint, "muted")
         else:
-            strips += [
-                _draw_heading(data.compared, pen),
-                *(_draw_pair(p, data, pen) for p in data.pairs),
-            ]
+            strips.append(_draw_heading(data.compared, pen))
+            strips += [_draw_pair(pair, data, pen) for pair in data.pairs]
             targets += [None, *(Navigate(step=pair.step) for pair in data.pairs)]
         if data.masks is not None:
             strips[height - 1 :] = []

@@ -17,20 +17,11 @@ from flexinspect.core.text import escape_unprintable, format_ranges, plural
 from flexinspect.drawing.text_lines import Pen, clip_text, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import base
+from flexinspect.panels.base import Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
+from flexinspect.trace import queries
 from flexinspect.trace.codec import plain_json
-from flexinspect.trace.queries import (
-    FIRST_POSITION,
-    LAST_POSITION,
-    FindingGroup,
-    adjacent_finding,
-    finding_groups,
-    finding_in_group,
-    finding_position,
-    findings_counter,
-    worst_finding,
-)
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
 
@@ -53,7 +44,7 @@ class FindingsData(Struct, frozen=True):
     live or on the stored trace.
     """
 
-    groups: tuple[FindingGroup, ...]
+    groups: tuple[queries.FindingGroup, ...]
     selected: int = 0
     member: int = 0
     chosen: FindingRow | None = None
@@ -61,7 +52,7 @@ class FindingsData(Struct, frozen=True):
     rules: tuple[str, ...] = ()
 
 
-def format_extent(group: FindingGroup) -> str:
+def format_extent(group: queries.FindingGroup) -> str:
     """Return "layers 0-27, steps 3-40: 1 064 times" for the places that the findings name."""
     named = ((group.layers, "layer"), (group.steps, "step"))
     parts = [span.describe(name) for span, name in named if span is not None]
@@ -139,7 +130,7 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
     )
     actions = (*base.CURSOR_MOVES, "cursor.enter")
 
-    def load(self, source: Source, request: base.Request[FindingsOptions]) -> FindingsData:
+    def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
         """Count the findings by class, and read the selected one."""
         reader, options = source.reader, request.options
         groups = load_groups(source)
@@ -153,7 +144,7 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         selected = classes.index(chosen) if chosen in classes else options.selected
         selected = max(0, min(selected, len(groups) - 1))
         member = max(0, min(options.member, groups[selected].count - 1))
-        row = finding_in_group(reader, groups[selected], member)
+        row = queries.finding_in_group(reader, groups[selected], member)
         tokens = collect.read_position_texts(reader, row.finding) if row is not None else ()
         return FindingsData(groups, selected, member, row, tokens)
 
@@ -170,13 +161,11 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
             lines.append(f"And {len(data.groups) - MAX_DESCRIBED_GROUPS} more kinds.")
         return [*lines, *(escape_unprintable(text) for text, _ in describe_finding(data))]
 
-    def paint(
-        self, data: FindingsData, request: base.Request[FindingsOptions], theme: Theme
-    ) -> base.Picture:
+    def paint(self, data: FindingsData, request: Request[FindingsOptions], theme: Theme) -> Picture:
         """Draw the list, scrolled to the selected line, and the selected finding below it."""
         pen, height = Pen(theme, request.width), request.height
         if not data.groups:
-            return base.Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
+            return Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
         n_groups = len(data.groups)
         rows = range(n_groups)[visible(data.selected, max(height // 2 - 1, 1), n_groups)]
         strips = [_draw_group(data, index, pen) for index in rows]
@@ -191,10 +180,10 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
             chosen = data.chosen if rows[y] == data.selected else None
             return navigate_to_finding(chosen.finding) if chosen else _select_group(data, rows[y])
 
-        return base.Picture(strips[:height], summary.counts(), summary.errors > 0, target)
+        return Picture(strips[:height], summary.counts(), summary.errors > 0, target)
 
     def on_action(
-        self, action: str, data: FindingsData, request: base.Request[FindingsOptions]
+        self, action: str, data: FindingsData, request: Request[FindingsOptions]
     ) -> FindingsOptions | base.Navigate | None:
         """Move the selection, or go to the selected finding."""
         if not data.groups:
@@ -244,14 +233,14 @@ def load_summary(source: Source, place: base.TracePlace) -> FindingSummary:
     groups = load_groups(source)
     if not groups:
         return FindingSummary()
-    key = ("findings.worst", findings_counter(source.reader), place.generation)
-    own = source.get_or_create(key, lambda: worst_finding(source.reader, place.generation))
-    worst = own or finding_in_group(source.reader, groups[0], 0)
+    key = ("findings.worst", queries.findings_counter(source.reader), place.generation)
+    own = source.get_or_create(key, lambda: queries.worst_finding(source.reader, place.generation))
+    worst = own or queries.finding_in_group(source.reader, groups[0], 0)
     return summarize_groups(groups, worst.finding if worst else None, elsewhere=own is None)
 
 
 def summarize_groups(
-    groups: Sequence[FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
+    groups: Sequence[queries.FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
 ) -> FindingSummary:
     """Count the findings of all classes by severity."""
     errors, warnings, notes = (
@@ -273,12 +262,12 @@ def next_finding(
     if after is not None and all(
         getattr(after.finding, name) in (None, getattr(place, name)) for name in PLACE_FIELDS
     ):
-        position = finding_position(after)
+        position = queries.finding_position(after)
     else:
         past = 1 << 62 if direction > 0 else -1
         position = (place.generation, place.branch, place.step, place.layer, place.head, past)
-    return adjacent_finding(reader, position, direction) or adjacent_finding(
-        reader, FIRST_POSITION if direction > 0 else LAST_POSITION, direction
+    return queries.adjacent_finding(reader, position, direction) or queries.adjacent_finding(
+        reader, queries.FIRST_POSITION if direction > 0 else queries.LAST_POSITION, direction
     )
 
 
@@ -288,12 +277,12 @@ def navigate_to_finding(finding: Finding) -> base.Navigate:
     return base.Navigate(**place, pos=finding.positions[0] if finding.positions else None)
 
 
-def load_groups(source: Source) -> tuple[FindingGroup, ...]:
+def load_groups(source: Source) -> tuple[queries.FindingGroup, ...]:
     """Return the classes of findings, worst first; cached until there are new findings."""
-    counter = findings_counter(source.reader)
+    counter = queries.findings_counter(source.reader)
     if counter == 0:
         return ()
-    read = partial(finding_groups, source.reader, limit=MAX_GROUPS)
+    read = partial(queries.finding_groups, source.reader, limit=MAX_GROUPS)
     return source.get_or_create(("findings", counter), lambda: tuple(read()))
 
 

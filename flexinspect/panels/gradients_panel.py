@@ -176,14 +176,6 @@ def format_check(record: GradientRecord) -> str:
     return f"{result}, {error} of the largest; {record.path}"
 
 
-def _share_table(data: GradientsData) -> list[str]:
-    rows = [("segment", "tokens", "gradient×input", "norm")]
-    for share in data.shares:
-        signed, norm = format_percent(share.signed, sign=True), format_percent(share.norm)
-        rows.append((share.label[:20], str(share.n_tokens), signed, norm))
-    return ["", *(f"{name:<20}{n:>8}{signed:>16}{norm:>8}" for name, n, signed, norm in rows), ""]
-
-
 def _describe_strongest(data: GradientsData) -> list[str]:
     values = [(data.value_at(token.pos, False) or 0.0, token) for token in data.window.tokens]
     lines = []
@@ -302,7 +294,12 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         findings = [escape_unprintable(finding.sentence) for finding in data.findings]
         if not data.record.matches_recorded:
             return [*lines, "Nothing is shown.", *findings]
-        lines += [*_share_table(data), *_describe_strongest(data), *_norm_table(data)]
+        rows = [("segment", "tokens", "gradient×input", "norm")]
+        for share in data.shares:
+            signed, norm = format_percent(share.signed, sign=True), format_percent(share.norm)
+            rows.append((share.label[:20], str(share.n_tokens), signed, norm))
+        lines += ["", *(f"{name:<20}{n:>8}{signed:>16}{norm:>8}" for name, n, signed, norm in rows)]
+        lines += ["", *_describe_strongest(data), *_norm_table(data)]
         lines += findings or ["No gradient is NaN, Inf, exploding, vanishing or dead."]
         took, scale = f"{data.record.wall_ms:.0f} ms", format_number(data.record.scale)
         return [*lines, CAVEAT, f"It took {took}; norm at the logits {scale}."]
@@ -312,7 +309,11 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
     ) -> Picture:
         """Draw one of the two sides, or only the header if the check failed."""
         pen, height, options = Pen(theme, request.width), request.height, request.options
-        strips = _draw_header(data, pen)
+        check_style = "good" if data.record.matches_recorded else "bad"
+        strips = [pen.line((format_title(data), "title"))]
+        strips.append(pen.line((format_check(data.record), check_style)))
+        for finding in data.findings[:2]:
+            strips += pen.paragraph(finding.sentence, "bad")[:3]
         if not data.record.matches_recorded:
             text = "Nothing is drawn: these are not the gradients of the recorded forward."
             return Picture([*strips, *pen.paragraph(text)][:height], "not what ran", alarm=True)
@@ -325,15 +326,6 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         note = f"{side} · check {data.record.logits_error:.0e} · {data.record.wall_ms:.0f} ms"
         strips = [*strips, *drawn.strips][:height]
         return Picture(strips, note, bool(data.findings), lambda x, y: drawn.target(x, y - top))
-
-
-def _draw_header(data: GradientsData, pen: Pen) -> list[Strip]:
-    check_style = "good" if data.record.matches_recorded else "bad"
-    strips = [pen.line((format_title(data), "title"))]
-    strips.append(pen.line((format_check(data.record), check_style)))
-    for finding in data.findings[:2]:
-        strips += pen.paragraph(finding.sentence, "bad")[:3]
-    return strips
 
 
 # -- attribution to segments and tokens ------------------------------------------------------------

@@ -281,12 +281,8 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
         room = min(len(data.layers), max(height - 2 - len(text), height * 3 // 5, height - 5))
         rows, strips = layer_rows(data, room), text
         if data.layers:
-            strips = [
-                _axis(data, pen),
-                *_draw_grid(data, rows, pen),
-                _legend(data, rows, pen),
-                *text,
-            ]
+            strips = [_axis(data, pen), *_draw_grid(data, rows, pen)]
+            strips += [_legend(data, rows, pen), *text]
         table = stat_table(data)[:-1]
         if data.step_stats and pen.width >= _TABLE_WIDTH and len(table) <= height - len(strips):
             strips += [pen.line((line, "muted")) for line in table]

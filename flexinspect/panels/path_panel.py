@@ -24,6 +24,7 @@ from flexinspect.drawing.text_lines import NamedSpan, Pen, merge_spans, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import segment_style
 from flexinspect.panels import base
+from flexinspect.panels.base import Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, no_steps_yet, step_window
 from flexinspect.records import prompt
@@ -163,7 +164,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
     )
     depends_on_size = True
 
-    def load(self, source: Source, request: base.Request[base.NoOptions]) -> PathData:
+    def load(self, source: Source, request: Request[base.NoOptions]) -> PathData:
         """Read the window of steps that fits the width, in one query, and the current step."""
         reader, place = source.reader, request.place
         generation, step, branch = place.generation, place.step, place.branch
@@ -206,9 +207,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
         """Return the layers that differ, then the current step, then the map."""
         return [*describe_warnings(data), *describe_step(data), *describe_map(data)]
 
-    def paint(
-        self, data: PathData, request: base.Request[base.NoOptions], theme: Theme
-    ) -> base.Picture:
+    def paint(self, data: PathData, request: Request[base.NoOptions], theme: Theme) -> Picture:
         """Draw the map, and as much of the description of the step as there is room for."""
         pen, height, window = Pen(theme, request.width), request.height, data.window
         warnings, described = describe_warnings(data), describe_step(data)
@@ -233,7 +232,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
             layer = data.place.layer if data.place.layer in layers else layers[0]
             return base.Navigate(step=step, layer=layer)
 
-        return base.Picture(strips[:height], note, bool(warnings), target)
+        return Picture(strips[:height], note, bool(warnings), target)
 
 
 def _cell_width(data: PathData, width: int) -> int:

@@ -22,6 +22,7 @@ from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.panels import base
+from flexinspect.panels.base import Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import is_answer_correct
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -316,7 +317,7 @@ class RunPanel(base.Panel[RunFacts, RunOptions]):
     )
     actions = ("cursor.up", "cursor.down")
 
-    def load(self, source: Source, request: base.Request[RunOptions]) -> RunFacts:
+    def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
         """Read the manifest and the facts of one generation, independent of its length."""
         reader, place = source.reader, request.place
         # A trace may have several models; show the one of this generation.
@@ -334,9 +335,7 @@ class RunPanel(base.Panel[RunFacts, RunOptions]):
         lines = [f"{box.title.rstrip(' ↻')}: {'; '.join(box.lines)}." for box in run_stages(data)]
         return [*lines, "Manifest:", *(f"{name}: {value}" for name, value in manifest_rows(data))]
 
-    def paint(
-        self, data: RunFacts, request: base.Request[RunOptions], theme: Theme
-    ) -> base.Picture:
+    def paint(self, data: RunFacts, request: Request[RunOptions], theme: Theme) -> Picture:
         """Draw the diagram and the manifest, scrolled by the offset."""
         strips = _draw_all(data, Pen(theme, request.width))
         offset = _clamp_offset(request.options.offset, len(strips), request.height)
@@ -344,10 +343,10 @@ class RunPanel(base.Panel[RunFacts, RunOptions]):
         note = data.state or "state unknown"
         if len(strips) > len(shown):
             note += f", lines {offset + 1}-{offset + len(shown)} of {len(strips)}"
-        return base.Picture(shown, escape_unprintable(note), alarm=data.state == "failed")
+        return Picture(shown, escape_unprintable(note), alarm=data.state == "failed")
 
     def on_action(
-        self, action: str, data: RunFacts, request: base.Request[RunOptions]
+        self, action: str, data: RunFacts, request: Request[RunOptions]
     ) -> RunOptions | None:
         """Scroll by a third of the height."""
         if action not in self.actions:

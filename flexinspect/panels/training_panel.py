@@ -19,13 +19,9 @@ from flexinspect.drawing.plots import finite_bounds, format_number
 from flexinspect.drawing.text_lines import Pen, clip_text, join_blocks
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import base, timeline
+from flexinspect.panels.base import NoOptions, Picture, Request
 from flexinspect.panels.panel_source import Source
-from flexinspect.records.training_step import (
-    EXPLODING_NORM,
-    VANISHING_NORM,
-    AnomalyOrigin,
-    TrainingStepRecord,
-)
+from flexinspect.records import training_step
 from flexinspect.trace.reader import CurvePoint
 
 LEARNING_RATE = "learning rate"
@@ -51,7 +47,7 @@ Curve = Mapping[int, float | None]
 class TrainingData(Struct, frozen=True):
     """One step, the declared facts of its run, and the curves of the run by point."""
 
-    step: TrainingStepRecord
+    step: training_step.TrainingStepRecord
     run_facts: Mapping[str, Any]
     window: timeline.StepWindow
     points: Mapping[int, CurvePoint]
@@ -61,7 +57,7 @@ class TrainingData(Struct, frozen=True):
         return {index: CURVES[name](point) for index, point in self.points.items()}
 
 
-class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
+class TrainingPanel(base.Panel[TrainingData, NoOptions]):
     """Facts of a training step beside the curves of loss, learning rate and gradient norm."""
 
     name = "training"
@@ -77,7 +73,7 @@ class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
     )
     depends_on_size = True
 
-    def load(self, source: Source, request: base.Request[base.NoOptions]) -> TrainingData:
+    def load(self, source: Source, request: Request[NoOptions]) -> TrainingData:
         """Read the step, and the curves in as many points as there are columns."""
         place, reader = request.place, source.reader
         facts = base.require_training_facts(source, place)
@@ -103,9 +99,7 @@ class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
                 lines.append(f"{name} in {steps}: {low} to {high}.")
         return lines
 
-    def paint(
-        self, data: TrainingData, request: base.Request[base.NoOptions], theme: Theme
-    ) -> base.Picture:
+    def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the facts with the curves beside or below them."""
         width, height, window = request.width, request.height, data.window
         pen, problem, facts = Pen(theme, width), _describe_problem(data), step_facts(data)
@@ -123,7 +117,7 @@ class TrainingPanel(base.Panel[TrainingData, base.NoOptions]):
         drawn = (_draw_curve(name, data, area, theme) for name, area in areas.items())
         strips = timeline.draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
         target = timeline.timeline_target(window, areas)
-        return base.Picture(strips, window.format_steps(), bool(problem), target)
+        return Picture(strips, window.format_steps(), bool(problem), target)
 
 
 def _draw_curve(name: str, data: TrainingData, area: timeline.Area, theme: Theme) -> list[Strip]:
@@ -171,10 +165,8 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
     if step.scale is not None:
         skipped = ", step skipped" if step.is_skipped else ""
         facts.append(("loss scale", f"{step.scale:g}{skipped}"))
-    device, weights = (
-        f"{step.device} {step.autocast}".strip(),
-        base.format_placement(data.run_facts),
-    )
+    device = f"{step.device} {step.autocast}".strip()
+    weights = base.format_placement(data.run_facts)
     if weights not in ("", step.device):
         device = f"{device or '-'}, weights on {weights}"
     return [
@@ -184,7 +176,7 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
     ]
 
 
-def _format_norm(step: TrainingStepRecord) -> str:
+def _format_norm(step: training_step.TrainingStepRecord) -> str:
     if step.total_norm is None:
         return "not measured in this step"
     norm = format_number(step.total_norm)
@@ -199,7 +191,7 @@ def _describe_problem(data: TrainingData) -> str:
     return f"Step {data.window.current}: {describe_producer(producer)}" if producer else ""
 
 
-def describe_producer(producer: AnomalyOrigin) -> str:
+def describe_producer(producer: training_step.AnomalyOrigin) -> str:
     """Return one line on where the anomaly of a step began."""
     name, detail = escape_unprintable(producer.name), escape_unprintable(producer.detail)
     texts = {
@@ -271,7 +263,7 @@ class GradientStripData(Struct, frozen=True):
     window: timeline.StepWindow
 
 
-class GradientStripPanel(base.Panel[GradientStripData, base.NoOptions]):
+class GradientStripPanel(base.Panel[GradientStripData, NoOptions]):
     """A row of cells for each parameter group, a column for each step or bucket of steps."""
 
     name = "gradstrip"
@@ -286,7 +278,7 @@ class GradientStripPanel(base.Panel[GradientStripData, base.NoOptions]):
     )
     depends_on_size = True
 
-    def load(self, source: Source, request: base.Request[base.NoOptions]) -> GradientStripData:
+    def load(self, source: Source, request: Request[NoOptions]) -> GradientStripData:
         """Read the norms in as many points as there are columns."""
         place = request.place
         declared = tuple(map(str, base.require_training_facts(source, place).get("groups", [])))
@@ -319,9 +311,7 @@ class GradientStripPanel(base.Panel[GradientStripData, base.NoOptions]):
             lines.append(f"{name:<{width}}  {current:>8}  {low} to {high}{bad}")
         return lines
 
-    def paint(
-        self, data: GradientStripData, request: base.Request[base.NoOptions], theme: Theme
-    ) -> base.Picture:
+    def paint(self, data: GradientStripData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw all groups, or if there is no room those with the highest and lowest norms."""
         pen, window = Pen(theme, request.width), data.window
         rows, columns = _choose_groups(data, request.height - 1), _strip_width(request.width)
@@ -340,16 +330,15 @@ class GradientStripPanel(base.Panel[GradientStripData, base.NoOptions]):
             step = window.step_at(x - label.width, columns) if y > 0 else None
             return None if step is None else base.Navigate(step=step)
 
-        return base.Picture(
-            strips[: request.height], note, bool(np.isnan(data.norms).any()), target
-        )
+        return Picture(strips[: request.height], note, bool(np.isnan(data.norms).any()), target)
 
 
 def norm_levels(norms: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
     """Return levels of `CIVIDIS_MISSING`, logarithmic from vanishing to exploding norms."""
     with np.errstate(all="ignore"):
-        logs = np.log10(np.where(norms > 0, norms, VANISHING_NORM))
-    levels = quantise(logs, math.log10(VANISHING_NORM), math.log10(EXPLODING_NORM), _BAD_LEVEL)
+        logs = np.log10(np.where(norms > 0, norms, training_step.VANISHING_NORM))
+    low, high = map(math.log10, (training_step.VANISHING_NORM, training_step.EXPLODING_NORM))
+    levels = quantise(logs, low, high, _BAD_LEVEL)
     levels[norms < 0] = _MISSING_LEVEL
     levels[~np.isfinite(norms)] = _BAD_LEVEL
     return levels

@@ -15,15 +15,8 @@ from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Canvas, wrap_paragraph
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import (
-    Missing,
-    Navigate,
-    Panel,
-    Picture,
-    Request,
-    TracePlace,
-    check_panel_applies,
-)
+from flexinspect.panels import base
+from flexinspect.panels.base import Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.tui.trace_session import TraceSession
 
 PanelLoadRequest = tuple[Panel[Any, Any], Request[Any], int]
@@ -36,10 +29,6 @@ LoadResult = tuple[Any, tuple[list[str], str] | None]
 """The loaded data; or None, with lines that explain why and their style."""
 
 
-NoteCallback = Callable[[str, bool], None]
-"""Receives the note of a new picture, and whether it is an alarm."""
-
-
 class LoadedCanvas(Canvas):
     """A canvas whose data a `loader` loads when the place or version of its `TraceScreen` changes.
 
@@ -47,6 +36,12 @@ class LoadedCanvas(Canvas):
     """
 
     loader: Loader[Any, Any]
+
+    @dataclass
+    class NavigationRequest(Message):
+        """The widget requests to go to another place."""
+
+        target: Navigate
 
     @property
     def trace_screen(self) -> Any:
@@ -76,18 +71,16 @@ class LoadedCanvas(Canvas):
 class PanelView(LoadedCanvas, can_focus=True):
     """A panel on the screen.
 
-    Any exception of a panel is shown in place of the panel and does not end the interface.
+    Any exception of a panel is shown in place of the panel and does not end the interface. `note`
+    receives the note of a new picture, and whether it is an alarm.
     """
 
-    @dataclass
-    class NavigationRequest(Message):
-        """The panel requests to go to another place."""
-
-        view: PanelView
-        target: Navigate
-
     def __init__(
-        self, panel: Panel[Any, Any], session: TraceSession, pool: Executor, note: NoteCallback
+        self,
+        panel: Panel[Any, Any],
+        session: TraceSession,
+        pool: Executor,
+        note: Callable[[str, bool], None],
     ) -> None:
         super().__init__()
         self.panel = panel
@@ -142,9 +135,9 @@ class PanelView(LoadedCanvas, can_focus=True):
         if source is None or self._session.is_trace_removed:
             return None, (["Nothing is recorded yet."], "muted")
         try:
-            check_panel_applies(panel, source, request.place)
+            base.check_panel_applies(panel, source, request.place)
             return panel.load(source, request), None
-        except Missing as missing:
+        except base.Missing as missing:
             waiting = ["No step is recorded yet."] if self._session.is_waiting else []
             return None, (waiting or missing.lines(), "muted")
         except FlexInspectError as error:
@@ -204,7 +197,7 @@ class PanelView(LoadedCanvas, can_focus=True):
             self.notify("\n".join(_describe_failure(self.panel, error)), severity="error")
         else:
             if isinstance(result, Navigate):
-                self.post_message(self.NavigationRequest(self, result))
+                self.post_message(self.NavigationRequest(result))
             elif result is not None and result != self.options:
                 self.options = result
                 self.loader.request_load()
@@ -322,18 +315,16 @@ class Loader(Generic[W, R]):
             self._wake.clear()
             request = self._next_request()
             if request is not None:
-                self._show(request, await self._load_result(request))
+                if self._preloaded is not None and self._preloaded[0] == request:
+                    future = self._preloaded[1]
+                else:
+                    self._cancel_preload()
+                    future = self._pool.submit(self._load, request)
+                self._preloaded = None
+                loaded = future.result() if future.done() else await asyncio.wrap_future(future)
+                self._show(request, loaded)
             if not self._wake.is_set():
                 self._idle.set()
-
-    async def _load_result(self, request: W) -> R:
-        if self._preloaded is not None and self._preloaded[0] == request:
-            future = self._preloaded[1]
-        else:
-            self._cancel_preload()
-            future = self._pool.submit(self._load, request)
-        self._preloaded = None
-        return future.result() if future.done() else await asyncio.wrap_future(future)
 
     def _cancel_preload(self) -> None:
         if self._preloaded is not None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 from textual import events
 from textual.content import Content
-from textual.message import Message
 from textual.strip import Strip
 from textual.widgets import Static
 
@@ -17,14 +15,9 @@ from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Canvas, Span, header, line
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, row_around
-from flexinspect.panels.base import Missing, Navigate, TracePlace
+from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.findings_panel import FindingSummary, load_summary
-from flexinspect.panels.token_window import (
-    TokenWindow,
-    load_token_window,
-    segment_at,
-    token_cells,
-)
+from flexinspect.panels.token_window import TokenWindow, load_token_window, segment_at, token_cells
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
@@ -342,12 +335,6 @@ class TokenStrip(LoadedCanvas):
 
     DEFAULT_CSS = "TokenStrip { height: 2; }"
 
-    @dataclass
-    class TokenClicked(Message):
-        """A token was clicked."""
-
-        target: Navigate
-
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="strip")
         self._session = session
@@ -378,11 +365,6 @@ class TokenStrip(LoadedCanvas):
     def on_click(self, event: events.Click) -> None:
         """Go to the token that was clicked."""
         cell = self._row.cell_at(event.x) if self._row and event.y == 0 else None
-        if cell is None or self._window is None:
-            return
-        token = self._window.token(cell.pos)
-        if token is None:
-            return
-        is_prompt = token.step is None
-        target = Navigate(step=0, pos=token.pos) if is_prompt else Navigate(step=token.step)
-        self.post_message(self.TokenClicked(target))
+        target = self._window.navigate_to(cell) if self._window is not None else None
+        if target is not None:
+            self.post_message(self.NavigationRequest(target))

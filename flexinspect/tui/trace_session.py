@@ -308,7 +308,8 @@ class CaptureClient:
         """Return the state of the capture. Never raises `ControlError`."""
         from flexinspect.control.client import ControlClient
 
-        debugger_stop = self._debugger_stop()
+        stop = read_stop(self._session.path) if self._session.path is not None else None
+        debugger_stop = "" if stop is None else f"The model is {stop.sentence_without_time()}."
         try:
             client = self.client()
             quick = ControlClient(client.address, timeout_s=POLL_TIMEOUT_S)
@@ -318,10 +319,6 @@ class CaptureClient:
             if not is_unresponsive:
                 self._client = None
             return CaptureStatus(is_unresponsive=is_unresponsive, debugger_stop=debugger_stop)
-
-    def _debugger_stop(self) -> str:
-        stop = read_stop(self._session.path) if self._session.path is not None else None
-        return f"The model is {stop.sentence_without_time()}." if stop is not None else ""
 
     def _find_client(self) -> ControlClient | None:
         from flexinspect.control.client import ControlClient

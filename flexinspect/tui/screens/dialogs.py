@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -27,9 +28,18 @@ T = TypeVar("T")
 
 
 class Dialog(ModalScreen[str | None]):
-    """A dialog with a result; Escape returns None."""
+    """A question above the widget that takes its answer; Escape returns None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "cancel")]
+
+    def __init__(self, question: str, widget: Widget) -> None:
+        super().__init__()
+        self._question, self._widget = question, widget
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="window"):
+            yield Static(Content(self._question), markup=False)
+            yield self._widget
 
     def on_mount(self) -> None:
         """Remove notifications, which could cover the dialog."""
@@ -39,30 +49,12 @@ class Dialog(ModalScreen[str | None]):
 class TextDialog(Dialog):
     """Asks for a line of text."""
 
-    def __init__(self, question: str, value: str = "", placeholder: str = "") -> None:
-        super().__init__()
-        self._question, self._value, self._placeholder = question, value, placeholder
-
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="window"):
-            yield Static(Content(self._question), markup=False)
-            yield Input(self._value, placeholder=self._placeholder, select_on_focus=True)
-
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.dismiss(event.value)
 
 
 class ChoiceDialog(Dialog):
-    """Asks for one of a list of (id, line)."""
-
-    def __init__(self, question: str, options: Sequence[tuple[str, str]]) -> None:
-        super().__init__()
-        self._question, self._options = question, options
-
-    def compose(self) -> ComposeResult:
-        with Vertical(classes="window"):
-            yield Static(Content(self._question), markup=False)
-            yield OptionList(*(Option(Content(text), id=name) for name, text in self._options))
+    """Asks for one of a list of options."""
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option.id)
@@ -72,14 +64,16 @@ async def ask_text(
     app: App[Any], question: str, value: str = "", *, placeholder: str = ""
 ) -> str | None:
     """Ask for a line of text; None when cancelled."""
-    return await app.push_screen_wait(TextDialog(question, value, placeholder))
+    line = Input(value, placeholder=placeholder, select_on_focus=True)
+    return await app.push_screen_wait(TextDialog(question, line))
 
 
 async def ask_choice(
     app: App[Any], question: str, options: Sequence[tuple[str, str]]
 ) -> str | None:
     """Ask for one of a list of (id, line), and return its id; None when cancelled."""
-    return await app.push_screen_wait(ChoiceDialog(question, options))
+    lines = OptionList(*(Option(Content(text), id=name) for name, text in options))
+    return await app.push_screen_wait(ChoiceDialog(question, lines))
 
 
 async def call_in_thread(app: App[Any], call: Callable[[], T]) -> T | None:

@@ -22,12 +22,7 @@ from textual.widgets.option_list import Option
 from flexinspect.core.errors import FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.job import Job, ScriptJob
-from flexinspect.trace.file.salvage import (
-    delete_repaired_copy,
-    describe_readable,
-    is_repairable,
-    repair_copy,
-)
+from flexinspect.trace.file import salvage
 from flexinspect.tui.saved_state import known_traces
 from flexinspect.tui.screens.dialogs import ask_text
 
@@ -129,7 +124,7 @@ class UnreadableTraceScreen(Screen[None]):
     def __init__(self, path: Path, error: TraceError, open_target: OpenTarget) -> None:
         super().__init__()
         self._path, self._error, self._open_target = path, error, open_target
-        self._offers_copy = is_repairable(path)
+        self._offers_copy = salvage.is_repairable(path)
         self._copy: Path | None = None
         self._is_copying = self._is_closed = False
         this = path.absolute()
@@ -154,7 +149,7 @@ class UnreadableTraceScreen(Screen[None]):
     @work
     async def _show_readable_parts(self) -> None:
         try:
-            lines = await asyncio.to_thread(describe_readable, self._path)
+            lines = await asyncio.to_thread(salvage.describe_readable, self._path)
         except Exception:
             lines = ["The readable parts could not be determined."]
         self.query_one("#left", Static).update(Content("\n".join(["", *lines, ""])))
@@ -197,7 +192,7 @@ class UnreadableTraceScreen(Screen[None]):
 
     def _make_copy(self) -> None:
         """Make the copy, in a thread, and remove it if the screen was closed meanwhile."""
-        self._copy = repair_copy(self._path, lambda: self._is_closed)
+        self._copy = salvage.repair_copy(self._path, lambda: self._is_closed)
         if self._is_closed:
             self._remove_copy()
 
@@ -208,4 +203,4 @@ class UnreadableTraceScreen(Screen[None]):
 
     def _remove_copy(self) -> None:
         if self._copy is not None:
-            delete_repaired_copy(self._copy)
+            salvage.delete_repaired_copy(self._copy)

@@ -37,7 +37,7 @@ from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import trace_session
 from flexinspect.tui.panel_layout import Slots, format_panel_option
-from flexinspect.tui.panel_view import LoadedCanvas, PanelView, theme_of
+from flexinspect.tui.panel_view import LoadedCanvas, theme_of
 from flexinspect.tui.screens import dialogs
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
 from flexinspect.tui.status_lines import FindingLine, StatusBanner, TokenStrip, TraceHeader
@@ -497,11 +497,8 @@ class TraceScreen(Screen[None]):
         if answer:
             self.slots.show_panel(answer)
 
-    @on(PanelView.NavigationRequest)
-    @on(TokenStrip.TokenClicked)
-    def _handle_navigation(
-        self, event: PanelView.NavigationRequest | TokenStrip.TokenClicked
-    ) -> None:
+    @on(LoadedCanvas.NavigationRequest)
+    def _handle_navigation(self, event: LoadedCanvas.NavigationRequest) -> None:
         self.navigate(event.target)
 
     # -- status ----------------------------------------------------------------------------------
@@ -724,16 +721,13 @@ class TraceScreen(Screen[None]):
 
     def _stop(self) -> None:
         """Ask the run to end after this step; the second time, kill it."""
-        if (
-            self._session.process is None
-            and self.status.live
-            and self.capture_status.status is not None
-        ):
+        process, is_live = self._session.process, self.status.live
+        if process is None and is_live and self.capture_status.status is not None:
             self._run_command(lambda client: client.stop())
-        elif self._session.process is None or not self.status.live:
+        elif process is None or not is_live:
             self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.")
         elif self._session.is_stopping:
-            self._session.process.kill()
+            process.kill()
         else:
             self._session.interrupt()
             self.notify("Stopping after this step; again ends it at once.")
