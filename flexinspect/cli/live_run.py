@@ -41,7 +41,11 @@ MAX_NOTES, MAX_ANSWERS = 8, 10  # in the summary of a program
 
 
 def summarize_run(path: Path) -> dict[str, Any]:
-    """Return the result of a run that has ended, with the keys of `run --json`."""
+    """Return the result of a run that has ended, with the keys of `run --json`.
+
+    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
+    could not be read.
+    """
     with open_trace(path) as reader:
         run, events = reader.run(), reader.events()
         findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))

@@ -162,7 +162,10 @@ class Hook:
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return the registered hooks, and errors of others; `FlexInspectError` if there are none."""
+    """Return an instance of each registered hook, and for each that failed to load its error.
+
+    Raises `FlexInspectError` if no hook is registered, because nothing would be recorded.
+    """
     classes, failed = plugins.load_all(plugins.HOOKS)
     if not classes and not failed:
         raise FlexInspectError(

@@ -328,7 +328,10 @@ class BranchingDecoder:
         return self._begin_branch(parent, step, change, recomputed=recomputed, source=source)
 
     def edit_cost(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[RestoreCost, int]:
-        """The cost of an edit, with its first own step, and how many computed rows it changes."""
+        """Return the cost of an edit with its first own step, and how many computed rows it changes.
+
+        Raises as `edit_mask` does.
+        """
         state = self._find_branch(branch, step)
         owner = state.owner(step)
         n_changed = self._apply_edits(owner.source, edits, step)[2]
@@ -480,7 +483,10 @@ class RewindHandler:
         return messages.Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
 
     def execute(self, command: messages.RewindCommand) -> tuple[messages.StepRef, str]:
-        """Execute a command; returns the step and a sentence. After an error the model stays."""
+        """Execute a command; return the step the model is at, and a sentence about the result.
+
+        Raises `FlexInspectError` if it cannot be executed; the model then stays where it was.
+        """
         decoder, place = self._decoder_and_place(command)
         if isinstance(command, messages.Restore):
             message = decoder.restore(*place).message

@@ -141,7 +141,10 @@ _common_boards: list[SwitchBoard] = []
 
 
 def common_board() -> SwitchBoard:
-    """The board of all debuggers without their own, set by the settings section [debugging]."""
+    """Return the board of debuggers without their own, as the settings section [debugging] sets it.
+
+    Raises `UsageError` for a settings file that cannot be used.
+    """
     if not _common_boards:
         _common_boards.append(board_of_settings())
     return _common_boards[0]

@@ -153,7 +153,10 @@ class WatchedTrace(ABC, Generic[S]):
 
 
 def free_path(out: str | Path | None, prefix: str) -> Path:
-    """Return `out` (`UsageError` if it exists), or a new PREFIX-DATE-TIME.flextrace."""
+    """Return the path of a new trace: `out`, or PREFIX-DATE-TIME.flextrace, numbered if it exists.
+
+    Raises `UsageError` for an `out` that exists.
+    """
     if out is not None:
         path = Path(out)
         if path.exists():
