@@ -328,7 +328,7 @@ class BranchingDecoder:
         return self._begin_branch(parent, step, change, recomputed=recomputed, source=source)
 
     def edit_cost(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[RestoreCost, int]:
-        """Return the cost of an edit with its first own step, and how many computed rows it changes.
+        """Return the cost of an edit and its first own step, and how many rows it changes.
 
         Raises as `edit_mask` does.
         """
