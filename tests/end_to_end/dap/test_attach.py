@@ -44,13 +44,6 @@ def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapCl
     thread, stack = client.stopped()
     assert (stack[0]["name"], stack[0]["line"]) == ("attend", line_of(FORWARD))
     assert Path(stack[0]["source"]["path"]) == run.program
-    names = [frame["name"] for frame in stack]
-    program = names.index("<module>")
-    assert "main" in names[:program]
-    # None of flexinspect's frames are outside of it, only those that forked the process.
-    outside = {Path(frame["source"]["path"]).name for frame in stack[program + 1 :]}
-    assert outside <= {"warm_python.py", "<string>"}, outside
-
     seen = client.variables(stack[0])
     assert seen["q"]["value"].startswith("1×4×12×8 float32 cpu  min ")
     assert "rule __main__.rule" in seen["block_mask"]["value"]

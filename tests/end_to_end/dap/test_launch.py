@@ -45,6 +45,8 @@ def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path) -> No
             client.begin(attach, breakpoints(program, RULE))
             thread, stack = client.stopped()
             assert (stack[0]["name"], stack[0]["line"]) == ("rule", line_of(RULE))
+            # Outside of the program's own frames there are none: ours are hidden.
+            assert [frame["name"] for frame in stack][-2:] == ["main", "<module>"]
             assert "under vmap" in client.variables(stack[0])["q_idx"]["value"]
             client.request("setBreakpoints", source={"path": str(program)}, breakpoints=[])
             client.request("continue", threadId=thread)
