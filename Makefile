@@ -37,7 +37,7 @@ check: setup ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy tools
+	$(BIN)/mypy tools benchmarks
 	$(BIN)/lint-imports
 
 format: setup ## put formatting right

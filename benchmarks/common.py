@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from flexinspect.masks import algebra
 from flexinspect.records.prompt import Prompt, PromptTokenIds, compose_prompt
@@ -65,8 +66,7 @@ def bench_prompt(new_tokens: int = NEW) -> Prompt:
     return prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """One generation: prefill and each decode step in seconds.
 
     `written` is how long after the last token the last step was in the trace, and `told` what the

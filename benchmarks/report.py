@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import capture, own, training, training_debuggers
 from benchmarks.common import RESULTS, cell, markdown
+from flexinspect.records.step import LEVELS
 
 PAGE = Path(__file__).with_name("README.md")
 INTRODUCTION = Path(__file__).with_name("introduction.md")
@@ -70,7 +71,7 @@ def own_table(facts: dict[str, Any]) -> str:
 def writing_table(facts: dict[str, Any]) -> str:
     """Return how fast a trace is written."""
     names = ("write_step_ms", "steps_per_s", "megabytes_per_s", "bytes_per_step")
-    rows = [[level, *(str(facts[level][name]) for name in names)] for level in capture.LEVELS]
+    rows = [[level, *(str(facts[level][name]) for name in names)] for level in LEVELS]
     return markdown(["level", "ms per step", "steps per s", "MB per s", "bytes per step"], rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -18,11 +19,11 @@ from flexinspect.masks import edits as maskedits
 from flexinspect.records.job import Job, SamplingOptions
 from flexinspect.records.prompt import Prompt
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
-from flexinspect_hooks.generation.decoding import Choice, Decoder, generate
+from flexinspect_hooks.generation.decoding import Choice, Decoder, StopCriteria, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.loading.model_loader import LoadedModel, load
 from flexinspect_hooks.rewind.branch_state import BranchState, n_rows_of
-from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, StopCriteria
+from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder
 
 TOKENS = 300
 ROUNDS = 11
@@ -87,7 +88,8 @@ def _prompt(loaded: LoadedModel) -> Prompt:
 def _journey(loaded: LoadedModel, prompt: Prompt, patch: FlexPatch) -> BranchingDecoder:
     decoder = Decoder(loaded.model, prompt, sampling=WARM)
     limits = StopCriteria(len(prompt.segments[-1]))
-    return BranchingDecoder(loaded.model, decoder, patch, Nobody(), limits)
+    recorder: Any = Nobody()
+    return BranchingDecoder(loaded.model, decoder, patch, recorder, limits)
 
 
 def _journeys(journey: BranchingDecoder, step: int) -> Mapping[str, Any]:
@@ -108,12 +110,15 @@ def _journeys(journey: BranchingDecoder, step: int) -> Mapping[str, Any]:
     forks, edits = [], []
     for number in range(ROUNDS):
         token = (base.checkpoint(step).token_id + 1 + number) % 300
-        forks.append(_timed(lambda token=token: journey.fork(0, step, [token])))
+        forks.append(_timed(functools.partial(journey.fork, 0, step, [token])))
     for _ in range(3):
         edit = [maskedits.parse_edit("drop paraphrase 2")]
-        edits.append(
-            _timed(lambda edit=edit: (journey.edit_mask(0, step, edit), journey.advance()))
-        )
+
+        def edit_and_advance(edit: list[maskedits.Edit] = edit) -> None:
+            journey.edit_mask(0, step, edit)
+            journey.advance()
+
+        edits.append(_timed(edit_and_advance))
     return {
         "state_rows": rows,
         "restore_cropped_ms": _median(cropped),

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from flexinspect.records.step import GenerationRecord, StepRecord
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.replay import generation_at_start, replay
+from flexinspect.trace.replay import branch_start_record, replay
 
 STEPS = 500
 ROUNDS = 7
@@ -45,7 +45,7 @@ def _record(path: Path) -> None:
 
 
 def _measured(reader: TraceReader) -> dict[str, Any]:
-    begun = generation_at_start(reader, reader.generations()[0])
+    begun = branch_start_record(reader, reader.generations()[0], reader.branches(0)[0])
     found = (reader.record(0, number) for number in range(reader.n_steps(0)))
     steps = [replace(step, findings=(), events=()) for step in found if step is not None]
     live = [rule for rule in load_rules().rules if not rule.offline_only]
@@ -81,7 +81,8 @@ def _afterwards(reader: TraceReader) -> float:
     """Return the seconds in which all rules look at the trace, reading it included."""
     started = time.perf_counter()
     book = RuleRunner([type(rule)() for rule in load_rules().rules])
-    book.on_generation_start(generation_at_start(reader, reader.generations()[0]))
+    row = reader.generations()[0]
+    book.on_generation_start(branch_start_record(reader, row, reader.branches(0)[0]))
     for record in replay(reader, 0, book.streams):
         if isinstance(record, StepRecord):
             book.on_step(record)

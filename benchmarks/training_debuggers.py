@@ -94,7 +94,7 @@ class Bench:
     def _backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(inputs), labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss
 
 
