@@ -278,7 +278,7 @@ def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _on_break(args: argparse.Namespace) -> jobs.OnBreak:
-    """Return whether a hit pauses the run, or ends it where nobody would see the pause."""
+    """Return whether a hit pauses the run, or ends it where no client would see the pause."""
     if args.wait and not args.control:
         text = "--wait pauses the run until a command comes, and --no-control accepts none."
         raise UsageError(text, hint="Leave one of them out.")

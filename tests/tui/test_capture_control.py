@@ -261,8 +261,8 @@ async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_pat
         await settle(pilot)
         here = Driven(app, pilot, FakeCapture())
         await pilot.press("space")
-        await here.until(lambda: here.said("No capture runs behind this trace"))
-        assert here.said("no model to command.\nA run of the interface")
+        await here.until(lambda: here.said("No capture process is recording this trace"))
+        assert here.said("no model can be controlled.\nA run of the interface")
 
 
 def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> None:
