@@ -30,7 +30,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison; return 1 when the traces differ."""
+    """Print the comparison; return 1 when the traces differ.
+
+    Raises `UsageError` for a generation that neither trace has, and `TraceError`.
+    """
     from flexinspect.analysis import compare_traces as analysis
     from flexinspect.trace.reader import open_trace
 

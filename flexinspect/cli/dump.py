@@ -25,7 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the trace, or the selected part of it, on stdout."""
+    """Print the trace, or the selected part of it, on stdout.
+
+    Raises `UsageError` for a step or generation that does not exist, and `TraceError`.
+    """
     from flexinspect.trace.reader import open_trace
     from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
 

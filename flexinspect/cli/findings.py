@@ -51,7 +51,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 when a finding is as severe as `--fail-on`."""
+    """Print the report; return 1 when a finding is as severe as `--fail-on`.
+
+    Raises `UsageError` for a generation that does not exist, and `TraceError`.
+    """
     from flexinspect.analysis.reports.collect import FindingFilter, collect_report
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace

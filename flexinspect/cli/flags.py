@@ -18,7 +18,9 @@ def add_switches(group: Any, **switches: str) -> None:
 def add_number_flags(parser: ArgumentParser, **flags: str) -> None:
     """Add flags that take a number from 0 on, such as those of a place, each with its help."""
     for name, text in flags.items():
-        parser.add_argument(f"--{name}", metavar="N", type=non_negative_int, help=text)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", metavar="N", type=non_negative_int, help=text
+        )
 
 
 def positive_int(text: str) -> int:

@@ -51,14 +51,16 @@ def inspect_run(job: Job | ScriptJob) -> int:
 def _make_app(
     trace: Path | None = None, place: Mapping[str, int] | None = None, **options: Any
 ) -> InspectorApp:
-    # The app enables it again after its first frame; until then it costs 90 ms and frees nothing.
-    gc.disable()
-    from flexinspect.inputs.config import load_config
-    from flexinspect.panels.base import TracePlace
-    from flexinspect.tui.app import InspectorApp
+    try:
+        from flexinspect.inputs.config import load_config
+        from flexinspect.panels.base import TracePlace
+        from flexinspect.tui.app import InspectorApp
 
-    first = TracePlace(**place) if place else None
-    return InspectorApp(trace, place=first, keymap=dict(load_config().keys), **options)
+        first = TracePlace(**place) if place else None
+        return InspectorApp(trace, place=first, keymap=dict(load_config().keys), **options)
+    except BaseException:
+        gc.enable()
+        raise
 
 
 def _run_app(app: InspectorApp) -> int:

@@ -218,12 +218,17 @@ class RunProgress:
             self.reader = TraceReader(recording)
         elif not self.reader.changed():
             return
-        with self.reader.snapshot():
-            for row in self.reader.events(self._last_event):
-                self._last_event = row.id
-                self.on_event(row.event)
-            while self._show_generation(self.reader):
+        lines: list[str] = []
+        with self.reader.snapshot():  # printed after it: a terminal that blocks would hold it open
+            events = list(self.reader.events(self._last_event))
+            while self._read_generation(self.reader, lines):
                 pass
+        for row in events:
+            self._last_event = row.id
+            self.on_event(row.event)
+        for line in lines:
+            self.print_line(line)
+        self._draw(now=True)
 
     def stop_following(self) -> None:
         """Close the trace; the next one is shown from its beginning."""
@@ -232,8 +237,8 @@ class RunProgress:
         self.reader, self._last_event = None, 0
         self._generation, self._next_step, self._is_announced = 0, 0, False
 
-    def _show_generation(self, reader: TraceReader) -> bool:
-        """Show what is new in the current generation; True when it ended and a next may follow."""
+    def _read_generation(self, reader: TraceReader, lines: list[str]) -> bool:
+        """Add the new lines of the current generation; True when it ended and a next may follow."""
         rows = reader.generations()
         if len(rows) <= self._generation:
             return False
@@ -241,7 +246,7 @@ class RunProgress:
         if not self._is_announced:
             self._begin_generation()
             self._is_announced = True
-            self.print_line(f"generation {row.generation}: {_question(row, reader)}")
+            lines.append(f"generation {row.generation}: {_question(row, reader)}")
         for step in reader.steps(self._generation, start=self._next_step):
             self._next_step = step.step + 1
             tokens = reader.step_tokens(self._generation, step.step)
@@ -249,12 +254,9 @@ class RunProgress:
             self._text += "".join(token.text for token in tokens if not token.special)
             self._capture_ms += step.capture_ms
             self._wall_ms += step.wall_ms if step.step else 0.0
-            for line in _step_lines(step, reader) if self.verbose else ():
-                self.print_line(line)
-            self._draw()
+            lines += _step_lines(step, reader) if self.verbose else ()
         if row.state == "recording":
             return False
-        self._draw(now=True)
         self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
         return True
 
@@ -322,11 +324,13 @@ def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
 def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
     """Start a generation, or follow a program that was started, and print the result at its end.
 
-    The result of a generation goes to stdout, everything else to stderr. Returns the exit code:
-    that of the process, or 1 when a signal killed our own generation.
+    The result of a generation goes to stdout, everything else to stderr; so does the summary of a
+    program, except with `as_json`. Returns the exit code: that of the process, or 1 when a signal
+    killed our own generation.
     """
     console, is_own = stderr_console(), isinstance(run, Job)
-    quiet, live = (as_json, console.is_terminal and not as_json) if is_own else (not verbose, False)
+    quiet = as_json if is_own else not verbose
+    live = is_own and console.is_terminal and not as_json
     progress = RunProgress(console, verbose=verbose, quiet=quiet, live=live)
     if isinstance(run, Job):
         _handle_end_signals()
@@ -338,7 +342,10 @@ def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
 
 
 def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
-    """Wait for a run whose interface was closed; if it is `stopping`, the first Ctrl-C kills it."""
+    """Wait for a run whose interface was closed, and print its result as `show_run` does.
+
+    If it is `stopping`, the first Ctrl-C kills it.
+    """
     progress = RunProgress(stderr_console(), quiet=True)
     if process.poll() is None:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")

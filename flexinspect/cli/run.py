@@ -262,7 +262,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
 
 
 def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the breakpoints of the settings and of the flags."""
+    """Return the breakpoints of settings and flags. Raises `ExpressionError` for an invalid one."""
     from flexinspect.breakpoints.grammar import ExpressionError
     from flexinspect.breakpoints.store import BreakpointStore
     from flexinspect.inputs.config import load_config
@@ -278,7 +278,10 @@ def _breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _on_break(args: argparse.Namespace) -> jobs.OnBreak:
-    """Return whether a hit pauses the run, or ends it where no client would see the pause."""
+    """Return whether a hit pauses the run, or ends it where no client would see the pause.
+
+    Raises `UsageError` for --wait with --no-control.
+    """
     if args.wait and not args.control:
         text = "--wait pauses the run until a command comes, and --no-control accepts none."
         raise UsageError(text, hint="Leave one of them out.")
@@ -287,7 +290,10 @@ def _on_break(args: argparse.Namespace) -> jobs.OnBreak:
 
 
 def _debugger_of(args: argparse.Namespace) -> DebuggerOptions:
-    """Return the checked debugger options; warn on stderr about a port that others can reach."""
+    """Return the checked debugger options; warn on stderr about a port that others can reach.
+
+    Raises `UsageError` for options that exclude each other or an address that is not allowed.
+    """
     host, port = args.debugpy or (DebuggerOptions().host, None)
     tty = jobs.controlling_terminal() if args.pdb else None
     options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
@@ -419,7 +425,10 @@ def check_program_flags(args: argparse.Namespace, *names: str) -> None:
 
 
 def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the fields of `ScriptJob` that name the program. Raises `UsageError`."""
+    """Return the fields of `ScriptJob` that name the program.
+
+    Raises `UsageError` for a flag of another kind of run, a missing program, a bad declaration.
+    """
     is_module = hasattr(args, "module")
     command = [*getattr(args, "module", ()), *getattr(args, "program", ())]
     # "--" may stand before the program and between it and its arguments.

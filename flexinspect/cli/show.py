@@ -71,7 +71,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the panels, or save the picture of one, and return the exit code."""
+    """Print the panels, or save the picture of one, and return the exit code.
+
+    Raises `UsageError` for a panel, place or option that does not exist, and `TraceError`.
+    """
     if args.list:
         return _list(as_json=args.json)
     _check(args)
@@ -158,7 +161,10 @@ def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
 def _choose_number(
     what: str, requested: int | None, known: Sequence[int], owner: str, *, unknown: bool = False
 ) -> int:
-    """Return the requested number or the first; `unknown` accepts any if none is known."""
+    """Return the requested number or the first. Raises `UsageError` if it is not one of `known`.
+
+    `unknown` accepts any number if none is known.
+    """
     if requested is None:
         return known[0] if known else 0
     if requested in known or (unknown and not known):

@@ -60,7 +60,10 @@ class CaptureEntry(Message, frozen=True):
 
 
 def runtime_folder() -> Path:
-    """Return the folder of the sockets, mode 0700. Raises `ControlError` if it is not ours."""
+    """Return the folder of the sockets, created with mode 0700 if it does not exist.
+
+    Raises `ControlError` if it is another user's or cannot be created, and on Windows.
+    """
     if not hasattr(os, "getuid"):
         raise ControlError("This system has no Unix sockets, so runs cannot be controlled here.")
     folder = _choose_folder()
@@ -140,7 +143,10 @@ def _read_entry(file: Path) -> CaptureEntry | None:
 def find_capture(
     pid: int | None = None, trace: Path | None = None, *, hint: str = _NAME_ONE
 ) -> CaptureEntry:
-    """Return the capture of a process or a trace, by default the only one. Raises `UsageError`."""
+    """Return the capture of a process or a trace, by default the only one.
+
+    Raises `UsageError` if there is none or more than one; `hint` tells how to choose.
+    """
     entries = running()
     if pid is not None:
         entries = [entry for entry in entries if entry.pid == pid]
@@ -160,7 +166,11 @@ def find_capture(
 def capture_address(
     url: str | None, token: str | None, pid: int | None, trace: Path | None
 ) -> Address:
-    """Return the address of `url`, or of the selected capture. Raises `UsageError`."""
+    """Return the address of `url`, or of the selected capture.
+
+    Over TCP the token defaults to `FLEXINSPECT_TOKEN`. Raises `UsageError` for flags that exclude
+    each other, and if no capture or more than one matches.
+    """
     if url is None:
         if token is not None:
             raise UsageError("--token goes with --url.")

@@ -228,6 +228,8 @@ def _split_pieces(text: str) -> list[str]:
     for char in text:
         width = cell_len(char)
         kind = char if char in _AREAS or char in _SHADES else width
+        if pieces and not width and isinstance(last, str):  # blocks are drawn, not marked
+            continue
         if pieces and (not width or (kind == last and kind != 2)):
             pieces[-1] += char
         else:

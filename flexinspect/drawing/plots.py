@@ -132,7 +132,7 @@ def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | 
 def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:
     """Return the height of each column, 1 to `top` eighths; 0 for None, NaN and Inf."""
     lowest, highest = finite_bounds(columns)
-    low, high = min(0.0, lowest or 0.0), max(highest or 0.0, lowest or 0.0)
+    low, high = min(0.0, lowest or 0.0), max(0.0, highest or 0.0)
     span = high / 2 - low / 2 or 1.0  # halves: the difference itself may overflow
     return [
         max(round((value / 2 - low / 2) / span * top), min(top, 1))

@@ -208,13 +208,15 @@ def _cell(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     if key > row:
         raise MaskError(f"Row {row} comes before key {key}, and a row attends to no later key.")
     cells, is_open = _row_cells(row, mask, segments), edit.is_open
-    return [MaskPatch(row, row + 1, key, key + 1, not cells[key] if is_open is None else is_open)]
+    if is_open is None:
+        is_open = not cells[key]
+    return [MaskPatch(row, row + 1, key, key + 1, is_open)]
 
 
 def _row(edit: Edit, mask: PatchedMask, segments: Segments) -> list[MaskPatch]:
     row, is_open = edit.indices[0], edit.is_open
     cells = _row_cells(row, mask, segments)
-    if not cells.all() if is_open is None else is_open:
+    if is_open or (is_open is None and not cells.all()):
         return [MaskPatch(row, row + 1, 0, row + 1, True)]
     itself = MaskPatch(row, row + 1, row, row + 1, True)
     return [MaskPatch(row, row + 1, 0, OPEN_END, False), itself]

@@ -134,7 +134,7 @@ class Slots(Container):
         self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
         self._saved = state = saved_state.load_state()
         self._n_requested = state.slots
-        self._maximized = _index_of(state.alone, state.panels)
+        self._maximized = _index_of(state.alone, state.panels[:MAX_SLOTS])
         self._is_training = False
         self.loaded = asyncio.Event()
         """Whether the first frame is painted and the panels are loaded."""
@@ -147,10 +147,10 @@ class Slots(Container):
 
     def on_mount(self) -> None:
         self.watch(self.screen, "version", self._on_new_version)
-        self.set_timer(LOAD_WITHIN_S, self._start_loading)
+        self.set_timer(LOAD_WITHIN_S, self.ensure_loaded)
 
-    def _start_loading(self) -> None:
-        """Load what the first frame does not show, after it is painted."""
+    def ensure_loaded(self) -> None:
+        """Load what the first frame does not show: after it is painted, or before a key acts."""
         if not self.loaded.is_set():
             self._load_panels()
             for canvas in self.screen.query(LoadedCanvas):
@@ -237,7 +237,7 @@ class Slots(Container):
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
         if not self.loaded.is_set():
-            self.call_after_refresh(self._start_loading)
+            self.call_after_refresh(self.ensure_loaded)
 
     def lay_out(self) -> None:
         """Show as many frames as were requested or as fit, in columns."""

@@ -136,8 +136,8 @@ def header_parts(
         parts.append((f"branch {place.branch}", "text", 3))
     phase = escape_unprintable(f" {step.phase}") if step is not None else ""
     has_steps = status.last_step is not None
-    where = f"step {place.step}/{status.last_step}{phase}" if has_steps else "no step yet"
-    parts.append((where, "strong", 1))
+    number = f"step {place.step}/{status.last_step}{phase}" if has_steps else "no step yet"
+    parts.append((number, "strong", 1))
     parts.append((_format_cost(status, step), "muted", 7))
     behind = (status.last_step or 0) - place.step
     halted = _format_halt(capture_status)

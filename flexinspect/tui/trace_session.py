@@ -283,7 +283,7 @@ class CaptureClient:
             return self._client
         if session.process is None or session.exit_code is not None:
             raise ControlError(
-                "No capture process is recording this trace, so no model can be controlled.",
+                "No capture of this trace takes commands, so no model can be controlled.",
                 hint="A run of the interface keeps its model until q; another one needs --hold.",
             )
         if session.is_waiting:

@@ -259,7 +259,7 @@ def facts_l01_build(trace: TraceReader) -> None:
     assert (failed.step, failed.data["layer"], failed.data["q_len"]) == (1, 0, 1)
     assert "InductorError" in failed.text
     assert trace.n_steps(0) == 1
-    assert np.array_equal(trace.array(0, 0, "inputs.mask"), [[0] * 3 + [1] * 5, [1] * 8])
+    assert np.array_equal(trace.array(0, 0, "inputs.mask"), [[0] * 3 + [1] * 13, [1] * 16])
 
 
 def facts_o01(trace: TraceReader) -> None:

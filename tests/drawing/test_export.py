@@ -65,6 +65,10 @@ def test_half_blocks_are_areas_of_half_a_cell() -> None:
     }
 
 
+def test_a_mark_on_a_block_does_not_change_its_width() -> None:
+    assert fills(drawn(row(("█\u0301█ x", RED)))) == {RED: "M0 32h16v16h-16z"}
+
+
 @pytest.mark.parametrize(
     ("char", "path"),
     [

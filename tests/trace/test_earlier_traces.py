@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,20 @@ def test_findings_of_version_1_are_shown_but_not_stored(tmp_path: Path) -> None:
         assert not {row.event.kind for row in reader.events()} & {*NEW_EVENT_KINDS}
 
 
+def _print_between_reads(progress: RunProgress, text: str) -> None:
+    """Print a line: a terminal that blocks must not hold a transaction of the trace open."""
+    assert progress.reader is not None
+    assert not progress.reader._connections._thread_connection().in_snapshot
+    progress.console.print(text)
+
+
 def test_a_trace_of_version_1_is_followed_while_it_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds: set[str] = set()
     monkeypatch.setattr(RunProgress, "on_event", lambda self, event: kinds.add(event.kind))
     progress = RunProgress(Console(file=(output := StringIO())))
+    monkeypatch.setattr(progress, "print_line", partial(_print_between_reads, progress))
     progress.follow(unpack("interrupted", tmp_path))
     assert "generation 0: " in output.getvalue()
     assert kinds

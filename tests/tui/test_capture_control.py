@@ -261,7 +261,7 @@ async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_pat
         await settle(pilot)
         here = Driven(app, pilot, FakeCapture())
         await pilot.press("space")
-        await here.until(lambda: here.said("No capture process is recording this trace"))
+        await here.until(lambda: here.said("No capture of this trace takes commands"))
         assert here.said("no model can be controlled.\nA run of the interface")
 
 

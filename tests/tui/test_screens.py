@@ -174,6 +174,34 @@ async def test_tab_moves_between_panels_and_digits_change_them(
         assert again.screen.query_one(Slots).views()[0].panel.name == "layers"
 
 
+async def test_keys_typed_before_the_first_frame_act_on_the_real_panels(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        assert isinstance(app.screen, TraceScreen)
+        slots = app.screen.slots
+        assert not slots.loaded.is_set()
+        app.screen.action_do("panel.show-5")
+        app.screen.action_do("app.help")
+        await settle(pilot)
+        assert isinstance(app.screen, HelpScreen)
+        assert slots.views()[0].panel.name == "layers"
+    assert load_state().panels[0] == "layers"
+
+
+async def test_a_saved_panel_that_has_no_frame_is_not_maximized(
+    trace: Path, own_state: Path
+) -> None:
+    state = own_state / "flexinspect" / "state.json"
+    state.parent.mkdir(parents=True, exist_ok=True)
+    panels = ["mask", "logits", "attention", "findings", "tokens"]
+    state.write_text(json.dumps({"panels": panels, "alone": "tokens"}))
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        shown = [view.panel.name for view in app.screen.query_one(Slots).views()]
+        assert shown == panels[:4]
+
+
 async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:

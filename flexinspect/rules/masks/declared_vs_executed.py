@@ -505,7 +505,12 @@ class SlidingWindowRule(Rule):
         mask, frame = self.context.mask(call.mask), call_frame(step, call)
         if mask is None or mask.cells is None or call.q_len != step.q_len:
             return []
-        cells, rows = mask.cells, np.arange(call.q_len)
+        cells = mask.cells
+        if call.q_len == 1:  # the whole cost of a decode step without findings
+            key = frame.q_offset - window - frame.kv_offset
+            is_inside = 0 <= key < cells.shape[2] and mask.uniform_rows is None
+            return [frame.q_offset] if is_inside and cells[:, -1, key].any() else []
+        rows = np.arange(call.q_len)
         keys = frame.q_offset + rows - window - frame.kv_offset
         inside = (keys >= 0) & (keys < cells.shape[2])
         rows, keys = rows[inside], keys[inside]

@@ -3,7 +3,8 @@
 The mask of a decode row may be that of row 0 (the offset is missing), of the row before, or of the
 row that was newest when the mask was built. It is compared with the last row of the prompt in the
 same layer: if no row of the prompt sees itself, that is by design. If the spans of segments are
-counted wrong, a prompt row is masked as a generated row, or generated rows miss segments.
+counted wrong, a prompt row is masked as a generated row. If the mask ignores the generated rows,
+they do not see the segments that they should fuse.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers
 
-NON_PROMPT_LABELS = ("padding", "before watching")  # segments that the capture adds to a prompt
+NON_PROMPT_LABELS = ("padding", "before watching")  # of positions outside of the prompt
 
 
 Calls = Sequence[CallRecord]
@@ -143,10 +143,14 @@ def paraphrase_segments(segments: Iterable[Segment]) -> list[Segment]:
 
 def spec_sees_segment(spec: MaskSpec, pos: int, segment: Segment) -> bool:
     """Return whether a spec opens any key of a segment for the row at a position."""
-    return bool(spec.dense(1, segment.stop, q_offset=pos)[0, segment.start :].any())
+    region, stop = spec.region(pos), min(segment.stop, pos + 1)
+    is_local = stop > max(spec.local_starts[region], segment.start)
+    return segment.start < stop and (segment.start < spec.prefix_stops[region] or is_local)
 
 
 def spec_reads_key(spec: MaskSpec, pos: int, n_rows: int) -> bool:
     """Return whether a spec lets any later row, of `n_rows` rows, see the key at a position."""
-    prefix_stops, local_starts = spec.intervals(np.arange(pos + 1, n_rows))
-    return bool(((pos < prefix_stops) | (pos >= local_starts)).any())
+    starts, stops = np.asarray(spec.starts), np.asarray([*spec.starts[1:], n_rows])
+    later = (np.minimum(stops, n_rows) > pos + 1) & (starts < n_rows)
+    sees = (pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts))
+    return bool((later & sees).any())

@@ -115,8 +115,10 @@ class MemoryRule(Rule):
     def _ignores_heads(self, step: StepRecord, build: BuildRecord) -> bool:
         """Whether H was passed for a mask_mod that is known to ignore the head."""
         # Known from the cells of the mask, or from a build of the same mask_mod with H=None.
-        if (build.heads or 1) == 1 or build.mask_mod in self._built_without_heads:
-            return (build.heads or 1) > 1
+        if (build.heads or 1) == 1:
+            return False
+        if build.mask_mod in self._built_without_heads:
+            return True
         for mask in (self.context.mask(call.mask) for call in step.calls):
             if mask is not None and (mask.q_len, mask.kv_len) == (build.q_len, build.kv_len):
                 has_one_head = mask.cells is not None and len(mask.cells) == 1

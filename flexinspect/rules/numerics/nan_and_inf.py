@@ -134,6 +134,7 @@ class NumbersRule(Rule):
         """Check standalone calls: their LSE check is NaN if their output is."""
         for number, call in enumerate(step.calls):
             part = None
+            # The compiled kernel skips closed blocks: a NaN recomputed in them was not part of it.
             if call.lse_error != call.lse_error and call.path != "flex compiled":
                 part = find_nonfinite_part(step, number, self.context)
             if part is not None:

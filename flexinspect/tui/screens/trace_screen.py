@@ -400,6 +400,7 @@ class TraceScreen(Screen[None]):
 
     def action_do(self, name: str) -> None:
         """Run the action of a key or of the palette, by its id in `flexinspect.core.keyboard`."""
+        self.slots.ensure_loaded()  # a key typed ahead of the first frame acts on the real panels
         action = self._key_actions().get(name)
         if action is not None:
             try:

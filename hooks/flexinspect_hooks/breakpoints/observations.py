@@ -61,7 +61,10 @@ def hit_event(hit: BreakpointHit) -> EventRecord:
 
 
 class StopAction(Protocol):
-    """What happens at a hit; `PauseAction` describes the methods."""
+    """What happens at a hit; `PauseAction` describes the methods.
+
+    `deliver_hits` may call `drain` to wait until all finished steps are evaluated.
+    """
 
     def arm(self, on: bool) -> None: ...
     def can_stop_in_forward(self) -> bool: ...

@@ -165,6 +165,8 @@ class RouteHandlers:
         try:
             yield self._targets.breakpoints
         except KeyError:
+            if number is None:
+                raise
             raise HttpError(404, f"There is no breakpoint {number}.") from None
 
     @_route("POST", "/restore", "Rebuild the live state after a step, and pause there.")

@@ -133,7 +133,11 @@ class StepBarrier:
     def report_result(
         self, queued: QueuedRewind, result: StepRef | FlexInspectError, message: str = ""
     ) -> None:
-        """Report the new last step, or the error, of a rewind command; a restore pauses there."""
+        """Report the new last step, or the error, of a rewind command.
+
+        After a restore, or a command with `stay_paused`, the model pauses there; after a failure a
+        paused model pauses again where it was.
+        """
         error = result if isinstance(result, FlexInspectError) else None
         with self._changed:
             if isinstance(result, StepRef):
@@ -170,7 +174,10 @@ class StepBarrier:
         kind: Literal["paused", "breakpoint"] = "breakpoint",
         on_paused: Callable[[], None] = lambda: None,
     ) -> None:
-        """Pause at the next boundary, from any thread; `on_paused` is called when it pauses."""
+        """Pause at the next boundary; may be called from any thread.
+
+        `on_paused` is called in the model's thread when it pauses there, which may never happen.
+        """
         with self._changed:
             if self._state not in ("holding", "finished"):
                 self._pause_request = PauseRequest(reason, kind, facts or {}, on_paused)
@@ -236,10 +243,10 @@ class StepBarrier:
             stop = self._pause_request
             if stop is None:
                 return None  # withdrawn while this thread waited
-            self._paused_thread = threading.get_ident()
-            self._pause_request, self._pause_reason = None, stop
-            self._passed_step = self._last_step = place  # another thread may have changed them
             try:
+                self._paused_thread = threading.get_ident()
+                self._pause_request, self._pause_reason = None, stop
+                self._passed_step = self._last_step = place  # another thread may have changed them
                 self._set_state("paused")
                 text = f"paused {place.describe_after()}: {stop.reason}"
                 self.record_event(stop.kind, text, place, stop.facts)

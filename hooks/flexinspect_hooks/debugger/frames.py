@@ -12,7 +12,6 @@ import os
 import site
 import sys
 import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -39,7 +38,7 @@ def frame_to_stop_in(frame: FrameType) -> FrameType:
     model, such as a layer; otherwise, between two forwards, the user's innermost frame; and in a
     generation of flexinspect, which has no user code, the frame that calls the model.
     """
-    stack = [outer for outer, _ in traceback.walk_stack(frame)]
+    stack = list(_walk_up(frame))
     inside = _model_frames(stack)
     internal = _package_folders("torch", *_STOP_CODE)
     callers = [outer for outer in stack[len(inside) :] if not _is_in(outer, internal)]
@@ -52,6 +51,13 @@ def frame_to_stop_in(frame: FrameType) -> FrameType:
 def is_user_frame(frame: FrameType) -> bool:
     """Return whether a frame runs the user's code: no library, not flexinspect, not generated."""
     return _is_user_file(frame.f_code.co_filename)
+
+
+def _walk_up(frame: FrameType | None) -> Iterator[FrameType]:
+    # Not by `traceback`: capture loads no module before the program that the program may replace.
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _model_frames(stack: list[FrameType]) -> list[FrameType]:

@@ -99,7 +99,8 @@ class EnsembleRunner:
         """Run one generation and record it.
 
         Between two steps the session's step barrier may pause it or return a rewind command. With
-        `holds` it is kept alive at its end until the barrier releases it.
+        `holds` it is kept alive at its end until the barrier releases it. An exception or an
+        interrupt ends the generation in the trace, and is raised again.
         """
         record = self.record_of(number, plan)
         session.begin_generation(record)

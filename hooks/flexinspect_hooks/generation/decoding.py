@@ -21,20 +21,19 @@ from flexinspect.records.prompt import Prompt
 
 
 class Choice(Struct, frozen=True):
-    """A chosen token: its id on the host (`token_id`) and on the device (`chosen`, 0-dim).
+    """A chosen token.
 
     `logits` are (V,); `scores` (V,) are what the token was drawn from, None with greedy decoding.
     """
 
     step: int
     token_id: int
-    chosen: Tensor
     logits: Tensor
     scores: Tensor | None
 
 
 class GenerationResult(Struct, frozen=True):
-    """The generated ids, and why generation ended: "eos", "stop", or "length"."""
+    """The generated ids, and why generation ended: "eos" or "length"."""
 
     token_ids: tuple[int, ...]
     stop_reason: str
@@ -105,7 +104,10 @@ class Decoder:
         return len(self.token_ids)
 
     def set_state(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Continue after these tokens; the next pass processes all rows that the cache lacks."""
+        """Continue after these tokens; the next pass processes all rows that the cache lacks.
+
+        The cache holds every row except the last one, or none.
+        """
         self.token_ids, self.cache, self._last_token = list(token_ids), cache, None
 
     @torch.no_grad()
@@ -143,7 +145,7 @@ class Decoder:
         chosen, scores = self.sampler.choose(logits)
         if forced is not None:
             chosen = torch.full_like(chosen, forced)
-        choice = Choice(self.step, int(chosen), chosen, logits, scores)
+        choice = Choice(self.step, int(chosen), logits, scores)
         self.token_ids.append(choice.token_id)
         self._last_token = chosen
         return choice
@@ -183,13 +185,13 @@ def generate(
         options: those of `Decoder`.
     """
     decoder = Decoder(model, prompt, **options)
-    criteria = StopCriteria(max_new_tokens, eos_ids)
-    while True:
+    while decoder.step < max_new_tokens:
         choice = decoder.choose(decoder.next_logits(), (forced or {}).get(decoder.step))
         if on_choice is not None:
             on_choice(choice)
-        if reason := criteria.reason(decoder.token_ids):
-            return GenerationResult(tuple(decoder.token_ids), reason)
+        if choice.token_id in eos_ids:
+            return GenerationResult(tuple(decoder.token_ids), "eos")
+    return GenerationResult(tuple(decoder.token_ids), "length")
 
 
 def check_tokens(model: Any, token_ids: Sequence[int]) -> None:

@@ -321,8 +321,11 @@ class SpecTables:
 
     def __init__(self, spec: MaskSpec, length: int, device: torch.device) -> None:
         region = np.searchsorted(spec.starts, np.arange(length), side="right") - 1
-        bounds = np.take([spec.prefix_stops, spec.local_starts], region, axis=1).astype(np.int32)
-        self.prefix_stops, self.local_starts = torch.from_numpy(bounds).to(device).unbind()
+        # Two allocations: a view of one could begin where it is not aligned for a kernel.
+        self.prefix_stops, self.local_starts = (
+            torch.from_numpy(np.asarray(values, np.int32)[region]).to(device)
+            for values in (spec.prefix_stops, spec.local_starts)
+        )
         self.q_offset = torch.zeros((), dtype=torch.int32, device=device)
         self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
 

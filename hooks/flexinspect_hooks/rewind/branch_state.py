@@ -145,7 +145,7 @@ _SAMPLES = 1024  # values read from each weight tensor, evenly spaced
 
 
 def run_conditions(model: nn.Module) -> dict[str, Any]:
-    """What bit-equal results depend on beside the input, by the sentence on a change of it."""
+    """What bit-equal results depend on besides the input, by the sentence on a change of it."""
     return {
         "The weights of the model have changed.": weights_fingerprint(model),
         "torch ran on {before} threads and now runs on {now}.": torch.get_num_threads(),

@@ -329,11 +329,16 @@ class CaptureSession:
         step.token_id, step.scores = token.token_id, scores
         finished, self._step = self._reduce(step), None
         finished.tokens = lambda: (token,)
-        self._queue_step(finished, started)
-        self.total_s += time.perf_counter() - step.started
+        queued = self._queue_step(finished, started)
+        ended = time.perf_counter()
+        self.capture_s += ended - queued
+        self.total_s += ended - step.started
 
-    def _queue_step(self, finished: FinishedStep, started: float) -> None:
-        """Copy a step's values to the host, and queue it; what began at `started` was capture."""
+    def _queue_step(self, finished: FinishedStep, started: float) -> float:
+        """Copy a step's values to the host, and queue it; the time from `started` was capture.
+
+        Returns the time up to which `capture_s` counts: before the step was queued.
+        """
         step = finished.context
         try:
             finished.buffer.start_copy()
@@ -346,7 +351,7 @@ class CaptureSession:
         queued = time.perf_counter()
         self.recorder.put(finished)  # from here on the step belongs to the writer thread
         self.place = StepRef(step.generation, step.branch, step.step)
-        self.capture_s += time.perf_counter() - queued
+        return queued
 
     def _reduce(self, step: StepContext) -> FinishedStep:
         buffer, kept = StepBuffer(self._device, self._stream), []

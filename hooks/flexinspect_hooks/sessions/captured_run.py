@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 
 class CapturedRun:
-    """Opens the trace of a job; `send` reports it. Raises `FlexInspectError`, without a trace."""
+    """Opens the trace of a job, with `git` and `facts` in its manifest; `send` reports its path.
+
+    Raises `FlexInspectError`, without a trace, for an address that cannot be served and for an
+    invalid breakpoint.
+    """
 
     def __init__(
         self,

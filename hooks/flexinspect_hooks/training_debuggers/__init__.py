@@ -45,16 +45,21 @@ __all__ = [
     "profile_model_performance",
 ]
 
-_MODULES = (
-    *("switch_board", "pytorch_debugger", "training_debugger"),
-    *("profiling", "diffusion", "async_logger", "training_loop"),
-)
+_MODULES = {
+    "async_logger": "AsyncTrainingLogger",
+    "diffusion": "DiffusionModelDebugger",
+    "profiling": "profile_model_performance",
+    "pytorch_debugger": "PyTorchDebugger debug_context debug_logging",
+    "switch_board": "SwitchBoard board_of_settings disable_debugging enable_debugging "
+    "get_debugging_status",
+    "training_debugger": "TrainingDebugger",
+    "training_loop": "EarlyStopping TrainingLoop",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    for module in _MODULES if name in __all__ else ():
-        found = import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+    for module, names in _MODULES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

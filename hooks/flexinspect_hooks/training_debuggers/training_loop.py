@@ -213,8 +213,9 @@ class TrainingLoop(HasSwitches):
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.zero_grad()
 
-        options |= {"step": step, "folder": folder}
-        return profiling.profile_model_performance(dataloader, num_batches, **options)
+        return profiling.profile_model_performance(
+            dataloader, num_batches, step=step, folder=folder, **options
+        )
 
     def _train_batch(self, batch: Any) -> float:
         moved = self._to_device(batch)

@@ -53,7 +53,7 @@ def _parse_segment(segment: object) -> DeclaredSegment:
         case (str(text), str(label)) if text:
             return DeclaredSegment(label, text=text)
         case (int(start), int(stop), str(label)) if 0 <= start < stop:
-            return DeclaredSegment(label, start, stop)
+            return DeclaredSegment(label, int(start), int(stop))
     raise UsageError(
         f"{segment!r} is not a segment.",
         hint="A segment is (start, stop, label) with 0 <= start < stop, a text, or (text, label).",
@@ -67,7 +67,7 @@ def encode_segments(
 
     def ids(text: str) -> tuple[int, ...]:
         try:
-            return tuple(encode(text))
+            return tuple(map(int, encode(text)))  # numpy's would not be plain
         except UsageError:
             return ()
 

@@ -20,7 +20,7 @@ from flexinspect.masks import algebra
 from flexinspect.records.job import SamplingOptions
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect_hooks.generation import flex_patch
-from flexinspect_hooks.generation.decoding import Choice, generate
+from flexinspect_hooks.generation.decoding import Choice, GenerationResult, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import SpecMaskSource
 
@@ -226,5 +226,6 @@ def test_generation_ends_at_eos(prompt: Prompt) -> None:
     tokens, _ = run(model, prompt, algebra.causal())
     with FlexPatch(model, source(algebra.causal())):
         out = generate(model, prompt, max_new_tokens=NEW, eos_ids=(tokens[2],))
+        assert generate(model, prompt, max_new_tokens=0) == GenerationResult((), "length")
     assert out.stop_reason == "eos"
     assert list(out.token_ids) == tokens[: tokens.index(tokens[2]) + 1]

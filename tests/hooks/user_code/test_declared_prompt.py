@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from flexinspect.core.errors import UsageError
@@ -47,6 +48,13 @@ def spans(segments: Sequence[Segment]) -> list[tuple[int, int, str]]:
 
 def test_without_wishes_the_prompt_is_one_segment() -> None:
     assert laid(None) == [(0, 10, "prompt"), (10, 11, "generated")]
+
+
+def test_ids_of_a_tokenizer_that_returns_numpy_numbers_are_plain_numbers() -> None:
+    (segment,) = encode_segments(parse_segments(["Who"]), lambda text: np.array([3, 4]))
+    assert [type(id_) for id_ in segment.ids] == [int, int]
+    (counted,) = parse_segments([(False, True, "first")])
+    assert (type(counted.start), type(counted.stop)) == (int, int)
 
 
 def test_padding_is_a_segment_of_its_own() -> None:

@@ -62,8 +62,8 @@ class AttentionHook(Hook):
         self._segment_reducer = segment_attention.SegmentAttentionReducer(context.device)
         self.kernels = KernelCalls(context) if context.sees_kernels else None
         self._wrapped_functions: dict[tuple[str, int], Callable[..., Any]] = {}
-        removes = self.kernels.install() if self.kernels is not None else []
-        return removes if context.is_standalone else [self._wrap_registry(), *removes]
+        removes = [] if context.is_standalone else [self._wrap_registry()]
+        return removes if self.kernels is None else [*removes, *self.kernels.install()]
 
     def _wrap_registry(self) -> Remove:
         """Replace the look-up of attention functions on transformers' shared registry."""

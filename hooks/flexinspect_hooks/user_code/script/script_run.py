@@ -63,7 +63,10 @@ class ProgramCapture(CapturedRun):
         self.tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
-        """Run the program. The trace is closed at exit, as its threads may still use models."""
+        """Run the program; its exceptions propagate.
+
+        The trace is closed at exit, as threads of the program may still use models.
+        """
         self._children = program.ChildProcessCounter(self._on_fork)
         self._import_hooks = PostImportHooks(
             {
@@ -242,7 +245,7 @@ class ProgramCapture(CapturedRun):
 
 
 def main(number: int) -> int:
-    """Run the job of the socket with this descriptor. A program's end is that of the process."""
+    """Run the job of the socket with this descriptor; return the exit code, unless it exits."""
     control = LauncherConnection(number)
     try:
         job = ScriptJob.from_json(control.first_line())
