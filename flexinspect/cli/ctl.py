@@ -115,7 +115,7 @@ def _add_rewind_commands(verbs: Any) -> None:
         if command is not messages.Restore:
             add_switches(parser, stay="pause at the new branch")
     token = verbs.choices["fork"].add_mutually_exclusive_group(required=True)
-    token.add_argument("--token-id", type=non_negative_int, metavar="ID", help="the id to force")
+    token.add_argument("--token-id", type=non_negative_int, metavar="ID", help="the token to force")
     token.add_argument("--text", help="the text to force instead")
     for name, (metavar, text) in _EDIT_FLAGS.items():
         options = {"action": _EditAction, "metavar": metavar, "dest": "edits", "default": ()}

@@ -134,9 +134,9 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=positive_int, help="default: 32")
     add("--stop", choices=("newline", "eos"), help="where an answer ends (default: newline)")
     add_switches(group, sample="sample instead of greedy decoding")
-    add("--temperature", type=float, help="above 0; enables sampling (default: 1.0)")
-    add("--top-k", type=int, help="0 keeps all tokens; enables sampling (default: 0)")
-    add("--top-p", type=float, help="above 0, at most 1; enables sampling (default: 1.0)")
+    add("--temperature", type=float, help="divides the logits; enables sampling (default: 1.0)")
+    add("--top-k", type=int, help="best tokens to keep; enables sampling (default: 0, all)")
+    add("--top-p", type=float, help="probability to keep; enables sampling (default: 1.0, all)")
     add = (group := _add_group(parser, "gradients (computed after a generation)")).add_argument
     target = "gradients of each generated token's log-probability (default), or of its margin to "
     target += "the next best token; one forward and backward of the whole sequence per token"

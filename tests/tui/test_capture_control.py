@@ -214,7 +214,7 @@ async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:
         here.capture.reason = "entropy is 3.4, above 3"
         here.capture.state = "paused"
         await here.until(lambda: here.said("entropy is 3.4, above 3"))
-        assert here.said("space goes on")
+        assert here.said("space continues")
 
 
 async def test_a_point_lets_the_model_make_one_token(path: Path) -> None:
