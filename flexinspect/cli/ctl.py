@@ -84,8 +84,7 @@ def _add_verb(verbs: Any, name: str, text: str, do: Do) -> argparse.ArgumentPars
 def _add_step_commands(verbs: Any) -> None:
     _add_verb(verbs, "status", "show the state of the capture", lambda c, a: c.status())
     _add_verb(verbs, "pause", "pause after this step", lambda c, a: c.pause())
-    go_on = "continue; end a run that --hold keeps alive"
-    _add_verb(verbs, "continue", go_on, lambda c, a: c.continue_())
+    _add_verb(verbs, "continue", "continue; end a run kept by --hold", lambda c, a: c.continue_())
     step = _add_verb(verbs, "step", "run N steps, then pause", lambda c, a: c.step(a.n))
     step.add_argument("n", metavar="N", type=positive_int, nargs="?", default=1)
     until = "run until step N has finished"
@@ -116,7 +115,7 @@ def _add_rewind_commands(verbs: Any) -> None:
         if command is not messages.Restore:
             add_switches(parser, stay="pause at the new branch")
     token = verbs.choices["fork"].add_mutually_exclusive_group(required=True)
-    token.add_argument("--token-id", type=non_negative_int, metavar="ID")
+    token.add_argument("--token-id", type=non_negative_int, metavar="ID", help="the token to force")
     token.add_argument("--text", help="the text to force instead")
     for name, (metavar, text) in _EDIT_FLAGS.items():
         options = {"action": _EditAction, "metavar": metavar, "dest": "edits", "default": ()}

@@ -47,11 +47,11 @@ COMMANDS = {
     "findings": "print what is wrong in a trace (exit code 1 if there is an error)",
     "show": "print a panel as text, or save its picture, without the interface",
     "compare": "print the differences between two traces (exit code 1 if they differ)",
-    "prove": "prove isolation, order, kernel or cache of a generation by running it",
+    "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "dump": "print a trace as text or JSON",
     "models": "list the models: size, and whether they are local, cached or need a download",
-    "museum": "broken runs to learn from, each after a public case",
-    "vscode": "write the debug configurations for VSCode",
+    "museum": "runs with one known fault each, as tutorials",
+    "vscode": "write the debug configurations for VS Code",
 }
 """The help of all subcommands, in the order of `flexinspect --help`.
 

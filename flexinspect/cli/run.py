@@ -36,7 +36,7 @@ examples:
   flexinspect run --prompt "What is the capital of France?" --prompt "France's capital city?"
   flexinspect run --model llama3.2_3b_it --mask shared-prefix --instruction "Answer briefly."
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
-  flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VSCode
+  flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VS Code
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
   flexinspect run --grads --grads-steps 0-3             # which paraphrase affects each token
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
@@ -98,10 +98,10 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
 
     add = (group := _add_group(parser, "model")).add_argument
     add("--model", help="demo, an alias, a hub id or a folder (default: demo)")
-    add("--weights", choices=("pretrained", "random"))
+    add("--weights", choices=("pretrained", "random"), help="default: pretrained")
     add("--device", help="auto, cuda, cuda:N, cpu or mps")
     add("--dtype", help="auto, float32, bfloat16 or float16")
-    add("--seed", type=int, help="seed of random weights and of sampling")
+    add("--seed", type=int, help="seed of random weights and of sampling (default: 0)")
     add_switches(group, trust_remote_code="allow code that comes with the model to run")
     add = _add_group(parser, "data").add_argument
     names = "demo, webqa, myriadlama, FILE.jsonl or package.module:Class"
@@ -110,16 +110,18 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-samples", type=positive_int, help="default: 1")
     n_paraphrases = "default: the first five, or all of --indices"
     add("--num-paraphrases", "--num_paraphrases", type=positive_int, help=n_paraphrases)
-    indices = "which paraphrases of each sample"
-    add("--indices", "--indexs", metavar="0,1,2", help=indices)
+    add("--indices", metavar="0,1,2", help="which paraphrases of each sample")
+    add("--indexs", dest="indices", help=argparse.SUPPRESS)  # as scripts of self-ensemble spell it
     add("--instruction", help="shared text before the paraphrases")
     add("--separator", help="after each paraphrase (default: \\n)")
     add("--cue", help="before the answer (default: Answer:)")
     add = _add_group(parser, "attention").add_argument
     masks = f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)"
     add("--mask", metavar="MASK", help=masks)
-    add("--separators", choices=SEPARATOR_MODES)
-    add("--positions", choices=POSITION_MODES)
+    rows = "attached to the segment before (default), or isolated: their rows attend to nothing"
+    add("--separators", choices=SEPARATOR_MODES, help=rows)
+    ids = "position ids; reset: every paraphrase starts at the same one (default: contiguous)"
+    add("--positions", choices=POSITION_MODES, help=ids)
     compiles = "compile FlexAttention (default: on CUDA only)"
     add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
 
@@ -130,11 +132,11 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group = _add_group(parser, "decoding (greedy unless a sampling flag is given)")
     add = group.add_argument
     add("--max-new-tokens", type=positive_int, help="default: 32")
-    add("--stop", choices=("newline", "eos"), help="where an answer ends")
+    add("--stop", choices=("newline", "eos"), help="where an answer ends (default: newline)")
     add_switches(group, sample="sample instead of greedy decoding")
-    add("--temperature", type=float)
-    add("--top-k", type=int)
-    add("--top-p", type=float)
+    add("--temperature", type=float, help="divides the logits; enables sampling (default: 1.0)")
+    add("--top-k", type=int, help="best tokens to keep; enables sampling (default: 0, all)")
+    add("--top-p", type=float, help="probability to keep; enables sampling (default: 1.0, all)")
     add = (group := _add_group(parser, "gradients (computed after a generation)")).add_argument
     target = "gradients of each generated token's log-probability (default), or of its margin to "
     target += "the next best token; one forward and backward of the whole sequence per token"
@@ -146,7 +148,8 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     add = (group := parser.add_argument_group("capture and output")).add_argument
-    add("--level", default="advanced", choices=("basic", "advanced", "extreme"))
+    levels = "how much to record (default: advanced)"
+    add("--level", default="advanced", choices=("basic", "advanced", "extreme"), help=levels)
     layers = "the layers whose activations level extreme stores (default: all)"
     add("--layers", metavar="0,3,5-7", help=layers)
     add("--out", metavar="FILE", help="the trace file (default: named after the run)")
@@ -167,7 +170,7 @@ def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
         "an uncompiled FlexAttention then runs each mask_mod as plain Python, so that breakpoints "
         "in it are hit; the values stay the same",
     )
-    address = "let VSCode attach to the capture process at this address (0: any free port)"
+    address = "let VS Code attach to the capture process at this address (0: any free port)"
     group.add_argument("--debugpy", type=_address, metavar="[HOST:]PORT", help=address)
     expose = "allow a HOST that other machines can reach"
     first = "wait for a client before anything runs"
@@ -192,14 +195,13 @@ def _address(text: str) -> tuple[str, int]:
 
 def _add_control_flags(parser: argparse.ArgumentParser) -> None:
     title = "flexinspect ctl and flexinspect attach control a run while it is running"
-    group = parser.add_argument_group("control", title)
+    add = (group := parser.add_argument_group("control", title)).add_argument
     serve = "accept commands over TCP too; every request needs the token that is printed"
-    group.add_argument("--serve", metavar="HOST:PORT", help=serve)
+    add("--serve", metavar="HOST:PORT", help=serve)
     hold = "keep the model alive after the last generation, until ctl continue or Ctrl-C"
     insecure = "let --serve listen on an address that other machines can reach, unencrypted"
     add_switches(group, hold=hold, insecure_bind=insecure)
-    off = "accept no commands"
-    group.add_argument("--no-control", dest="control", action="store_false", help=off)
+    add("--no-control", dest="control", action="store_false", help="accept no commands")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -437,7 +439,8 @@ def program_options(args: argparse.Namespace, other_flags: Sequence[str] = ()) -
     given = [f"--{name.replace('_', '-')}" for name in vars(args) if name in _GENERATION_ARGS]
     for flag in (*given, *other_flags):
         hint = f"A program accepts {', '.join(SCRIPT_FLAGS)}; its own flags come after it."
-        raise UsageError(f"{flag} is for our own generation, not for {program}.", hint=hint)
+        what = f"{flag} applies to generations of flexinspect (--model), not to {program}."
+        raise UsageError(what, hint=hint)
     if not is_module:
         _check_file(program)
     declaration = jobs.Declaration()
@@ -455,5 +458,5 @@ def _check_file(program: str) -> None:
         hint = f"For a package: -m {path.name}."
         raise UsageError(f"{program} is a folder, not a script.", hint=hint)
     if not path.is_file():
-        hint = "Give a Python file or -m MODULE; without a program, our own generation runs."
+        hint = "Give a file or -m MODULE; without a program, flexinspect runs its own generation."
         raise UsageError(f"There is no script {program}.", hint=hint)

@@ -1,4 +1,4 @@
-"""`flexinspect vscode`: write debug configurations for VSCode into a folder."""
+"""`flexinspect vscode`: write debug configurations for VS Code into a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    folder = "the folder that VSCode opens (default: here)"
+    folder = "the folder that VS Code opens (default: here)"
     parser.add_argument("--folder", type=Path, default=Path(), help=folder)
     add_switches(parser, dry_run="print the file instead of writing it")
 

@@ -1,4 +1,4 @@
-"""Debug configurations for VSCode, merged into the user's `launch.json`.
+"""Debug configurations for VS Code, merged into the user's `launch.json`.
 
 The user's text is kept unchanged; new configurations are inserted at the end of the list.
 """
@@ -103,7 +103,7 @@ def attach_notes() -> list[str]:
     name, value = GDB_SYMBOL_FILTER
     slow = (
         "Attaching by process id is slow and may exceed debugpy's limit of 60 s, because gdb reads "
-        f"all of torch's symbols first: start VSCode with {name}={value} in its environment."
+        f"all of torch's symbols first: start VS Code with {name}={value} in its environment."
     )
     needs_filter = sys.platform == "linux" and name not in os.environ
     return attach_problems() or ([slow] if needs_filter else [])

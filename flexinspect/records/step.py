@@ -210,8 +210,8 @@ class MaskRecord(Struct, frozen=True):
 
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
     mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
-    `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `rule` names the
-    mask_mod (module and qualified name), `rule_source` is its file and first line where known.
+    `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `mask_mod` has
+    its module and qualified name, `mask_mod_source` its file and first line where known.
     `heads` is the number of heads that the mask was built for; the mask_mod of a mask built for 1
     head may still depend on the head.
 
@@ -219,8 +219,8 @@ class MaskRecord(Struct, frozen=True):
 
     * `cells`, bool (heads, n_q, n_kv): the executed mask per query head, or with 1 head when all
       share it. A bool mask that was added to the scores (eager attention) closes no cell.
-    * `averaged`, bool (1 or heads, n_q): rows of a float mask that hold its lowest float in every
-      cell, None when no row does. They are meant to be closed, but softmax gives all their keys the
+    * `uniform_rows`, bool (1 or heads, n_q): rows of a float mask with its lowest float in every
+      cell, None if there are none. They should be closed, but softmax gives all their keys the
       same weight, so `cells` has them open.
     * `partial` and `full`, bool (heads, row blocks, key blocks): the block tables. `full` is None
       when no block is full; both are None at level basic for a decode row.

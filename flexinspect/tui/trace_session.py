@@ -155,8 +155,7 @@ class TraceSession:
             first, last_step = step_bounds(reader, generation, branch) or (0, None)
             phase, fraction, detail = self._read_phase(reader)
             if state == "recording":
-                last = self._last_debugger_event
-                for row in newest_events(reader, "debugger", last, MAX_EVENTS):
+                for row in newest_events(reader, "debugger", self._last_debugger_event, MAX_EVENTS):
                     self._last_debugger_event = row.id
                     self.debugger_messages.append(row.event.text)
             status = RunStatus(
@@ -284,12 +283,14 @@ class CaptureClient:
         if session.process is None or session.exit_code is not None:
             raise ControlError(
                 "No capture of this trace takes commands, so no model can be controlled.",
-                hint="A run of the interface keeps its model until q; another one needs --hold.",
+                hint="A run that this interface started keeps its model until you quit; "
+                "other runs need --hold.",
             )
         if session.is_waiting:
             raise ControlError(
                 "The run takes no commands yet: it is still loading.",
-                hint="A generation takes them once its process is up, a program once a model runs.",
+                hint="A generation accepts commands once its process has started, "
+                "a program once it has loaded torch.",
             )
         raise ControlError("This run takes no commands: it was started with --no-control.")
 
@@ -383,5 +384,4 @@ async def _run_review(reader: TraceReader) -> Review:
     try:
         return review_from_json(text.decode())
     except ValueError:
-        note = "The rules that look at a finished trace failed; see the findings command."
-        return Review(0, (), note)
+        return Review(0, (), "The offline rules failed; run flexinspect findings to see why.")

@@ -346,8 +346,14 @@ def test_a_program_may_set_what_numpy_reads_at_its_import(tmp_path: Path) -> Non
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "missing": (("absent.py",), "There is no script absent.py."),
     "folder": (("here",), "here is a folder, not a script.\nFor a package: -m here."),
-    "own flag": (("--model", "demo", "s.py"), "--model is for our own generation, not for s.py"),
-    "own default": (("--mask", "causal", "-m", "m"), "--mask is for our own generation, not for m"),
+    "own flag": (
+        ("--model", "demo", "s.py"),
+        "--model applies to generations of flexinspect (--model), not to s.py",
+    ),
+    "own default": (
+        ("--mask", "causal", "-m", "m"),
+        "--mask applies to generations of flexinspect (--model), not to m",
+    ),
     "layers": (("--layers", "1", "s.py"), "--layers selects whose activations"),
     "no layers": (("--level", "extreme", "--layers", "x", "s.py"), "'x' is not a number or range"),
     "in the way": (("--out", "s.py", "s.py"), "The trace s.py exists already."),

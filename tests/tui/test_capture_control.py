@@ -185,7 +185,7 @@ async def test_pausing_as_asked_tells_the_keys_once_and_is_shown_by_the_header(p
         here = await driven(app, pilot)
         here.capture.reason, here.capture.until = PAUSE_REQUESTED, "after this step"
         await pilot.press("space")
-        await here.until(lambda: here.said("space goes on, . steps"))
+        await here.until(lambda: here.said("space continues, . runs one step"))
         app.clear_notifications()
         await pilot.press("space", "space")
         await here.until(lambda: here.capture.asked == [("pause",), ("continue",), ("pause",)])
@@ -214,7 +214,7 @@ async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:
         here.capture.reason = "entropy is 3.4, above 3"
         here.capture.state = "paused"
         await here.until(lambda: here.said("entropy is 3.4, above 3"))
-        assert here.said("space goes on")
+        assert here.said("space continues")
 
 
 async def test_a_point_lets_the_model_make_one_token(path: Path) -> None:
@@ -262,7 +262,7 @@ async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_pat
         here = Driven(app, pilot, FakeCapture())
         await pilot.press("space")
         await here.until(lambda: here.said("No capture of this trace takes commands"))
-        assert here.said("no model can be controlled.\nA run of the interface")
+        assert here.said("no model can be controlled.\nA run that this interface")
 
 
 def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> None:
@@ -441,7 +441,7 @@ def test_a_number_sign_names_a_token_by_its_id() -> None:
 
 def test_a_breakpoint_is_one_line() -> None:
     one = BreakpointInfo(3, "step == 2", False, 2, once=True, n_hits=4, note="judged late")
-    assert format_breakpoint(one) == "○ 3  step == 2 [hits=2 once] · met 4 times · judged late"
+    assert format_breakpoint(one) == "○ 3  step == 2 [hits=2 once] · hit 4 times · judged late"
 
 
 def test_refusals_are_errors_with_a_hint() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flexinspect.control.messages import BreakpointInfo
 
 EXAMPLE = "entropy > 3 and step > 2"
-_KEY_HELP = "enter sets it · tab completes · down to the list: enter switches off and on, x removes"
+_KEY_HELP = "enter sets it · tab completes · down: list (enter enables or disables, x removes)"
 
 T = TypeVar("T")
 
@@ -140,10 +140,10 @@ def format_breakpoint(one: BreakpointInfo) -> str:
     options_set = [f"hits={one.hits}"] if one.hits > 1 else []
     options_set += [word for word, on in (("once", one.once), ("log", one.log_only)) if on]
     options = f" [{' '.join(options_set)}]" if options_set else ""
-    met = f" · met {plural(one.n_hits, 'time')}" if one.n_hits else ""
+    hit = f" · hit {plural(one.n_hits, 'time')}" if one.n_hits else ""
     note = f" · {escape_unprintable(one.note)}" if one.note else ""
     mark = "●" if one.is_enabled else "○"
-    return f"{mark} {one.id}  {escape_unprintable(one.text)}{options}{met}{note}"
+    return f"{mark} {one.id}  {escape_unprintable(one.text)}{options}{hit}{note}"
 
 
 # -- completion ----------------------------------------------------------------------------------

@@ -534,7 +534,7 @@ class TraceScreen(Screen[None]):
         if is_requested and self._has_shown_pause_hint:
             return
         self._has_shown_pause_hint = True
-        keys = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
+        keys = f"{self.keys_of('run.pause')} continues, {self.keys_of('run.step')} runs one step"
         show_reason = status.reason and not is_requested
         reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
         self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.")
@@ -701,8 +701,7 @@ class TraceScreen(Screen[None]):
         except FlexInspectError as error:
             self.show_error(error)
         except OSError as error:
-            reason = error.strerror or str(error)
-            self.notify(f"{file} was not saved: {reason}.", severity="error")
+            self.notify(f"{file} was not saved: {error.strerror or error}.", severity="error")
 
     def _save_panel(self) -> None:
         from flexinspect.drawing.export import save
@@ -731,7 +730,7 @@ class TraceScreen(Screen[None]):
             process.kill()
         else:
             self._session.interrupt()
-            self.notify("Stopping after this step; again ends it at once.")
+            self.notify("Stopping after this step; press again to end the run immediately.")
 
     @work
     async def _quit(self) -> None:
@@ -744,8 +743,7 @@ class TraceScreen(Screen[None]):
             elif answer != "leave":
                 return
             elif not self._session.detach():
-                text = "This run cannot go on without the interface."
-                self.notify(text, severity="warning")
+                self.notify("This run cannot continue without the interface.", severity="warning")
                 return
         self.app.exit()
 
@@ -755,8 +753,8 @@ class TraceScreen(Screen[None]):
             return "end" if await self.call_capture(lambda client: client.stop()) else "stop"
         options = [
             ("stop", "Stop the run after this step and quit; the trace stays valid"),
-            ("stay", "Go on"),
-            ("leave", "Quit, and let the run go on by itself"),
+            ("stay", "Continue"),
+            ("leave", "Quit, and let the run continue by itself"),
         ]
         return await ask_choice(self.app, "The model is still running.", options)
 

@@ -29,7 +29,7 @@ SendMessage = Callable[..., None]
 class DebuggerSession:
     """The debugger of a run. It starts before the trace exists, so that a port in use leaves none.
 
-    A debugger that was not requested, as when VSCode launched the run under it or attached to the
+    A debugger that was not requested, as when VS Code launched the run under it or attached to the
     process, counts as requested from then on. Raises `UsageError` when debugpy cannot listen.
     """
 

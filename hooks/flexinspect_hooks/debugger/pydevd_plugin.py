@@ -149,9 +149,9 @@ def _mask_children(mask: Any) -> list[Child]:
     found: list[Child] = [(name, tuple(getattr(mask, name)), f".{name}") for name in sizes]
     found.append(("mask_mod", mask.mask_mod, ".mask_mod"))
     try:
-        found += _picture_children("rule", value_descriptions.render_mask_mod(mask))
+        found += _picture_children("mask_mod cells", value_descriptions.render_mask_mod(mask))
     except Exception as error:
-        found.append(("rule", f"raises {type(error).__name__}: {error}", None))
+        found.append(("mask_mod cells", f"raises {type(error).__name__}: {error}", None))
     found += _picture_children("blocks", value_descriptions.render_blocks(mask))
     tables = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     return found + [(name, getattr(mask, name, None), f".{name}") for name in tables]

@@ -163,7 +163,7 @@ def describe_mask(mask: BlockMask) -> str:
         return (
             f"{q_len} rows × {kv_len} keys, batch {batch}, heads {heads}; "
             f"{rows}×{cols} blocks of {size}: {full} full, {partial} partial; "
-            f"rule {mask_mod_name(mask.mask_mod)}"
+            f"mask_mod {mask_mod_name(mask.mask_mod)}"
         )
 
 

@@ -46,13 +46,13 @@ def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapCl
     assert Path(stack[0]["source"]["path"]) == run.program
     seen = client.variables(stack[0])
     assert seen["q"]["value"].startswith("1×4×12×8 float32 cpu  min ")
-    assert "rule __main__.rule" in seen["block_mask"]["value"]
+    assert "mask_mod __main__.rule" in seen["block_mask"]["value"]
     assert seen["self"]["value"].startswith("LlamaAttention of layer ")
     children = {
         each["name"]: each["value"]
         for each in client.children(seen["block_mask"]["variablesReference"])
     }
-    assert children["rule 01"] == "'██··········'"
+    assert children["mask_mod cells 01"] == "'██··········'"
     assert children["blocks 00"] == "'▒'"
     assert client.evaluate("tuple(hidden_states.shape)", stack[0]) == "(1, 12, 32)"
 

@@ -236,7 +236,7 @@ def test_a_held_run_is_reachable_over_tcp_and_ctrl_c_releases_it(tmp_path: Path)
         (("--serve", "nowhere"), "not HOST:PORT"),
         (("--insecure-bind",), "needs --serve"),
         (("--serve", "127.0.0.1:0", "--no-control"), "exclude each other"),
-        (("--hold", "script.py"), "--hold is for our own generation"),
+        (("--hold", "script.py"), "--hold applies to generations of flexinspect"),
     ],
 )
 def test_invalid_control_flags_are_refused(

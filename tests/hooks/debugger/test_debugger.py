@@ -176,7 +176,7 @@ def test_a_mask_is_a_picture_of_its_rule_and_of_its_blocks() -> None:
     assert rows[-1] == "█" * 48
     assert render_mask(torch.eye(3).bool()[None, None]) == ["█··", "·█·", "··█"]
     assert value_descriptions.describe_mask(mask).startswith(
-        "300 rows × 300 keys, batch 1, heads 1; 3×3 blocks of 128×128: 1 full, 5 partial; rule "
+        "300 rows × 300 keys, batch 1, heads 1; 3×3 blocks of 128×128: 1 full, 5 partial; mask_mod "
     )
 
 

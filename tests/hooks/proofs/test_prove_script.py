@@ -74,7 +74,7 @@ def test_a_program_without_a_suitable_call_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--model", "demo"), "--model is for our own generation"),
+        (("--model", "demo"), "--model applies to generations of flexinspect"),
         (("--cache-check", "2"), "--cache-check goes with prove cache"),
     ],
 )
