@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support import warm_python
 from support.paths import DOCS
 
 from flexinspect.analysis import broken_run_check
@@ -24,9 +27,12 @@ SHORT = "ticked-picture"
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Mapping[str, BrokenRunCheck]:
-    """The --check results of all broken runs, built once."""
-    return {check.name: check for check in check_broken_runs()}
+def verdicts() -> Iterator[Mapping[str, BrokenRunCheck]]:
+    """The --check results of all broken runs, built once, in forked processes."""
+    warm = SimpleNamespace(**{**vars(subprocess), "Popen": warm_python.Popen})
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(broken_run_check, "subprocess", warm)
+        yield {check.name: check for check in check_broken_runs()}
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,22 +24,9 @@ def prove(*words: str, cwd: Path) -> Done:
     return run_command("prove", *words, cwd=cwd)
 
 
-def fresh(*words: str, cwd: Path) -> Done:
-    """Run the command as a shell does; the other tests have one that is warm."""
-    return subprocess.run(
-        [*FLEXINSPECT, "prove", *words],
-        cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def isolation(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return fresh("isolation", "--max-samples", "2", cwd=tmp_path_factory.mktemp("isolation"))
+    return prove("isolation", "--max-samples", "2", cwd=tmp_path_factory.mktemp("isolation"))
 
 
 def test_the_demo_is_isolated_and_says_so_segment_by_segment(isolation: Done) -> None:

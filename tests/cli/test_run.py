@@ -24,19 +24,6 @@ FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
 PATIENCE_S = 90
 
 
-def fresh(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a shell does; the other tests have one that is warm."""
-    return subprocess.run(
-        [*FLEXINSPECT, *words],
-        cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with a configuration and nothing else, for random weights."""
@@ -47,8 +34,19 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Run the console script as a shell does, among files that are named like modules."""
     folder = tmp_path_factory.mktemp("demo")
-    done = fresh("run", "--max-samples", "2", "--json", "--out", "run.flextrace", cwd=folder)
+    for name in ("torch", "random", "transformers"):
+        (folder / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    words = ("--max-samples", "2", "--json", "--out", "run.flextrace")
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("flexinspect")), "run", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), folder / "run.flextrace"
 
@@ -69,15 +67,25 @@ def test_help_and_import_load_neither_torch_nor_textual() -> None:
     assert "examples:" in done.stdout
 
 
-def test_the_capture_side_loads_without_textual() -> None:
+def test_the_capture_side_loads_without_textual_and_changes_no_kernel() -> None:
     code = (
-        "import sys\n"
+        "import sys, flexinspect, torch.nn.attention.flex_attention as flex\n"
+        "before = flex.flex_attention.__code__\n"
         "from flexinspect_hooks.ensemble import capture_process, ensemble_run\n"
         "import flexinspect_hooks.sessions.capture_session\n"
-        "assert 'textual' not in sys.modules"
+        "import flexinspect_hooks.observers.attention.kernel_calls\n"
+        "assert 'textual' not in sys.modules\n"
+        "assert flex.flex_attention.__code__ is before"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_in_the_current_folder_does_not_replace_a_module(
+    demo_run: tuple[dict[str, Any], Path],
+) -> None:
+    assert (demo_run[1].parent / "torch.py").exists()
+    assert demo_run[0]["exit_code"] == 0
 
 
 def test_the_demo_answers_and_says_what_it_cost(demo_run: tuple[dict[str, Any], Path]) -> None:
@@ -374,17 +382,6 @@ def test_two_rules_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> Non
                 assert mask.cells[0, start:, 1:start].sum() == 0
 
 
-def test_a_file_in_the_current_folder_does_not_replace_a_module(tmp_path: Path) -> None:
-    for name in ("torch", "random", "transformers"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
-    console = Path(sys.executable).with_name("flexinspect")
-    done = subprocess.run(
-        [str(console), "run", "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["generations"][0]["correct"]
-
-
 def test_the_chosen_paraphrases_are_in_the_prompt(tmp_path: Path) -> None:
     lines = {"id": "1", "paraphrases": ["日本 😀", "b", "c"], "answers": ["x"]}
     (tmp_path / "q.jsonl").write_text(json.dumps(lines))
@@ -500,7 +497,7 @@ def test_an_existing_trace_is_not_replaced_unasked(tmp_path: Path) -> None:
 
 
 def test_a_model_that_needs_the_network_says_so(tmp_path: Path) -> None:
-    done = fresh("run", "--model", "qwen3_4b", cwd=tmp_path, HF_HOME=str(tmp_path / "hf"))
+    done = run_command("run", "--model", "qwen3_4b", cwd=tmp_path)
     assert done.returncode == 2
     assert "Qwen/Qwen3-4B" in done.stderr
     assert "--weights random" in done.stderr

@@ -53,7 +53,7 @@ IMPORTS = (
 )
 PLUGINS = (plugins.HOOKS, plugins.RULES)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
-"""No process asks the hub; huggingface_hub reads this when it is imported."""
+"""No process asks the hub, nor uses models of the user's cache: both are read at import."""
 DEBUGGED = ("-X", "frozen_modules=off")
 FLAGS = ("-P", "-u", *DEBUGGED)
 """Flags of Python that a forked process can follow; all are forked from one that is debugged."""
@@ -217,6 +217,7 @@ def _start_server() -> str:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
             **OFFLINE,
+            "HF_HOME": folder.name,
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # it compiles in the forked process itself
         },
