@@ -94,7 +94,7 @@ def _step_values(step: StepRecord) -> dict[str, Value]:
 def _layer_values(step: StepRecord) -> dict[int, dict[str, Value]]:
     found = defaultdict[int, dict[str, Value]](dict)
     for call in step.calls:
-        found[call.layer] |= _attributes(call, "layer", "path", "q_len", "kv_len", gate="lse_error")
+        found[call.layer] |= _attributes(call, "layer", "path", "q_len", "kv_len", "lse_error")
     for stats in step.layer_stats:
         found[stats.layer] |= _attributes(stats, "layer", "norm", "std", "mean", "min", "max")
     return dict(found)

@@ -76,7 +76,7 @@ _VALUE_NAMES = (
     ValueName("cuda_peak", _BYTES, "peak of GPU memory in use"),
     ValueName("layer", _NUMBER, "the layer, from 0"),
     ValueName("path", _TEXT, "how the layer's attention ran", PATHS),
-    ValueName("gate", _NUMBER, "distance of the attention sum from 1 (LSE check)"),
+    ValueName("lse_error", _NUMBER, "distance of the attention sum from 1 (LSE check)"),
     ValueName("norm", _NUMBER, "norm of the layer's output"),
     ValueName("std", _NUMBER, "standard deviation of the layer's output"),
     ValueName("mean", _NUMBER, "mean of the layer's output"),
@@ -85,7 +85,7 @@ _VALUE_NAMES = (
 )
 VALUE_NAMES = {word.name: word for word in _VALUE_NAMES}
 
-PER_LAYER_NAMES = ("layer", "path", "gate", "norm", "std", "mean", "min", "max")
+PER_LAYER_NAMES = ("layer", "path", "lse_error", "norm", "std", "mean", "min", "max")
 """Names of which each layer has its own value."""
 
 NAN, INF, EMPTY_ROW, FALLBACK = "nan", "inf", "empty-row", "fallback"

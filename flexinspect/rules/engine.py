@@ -327,12 +327,12 @@ _BORDER_FINDINGS = ("segments.shifted", "segments.drift", "segments.merged")
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "mask.not-applied": _PATH_FINDINGS,
-    "mask.lost": (*_PATH_FINDINGS, *_BORDER_FINDINGS),
-    "mask.leak": (*_PATH_FINDINGS, *_BORDER_FINDINGS),
+    "mask.lost": (*_BORDER_FINDINGS, *_PATH_FINDINGS),
+    "mask.leak": (*_BORDER_FINDINGS, *_PATH_FINDINGS),
     "mask.none": _PATH_FINDINGS,
     "mask.layers-differ": _PATH_FINDINGS,
 }
-"""Finding id to the ids that may be its cause in the same step and layer.
+"""Finding id to the ids that may be its cause in the same step and layer; the first one counts.
 
 A layer that fell back to another kernel has lost its mask, and a mask whose borders are off by one
 leaks. Different rules report the two, and both findings are true.
@@ -347,9 +347,9 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
     linked = list(findings)
     for index, finding in enumerate(findings):
         cause_index = _find_cause(finding, findings)
-        cause = finding if cause_index is None else linked[cause_index]
-        if cause_index is None or Severity.NOTE in (finding.severity, cause.severity):
+        if cause_index is None or finding.severity is Severity.NOTE:
             continue
+        cause = linked[cause_index]
         worse = min(cause.severity, finding.severity, key=list(Severity).index)
         linked[cause_index] = replace(cause, severity=worse)
         linked[index] = replace(
@@ -363,10 +363,13 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
 
 def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
     causes, layers = CAUSES.get(finding.id, ()), {*(finding.layers or (finding.layer,))}
-    for index, other in enumerate(findings):
-        if other.id in causes and not layers.isdisjoint(other.layers or (other.layer,)):
-            return index
-    return None
+    matching = (
+        index
+        for index, other in enumerate(findings)
+        if other.id in causes and other.severity is not Severity.NOTE
+        if not layers.isdisjoint(other.layers or (other.layer,))
+    )
+    return min(matching, key=lambda index: causes.index(findings[index].id), default=None)
 
 
 class LoadedRules(NamedTuple):

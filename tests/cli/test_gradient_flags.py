@@ -212,7 +212,7 @@ def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Pa
         assert second is not None
         assert (first.matches_recorded, second.matches_recorded) == (True, False)
         assert (second.stats, second.tokens, second.layers) == ((), None, None)
-        (finding,) = (f for f in reader.findings() if f.id == "gradient.gate")
+        (finding,) = (f for f in reader.findings() if f.id == "gradient.check-failed")
         assert finding.step == 1
         assert said(reader, after_generation.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
 

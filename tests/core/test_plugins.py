@@ -18,6 +18,13 @@ def test_the_built_in_hooks_are_registered_as_plug_ins() -> None:
     assert failed == {}
 
 
+def test_a_built_in_rule_has_the_name_of_its_plug_in() -> None:
+    loaded, failed = plugins.load_all(plugins.RULES)
+    assert failed == {}
+    names = {key: loaded[key].name for key in plugins.BUILT_IN[plugins.RULES]}
+    assert names == {key: key for key in names}
+
+
 def test_an_unknown_plug_in_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(FlexInspectError, match="registered: attention"):
         plugins.load("flexinspect.hooks", "absent")

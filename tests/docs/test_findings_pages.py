@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from support.paths import DOCS
 
 from flexinspect.rules.engine import load_rules
+from tools.finding_pages import finding_kinds, generated_pages
 
 FOLDER = DOCS / "findings"
 COLUMNS = ["id", "finding", "class", "public case", "found by", "cost"]
 KNOWN = load_rules()
+SECTIONS = [
+    *("Why it matters", "How to confirm", "Likely fix"),
+    *("How it is found, and what it costs", "Not reported", "Public cases"),
+]
 
 
 def table() -> list[list[str]]:
@@ -47,8 +53,6 @@ def test_the_table_is_whole() -> None:
 
 
 def test_the_pages_say_what_the_kinds_say() -> None:
-    from tools.finding_pages import generated_pages
-
     for page, text in generated_pages().items():
         assert page.read_text() == text, "run: python -m tools.finding_pages"
 
@@ -61,9 +65,30 @@ def test_a_finding_has_its_page_and_its_row(id_: str) -> None:
     assert id_ in rows()
 
 
-@pytest.mark.parametrize("id_", KNOWN.finding_kinds)
+@pytest.mark.parametrize("id_", finding_kinds())
 def test_the_table_gives_the_meaning_of_a_finding(id_: str) -> None:
-    assert rows()[id_][0] == KNOWN.finding_kinds[id_].meaning
+    assert rows()[id_][0] == finding_kinds()[id_].meaning
+
+
+@pytest.mark.parametrize("id_", finding_kinds())
+def test_a_page_has_one_form(id_: str) -> None:
+    page = (FOLDER / f"{id_}.md").read_text()
+    title, blank, severity, *_ = page.splitlines()
+    kind = finding_kinds()[id_]
+    assert (title, blank) == (f"# `{id_}`", "")
+    assert re.fullmatch(rf"Severity: {kind.severity}\b.*\.", severity)
+    assert re.findall(r"^\*\*(.+)\.\*\*", page, re.M)[-6:] == SECTIONS
+    assert "\n> " in page
+
+
+def test_a_page_without_a_generated_section_gets_it(tmp_path: Path) -> None:
+    for page in FOLDER.glob("*.md"):
+        text = re.sub(r"\*\*Likely fix\.\*\* .*\n\n", "", page.read_text())
+        (tmp_path / page.name).write_text(text)
+    before = (tmp_path / "cache.lost.md").read_text()
+    written = generated_pages(tmp_path)[tmp_path / "cache.lost.md"]
+    assert "**Likely fix.**" not in before
+    assert "**Likely fix.** Pass the cache that a forward returns" in written
 
 
 def test_a_dear_rule_is_said_to_look_afterwards_and_no_other() -> None:

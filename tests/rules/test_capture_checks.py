@@ -78,7 +78,7 @@ def test_a_layer_that_does_more_than_its_name_says(
     model = make_model("llama")
     model.set_attn_implementation("eager")
     Known(monkeypatch, layers, **how)
-    found = one(planted(tmp_path, model, lambda: model(prompt())), "observer.gate")
+    found = one(planted(tmp_path, model, lambda: model(prompt())), "observer.check-failed")
     assert (found.layer, found.severity) == (layers[0], Severity.WARNING)
     assert found.layers == (layers if len(layers) > 1 else ())
     assert "step 0, the record is not what ran" in found.sentence
@@ -98,7 +98,7 @@ def test_a_mask_that_is_dropped_under_a_known_name(
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", open_for_all)
     found = planted(tmp_path, model, lambda: model(fed, attention_mask=(fed != 0).long()))
-    gate = one(found, "observer.gate")
+    gate = one(found, "observer.check-failed")
     assert 1 in gate.layers
     assert gate.evidence["tolerance"] == 0.12  # bfloat16, recomputed output
 
@@ -113,7 +113,7 @@ def test_a_function_of_ones_own_under_the_name_sdpa(tmp_path: Path) -> None:
         found = planted(tmp_path, model, lambda: model(prompt()))
     finally:
         AttentionInterface.register("sdpa", before)
-    assert one(found, "observer.gate").layers == (0, 1, 2)
+    assert one(found, "observer.check-failed").layers == (0, 1, 2)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -127,7 +127,7 @@ def test_the_gates_of_every_family_hold(tmp_path: Path, family: str, dtype: torc
 def test_dropout_while_training_is_no_other_mask(tmp_path: Path) -> None:
     model = make_model("llama", attention_dropout=0.5).train()
     model.set_attn_implementation("eager")
-    assert of(planted(tmp_path, model, lambda: model(prompt())), "observer.gate") == []
+    assert of(planted(tmp_path, model, lambda: model(prompt())), "observer.check-failed") == []
 
 
 # -- what was not recorded -------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.rules.engine import link_causes
 
@@ -37,3 +39,19 @@ def test_a_mask_of_another_layer_has_another_cause() -> None:
 def test_a_note_is_not_a_cause() -> None:
     both = [finding("mask.not-applied", ERROR, 1), finding("path.bypass", NOTE, 1)]
     assert link_causes(both) == both
+
+
+def test_a_leak_with_several_possible_causes_follows_from_shifted_borders() -> None:
+    leak, fallback = finding("mask.leak", ERROR, 0), finding("path.fallback", WARNING, 0)
+    shifted = finding("segments.shifted", WARNING, 0)
+    for found in permutations([leak, fallback, shifted]):
+        linked = {one.id: one for one in link_causes(found)}
+        assert linked["mask.leak"].evidence["cause"] == "segments.shifted"
+        assert linked["path.fallback"] == fallback
+        assert linked["segments.shifted"].severity is ERROR
+
+
+def test_a_note_about_borders_does_not_hide_another_cause() -> None:
+    drift, leak = finding("segments.drift", NOTE, 0), finding("mask.leak", ERROR, 0)
+    *_, linked = link_causes([finding("path.bypass", WARNING, 0), drift, leak])
+    assert linked.evidence["cause"] == "path.bypass"

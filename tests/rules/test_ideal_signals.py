@@ -179,7 +179,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
             positions=(0, 1, 2),
         ),
         Signal(
-            *("twins.same", "note"),
+            *("same-prompt.same", "note"),
             ("rows 0-2 are padding: differences there are expected and not counted",),
             positions=(0, 1, 2),
         ),
@@ -258,7 +258,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     ),
     "n02_bfloat16": (
         Signal(
-            *("twins.rounding", "note"),
+            *("same-prompt.rounding", "note"),
             ("bfloat16", "float32", "evenly", "without a jump", "margin"),
         ),
     ),

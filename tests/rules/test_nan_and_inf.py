@@ -246,6 +246,6 @@ def test_rounding_alone_is_no_alarm() -> None:
     with open_trace(case("n02_bfloat16")) as reader:
         assert serious(reader.findings()) == []
         assert of(reader.findings(), "attention.dtype-differs") == []
-        told = ("text.near-tie", "twins.rounding")
+        told = ("text.near-tie", "same-prompt.rounding")
         clean = [replace(f, sentence="") for f in reader.findings() if f.id not in told]
     assert clean == []

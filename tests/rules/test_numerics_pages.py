@@ -39,5 +39,5 @@ def test_a_kind_of_finding_is_complete(finding_id: str) -> None:
 def test_a_kind_of_finding_has_its_page(finding_id: str) -> None:
     page = (PAGES / f"{finding_id}.md").read_text(encoding="utf-8")
     assert page.startswith(f"# `{finding_id}`\n")
-    for part in ("\n> ", "Why it matters", "How to confirm", "Likely fix", "Silent when"):
+    for part in ("\n> ", "Why it matters", "How to confirm", "Likely fix", "Not reported"):
         assert part in page

@@ -49,7 +49,9 @@ def test_another_token_from_the_very_same_logits_is_nothing_to_tell() -> None:
     assert second(step_2(99)) == []
 
 
-@pytest.mark.parametrize(("moved", "name"), [(1e-5, "twins.same"), (0.01, "twins.rounding")])
+@pytest.mark.parametrize(
+    ("moved", "name"), [(1e-5, "same-prompt.same"), (0.01, "same-prompt.rounding")]
+)
 def test_a_sampled_token_with_other_logits_is_reported_as_sampled(moved: float, name: str) -> None:
     (finding,) = second(step_2(99, moved=moved))
     assert finding.id == name
@@ -59,5 +61,5 @@ def test_a_sampled_token_with_other_logits_is_reported_as_sampled(moved: float, 
 
 def test_another_best_token_is_rounding() -> None:
     (finding,) = second(step_2(51, moved=0.01, order=slice(None, None, -1)))
-    assert finding.id == "twins.rounding"
+    assert finding.id == "same-prompt.rounding"
     assert "step 2 chooses another token, with margins of" in finding.sentence

@@ -65,6 +65,7 @@ _OLD_KEYS = {
         "received": "fed",
         "reported_by": "told by",
         "suppressed_exception": "swallowed",
+        "tokens alone and in the prompt": "tokens alone and fed",
         "tolerance": "bar",
     },
 }
@@ -97,6 +98,31 @@ _OLD_EVENT_KINDS = {
     "segments-not-found": "segments",
     "step-not-recorded": "step-unread",
 }
+_OLD_RULE_NAMES = {
+    "attention_shape": "attention shape",
+    "batch_padding": "paddings",
+    "call_facts": "call facts",
+    "prompt": "fed",
+    "row_roles": "roles",
+    "same_prompt": "twins",
+    "training_steps": "trainingsteps",
+    "unread_keys": "columns",
+}
+_OLD_FINDING_IDS = {
+    "gradient.check-failed": "gradient.gate",
+    "observer.check-failed": "observer.gate",
+    "same-prompt.differ": "twins.differ",
+    "same-prompt.rounding": "twins.rounding",
+    "same-prompt.same": "twins.same",
+}
+_OLD_VALUES = {
+    "id": _OLD_FINDING_IDS,
+    "kind": _OLD_EVENT_KINDS,
+    "loss_source": {"reported": "told"},
+    "rules": _OLD_RULE_NAMES,
+}
+"""By the name under which they are found: the values of earlier code, by those of today."""
+
 _OLD_ARRAYS = {"uniform_rows": "averaged", "mask_mod_blocks": "ruled"}
 _DATA = re.compile(r'"(?:[^"\\]|\\.)*"|[-\d]?\d[\w.:+-]*')
 _SECTIONS = ("trace", "run", "generation", "masks", "findings", "events", "output")
@@ -116,7 +142,8 @@ def json_digests(dump: Mapping[str, Any]) -> Digests:
         {key: value for key, value in mask.items() if key not in _LATER_MASK_KEYS}
         for mask in dump["masks"]
     ]
-    sections = {**_with_old_names({**dump, "masks": masks}), "run": dump["run"]}
+    run = {**dump["run"], "rules": _with_old_names(dump["run"]["rules"], "rules")}
+    sections = {**_with_old_names({**dump, "masks": masks}), "run": run}
     return {
         name: [len(rows), _digest(json.dumps(rows, sort_keys=True))]
         for name, rows in sections.items()
@@ -128,9 +155,7 @@ def _with_old_names(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [_with_old_names(item, name) for item in value]
     if not isinstance(value, dict):
-        return {"kind": _OLD_EVENT_KINDS, "loss_source": {"reported": "told"}}.get(name, {}).get(
-            value, value
-        )
+        return _OLD_VALUES.get(name, {}).get(value, value)
     old = _OLD_KEYS.get(name, {})
     return {old.get(key, key): _with_old_names(item, key) for key, item in value.items()}
 
@@ -143,6 +168,9 @@ def text_digests(text: str) -> Digests:
         title = line.split("  ")[0].split(" ")[0]
         if title in _SECTIONS:
             section = title
+        if section == "run" and line.strip().startswith("rules"):
+            for new, old in _OLD_RULE_NAMES.items():
+                line = line.replace(f'"{new}"', f'"{old}"')
         if not line.strip().startswith(_LATER_MASK_KEYS):
             found[section] += _DATA.findall(_with_old_keys(line, section))
     return {name: [len(values), _digest("\n".join(values))] for name, values in found.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -11,15 +13,26 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.earlier_traces import EXPECTED, NAMES, trace_digests, unpack
+from support.traces import sample_trace
 
+from flexinspect.analysis.offline_rules import pending_tasks
+from flexinspect.analysis.proof_results import PROOF_FINDINGS
 from flexinspect.cli.live_run import RunProgress
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.training_step import LOSS_REPORTED
-from flexinspect.trace.file.earlier_versions import NEW_EVENT_KINDS, NEW_VALUES, OLD_COLUMNS
+from flexinspect.rules.engine import load_rules
+from flexinspect.trace.file.earlier_versions import (
+    NEW_EVENT_KINDS,
+    NEW_NAMES,
+    NEW_VALUES,
+    OLD_COLUMNS,
+)
 from flexinspect.trace.file.salvage import is_repairable, repair_copy
 from flexinspect.trace.file.writer import RuleReview, append_reviews, review_statements
+from flexinspect.trace.queries import finding_groups
 from flexinspect.trace.reader import open_trace
+from flexinspect.trace.schema import VERSION
 from flexinspect.trace.trace_dump import DumpSelection, dump_json
 
 EXPECTED_DIGESTS: dict[str, Any] = json.loads(EXPECTED.read_text("utf-8"))
@@ -86,6 +99,80 @@ def test_values_of_version_1_have_the_names_of_today(tmp_path: Path) -> None:
         assert {*reader.generation(0).declared} >= {"starts", "prefix_stops", "local_starts"}
         changes = [row.change["declared"] for row in reader.branches(0) if "declared" in row.change]
         assert changes == [{"mask_mod": change["mask_mod"]} for change in changes] != []
+
+
+_END_ONLY = ("caches", "decoding", "failures", "memory")
+_END_ONLY_OF_MODELS = (
+    *("caches", "choice", "decoding", "failures", "memory"),
+    *("prompt", "same_prompt", "text", "unread_keys"),
+)
+_PENDING: dict[str, dict[int, tuple[str, ...]]] = {
+    "interrupted": {0: _END_ONLY_OF_MODELS},
+    "program": {
+        **dict.fromkeys((16, 17, 31, 32), _END_ONLY),  # standalone calls
+        18: _END_ONLY_OF_MODELS,
+    },
+    "watch": {0: _END_ONLY_OF_MODELS},
+}
+"""By trace: the rules that have to report the end of a generation that never ended."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rules_that_ran_live_on_an_earlier_trace_do_not_run_again(
+    name: str, tmp_path: Path
+) -> None:
+    with open_trace(unpack(name, tmp_path)) as reader:
+        tasks = pending_tasks(reader, load_rules().rules)
+        assert {*reader.run()["rules"]} == {rule.name for rule in load_rules().rules}
+    assert [task for task in tasks if task.rules] == []
+    pending = {
+        task.generation.generation: tuple(rule.name for rule in task.end_only_rules)
+        for task in tasks
+    }
+    assert pending == _PENDING.get(name, {})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_findings_of_an_earlier_trace_have_the_ids_of_today(name: str, tmp_path: Path) -> None:
+    path = unpack(name, tmp_path)
+    with closing(sqlite3.connect(path)) as db:
+        stored = [id_ for (id_,) in db.execute("SELECT id FROM findings ORDER BY finding")]
+    with open_trace(path) as reader:
+        ids = [finding.id for finding in reader.findings()]
+        assert ids == [NEW_NAMES.get(id_, id_) for id_ in stored]
+        assert {*ids} <= {*load_rules().finding_kinds, *PROOF_FINDINGS}
+        assert {group.id for group in finding_groups(reader)} == {*ids}
+
+
+def test_earlier_names_in_a_trace_of_this_version_are_read_as_those_of_today(
+    tmp_path: Path,
+) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    evidence = '{"tokens alone and fed":[[3,2]],"fed":["fed"]}'
+    with closing(sqlite3.connect(path)) as db, db:
+        for fact in (("rules", '["fed","call facts","own"]'), ("argv", '["fed"]')):
+            db.execute("INSERT OR REPLACE INTO run VALUES (?, ?)", fact)
+        for rule in ("twins", "same_prompt"):
+            db.execute("INSERT INTO reviews VALUES (?, 0, 1.0, 1.0)", (rule,))
+        db.execute("UPDATE findings SET id = 'observer.gate', evidence = ?", (evidence,))
+    found = Finding("same-prompt.differ", Severity.NOTE, "Something.")
+    own = Finding("own.rule", Severity.NOTE, "Something.")
+    reviews = [
+        RuleReview(rule, 0, (one,), (), 1.0, 1.0)
+        for rule, one in (("same_prompt", found), ("own", own))
+    ]
+    append_reviews(path, reviews)
+    with open_trace(path) as reader:
+        assert reader.format_version == VERSION
+        assert reader.run()["rules"] == ["prompt", "call_facts", "own"]
+        assert reader.run()["argv"] == ["fed"]
+        assert {*reader.reviews()} == {("own", 0), ("same_prompt", 0)}
+        *earlier, last = reader.findings()
+        assert {finding.id for finding in earlier} == {"observer.check-failed"}
+        assert earlier[0].evidence == {"tokens alone and in the prompt": [[3, 2]], "fed": ["fed"]}
+        assert last.id == "own.rule"
+        reader.add_reviews(review_statements(reviews))
+        assert reader.findings() == [*earlier, last]
 
 
 def test_findings_of_version_1_are_shown_but_not_stored(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class _Counts(Struct):
 class AttentionShapeRule(Rule):
     """Checks entropy, segment attention and log-sum-exp of the newest row, from level advanced."""
 
-    name = "attention shape"
+    name = "attention_shape"
     streams = ROW_STREAMS
     findings = finding_kinds(
         "attention.sink", "attention.collapsed", "attention.uniform", "attention.lse"
@@ -282,7 +282,7 @@ _CALL_FACTS = (
 class CallFactsRule(Rule):
     """Compares the calls of a step with each other and with those of the step before."""
 
-    name = "call facts"
+    name = "call_facts"
     findings = finding_kinds("attention.scale", "attention.*-differs")
 
     def reset(self) -> None:
@@ -334,7 +334,10 @@ class CallFactsRule(Rule):
         odd = [call for call in calls if fact.value(call) != usual]
         others = [call for call in calls if fact.value(call) == usual]
         has_majority = n_usual > len(odd) or len(calls) <= 2
-        if not has_majority or _are_other_kinds(odd, others):
+        kinds, odd_kinds = ({(c.head_dim, c.kv_heads) for c in some} for some in (others, odd))
+        masks, odd_masks = ({c.mask for c in some} for some in (others, odd))
+        is_other_kind = not odd_kinds & kinds or (len(odd) > 1 and not odd_masks & masks)
+        if not has_majority or is_other_kind:  # a layer type with other heads or other masks
             return None
         rest = "the other layer" if len(others) == 1 else f"the {len(others)} others"
         return self._fact_finding(step, fact, odd, others[0], f"in step {step.step}, in {rest}")
@@ -362,10 +365,3 @@ class CallFactsRule(Rule):
         evidence = {"odd": fact.value(odd[0]), "others": fact.value(other), "path": odd[0].path}
         series = f"layer {layers[0]}"
         return self.finding(step, fact.finding_id, sentence, layers, evidence, series=series)
-
-
-def _are_other_kinds(odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
-    """Whether the layers are another layer type: other heads, or several with other masks."""
-    odd_heads, heads = ({(one.head_dim, one.kv_heads) for one in some} for some in (odd, others))
-    odd_masks, masks = ({one.mask for one in some} for some in (odd, others))
-    return not odd_heads & heads or (len(odd) > 1 and not odd_masks & masks)

@@ -25,7 +25,7 @@ class ObserverRule(Rule):
 
     name = "observer"
     handles_standalone_calls = True
-    findings = finding_kinds("observer.gate", "observer.incomplete", "observer.not-weights")
+    findings = finding_kinds("observer.check-failed", "observer.incomplete", "observer.not-weights")
 
     def reset(self) -> None:
         self._expected: set[int] = set()
@@ -66,7 +66,7 @@ class ObserverRule(Rule):
         )
         evidence = {"check_error": value, "tolerance": tolerance, "kind": worst.check_kind}
         series = ",".join(map(str, which))
-        yield self.finding(step, "observer.gate", sentence, which, evidence, series=series)
+        yield self.finding(step, "observer.check-failed", sentence, which, evidence, series=series)
 
     def _check_events(self, step: StepRecord) -> Findings:
         no_weights = [event for event in step.events if event.kind == "not-attention-weights"]

@@ -41,7 +41,7 @@ class SamePromptRule(Rule):
 
     name = "same_prompt"
     streams = ("inputs.mask",)
-    findings = finding_kinds("twins.*")
+    findings = finding_kinds("same-prompt.*")
 
     def reset(self) -> None:
         """Begin a generation; earlier ones are kept, also those of other models."""
@@ -93,12 +93,12 @@ class SamePromptRule(Rule):
         if odd is not None:
             layer = odd.masks[0].layers[0] if odd.masks else difference.jump
             text = _describe_difference(odd, limit)
-            yield self._generations_finding(a, b, "twins.differ", text, odd, layer)
+            yield self._generations_finding(a, b, "same-prompt.differ", text, odd, layer)
             return
         logits = [run.steps[len(differences) - 1].logits for run in (a, b)]
         best = [one.candidates[0].token_id if one and one.candidates else None for one in logits]
         is_drawn = parted is not None and best[0] == best[1]
-        finding_id, text = "twins.rounding", _describe_rounding(differences, is_drawn)
+        id_, text = "same-prompt.rounding", _describe_rounding(differences, is_drawn)
         # Steps are equal if they differ only in the last bits.
         largest = max((layer.difference for one in differences for layer in one.layers), default=0)
         is_equal = largest < 1e-4 and all((one.logits or 0.0) < 1e-3 for one in differences)
@@ -106,8 +106,8 @@ class SamePromptRule(Rule):
             moved, n_steps = max(one.logits or 0.0 for one in differences), len(differences)
             steps = f"{plural(n_steps, 'step')} {is_or_are(n_steps)} equal"
             sampled = "" if parted is None else _describe_sampled(parted)
-            finding_id, text = "twins.same", f"and {steps} (logits up to {moved:.1g}){sampled}"
-        yield self._generations_finding(a, b, finding_id, text, parted or differences[0])
+            id_, text = "same-prompt.same", f"and {steps} (logits up to {moved:.1g}){sampled}"
+        yield self._generations_finding(a, b, id_, text, parted or differences[0])
 
     def _generations_finding(
         self,

@@ -55,8 +55,8 @@ class GradientsRule(Rule):
                 f"explains at most {tolerance:.0e}."
             )
             evidence = {"check_error": error, "tolerance": tolerance, "path": path}
-            id_ = "gradient.gate"
-            yield self.finding(gradients, id_, sentence, evidence=evidence, series="gate")
+            id_ = "gradient.check-failed"
+            yield self.finding(gradients, id_, sentence, evidence=evidence, series="check")
         elif bad:
             yield self._nonfinite_finding(gradients, bad)
         elif 0 < gradients.scale < math.inf:  # else the probability is exactly 1: all are 0

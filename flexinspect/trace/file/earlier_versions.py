@@ -2,7 +2,7 @@
 
 A temporary view takes the place of a table that is incomplete or has old names, because SQLite
 resolves an unqualified name to it first. It gives defaults for what is missing, and today's names
-to columns, values and JSON keys. The names of version 1 are listed here and nowhere else.
+to columns, values and JSON keys. Earlier names are listed here and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,64 +16,57 @@ from flexinspect.trace.schema import Table
 OLDEST_VERSION = 1  # the oldest version that can be read
 Names = Mapping[str, str]
 
+
+def _pairs(text: str) -> Names:
+    """Return a mapping from its text, "KEY: VALUE, ..."."""
+    return dict(pair.split(": ") for pair in text.split(", "))
+
+
 ADDED_TABLES = ("inputs", "builds", "gradients", "training_steps", "reviews", "output")
 """Tables that the first traces did not have; the others are in every trace."""
 
 OLD_COLUMNS: Mapping[str, Names] = {
     "builds": {"mask_mod": "rule"},
-    "calls": {
-        "check_kind": "gate_kind",
-        "lse_error": "gate",
-        "mask_passed_to_layer": "handed",
-        "suppressed_exception": "swallowed",
-    },
+    "calls": _pairs(
+        "check_kind: gate_kind, lse_error: gate, mask_passed_to_layer: handed, "
+        "suppressed_exception: swallowed"
+    ),
     "gradients": {"logits_error": "gate", "runner_up_id": "rival"},
     "masks": {"mask_mod": "rule", "mask_mod_source": "rule_source"},
     "training_steps": {"anomaly_origin": "producer", "n_nonfinite": "n_sick"},
 }
 """By table: the name of a column in version 1, by its name of today."""
 
-NEW_EVENT_KINDS: Names = {
-    "batch": "batched-input",
-    "breakpoint-unknown": "breakpoint-not-evaluated",
-    "continued": "resumed",
-    "control": "control-server",
-    "cost": "gradients-cost",
-    "gradients-by-reference": "gradients-dense-fallback",
-    "holding": "model-kept-alive",
-    "hook-off": "hook-disabled",
-    "hooks-again": "hooks-reinstalled",
-    "keys-changed": "cache-overwritten",
-    "learnt-positions": "learned-positions",
-    "no-cache": "cache-disabled",
-    "no-ids": "no-input-ids",
-    "no-weights": "not-attention-weights",
-    "not-followed": "generate-not-followed",
-    "not-returned": "kernel-did-not-return",
-    "other-cache": "cache-switched",
-    "parameters": "parameters-changed",
-    "rule-off": "rule-disabled",
-    "segments": "segments-not-found",
-    "several-rows": "chunked-input",
-    "step-unread": "step-not-recorded",
-    "thinned": "detail-reduced",
-    "unreached": "parameters-without-gradient",
-    "unseen": "not-recorded",
-}
+NEW_EVENT_KINDS = _pairs(
+    "batch: batched-input, breakpoint-unknown: breakpoint-not-evaluated, continued: resumed, "
+    "control: control-server, cost: gradients-cost, "
+    "gradients-by-reference: gradients-dense-fallback, holding: model-kept-alive, "
+    "hook-off: hook-disabled, hooks-again: hooks-reinstalled, keys-changed: cache-overwritten, "
+    "learnt-positions: learned-positions, no-cache: cache-disabled, no-ids: no-input-ids, "
+    "no-weights: not-attention-weights, not-followed: generate-not-followed, "
+    "not-returned: kernel-did-not-return, other-cache: cache-switched, "
+    "parameters: parameters-changed, rule-off: rule-disabled, segments: segments-not-found, "
+    "several-rows: chunked-input, step-unread: step-not-recorded, thinned: detail-reduced, "
+    "unreached: parameters-without-gradient, unseen: not-recorded"
+)
 """The kind of an event today, by its kind in version 1."""
 
-_NEW_DECLARED_KEYS: Names = {
-    "pieces": "segments",
-    "words": "tokenizer",
-    "rule": "mask_mod",
-    "head": "prefix_stops",
-    "low": "local_starts",
-}
+NEW_NAMES = _pairs(
+    "attention shape: attention_shape, call facts: call_facts, columns: unread_keys, "
+    "fed: prompt, gradient.gate: gradient.check-failed, observer.gate: observer.check-failed, "
+    "paddings: batch_padding, roles: row_roles, trainingsteps: training_steps, "
+    "twins: same_prompt, twins.differ: same-prompt.differ, twins.rounding: same-prompt.rounding, "
+    "twins.same: same-prompt.same"
+)
+"""The name of a rule, or id of a finding, today, by its earlier one in a trace of any version."""
+
+_NEW_DECLARED_KEYS = _pairs(
+    "pieces: segments, words: tokenizer, rule: mask_mod, head: prefix_stops, low: local_starts"
+)
 NEW_VALUES: Mapping[tuple[str, str], Names] = {
-    ("arrays", "stream"): {
-        "mask.averaged": "mask.uniform_rows",
-        "mask.ruled": "mask.mask_mod_blocks",
-    },
+    ("arrays", "stream"): _pairs(
+        "mask.averaged: mask.uniform_rows, mask.ruled: mask.mask_mod_blocks"
+    ),
     ("events", "kind"): NEW_EVENT_KINDS,
     ("training_steps", "loss_source"): {"told": "reported"},
 }
@@ -82,17 +75,11 @@ NEW_VALUES: Mapping[tuple[str, str], Names] = {
 NEW_JSON_KEYS: Mapping[tuple[str, str], Names] = {
     ("branches", "change"): _NEW_DECLARED_KEYS,
     ("events", "data"): {"entered": "is_running", "what": "description"},
-    ("findings", "evidence"): {
-        "bar": "tolerance",
-        "fed": "received",
-        "gate": "check_error",
-        "handed": "mask_passed_to_layer",
-        "producer": "anomaly_origin",
-        "rule": "mask_mod",
-        "said": "anomaly_message",
-        "swallowed": "suppressed_exception",
-        "told by": "reported_by",
-    },
+    ("findings", "evidence"): _pairs(
+        "bar: tolerance, fed: received, gate: check_error, handed: mask_passed_to_layer, "
+        "producer: anomaly_origin, rule: mask_mod, said: anomaly_message, "
+        "swallowed: suppressed_exception, told by: reported_by"
+    ),
     ("generations", "declared"): _NEW_DECLARED_KEYS,
     ("training_steps", "anomaly_origin"): {"n_carriers": "n_affected"},
 }
@@ -127,11 +114,22 @@ def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
 def _column_sql(table: Table, column: str, stored: set[str], *, is_old: bool) -> str:
     name = column if column in stored else OLD_COLUMNS.get(table.name, {}).get(column, column)
     sql = name if name in stored else _DEFAULT_LITERALS.get(table.kinds[column], "NULL")
-    if is_old:
-        place = (table.name, column)
-        if place in NEW_VALUES:
-            cases = (f"WHEN '{old}' THEN '{new}'" for old, new in NEW_VALUES[place].items())
-            sql = f"CASE {sql} {' '.join(cases)} ELSE {sql} END"
-        for old, new in NEW_JSON_KEYS.get(place, {}).items():
-            sql = f"""replace({sql}, '"{old}":', '"{new}":')"""
+    place = (table.name, column)
+    values, keys = (each.get(place, {}) if is_old else {} for each in (NEW_VALUES, NEW_JSON_KEYS))
+    if place in (("findings", "id"), ("reviews", "rule")):
+        values = NEW_NAMES
+    elif place == ("findings", "evidence"):
+        keys = {**keys, "tokens alone and fed": "tokens alone and in the prompt"}
+    elif place == ("run", "value"):
+        sql = f"CASE key WHEN 'rules' THEN {_replace_strings(sql, NEW_NAMES)} ELSE {sql} END"
+    if values:
+        cases = (f"WHEN '{old}' THEN '{new}'" for old, new in values.items())
+        sql = f"CASE {sql} {' '.join(cases)} ELSE {sql} END"
+    sql = _replace_strings(sql, keys, end=":")
     return sql if sql == column else f"{sql} AS {column}"
+
+
+def _replace_strings(sql: str, names: Names, end: str = "") -> str:
+    for old, new in names.items():
+        sql = f"""replace({sql}, '"{old}"{end}', '"{new}"{end}')"""
+    return sql

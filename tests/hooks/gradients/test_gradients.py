@@ -124,7 +124,9 @@ def test_the_logits_check_passes_for_the_executed_mask_and_fails_for_another(
     other = run.gradients(2, source=rule_source(run.prompt, "causal"))
     assert other.logits_error > 4 * other.tolerance
     assert (other.stats, other.tokens, other.layers) == ((), None, None)
-    assert [finding.id for finding in GradientsRule().on_gradients(other)] == ["gradient.gate"]
+    assert [finding.id for finding in GradientsRule().on_gradients(other)] == [
+        "gradient.check-failed"
+    ]
 
 
 def test_restarting_positions_are_not_taken_for_a_packed_batch() -> None:

@@ -23,7 +23,7 @@ from flexinspect.trace.reader import open_trace
 PAGES = DOCS / "findings"
 PARTS = (
     *("**What it says.**", "**Why it matters.**", "**How to confirm.**", "**Likely fix.**"),
-    *("**How it is found, and what it costs.**", "**Silent when.**", "**Public cases.**"),
+    *("**How it is found, and what it costs.**", "**Not reported.**", "**Public cases.**"),
 )
 
 
@@ -38,7 +38,7 @@ def test_an_id_has_all_its_texts(finding_id: str) -> None:
 @pytest.mark.parametrize("finding_id", PROOF_FINDINGS)
 def test_an_id_has_a_page_with_an_example_and_every_part(finding_id: str) -> None:
     page = (PAGES / f"{finding_id}.md").read_text("utf-8")
-    assert page.startswith(f"# {finding_id}: ")
+    assert page.startswith(f"# `{finding_id}`\n")
     assert "\n> " in page
     assert [part for part in PARTS if part not in page] == []
 
