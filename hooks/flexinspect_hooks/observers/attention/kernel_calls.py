@@ -268,28 +268,37 @@ def _rebind(function: Callable[..., Any]) -> Remove:
 
     torch_private.skip_code(scaled_dot_product_attention.__code__)
     functools.update_wrapper(scaled_dot_product_attention, function)
-    for module, name in list(_references(function)):
+    places = list(_references(function))
+    for module, name in places:
         setattr(module, name, scaled_dot_product_attention)
+    sizes = {id(module): len(vars(module)) for module in _modules()}
 
     def restore() -> None:
-        # Searched again, because modules imported meanwhile may refer to the wrapper.
-        for module, name in _references(scaled_dot_product_attention):
-            setattr(module, name, function)
+        # Modules that were imported or got variables meanwhile may refer to the wrapper as well.
+        changed = [module for module in _modules() if sizes.get(id(module)) != len(vars(module))]
+        for module in (*changed, *(module for module, _ in places)):
+            for name in _names_of(scaled_dot_product_attention, module):
+                setattr(module, name, function)
 
     return restore
 
 
 def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
     """Yield (module, name) for each global variable of a module that refers to an object."""
-    for module in list(sys.modules.values()):
+    for module in _modules():
         # 120,000 variables of 3,000 modules are compared in 14 ms like this, in a loop in 33.
-        if not isinstance(module, ModuleType) or not any(
-            map(operator.is_, [*vars(module).values()], repeat(target))
-        ):
-            continue
-        if module.__name__ != "torch._C._nn":
-            names = [name for name, value in list(vars(module).items()) if value is target]
-            yield from ((module, name) for name in names)
+        if any(map(operator.is_, [*vars(module).values()], repeat(target))):
+            yield from ((module, name) for name in _names_of(target, module))
+
+
+def _names_of(target: object, module: ModuleType) -> list[str]:
+    return [name for name, value in list(vars(module).items()) if value is target]
+
+
+def _modules() -> list[ModuleType]:
+    """Return the loaded modules, without the one that holds torch's own functions."""
+    modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+    return [module for module in modules if module.__name__ != "torch._C._nn"]
 
 
 # -- the calls of one model -----------------------------------------------------------------------
