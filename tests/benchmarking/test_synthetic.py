@@ -118,6 +118,6 @@ def _said(reader: TraceReader, step: int) -> tuple[Any, ...]:
 
 
 def test_progress_is_told_up_to_the_last_step(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    synthetic.long_trace(tmp_path / "short.flextrace", 260, lambda *told_: told.append(told_))
-    assert told == [(250, 260), (260, 260)]
+    reported: list[tuple[int, int]] = []
+    synthetic.long_trace(tmp_path / "short.flextrace", 260, lambda *counts: reported.append(counts))
+    assert reported == [(250, 260), (260, 260)]

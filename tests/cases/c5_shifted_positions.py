@@ -5,9 +5,9 @@ import torch
 
 SHIFT = 100
 
-fed, model = kit.ids(9, bos=True), kit.tiny("sdpa")
+input_ids, model = kit.ids(9, bos=True), kit.tiny("sdpa")
 positions = torch.arange(9)[None]
-plain = model(fed, position_ids=positions).logits
-shifted = model(fed, position_ids=positions + SHIFT).logits
+plain = model(input_ids, position_ids=positions).logits
+shifted = model(input_ids, position_ids=positions + SHIFT).logits
 print("logits the same:", torch.allclose(plain, shifted, atol=1e-2))
 print("best tokens the same:", torch.equal(plain.argmax(-1), shifted.argmax(-1)))

@@ -4,13 +4,13 @@ import kit
 import torch
 
 model = kit.tiny("flex_attention")
-fed = torch.cat([kit.ids(8), kit.ids(8, seed=2)])
+input_ids = torch.cat([kit.ids(8), kit.ids(8, seed=2)])
 padding = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
-fed[0, :3] = 0
+input_ids[0, :3] = 0
 print("entering compiled flex", flush=True)
 try:
-    model.generate(fed, attention_mask=padding, max_new_tokens=3, do_sample=False)
+    model.generate(input_ids, attention_mask=padding, max_new_tokens=3, do_sample=False)
     print("it ran")
 except Exception as error:
-    said = [line for line in str(error).splitlines() if "error" in line.lower()]
-    print(type(error).__name__, "| about cur_kvSplitSize:", "cur_kvSplitSize" in "".join(said))
+    errors = [line for line in str(error).splitlines() if "error" in line.lower()]
+    print(type(error).__name__, "| about cur_kvSplitSize:", "cur_kvSplitSize" in "".join(errors))

@@ -124,10 +124,10 @@ def test_responses_are_printed_as_text() -> None:
     ]
     assert response_lines(STATUS)[0] == "paused after step 7 (branch 1) (entropy > 3)"
     order = RewindState(2, "fork", "failed", "No such step.", StepRef(0, 0, 7), 0.0123)
-    said = response_lines(
+    lines = response_lines(
         StatusResponse("paused", StepRef(0, 0, 7), "paused after step 7", last_rewind=order)
     )
-    assert "fork 2  failed in 12 ms: No such step." in said
+    assert "fork 2  failed in 12 ms: No such step." in lines
     assert response_lines(()) == ["no breakpoints"]
     one = BreakpointInfo(3, "prob < 0.1", False, 2, True, True, 1, "after each step")
     assert response_lines(one) == [

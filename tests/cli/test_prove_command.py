@@ -21,14 +21,14 @@ TWO = ("--prompt", "Who wrote Emma?", "--prompt", "Emma's author?")
 Done = subprocess.CompletedProcess[str]
 
 
-def prove(*words: str, cwd: Path) -> Done:
-    return run_command("prove", *words, cwd=cwd)
+def prove(*args: str, cwd: Path) -> Done:
+    return run_command("prove", *args, cwd=cwd)
 
 
-def fresh(*words: str, cwd: Path) -> Done:
+def fresh(*args: str, cwd: Path) -> Done:
     """Run the command as a shell does; the other tests have one that is warm."""
     return subprocess.run(
-        [*FLEXINSPECT, "prove", *words],
+        [*FLEXINSPECT, "prove", *args],
         cwd=cwd,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -83,7 +83,7 @@ def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (("kernel",), "The kernel's own weights are those that are drawn: "),
         (("kernel", "--mask", "causal", "--max-new-tokens", "1"), "4 layers in 2 steps"),
@@ -95,15 +95,15 @@ def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Pat
     ],
     ids=" ".join,
 )
-def test_each_proof_of_the_demo_holds(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = prove(*words, *TWO, cwd=tmp_path)
+def test_each_proof_of_the_demo_holds(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = prove(*args, *TWO, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    assert message in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (("isolation", "--model", "demmo"), "demmo"),
         (("isolation", "--mask", "isolation"), "The mask 'isolation' is unknown"),
@@ -113,14 +113,14 @@ def test_each_proof_of_the_demo_holds(words: tuple[str, ...], said: str, tmp_pat
     ],
 )
 def test_what_cannot_be_is_refused_before_torch_is_loaded(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["prove", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert main(["prove", *words, "--json"]) == 2
+    assert main(["prove", *args]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["prove", *args, "--json"]) == 2
     facts = json.loads(capsys.readouterr().out)
     assert facts["proofs"] == []
-    assert said in facts["error"]
+    assert message in facts["error"]
 
 
 def test_one_paraphrase_alone_has_no_order(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ def test_ctrl_c_ends_a_proof_in_one_line(tmp_path: Path) -> None:
     assert started.stderr is not None
     wait_for(lambda: "reading weights" in started.stderr.readline())  # type: ignore[union-attr]
     started.send_signal(signal.SIGINT)
-    _, said = started.communicate(timeout=60)
+    _, errors = started.communicate(timeout=60)
     assert started.returncode == 130
-    assert "flexinspect: interrupted" in said
-    assert "Traceback" not in said
+    assert "flexinspect: interrupted" in errors
+    assert "Traceback" not in errors
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:

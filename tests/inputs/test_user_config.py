@@ -72,7 +72,7 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "message"),
     [
         ('[models]\na = "x/y"\nb = = 3\n', 3, "not valid TOML"),
         ("[models]\n\nmine = 7\n", 3, "'mine' must be a string or a table"),
@@ -85,14 +85,14 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(
-    home: Path, text: str, line: int, words: str
+    home: Path, text: str, line: int, message: str
 ) -> None:
     file = home / "flexinspect.toml"
     file.write_text(text)
     with pytest.raises(UsageError) as raised:
         load_config()
     assert raised.value.message.startswith(f"{file}:{line}: ")
-    assert words in raised.value.message
+    assert message in raised.value.message
     assert raised.value.exit_code == 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.attention_trace import COLOR, N_PROMPT, PANEL, PLAIN, Made, load, paint, request, words
+from support.attention_trace import COLOR, N_PROMPT, PANEL, PLAIN, Made, load, paint, request, described
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
@@ -120,7 +120,7 @@ def test_a_row_that_sees_nothing_says_so(made: Made) -> None:
     _, source = made(change=blind)
     lines, _ = paint(source, 100, 30, step=0, row=4)
     assert "This row attends to no key: its output is zero." in " ".join(lines)
-    assert "This row attends to no key" in words(load(source, step=0, row=4))
+    assert "This row attends to no key" in described(load(source, step=0, row=4))
 
 
 def test_layer_and_head_beyond_the_model_are_brought_inside(made: Made) -> None:
@@ -198,7 +198,7 @@ def test_text_of_the_model_cannot_reach_the_terminal(made: Made) -> None:
 
     _, source = made(change=evil)
     lines, _ = paint(source, 120, 40, step=2)
-    text = "\n".join(lines) + words(load(source, step=2))
+    text = "\n".join(lines) + described(load(source, step=2))
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "\\x1b[31m\\x07[b]"[:10] in text
@@ -212,18 +212,18 @@ def test_the_next_measure_goes_round(made: Made) -> None:
     options = AttentionOptions()
     seen = []
     for _ in range(9):
-        asked = replace(request(step=1), options=options)
-        data = PANEL.load(source, asked)
+        made_request = replace(request(step=1), options=options)
+        data = PANEL.load(source, made_request)
         seen.append(data.grid.measure)
-        answer = PANEL.on_action("view.measure", data, asked)
+        answer = PANEL.on_action("view.measure", data, made_request)
         assert isinstance(answer, AttentionOptions)
         options = answer
     assert seen == [*data.grid.measures, "paraphrase 1"]
 
 
 def act(source: Source, action: str, **changes: Any) -> Any:
-    asked = request(**changes)
-    return PANEL.on_action(action, PANEL.load(source, asked), asked)
+    made_request = request(**changes)
+    return PANEL.on_action(action, PANEL.load(source, made_request), made_request)
 
 
 def test_the_cursor_moves_layers_and_heads_and_stops_at_the_edge(made: Made) -> None:
@@ -251,12 +251,12 @@ def test_a_click_in_the_grid_goes_to_that_layer_and_head(
     made: Made, width: int, height: int
 ) -> None:
     _, source = made()
-    asked = request(width, height, step=1)
-    data = PANEL.load(source, asked)
-    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, asked, click=True) == Navigate(layer=1, head=2)
-    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, asked, click=False) is None
+    made_request = request(width, height, step=1)
+    data = PANEL.load(source, made_request)
+    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, made_request, click=True) == Navigate(layer=1, head=2)
+    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, made_request, click=False) is None
     for x, y in ((0, 3), (5, 0), (5, 12), (37, 3)):
-        assert PANEL.on_mouse(x, y, data, asked, click=True) is None
+        assert PANEL.on_mouse(x, y, data, made_request, click=True) is None
 
 
 # -- what it says ---------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_the_description_has_the_table_the_mass_and_the_heaviest_tokens(made: Ma
 
 def test_a_large_grid_is_described_by_layer(made: Made) -> None:
     scene, source = made(layers=20, heads=36, kv_heads=4, level="advanced", n_steps=2)
-    text = words(load(source, step=1))
+    text = described(load(source, step=1))
     values = [scene.weights(7, head, N_PROMPT)[1:4].sum() for head in range(36)]
     line = next(line for line in text.splitlines() if line.startswith("Layer 7:"))
     assert f"highest {max(values):.4f} at head {int(np.argmax(values))}" in line

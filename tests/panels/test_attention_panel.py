@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.attention_trace import N_PROMPT, Made, Scene, load, paint, segments, token, words
+from support.attention_trace import N_PROMPT, Made, Scene, load, paint, segments, token, described
 
 from flexinspect.panels.attention import row_recompute
 from flexinspect.panels.base import TracePlace
@@ -41,22 +41,22 @@ def test_a_long_generation_reads_its_keys_in_pieces_and_keeps_them(
 ) -> None:
     scene, source = made(n_steps=28)
     monkeypatch.setattr("flexinspect.panels.attention.row_recompute.KEY_CHUNK_STEPS", 4)
-    asked: list[tuple[int, str]] = []
+    reads: list[tuple[int, str]] = []
     original = TraceReader.array
 
     def counting(self: Any, generation: int, step: int, stream: str, *rest: Any) -> Any:
-        asked.append((step, stream))
+        reads.append((step, stream))
         return original(self, generation, step, stream, *rest)
 
     monkeypatch.setattr(TraceReader, "array", counting)
     for step in (26, 27):
-        asked.clear()
+        reads.clear()
         data = load(source, step=step, layer=1, head=2)
         assert data.tokens is not None
         expected = scene.weights(1, 2, N_PROMPT + step - 1)
         np.testing.assert_allclose(data.tokens.weights, expected, atol=1e-5)
     # The second time only what the last pieces did not hold: steps 25, 26 and 27.
-    assert [step for step, stream in asked if stream == "k"] == [25, 26, 27]
+    assert [step for step, stream in reads if stream == "k"] == [25, 26, 27]
 
 
 def test_any_row_of_the_prefill_is_recomputed_but_not_called_checked(made: Made) -> None:
@@ -75,7 +75,7 @@ def test_any_row_of_the_prefill_is_recomputed_but_not_called_checked(made: Made)
     sums = [expected[s.start : s.stop].sum() for s in segments()]
     np.testing.assert_allclose(data.segment_attention, sums, atol=1e-5)
     assert not data.segment_check.is_checked
-    assert "not checked against the kernel; newest row: LSE error" in words(data)
+    assert "not checked against the kernel; newest row: LSE error" in described(data)
 
 
 def test_a_row_that_is_not_of_this_step_falls_back_to_the_newest(made: Made) -> None:
@@ -175,7 +175,7 @@ def test_a_row_that_is_not_what_ran_is_not_drawn(made: Made) -> None:
     assert "open" not in "\n".join(lines)
     assert picture.alarm
     assert "not what ran" in picture.note
-    assert data.mismatch in words(data)
+    assert data.mismatch in described(data)
 
 
 def test_an_older_row_is_refused_when_the_newest_of_its_head_fails(made: Made) -> None:
@@ -207,7 +207,7 @@ def test_layers_whose_gate_is_bad_are_marked_and_not_drawn(made: Made, gate: flo
     assert [line[:15].rstrip() for line in lines if line.startswith("1 ")] == ["1 " + "!" * 12]
     assert "layer 1: not what ran" in "\n".join(lines)
     assert picture.alarm
-    assert "Not what ran, so not shown: layers 1." in words(load(source, step=1))
+    assert "Not what ran, so not shown: layers 1." in described(load(source, step=1))
     sick_row = load(source, step=1, layer=1)
     assert sick_row.segment_attention is None
 

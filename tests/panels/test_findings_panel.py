@@ -117,8 +117,8 @@ def test_ranges_show_their_gaps() -> None:
 
 
 def test_the_selected_one_shows_its_place_words_and_numbers(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(MANY), FindingsOptions(1)))
-    assert said[-5:] == [
+    lines = PANEL.describe(load(source(MANY), FindingsOptions(1)))
+    assert lines[-5:] == [
         "mask.empty-row is wrong.",
         "At generation 0, step 5.",
         "Positions: 1 “↵”, 2 “\\x1b[31mred”",

@@ -111,8 +111,8 @@ def test_without_colours_bold_is_for_the_token_and_underlined_against_it(source:
     assert styles["Emma"].bold
     assert not styles["Emma"].underline
     assert styles[":"].underline
-    said = "\n".join(strip.text for strip in picture.strips)
-    assert "Bold contributes to the token, underlined acts against it." in said
+    text = "\n".join(strip.text for strip in picture.strips)
+    assert "Bold contributes to the token, underlined acts against it." in text
 
 
 def test_the_limits_of_the_attribution_are_shown(source: Make) -> None:
@@ -159,9 +159,9 @@ def test_nothing_is_drawn_behind_a_red_gate(source: Make) -> None:
         assert "Nothing is drawn" in text
         assert "paraphrase" not in text
         assert picture.alarm
-    said = PANEL.describe(data)
-    assert "Nothing is shown." in said
-    assert any("is not what ran" in line for line in said)
+    lines = PANEL.describe(data)
+    assert "Nothing is shown." in lines
+    assert any("is not what ran" in line for line in lines)
 
 
 def test_a_step_without_gradients_says_which_have_some(source: Make) -> None:
@@ -188,13 +188,13 @@ def test_a_margin_names_the_token_it_is_to(source: Make) -> None:
 
 
 def test_all_of_it_is_said_in_words(source: Make) -> None:
-    said = PANEL.describe(load(source(gradients())))
-    assert said[0] == 'Gradient of the log-probability -0.1 of " Jane", step 0.'
-    assert "paraphrase 2               4           +60 %    31 %" in said
-    assert 'For it: "Emma" at 6 (0.2), "\'s" at 7 (0.2), " 作者" at 8 (0.2).' in said
-    assert 'Against it: ":" at 12 (-0.4).' in said
-    assert "Outside of the layers: lm_head 3." in said
-    assert "No gradient is NaN, Inf, exploding, vanishing or dead." in said
+    lines = PANEL.describe(load(source(gradients())))
+    assert lines[0] == 'Gradient of the log-probability -0.1 of " Jane", step 0.'
+    assert "paraphrase 2               4           +60 %    31 %" in lines
+    assert 'For it: "Emma" at 6 (0.2), "\'s" at 7 (0.2), " 作者" at 8 (0.2).' in lines
+    assert 'Against it: ":" at 12 (-0.4).' in lines
+    assert "Outside of the layers: lm_head 3." in lines
+    assert "No gradient is NaN, Inf, exploding, vanishing or dead." in lines
 
 
 def test_values_that_are_not_finite_are_drawn_as_such(source: Make) -> None:

@@ -124,8 +124,8 @@ def test_the_norm_of_a_prefill_is_taken_per_row(source: Make) -> None:
 
 def test_the_first_bad_output_is_the_lowest_layer_of_the_earliest_step(source: Make) -> None:
     data = load(source(nonfinite(), model={"hidden": 64}), step=5, layer=0)
-    said = "First NaN/Inf at step 3, layer 1 (model.layers.1): 5 NaN and 1 Inf of 64 values; "
-    assert PANEL.describe(data)[0] == said + "in that step also layer 2."
+    sentence = "First NaN/Inf at step 3, layer 1 (model.layers.1): 5 NaN and 1 Inf of 64 values; "
+    assert PANEL.describe(data)[0] == sentence + "in that step also layer 2."
     picture = PANEL.paint(data, request(step=5), PLAIN)
     assert picture.alarm
     assert picture.note == "first NaN/Inf: step 3, layer 1, 5 NaN and 1 Inf of 64 values"
@@ -288,9 +288,9 @@ def test_level_basic_shows_the_layers_that_went_bad(source: Make) -> None:
 
 def test_a_module_of_the_trace_cannot_reach_the_terminal(source: Make) -> None:
     data = load(source([step(0, [stat(0, module="\x1b[2J", n_nan=1)])]))
-    said = "\n".join([*drawn(data), *PANEL.describe(data)])
-    assert "\\x1b[2J" in said
-    assert "\x1b" not in said
+    text = "\n".join([*drawn(data), *PANEL.describe(data)])
+    assert "\\x1b[2J" in text
+    assert "\x1b" not in text
 
 
 def test_a_fork_has_the_steps_and_the_bad_outputs_of_its_parent(source: Make) -> None:

@@ -144,7 +144,7 @@ def test_the_note_names_view_place_scale_and_gate(shown: Shown) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "said", "alarm"),
+    ("gate", "note", "alarm"),
     [
         (None, "not checked", False),
         (0.5, "LSE error 5e-01: not what ran", True),
@@ -152,11 +152,11 @@ def test_the_note_names_view_place_scale_and_gate(shown: Shown) -> None:
     ],
 )
 def test_a_gate_that_is_open_or_missing_is_said(
-    tmp_path: Path, gate: float | None, said: str, alarm: bool
+    tmp_path: Path, gate: float | None, note: str, alarm: bool
 ) -> None:
     gated = Shown(scene.write(tmp_path / "t.flextrace", 2, gate=gate))
     picture = gated.paint(scene.RIGHT, 1)
-    assert picture.note.startswith(f"executed · {said} · ")
+    assert picture.note.startswith(f"executed · {note} · ")
     assert picture.alarm is alarm
     assert ("is not what ran" in gated.words(scene.RIGHT, 1)) is alarm
 

@@ -26,7 +26,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
 
 
 @pytest.mark.parametrize(
-    ("layer", "q", "kv", "view", "said"),
+    ("layer", "q", "kv", "view", "expected"),
     [
         (
             *(scene.RIGHT, 9, 2, "executed"),
@@ -91,9 +91,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     ],
 )
 def test_the_cursor_explains_whether_a_row_attends_to_a_key(
-    shown: Shown, layer: int, q: int, kv: int, view: str, said: str
+    shown: Shown, layer: int, q: int, kv: int, view: str, expected: str
 ) -> None:
-    assert sentence(shown, layer, q, kv, view=view) == said
+    assert sentence(shown, layer, q, kv, view=view) == expected
 
 
 def test_rows_that_see_nothing_are_said_and_counted(tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_many_segments_are_described_in_sentences(tmp_path: Path) -> None:
             )
         )
         writer.write_step(step)
-    words = Shown(path).words()
-    assert "paraphrase 9: open paraphrase 9; closed paraphrase 0, paraphrase 1," in words
+    text = Shown(path).words()
+    assert "paraphrase 9: open paraphrase 9; closed paraphrase 0, paraphrase 1," in text
 
 
 def test_text_of_the_model_is_made_printable(tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ def test_the_cache_is_divided_by_the_length_of_segments(source: Make) -> None:
         ("separator 1", 1, 1000),
         ("generated", 2, 2000),
     ]
-    said = PANEL.describe(data)
-    assert "KV cache by segment: 10 keys of 1 kB each." in said
-    row = next(line for line in said if line.strip().startswith("generated"))
+    lines = PANEL.describe(data)
+    assert "KV cache by segment: 10 keys of 1 kB each." in lines
+    row = next(line for line in lines if line.strip().startswith("generated"))
     assert row.split() == ["generated", "2", "tokens", "2", "kB"]
 
 
@@ -226,8 +226,8 @@ def test_a_fork_reads_on_from_its_parent(source: Make) -> None:
 
 
 def test_growth_is_written_with_its_sign() -> None:
-    said = [format_growth(n) for n in (None, 0, 0.2, 2048, -16_000)]
-    assert said == ["-", "0 B", "0 B", "+2 kB", "-16 kB"]
+    lines = [format_growth(n) for n in (None, 0, 0.2, 2048, -16_000)]
+    assert lines == ["-", "0 B", "0 B", "+2 kB", "-16 kB"]
 
 
 @pytest.mark.parametrize("size", SIZES)

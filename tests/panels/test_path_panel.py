@@ -125,8 +125,8 @@ def test_a_layer_that_fell_back_alarms_and_is_named_first(source: Callable[..., 
 
 
 def test_a_fallback_at_other_steps_is_named_too(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback()), step=1))
-    assert said[0] == "Layer 2 differed from the other layers at steps 3-5."
+    lines = PANEL.describe(load(source(fallback()), step=1))
+    assert lines[0] == "Layer 2 differed from the other layers at steps 3-5."
 
 
 def test_nothing_alarms_where_all_layers_ran_alike(source: Callable[..., Source]) -> None:
@@ -137,8 +137,8 @@ def test_nothing_alarms_where_all_layers_ran_alike(source: Callable[..., Source]
 
 def test_a_declared_mask_without_flexattention_alarms(source: Callable[..., Source]) -> None:
     steps = [step(0, [call(0, "sdpa"), call(1, "sdpa")])]
-    said = PANEL.describe(load(source(steps, {"preset": "isolation"})))
-    assert said[0] == (
+    lines = PANEL.describe(load(source(steps, {"preset": "isolation"})))
+    assert lines[0] == (
         "Step 0 ran sdpa, not FlexAttention, although the mask isolation was declared."
     )
 
@@ -180,12 +180,12 @@ def test_the_window_lies_around_the_step_and_stays_inside(
 
 
 def test_masks_are_given_by_groups_of_layers(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback()), step=4))
+    lines = PANEL.describe(load(source(fallback()), step=4))
     assert (
         "Layers 0-1, 3: flex compiled, mask m0, 1 x 9 cells, block 128x128, mask_mod masks.isolate."
-        in said
+        in lines
     )
-    assert "Layer 2: sdpa, no mask." in said
+    assert "Layer 2: sdpa, no mask." in lines
 
 
 def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source]) -> None:
@@ -223,8 +223,8 @@ def test_a_change_of_the_mask_says_whether_the_mask_mod_changed(
 
 
 def test_an_unchanged_mask_is_reported_as_the_same(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback()), step=1))
-    assert "Every layer received the same mask as at step 0." in said
+    lines = PANEL.describe(load(source(fallback()), step=1))
+    assert "Every layer received the same mask as at step 0." in lines
 
 
 def test_recompiles_are_not_claimed_where_nothing_records_them(
@@ -243,17 +243,17 @@ def test_compiles_during_a_step_come_from_both_kinds_of_events(
         EventRecord("phase", "compiling FlexAttention (prefill)", 99.9),
     )
     kept = source(steps, loose=loose)
-    said = PANEL.describe(load(kept, step=1))
-    assert "During this step: recompile: graph 2; phase: compiling FlexAttention (decode)." in said
-    assert "Recompiles: not recorded." not in said
+    lines = PANEL.describe(load(kept, step=1))
+    assert "During this step: recompile: graph 2; phase: compiling FlexAttention (decode)." in lines
+    assert "Recompiles: not recorded." not in lines
     assert "Recompiles: not recorded." in PANEL.describe(load(kept, step=2))
 
 
 def test_a_first_compilation_is_not_taken_for_a_recompile(source: Callable[..., Source]) -> None:
     loose = (EventRecord("phase", "compiling FlexAttention (decode)", 101.1),)
-    said = PANEL.describe(load(source(fallback(), loose=loose), step=1))
-    assert "During this step: phase: compiling FlexAttention (decode)." in said
-    assert "Recompiles: not recorded." in said
+    lines = PANEL.describe(load(source(fallback(), loose=loose), step=1))
+    assert "During this step: phase: compiling FlexAttention (decode)." in lines
+    assert "Recompiles: not recorded." in lines
 
 
 def test_the_largest_lse_error_of_the_step_is_named_with_its_layer(
@@ -273,8 +273,8 @@ def test_an_lse_error_of_nan_is_named_with_its_layer(source: Callable[..., Sourc
 
 
 def test_missing_lse_checks_name_the_level_that_records_them(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback())))
-    assert any(text.startswith("LSE check: not computed; level advanced") for text in said)
+    lines = PANEL.describe(load(source(fallback())))
+    assert any(text.startswith("LSE check: not computed; level advanced") for text in lines)
 
 
 def test_a_narrow_panel_merges_layers_that_ran_alike(source: Callable[..., Source]) -> None:
@@ -395,7 +395,7 @@ def test_suppressed_exceptions_replaced_masks_and_builds_are_described(
     assert describe_warnings(data)[0] == (
         "Layer 1 ran sdpa because the program suppressed an exception: RuntimeError: \\x1bno"
     )
-    words = describe_step(data)
-    assert "Layer 1 received the mask 'none', but its kernel received another one." in words
+    lines = describe_step(data)
+    assert "Layer 1 received the mask 'none', but its kernel received another one." in lines
     built = "2 block masks were built for this step (9 x 9) in 3.0 ms"
-    assert f"{built}; peak memory grew by 6 MiB." in words
+    assert f"{built}; peak memory grew by 6 MiB." in lines

@@ -137,7 +137,7 @@ def test_learning_rates_that_differ_by_group_are_separate_curves(source: Source)
     }
     asked = request(3, 80, 18)
     data = replace(PANEL.load(source, asked), points=points)
-    assert [said for said in PANEL.describe(data) if "of group" in said] == [
+    assert [line for line in PANEL.describe(data) if "of group" in line] == [
         "learning rate of group 0, 3 in steps 0-39: 0.0025 to 0.1.",
         "learning rate of group 1-2 in steps 0-39: 0.01.",
     ]
@@ -246,13 +246,13 @@ def test_groups_that_came_after_the_start_have_rows_too(tmp_path: Path) -> None:
     begun = GenerationRecord(
         *(0, "training", "", "", (), ()), declared={"training": {"groups": ["body"]}}
     )
-    told = [
+    events = [
         EventRecord("parameters-changed", "…", 0.0, 0, step, {"groups": ["body", *names]})
         for step, names in ((1, ["head"]), (2, ["head", "lora"]))
     ]
     with TraceWriter.create(path, {"watch_training": True, "level": "basic"}) as writer:
         writer.begin_generation(begun)
-        for number, event in enumerate([None, *told]):
+        for number, event in enumerate([None, *events]):
             step = training_step(number)
             assert step.training is not None
             norms = (0.5, 0.25, 0.125)[: number + 1]

@@ -26,14 +26,14 @@ from flexinspect.records.step import (
 from flexinspect.rules.attention.attention_shape import AttentionShapeRule
 from flexinspect.rules.context import RuleContext
 
-FED = torch.tensor([(1, *ids(13, 3))])
+INPUT_IDS = torch.tensor([(1, *ids(13, 3))])
 SEGMENTS = [(0, 1, "bos"), (1, 14, "paraphrase 1")]
 
 
 def run(tmp_path: Path, model: Any, n: int = 8, **options: Any) -> list[Finding]:
-    given = {"attention_mask": torch.ones_like(FED), "max_new_tokens": n, "do_sample": False}
+    given = {"attention_mask": torch.ones_like(INPUT_IDS), "max_new_tokens": n, "do_sample": False}
     return planted(
-        tmp_path, model, lambda: model.generate(FED, **{**given, **options}), segments=SEGMENTS
+        tmp_path, model, lambda: model.generate(INPUT_IDS, **{**given, **options}), segments=SEGMENTS
     )
 
 
@@ -126,7 +126,7 @@ def no_rotation(module: Any, args: Any, out: Any) -> Any:
 def test_repeated_padding_is_no_fault_of_the_layer(tmp_path: Path) -> None:
     """The embedding of padding is zero, and so are the first layer's queries."""
     model = make_model("llama")
-    found = run(tmp_path, model, logits_processor=[lambda fed, scores: pad(scores)])
+    found = run(tmp_path, model, logits_processor=[lambda input_ids, scores: pad(scores)])
     assert of(found, "attention.uniform") == []
 
 

@@ -549,8 +549,8 @@ def test_a_further_turn_of_generate_on_its_own_cache_is_not_reported(tmp_path: P
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        said = greedy(model, prompt(), past_key_values=cache)
-        longer = torch.cat([said, prompt(5, 8)], 1)
+        generated = greedy(model, prompt(), past_key_values=cache)
+        longer = torch.cat([generated, prompt(5, 8)], 1)
         greedy(model, longer, past_key_values=cache)
         other = DynamicCache(config=model.config)
         greedy(model, prompt(12, 2), past_key_values=other)

@@ -19,13 +19,13 @@ from flexinspect.records.step import CallRecord, GenerationRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import CallFactsRule
 from flexinspect.rules.context import RuleContext
 
-FED = torch.tensor([ids(14, 3)])
+INPUT_IDS = torch.tensor([ids(14, 3)])
 ALL = ("attention.scale", "attention.softcap-differs", "attention.dtype-differs")
 
 
 def run(tmp_path: Path, model: Any, n: int = 5) -> list[Finding]:
-    options = {"attention_mask": torch.ones_like(FED), "max_new_tokens": n, "do_sample": False}
-    found = planted(tmp_path, model, lambda: model.generate(FED, **options))
+    options = {"attention_mask": torch.ones_like(INPUT_IDS), "max_new_tokens": n, "do_sample": False}
+    found = planted(tmp_path, model, lambda: model.generate(INPUT_IDS, **options))
     return [finding for finding in found if finding.id in ALL]
 
 

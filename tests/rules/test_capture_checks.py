@@ -90,14 +90,14 @@ def test_a_mask_that_is_dropped_under_a_known_name(
 ) -> None:
     model = make_model("llama").to(torch.bfloat16)
     model.set_attn_implementation("eager")
-    fed = prompt()
-    fed[0, :6] = 0
+    input_ids = prompt()
+    input_ids[0, :6] = 0
 
     def open_for_all(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
         return eager(module, query, key, value, None)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", open_for_all)
-    found = planted(tmp_path, model, lambda: model(fed, attention_mask=(fed != 0).long()))
+    found = planted(tmp_path, model, lambda: model(input_ids, attention_mask=(input_ids != 0).long()))
     gate = one(found, "observer.gate")
     assert 1 in gate.layers
     assert gate.evidence["tolerance"] == 0.12  # bfloat16, recomputed output
@@ -195,13 +195,13 @@ def test_an_output_that_is_returned_as_weights(tmp_path: Path, layers: tuple[int
         inner = model.model.layers[layer].self_attn
         inner.forward = _twice(inner.forward)
     found = planted(tmp_path, model, lambda: model(prompt(), output_attentions=True))
-    told = one(found, "observer.not-weights")
-    assert (told.step, told.layer) == (0, layers[0])
+    finding = one(found, "observer.not-weights")
+    assert (finding.step, finding.layer) == (0, layers[0])
     assert (
         "a tensor (1, 15, 48), whose rows do not sum to 1; weights would be (1, 4, 15, 15)"
-        in told.sentence
+        in finding.sentence
     )
-    assert ("more layers" in told.sentence) == (len(layers) > 1)
+    assert ("more layers" in finding.sentence) == (len(layers) > 1)
 
 
 def _twice(original: Any) -> Any:
@@ -406,10 +406,10 @@ def test_the_last_call_in_a_folder_that_is_gone_is_none(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_none() -> None:
-    told = one(found_in_case("o01_not_weights"), "observer.not-weights")
-    assert (told.step, told.layer) == (0, 0)
+    finding = one(found_in_case("o01_not_weights"), "observer.not-weights")
+    assert (finding.step, finding.layer) == (0, 0)
     assert (
-        "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)" in told.sentence
+        "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)" in finding.sentence
     )
 
 

@@ -64,12 +64,12 @@ def run(
 
     head = model.get_output_embeddings()
     handle = head.register_forward_hook(hook)
-    words = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt").input_ids
-    fed = words if model.config.vocab_size > 1000 else torch.tensor([ids(14, 3)])
+    prompt = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt").input_ids
+    input_ids = prompt if model.config.vocab_size > 1000 else torch.tensor([ids(14, 3)])
 
     def loop() -> None:
-        cache, now = DynamicCache(config=model.config), fed
-        for step in range(n + 1):  # the token of the last step is never fed, so it is not known
+        cache, now = DynamicCache(config=model.config), input_ids
+        for step in range(n + 1):  # the token of the last step is never an input, so it is not known
             row = model(now, past_key_values=cache).logits[:, -1]
             now = pick(step, row)[:, None]
 
@@ -101,9 +101,9 @@ def test_a_trained_model_in_a_loop_is_a_warning_with_its_words(
     assert finding.evidence["period"] == len(period)
     assert (finding.evidence["begins"], finding.evidence["tokens"]) == (3, 12)
     last = period[-(12 % len(period)) :] + period[: -(12 % len(period))]
-    words = TOKENIZER.decode(last if 12 % len(period) else period).strip()
+    repeated = TOKENIZER.decode(last if 12 % len(period) else period).strip()
     what = "1 token" if len(period) == 1 else f"the same {len(period)} tokens"
-    assert f'The text repeats {what}, "{words}", {12 // len(period)} times' in finding.sentence
+    assert f'The text repeats {what}, "{repeated}", {12 // len(period)} times' in finding.sentence
     assert "the loop begins at step 3" in finding.sentence
     assert len(finding.positions) == len(period)
 
@@ -204,9 +204,9 @@ def generate(tmp_path: Path, change: Change, **options: Any) -> list[Finding]:
         return out
 
     handle = model.lm_head.register_forward_hook(hook)
-    fed = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt")
+    inputs = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt")
     given = {"max_new_tokens": 6, "do_sample": False, **options}
-    found = planted(tmp_path, model, lambda: model.generate(**fed, **given), tokenizer=TOKENIZER)
+    found = planted(tmp_path, model, lambda: model.generate(**inputs, **given), tokenizer=TOKENIZER)
     handle.remove()
     return found
 

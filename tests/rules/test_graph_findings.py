@@ -71,9 +71,9 @@ class Compiled:
 def run(tmp_path: Path, make: Callable[[int], Rule], new: int, **how: Any) -> list[Finding]:
     model = make_model("llama", num_hidden_layers=2)
     Compiled(model, f"compiled_{len(how)}_{new}", make, **how)
-    fed = torch.tensor([ids(9, 1)])
+    input_ids = torch.tensor([ids(9, 1)])
     return planted(
-        tmp_path, model, lambda: model.generate(fed, max_new_tokens=new, do_sample=False)
+        tmp_path, model, lambda: model.generate(input_ids, max_new_tokens=new, do_sample=False)
     )
 
 
@@ -101,8 +101,8 @@ def test_lengths_that_are_marked_as_static(tmp_path: Path) -> None:
 def test_uncompiled_flex_with_new_code_at_each_step_builds_graphs_too(tmp_path: Path) -> None:
     model = make_model("llama", num_hidden_layers=2)
     Own(model, rule=by_exec)
-    fed = torch.tensor([ids(9, 1)])
-    found = planted(tmp_path, model, lambda: model.generate(fed, max_new_tokens=6))
+    input_ids = torch.tensor([ids(9, 1)])
+    found = planted(tmp_path, model, lambda: model.generate(input_ids, max_new_tokens=6))
     assert "for flex_attention (uncompiled)" in one(found, "graphs.every-step").sentence
 
 
@@ -125,11 +125,11 @@ def test_past_the_recompile_limit_calls_run_uncompiled(tmp_path: Path) -> None:
 def test_the_recompile_limit_that_raises(tmp_path: Path) -> None:
     model = make_model("llama", num_hidden_layers=2)
     Compiled(model, "compiled_full", by_exec, fullgraph=True)
-    fed = torch.tensor([ids(9, 1)])
+    input_ids = torch.tensor([ids(9, 1)])
 
     def go() -> None:
         with pytest.raises(Exception, match="fullgraph"):
-            model.generate(fed, max_new_tokens=9, do_sample=False)
+            model.generate(input_ids, max_new_tokens=9, do_sample=False)
 
     with torch._dynamo.config.patch(recompile_limit=3):
         found = planted(tmp_path, model, go)

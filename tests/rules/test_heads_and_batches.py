@@ -90,13 +90,13 @@ def test_a_dense_mask_in_which_one_sequence_sees_the_future(tmp_path: Path) -> N
 
 
 def test_a_padded_batch_makes_no_finding(tmp_path: Path) -> None:
-    model, fed = model_on("sdpa"), prompts()
-    fed[1, :3] = 0
-    padding = (fed != 0).long()
+    model, input_ids = model_on("sdpa"), prompts()
+    input_ids[1, :3] = 0
+    padding = (input_ids != 0).long()
     found = planted(
         tmp_path,
         model,
-        lambda: model.generate(fed, attention_mask=padding, max_new_tokens=3, do_sample=False),
+        lambda: model.generate(input_ids, attention_mask=padding, max_new_tokens=3, do_sample=False),
     )
     assert [f.id for f in found if "batch" in f.id] == []
 

@@ -47,7 +47,7 @@ def named(finding: Finding) -> tuple[int, ...]:
 def check(found: list[Finding], signal: Signal) -> None:
     """Check that one of the findings is the signal."""
     of_id = [f for f in found if (f.id, str(f.severity)) == (signal.id, signal.severity)]
-    fits = [f for f in of_id if all(words in f.sentence for words in signal.words)]
+    fits = [f for f in of_id if all(part in f.sentence for part in signal.words)]
     assert fits, [(finding.id, finding.sentence) for finding in of_id or found]
     finding = fits[0]
     assert finding.step == signal.step

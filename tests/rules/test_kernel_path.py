@@ -32,8 +32,8 @@ def prompt(n: int = PROMPT) -> torch.Tensor:
 
 
 def generate(model: Any, new: int = 6, **options: Any) -> Any:
-    fed = options.pop("fed", prompt())
-    return lambda: model.generate(fed, max_new_tokens=new, do_sample=False, **options)
+    input_ids = options.pop("input_ids", prompt())
+    return lambda: model.generate(input_ids, max_new_tokens=new, do_sample=False, **options)
 
 
 def paths(found: list[Finding]) -> list[Finding]:
@@ -151,10 +151,10 @@ def test_a_step_that_swaps_in_the_plain_model_in_a_loop_without_cache(tmp_path: 
     Own(model, lambda layer, rows, keys: "sdpa" if rows == PROMPT + 2 else "flex")
 
     def loop() -> None:
-        fed = prompt()
+        input_ids = prompt()
         for _ in range(4):
-            token = model(fed, use_cache=False).logits[:, -1:].argmax(-1)
-            fed = torch.cat([fed, token], 1)
+            token = model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token], 1)
 
     fallback = one(planted(tmp_path, model, loop), "path.fallback")
     assert (fallback.step, fallback.layers, fallback.times) == (2, (0, 1, 2), 1)
@@ -236,7 +236,7 @@ def test_the_plain_model_of_every_family_is_silent(tmp_path: Path, family: str) 
     padded = torch.cat([prompt(), prompt()])
     padded[0, :4] = 0
     mask = (padded != 0).long()
-    found = planted(tmp_path, model, generate(model, 4, fed=padded, attention_mask=mask))
+    found = planted(tmp_path, model, generate(model, 4, input_ids=padded, attention_mask=mask))
     assert paths(found) == []
 
 

@@ -114,7 +114,7 @@ def run_fresh(tmp_path: Path, code: str, level: str = "advanced") -> None:
     assert ran.code == 0, ran
 
 
-def said(path: Path) -> list[Finding]:
+def findings_in(path: Path) -> list[Finding]:
     with open_trace(path) as reader:
         return reader.findings()
 
@@ -129,7 +129,7 @@ watched(model, lambda: model(fed, use_cache=False), "long")
 
 def test_a_long_prompt_with_a_mask_for_every_head(tmp_path: Path) -> None:
     run_fresh(tmp_path, LONG, "basic")
-    found = said(tmp_path / "long.flextrace")
+    found = findings_in(tmp_path / "long.flextrace")
     assert one(found, "memory.mask-creation").evidence["grid"] == [1, 8, 1800, 1800]
 
 
@@ -195,9 +195,9 @@ watched(model, lambda: loop(model, []), "growing")
 
 def test_a_loop_that_keeps_what_each_step_made(tmp_path: Path) -> None:
     run_fresh(tmp_path, LOOP)
-    found = one(said(tmp_path / "growing.flextrace"), "memory.growth")
+    found = one(findings_in(tmp_path / "growing.flextrace"), "memory.growth")
     assert found.evidence["per_step"] > 6 * MIB
-    assert of(said(tmp_path / "clean.flextrace"), "memory.growth") == []
+    assert of(findings_in(tmp_path / "clean.flextrace"), "memory.growth") == []
 
 
 # -- our own share ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.masked_traces import causal, fed, model_on, own_attention, registered
+from support.masked_traces import causal, prompt_ids, model_on, own_attention, registered
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
@@ -128,8 +128,8 @@ def test_layers_that_lose_their_window(plant: Planted) -> None:
     with registered(attention) as name:
         model = make_model("mistral")
         model.set_attn_implementation(name)
-        finding = one(plant(model, lambda: model(fed(12))), "mask.window-lost")
-        assert serious(plant(model, lambda: model(fed(9)), name="short")) == []
+        finding = one(plant(model, lambda: model(prompt_ids(12))), "mask.window-lost")
+        assert serious(plant(model, lambda: model(prompt_ids(9)), name="short")) == []
     assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
     assert finding.positions == (9, 10, 11)
     assert "holds 9 keys, but in step 0 3 rows see keys beyond it" in finding.sentence
@@ -148,7 +148,7 @@ def test_a_scale_that_own_code_does_not_keep(
 
     with registered(attention) as name:
         model = model_on(name)
-        found = of(plant(model, lambda: model(fed())), "attention.scale")
+        found = of(plant(model, lambda: model(prompt_ids())), "attention.scale")
     assert (found == []) is is_kept
     if found:
         assert found[0].layers == (0, 1, 2)
@@ -192,7 +192,7 @@ def test_a_scale_in_a_score_mod(plant: Planted, name: str) -> None:
     rule, scale, is_kept = SCORE_RULES[name]
     with scoring(rule, scale) as own:
         model = model_on(own)
-        found = of(plant(model, lambda: model(fed())), "attention.scale")
+        found = of(plant(model, lambda: model(prompt_ids())), "attention.scale")
     assert (found == []) is is_kept
     if found:
         asked = model.config.head_dim**-0.5
@@ -206,7 +206,7 @@ def test_a_score_mod_is_not_called_where_a_debugger_would_stop_in_it(plant: Plan
     try:
         with scoring(*SCORE_RULES["twice"][:2]) as own:
             model = model_on(own)
-            assert of(plant(model, lambda: model(fed())), "attention.scale") == []
+            assert of(plant(model, lambda: model(prompt_ids())), "attention.scale") == []
     finally:
         python_mods.stop_running_mods()
 
@@ -220,7 +220,7 @@ def test_rows_that_do_not_see_themselves(plant: Planted) -> None:
     for name, rule in rules.items():
         with own_attention(rule) as own:
             model = model_on(own)
-            run = lambda model=model: model(fed())  # noqa: E731
+            run = lambda model=model: model(prompt_ids())  # noqa: E731
             found[name] = one(plant(model, run, name=name), "decode.self-unseen")
     assert found["all"].sentence.startswith("No row of the prompt sees itself in all 3 layers")
     assert found["some"].positions == (3, 4, 5, 6)
@@ -230,10 +230,10 @@ def test_rows_that_do_not_see_themselves(plant: Planted) -> None:
 def test_rows_and_keys_that_are_swapped_are_no_prefix(plant: Planted) -> None:
     with own_attention(lambda layer, h, q, kv: q <= kv) as name:
         model = model_on(name)
-        swapped = one(plant(model, lambda: model(fed())), "mask.future")
+        swapped = one(plant(model, lambda: model(prompt_ids())), "mask.future")
     with own_attention(lambda layer, h, q, kv: (kv <= q) | (kv < 6)) as name:
         model = model_on(name)
-        prefix = one(plant(model, lambda: model(fed()), name="prefix"), "mask.future")
+        prefix = one(plant(model, lambda: model(prompt_ids()), name="prefix"), "mask.future")
     assert (swapped.severity, prefix.severity) == (Severity.ERROR, Severity.NOTE)
 
 
@@ -241,7 +241,7 @@ def test_segments_that_see_both_ways_and_each_other(plant: Planted) -> None:
     halves = lambda layer, h, q, kv: (kv <= q) | ((q < 11) == (kv < 11))  # noqa: E731
     with own_attention(halves) as name:
         model = model_on(name)
-        run = lambda: model(fed())  # noqa: E731
+        run = lambda: model(prompt_ids())  # noqa: E731
         found = plant(model, run, segments=[(0, 11, "one"), (11, 22, "two")])
     assert "two sees one" in one(found, "mask.leak").sentence
 
@@ -251,7 +251,7 @@ def test_segments_that_see_both_ways_and_each_other(plant: Planted) -> None:
 
 def crops(model: Any, cut: int) -> None:
     """Decode, with so many keys cut off once, as if drafts had been rejected."""
-    cache, row = DynamicCache(config=model.config), fed(9)
+    cache, row = DynamicCache(config=model.config), prompt_ids(9)
     for step in range(5):
         row = model(row, past_key_values=cache).logits[:, -1:].argmax(-1)
         if step == 2 and cut:
@@ -269,7 +269,7 @@ def test_a_cache_that_is_cropped_while_the_text_goes_on(plant: Planted, cut: int
 
 def test_a_forward_with_gradients_is_recorded_like_any_other(plant: Planted) -> None:
     model = model_on("sdpa").requires_grad_(True)
-    found = plant(model, lambda: model(fed()).logits.sum().backward())
+    found = plant(model, lambda: model(prompt_ids()).logits.sum().backward())
     assert of(found, "observer.incomplete") == []
     assert serious(found) == []
 
@@ -282,7 +282,7 @@ def test_a_model_without_keys_loses_no_cache(plant: Planted) -> None:
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     model = MambaForCausalLM(MambaConfig(**sizes, **tokens)).eval().requires_grad_(False)
     given = {"max_new_tokens": 5, "do_sample": False}
-    assert serious(plant(model, lambda: model.generate(fed(8), **given))) == []
+    assert serious(plant(model, lambda: model.generate(prompt_ids(8), **given))) == []
 
 
 def test_a_bias_by_distance_is_not_taken_for_another_mask(plant: Planted) -> None:
@@ -293,7 +293,7 @@ def test_a_bias_by_distance_is_not_taken_for_another_mask(plant: Planted) -> Non
     tokens = {"num_heads": 4, "decoder_start_token_id": 0, "eos_token_id": None}
     model = T5ForConditionalGeneration(T5Config(**sizes, **tokens)).eval().requires_grad_(False)
     given = {"max_new_tokens": 3, "do_sample": False}
-    assert serious(plant(model, lambda: model.generate(fed(8), **given))) == []
+    assert serious(plant(model, lambda: model.generate(prompt_ids(8), **given))) == []
 
 
 def test_a_mask_function_that_gave_no_mask_is_not_said_to_be_missing(plant: Planted) -> None:
@@ -310,7 +310,7 @@ def test_a_mask_function_that_gave_no_mask_is_not_said_to_be_missing(plant: Plan
 
         AttentionInterface.register("with-masks", attention)
         model = model_on("with-masks")
-        finding = one(plant(model, lambda: model(fed())), "mask.none")
+        finding = one(plant(model, lambda: model(prompt_ids())), "mask.none")
     assert "has no mask function" not in finding.sentence
 
 

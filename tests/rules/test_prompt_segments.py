@@ -61,8 +61,8 @@ def ask(demo: Any, tokenizer: Any, tmp_path: Path) -> Look:
         options = {"attention_mask": torch.ones_like(row), **options}
         row = options.pop("rows", row)
         run = partial(demo.generate, row, max_new_tokens=2, do_sample=False, **options)
-        words = {"tokenizer": tokenizer, "segments": segments or None}
-        return planted(tmp_path, demo, run, name=f"ask{next(numbers)}", **words)
+        options = {"tokenizer": tokenizer, "segments": segments or None}
+        return planted(tmp_path, demo, run, name=f"ask{next(numbers)}", **options)
 
     return look
 
@@ -239,8 +239,8 @@ def test_pieces_in_later_chunks_are_awaited(
             demo(torch.tensor([part]), past_key_values=cache, use_cache=True)
 
     for number, right in enumerate((QUESTIONS, spans)):
-        words = {"tokenizer": tokenizer, "segments": right, "name": f"chunks{number}"}
-        assert segments_of(planted(tmp_path, demo, run, **words)) == []
+        options = {"tokenizer": tokenizer, "segments": right, "name": f"chunks{number}"}
+        assert segments_of(planted(tmp_path, demo, run, **options)) == []
 
 
 def test_pieces_that_share_tokens_are_reported(

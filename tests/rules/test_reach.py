@@ -30,7 +30,7 @@ APART = isolated(SPANS, CUE)
 MINE = ("reach.leak", "reach.by-design")
 
 
-def fed() -> Tensor:
+def prompt_ids() -> Tensor:
     return torch.tensor([ids(PROMPT, 3)])
 
 
@@ -66,14 +66,14 @@ def run(tmp_path: Path) -> Callable[..., list[Finding]]:
         attend_by(model, cells)
         act = loop or (lambda model, prompt: model(prompt))
         options = {"segments": LAST, **watch}
-        return planted(tmp_path, model, lambda: act(model, fed()), **options)
+        return planted(tmp_path, model, lambda: act(model, prompt_ids()), **options)
 
     return go
 
 
 def moves(cells: Any, source: int, target: int, layers: int = 3) -> bool:
     """Return whether the last hidden states of a segment change with the text of another."""
-    model, prompt = make_model("llama", num_hidden_layers=layers), fed()
+    model, prompt = make_model("llama", num_hidden_layers=layers), prompt_ids()
     attend_by(model, cells)
     other = prompt.clone()
     other[0, slice(*SPANS[source])] += 1
@@ -305,7 +305,7 @@ def test_no_preset_makes_a_finding(name: str, separators: str) -> None:
 def test_sliding_windows_make_no_finding(tmp_path: Path, family: str) -> None:
     """A window closes distant keys, but passes them on from row to row by design."""
     model = make_model(family)
-    found = planted(tmp_path, model, lambda: with_cache(model, fed()), segments=LAST)
+    found = planted(tmp_path, model, lambda: with_cache(model, prompt_ids()), segments=LAST)
     assert not [f for f in found if f.id in MINE]
 
 

@@ -182,12 +182,12 @@ def load(source: Source, **changes: Any) -> AttentionData:
 def paint(
     source: Source, width: int, height: int, look: Theme = PLAIN, **changes: Any
 ) -> tuple[list[str], Picture]:
-    asked = request(width, height, **changes)
-    picture = PANEL.paint(PANEL.load(source, asked), asked, look)
+    drawn_request = request(width, height, **changes)
+    picture = PANEL.paint(PANEL.load(source, drawn_request), drawn_request, look)
     assert len(picture.strips) <= height
     assert {strip.cell_length for strip in picture.strips} == {width}
     return [strip.text for strip in picture.strips], picture
 
 
-def words(data: AttentionData) -> str:
+def described(data: AttentionData) -> str:
     return "\n".join(PANEL.describe(data))

@@ -20,12 +20,12 @@ from support.warm_python import Ran, run_warm
 
 def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
     """Run a script under capture in a child that is warm, with the text of a declaration file."""
-    said = Declaration()
+    declaration = Declaration()
     if declare:
         file = out.with_suffix(".toml")
         file.write_text(declare, encoding="utf-8")
-        said = read_declaration(file)
-    job = ScriptJob(out=str(out), program=str(script), declaration=said)
+        declaration = read_declaration(file)
+    job = ScriptJob(out=str(out), program=str(script), declaration=declaration)
     file = out.with_suffix(".json")
     file.write_text(job.to_json(), encoding="utf-8")
     return run_warm(["-m", "support.captures", str(file)])

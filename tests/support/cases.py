@@ -32,22 +32,22 @@ def ran_case(name: str, declare: str = "") -> tuple[Ran, Path]:
     """
     key = f"{name}-{hashlib.sha256(declare.encode()).hexdigest()[:12]}"
     folder = Path(os.environ[SHARED])
-    trace, said = folder / f"{key}.flextrace", folder / f"{key}.ran"
+    trace, result = folder / f"{key}.flextrace", folder / f"{key}.ran"
     with (folder / f"{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not said.exists():
+        if not result.exists():
             alone = name in ALONE and not declare
             run = _captured_alone if alone else capture
-            said.write_text(json.dumps(asdict(run(CASES / f"{name}.py", trace, declare=declare))))
-    return Ran(**json.loads(said.read_text())), trace
+            result.write_text(json.dumps(asdict(run(CASES / f"{name}.py", trace, declare=declare))))
+    return Ran(**json.loads(result.read_text())), trace
 
 
 def _captured_alone(script: Path, out: Path, *, declare: str) -> Ran:
-    words = ["-m", "flexinspect", "run", "--no-ui", "--out", str(out)]
+    args = ["-m", "flexinspect", "run", "--no-ui", "--out", str(out)]
     if declare:
         out.with_suffix(".toml").write_text(declare, "utf-8")
-        words += ["--declare", str(out.with_suffix(".toml"))]
-    return run_alone([*words, str(script)])
+        args += ["--declare", str(out.with_suffix(".toml"))]
+    return run_alone([*args, str(script)])
 
 
 def found_in_case(name: str, declare: str = "") -> list[Finding]:

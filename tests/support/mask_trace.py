@@ -232,6 +232,6 @@ class Shown:
 
 def sentence(shown: Shown, layer: int, q: int, kv: int, step: int = 3, **options: Any) -> str:
     """Return what the cursor at (q, kv) says."""
-    words = describe_cell(shown.load(layer, step, q=q, kv=kv, **options))
-    assert words is not None
-    return words.sentence()
+    description = describe_cell(shown.load(layer, step, q=q, kv=kv, **options))
+    assert description is not None
+    return description.sentence()

@@ -24,7 +24,7 @@ Rule = Callable[[int, Any, Any, Any], Any]
 """(layer, head, row, key) as positions to which cells are open."""
 
 
-def fed(n: int = PROMPT, seed: int = 3) -> Tensor:
+def prompt_ids(n: int = PROMPT, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 

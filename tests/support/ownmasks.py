@@ -54,19 +54,19 @@ def _call(
     return out
 
 
-def with_cache(model: Any, fed: Tensor, n: int = 5) -> list[int]:
+def with_cache(model: Any, input_ids: Tensor, n: int = 5) -> list[int]:
     """Generate n tokens greedily, with a cache."""
     cache, chosen = DynamicCache(config=model.config), []
     for _ in range(n):
-        fed = model(fed, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-        chosen.append(int(fed[0]))
+        input_ids = model(input_ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        chosen.append(int(input_ids[0]))
     return chosen
 
 
-def without_cache(model: Any, fed: Tensor, n: int = 4) -> None:
+def without_cache(model: Any, input_ids: Tensor, n: int = 4) -> None:
     """Generate n tokens greedily, the whole sequence again each time."""
     for _ in range(n):
-        fed = torch.cat((fed, model(fed, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+        input_ids = torch.cat((input_ids, model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)), 1)
 
 
 def causal(layer: int, rows: Tensor, keys: Tensor) -> Tensor:

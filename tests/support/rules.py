@@ -51,20 +51,20 @@ class Late(Rule):
     def on_generation_start(self, scene: object) -> None:
         super().on_generation_start(scene)  # type: ignore[arg-type]
         self.steps: list[int] = []
-        self.heard: list[str] = []
+        self.events: list[str] = []
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
         self.steps.append(step.step)
         return ()
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        self.heard.append(f"{event.text} after {self.steps[-1:]}")
+        self.events.append(f"{event.text} after {self.steps[-1:]}")
         return ()
 
     def on_generation_end(self) -> Sequence[Finding]:
-        said = f"{len(self.steps)} steps, heard {self.heard}"
+        sentence = f"{len(self.steps)} steps, heard {self.events}"
         number = self.context.generation.generation
-        return [Finding("late.end", Severity.NOTE, said, generation=number)]
+        return [Finding("late.end", Severity.NOTE, sentence, generation=number)]
 
 
 class Broken(Rule):

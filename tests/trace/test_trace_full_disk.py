@@ -91,9 +91,9 @@ def test_a_full_disk_is_reported_once_and_written_steps_stay(tmp_path: Path) -> 
     assert "the disk is full" in run["reason"]
 
 
-def child(*words: str | Path, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def child(*args: str | Path, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [*before, sys.executable, "-c", CHILD, *map(str, words)]
+    command = [*before, sys.executable, "-c", CHILD, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
 
 

@@ -118,8 +118,8 @@ async def test_a_missing_step_is_an_error_message(trace: Path) -> None:
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "g", "999")
         assert place(app).step == 5
-        said = [note.message for note in app._notifications]
-        assert said == ["Step 999 does not exist; the nearest step is shown."]
+        messages = [note.message for note in app._notifications]
+        assert messages == ["Step 999 does not exist; the nearest step is shown."]
 
 
 async def test_search_finds_tokens_of_the_prompt_and_wraps_around(trace: Path) -> None:
@@ -460,11 +460,11 @@ def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
     request = Request(TracePlace(), panel.initial_options, 80, 20)
     with open_trace(path) as reader:
         try:
-            said = panel.describe(panel.load(Source(reader), request))
+            lines = panel.describe(panel.load(Source(reader), request))
         except Missing as missing:
-            said = missing.lines()
-    assert said
-    assert str(path) not in said[0]
+            lines = missing.lines()
+    assert lines
+    assert str(path) not in lines[0]
 
 
 async def test_a_panel_that_fails_says_so_and_ends_nothing(

@@ -157,14 +157,14 @@ def test_a_tensor_without_values_is_described() -> None:
 
 
 def test_under_vmap_and_in_a_mode_the_real_values_are_shown() -> None:
-    said: list[str] = []
+    described: list[str] = []
 
     def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        said.append(describe_tensor(q_idx))
+        described.append(describe_tensor(q_idx))
         return q_idx >= kv_idx
 
     create_block_mask(rule, None, None, 3, 3, device="cpu")
-    assert said == ["0-dim int64 cpu, one of 3 under vmap  min 0 mean 1 max 2  [0, 1, 2]"]
+    assert described == ["0-dim int64 cpu, one of 3 under vmap  min 0 mean 1 max 2  [0, 1, 2]"]
 
 
 def test_a_mask_is_a_picture_of_its_rule_and_of_its_blocks() -> None:
