@@ -1,4 +1,4 @@
-"""What watching somebody's own code costs: `model.generate` under SDPA with and without `watch`.
+"""What watching user code costs: `model.generate` under SDPA with and without `watch`.
 
 Whole generations are what a user has; but one of a real model takes longer than this kind of
 machine keeps its speed. So there are windows, too: some decode steps after one prompt, again and
@@ -47,9 +47,9 @@ class WatchedRun:
                 recorder.drain()
                 written = time.perf_counter() - written
             with trace.reader() as reader:
-                told = float(reader.run()["cost"]["ratio"])
+                stated = float(reader.run()["cost"]["ratio"])
             self.bytes_per_step = path.stat().st_size / (len(timing.steps) + 1)
-        return replace(timing, written=written, told=told)
+        return replace(timing, written=written, stated=stated)
 
 
 UNTIMED = 3

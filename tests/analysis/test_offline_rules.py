@@ -208,7 +208,7 @@ def test_a_review_that_another_program_stores_meanwhile_is_returned_once(path: P
 
 
 def test_standalone_calls_go_to_rules_that_handle_them(tmp_path: Path) -> None:
-    class Loose(Late):
+    class Standalone(Late):
         name = "loose"
         handles_standalone_calls = True
 
@@ -219,7 +219,7 @@ def test_standalone_calls_go_to_rules_that_handle_them(tmp_path: Path) -> None:
         )
         writer.write_step(sample_step(0))
     with open_trace(path) as reader:
-        assert review(reader, [Late(), Loose()]).n_rules == 1
+        assert review(reader, [Late(), Standalone()]).n_rules == 1
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,9 @@ def test_the_reason_names_place_values_and_token() -> None:
     assert reason_of("entropy > 3 and step > 2") == (
         f'entropy > 3 and step > 2: {where}: entropy 3.5; it chose " Paris"'
     )
-    assert reason_of('path == "sdpa"').startswith(f'path == "sdpa": {where}, layer 1: path "sdpa"; it')
+    assert reason_of('path == "sdpa"').startswith(
+        f'path == "sdpa": {where}, layer 1: path "sdpa"; it'
+    )
     assert reason_of("finding mask.*").endswith(
         f'{where}: mask.leak: Row 7 sees row 3; it chose " Paris"'
     )

@@ -1,4 +1,4 @@
-"""Healthy: a plain prompt under SDPA, whose layers get no mask and are causal by themselves."""
+"""Correct: a plain prompt under SDPA, whose layers get no mask and are causal by themselves."""
 
 import kit
 

@@ -1,4 +1,4 @@
-"""Healthy: a left-padded batch, whose padding rows see nothing and are read by nobody."""
+"""Correct: a left-padded batch, whose padding rows see nothing and are read by no row."""
 
 import kit
 import torch

@@ -1,4 +1,4 @@
-"""Healthy: the mask of a decode step is one row, and open all the way."""
+"""Correct: the mask of a decode step is one row, and completely open."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Healthy: the first two steps make a graph each, the second with lengths left open; then none."""
+"""Correct: the first two steps make a graph each, the second with lengths left open; then none."""
 
 import kit
 import torch

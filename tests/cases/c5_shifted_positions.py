@@ -1,4 +1,4 @@
-"""Healthy: all position ids shifted by the same amount, which rotary embeddings do not see."""
+"""Correct: all position ids shifted by the same amount, which rotary embeddings do not see."""
 
 import kit
 import torch

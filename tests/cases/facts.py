@@ -54,7 +54,7 @@ def mask(trace: TraceReader, call: CallRecord) -> MaskRecord:
 
 
 def executed(trace: TraceReader, call: CallRecord) -> Cells:
-    """Return the cells (rows, keys) that a call honoured, after a look at its gate."""
+    """Return the cells (rows, keys) that a call honoured, after its LSE check."""
     cells = mask(trace, call).cells
     assert cells is not None
     assert cells.shape[0] == 1

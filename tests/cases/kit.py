@@ -45,7 +45,7 @@ def tiny(attention: str = "eager", *, layers: int = 2, **config: Any) -> Any:
 
 
 def ids(n: int, seed: int = 1, *, bos: bool = False) -> Tensor:
-    """Return (1, n) ids of no special tokens, the first one a BOS when asked for."""
+    """Return (1, n) ids of no special tokens, the first one a BOS on request."""
     input_ids = torch.randint(3, VOCAB, (1, n), generator=torch.Generator().manual_seed(seed))
     if bos:
         input_ids[0, 0] = BOS
@@ -63,7 +63,7 @@ def logits_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def moved(forward: Callable[[Tensor], Tensor], input_ids: Tensor, at: int) -> Tensor:
-    """Return how far each row of `forward(input_ids)` moves when the token at a position is another."""
+    """Return how far each row of `forward(input_ids)` moves when one token is replaced."""
     other = input_ids.clone()
     other[:, at] = (other[:, at] + 11) % (VOCAB - 3) + 3
     return (forward(other) - forward(input_ids)).abs().amax(-1)
@@ -89,7 +89,7 @@ def isolated(segments: Sequence[tuple[int, int]], n: int, generated: int) -> Ten
 
 
 def mask_mod_up_to(offset: int) -> Callable[[Any, Any, Any, Any], Any]:
-    """Return a `mask_mod` that opens, for each row, the keys up to the row's number plus an offset."""
+    """Return a `mask_mod` that opens, for each row, the keys up to its number plus an offset."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx <= q_idx + offset
@@ -108,7 +108,7 @@ def block_mask(cells: Tensor) -> BlockMask:
 class OwnAttention:
     """A user's attention function: flex with a mask of its own, causal SDPA wherever that raises.
 
-    Registered under a name of its own and with no mask function, as people do.
+    Registered under a new name and without a mask function, as users do.
     """
 
     cells: Tensor

@@ -12,7 +12,7 @@ def packed(*, with_eos: bool) -> torch.Tensor:
 
 
 def documents_of(input_ids: torch.Tensor) -> torch.Tensor:
-    """Return the document of each token: an EOS is the last token of its own."""
+    """Return the document of each token: an EOS is the last token of its document."""
     ends = (input_ids[0] == EOS).long()
     return ends.cumsum(0) - ends
 

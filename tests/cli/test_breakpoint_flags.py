@@ -1,4 +1,4 @@
-"""`flexinspect run --break`: own programs, exit codes, and how a run that pauses goes on."""
+"""`flexinspect run --break`: own programs, exit codes, and how a run continues after a pause."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_paused_program_prints_how_to_continue_it(program: Path, tmp_path: Pat
     assert f"Continue with: flexinspect ctl continue --pid {status.pid}" in errors
 
 
-def test_a_summary_as_json_tells_of_the_stop(tmp_path: Path) -> None:
+def test_a_summary_as_json_reports_the_stop(tmp_path: Path) -> None:
     args = ("--json", "--out", "run.flextrace", "--break", "entropy >= 0 and step == 0")
     process = start(*args, folder=tmp_path)
     printed, _ = process.communicate(timeout=120)

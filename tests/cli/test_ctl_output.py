@@ -1,4 +1,4 @@
-"""`flexinspect ctl`: how changes of the mask are written, and how answers are said."""
+"""`flexinspect ctl`: how mask edits are read, and how responses are printed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Vanishing:
         raise self._error
 
 
-def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
+def test_a_rewind_that_the_run_ends_before_fails() -> None:
     order = RewindState(2, "fork", "waiting")
     going = StatusResponse("running", StepRef(0, 0, 7), "running", last_rewind=order)
     gone: Any = Vanishing(ControlError("No capture answers."))
@@ -92,7 +92,7 @@ def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
 @pytest.mark.parametrize(
     ("kind", "state"), [("restore", "done"), ("fork", "done"), ("edit", "done"), ("fork", "failed")]
 )
-def test_an_order_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state: Any) -> None:
+def test_a_rewind_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state: Any) -> None:
     class Pausing:
         looks = 0
 
@@ -146,7 +146,7 @@ def test_a_capture_is_named_in_one_way() -> None:
 @pytest.mark.parametrize(
     "words", ["--pid 5 stop", "stop --pid 5", "step 3 --pid 5", "break list --pid 5"]
 )
-def test_a_capture_is_named_before_or_behind_the_verb(words: str) -> None:
+def test_a_capture_is_named_before_or_after_the_verb(words: str) -> None:
     from flexinspect.cli.main import build_parser
 
     args = build_parser("ctl").parse_args(["ctl", *words.split()])

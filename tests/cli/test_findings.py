@@ -33,7 +33,7 @@ Ran = tuple[int, str, str]
 
 @pytest.fixture(autouse=True)
 def rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rules: one that has looked live, and a dear one."""
+    """Two rules: one that ran live, and an offline one."""
     made = {"numbers": NumbersRule, "slow": Slow}
     monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
 

@@ -1,4 +1,4 @@
-"""`flexinspect run --grads`: the same answer, gradients beside it, and findings that are stored."""
+"""`flexinspect run --grads`: the same answer, gradients with it, and findings that are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from support.differentiated import rule_source
+from support.differentiated import preset_source
 from support.warm_python import run_command
 
 from flexinspect.analysis.offline_rules import review
@@ -56,7 +56,7 @@ def event_texts(reader: TraceReader, kind: str) -> list[str]:
 
 
 def steps_of(path: Path) -> list[tuple[Any, ...]]:
-    """Return all that the steps of a trace say of logits and tokens, bit for bit."""
+    """Return the logits and tokens of all steps of a trace, bit for bit."""
     sql = (
         "SELECT c.generation, c.step, c.rank, c.token_id, c.logit, c.logprob, s.entropy, s.margin, "
         "s.histogram FROM candidates c JOIN steps s USING (generation, branch, step) "
@@ -125,7 +125,7 @@ def test_without_the_flag_there_are_none(demo: Any, tmp_path: Path) -> None:
         assert event_texts(reader, after_generation.COST_EVENT) == []
 
 
-def test_a_sick_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
+def test_a_nonfinite_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
     demo.model.model.layers[2].mlp.up_proj.weight.data.zero_()
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         found = [f for f in reader.findings() if f.id == "gradient.dead"]
@@ -190,13 +190,13 @@ class Changing:
     name = "changing"
 
     def __init__(self, prompt: Prompt) -> None:
-        self._of = [rule_source(prompt, mask) for mask in ("segment-isolation", "document")]
+        self._of = [preset_source(prompt, mask) for mask in ("segment-isolation", "document")]
 
     def block_mask(self, window: Any, overlay: Any) -> Any:
         return self._of[window.q_len == 1].block_mask(window, overlay)
 
 
-def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Path) -> None:
+def test_a_mask_that_changed_during_the_run_fails_the_check(demo: Any, tmp_path: Path) -> None:
     out = tmp_path / "t.flextrace"
     ensemble = EnsembleRunner(
         demo, Job(out=str(out), max_new_tokens=3, grads="logprob"), compiled=False
@@ -214,7 +214,9 @@ def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Pa
         assert (second.stats, second.tokens, second.layers) == ((), None, None)
         (finding,) = (f for f in reader.findings() if f.id == "gradient.gate")
         assert finding.step == 1
-        assert event_texts(reader, after_generation.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
+        assert (
+            event_texts(reader, after_generation.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
+        )
 
 
 @pytest.mark.parametrize("options", [{"separators": "isolated"}, {"positions": "reset"}])
@@ -277,7 +279,7 @@ def test_a_program_of_the_users_takes_no_gradient_flags(tmp_path: Path) -> None:
         checked_job(build_parser("run").parse_args(["run", "--grads", "margin", str(script)]))
 
 
-# -- beside control --------------------------------------------------------------------------------
+# -- together with control -------------------------------------------------------------------------
 
 
 def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -> None:
@@ -302,7 +304,7 @@ def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -
         assert (reader.generation(0).state, reader.n_steps(0)) == ("finished", 3)
 
 
-def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
+def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_barrier(
     demo: Any, tmp_path: Path
 ) -> None:
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:

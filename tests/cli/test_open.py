@@ -96,7 +96,7 @@ def test_a_trace_that_is_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kept", [30_000, 50_000, 70_000, 90_000, 100_000])
-def test_a_small_trace_that_lost_part_of_its_schema_is_walked_by_step(
+def test_a_small_trace_that_lost_part_of_its_schema_is_read_step_by_step(
     tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = sample_trace(tmp_path / "a.flextrace")

@@ -56,7 +56,7 @@ def test_the_demo_is_isolated_and_says_so_segment_by_segment(isolation: Done) ->
 
 
 def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Path) -> None:
-    rule = (
+    source = (
         "def leaky(segments):\n"
         "    first, second = [s for s in segments if s.kind == 'paraphrase']\n"
         "    def rule(b, h, q_idx, kv_idx):\n"
@@ -65,7 +65,7 @@ def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Pat
         "        return (kv_idx <= q_idx) & ~(inside & early & (q_idx != second.start))\n"
         "    return rule\n"
     )
-    (tmp_path / "masks.py").write_text(rule, "utf-8")
+    (tmp_path / "masks.py").write_text(source, "utf-8")
     done = prove("isolation", "--mask", "masks:leaky", *TWO, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     (error,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
@@ -112,7 +112,7 @@ def test_each_proof_of_the_demo_holds(args: tuple[str, ...], message: str, tmp_p
         (("kernel", "--seed", "-1"), "--seed must lie between"),
     ],
 )
-def test_what_cannot_be_is_refused_before_torch_is_loaded(
+def test_impossible_requests_are_refused_before_torch_is_loaded(
     args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prove", *args]) == 2

@@ -37,7 +37,7 @@ def test_every_name_option_and_unit_is_on_the_page() -> None:
     assert ", ".join(unit for unit in UNITS if unit != "KB") in PAGE
 
 
-def test_the_error_of_the_page_is_the_one_that_is_said() -> None:
+def test_the_error_of_the_page_is_the_one_that_is_raised() -> None:
     with pytest.raises(ExpressionError) as caught:
         BreakpointStore().add("step > 2 and entropi > 3")
     message = caught.value.with_location("--break").sentence()

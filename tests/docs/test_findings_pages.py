@@ -1,4 +1,4 @@
-"""Every finding that a rule can make has its page, and its row in the table of all."""
+"""Every finding that a rule can make has its page, and its row in the table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_all_registered_rules_load() -> None:
     assert KNOWN.rules
 
 
-def test_no_two_rules_say_the_same_id() -> None:
+def test_no_two_rules_declare_the_same_id() -> None:
     ids = [id_ for rule in KNOWN.rules for id_ in rule.findings]
     assert len(ids) == len(set(ids))
 
@@ -66,7 +66,7 @@ def test_the_table_gives_the_meaning_of_a_finding(id_: str) -> None:
     assert rows()[id_][0] == KNOWN.finding_kinds[id_].meaning
 
 
-def test_a_dear_rule_is_said_to_look_afterwards_and_no_other() -> None:
+def test_the_cost_column_matches_offline_only() -> None:
     cost = {id_: row[-1] for id_, row in rows().items()}
     for rule in KNOWN.rules:
         for id_ in rule.findings:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
 
 
 class Pane:
-    """One shell in a tmux server of its own, 80 by 24."""
+    """One shell in a separate tmux server, 80 by 24."""
 
     def __init__(self, folder: Path) -> None:
         self._name = f"flexinspect-{uuid.uuid4().hex}"

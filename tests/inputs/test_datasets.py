@@ -79,7 +79,9 @@ def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
         ('{"question": 5}', "`question` must be"),
     ],
 )
-def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+def test_an_invalid_line_is_reported_with_its_number(
+    tmp_path: Path, line: str, message: str
+) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps(QUESTION) + "\n\n" + line + "\n")
     with pytest.raises(DatasetError) as raised:
@@ -233,7 +235,7 @@ def test_a_myriadlama_row_without_a_part_is_named(tmp_path: Path, missing: str) 
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test of this file asks the network."""
+    """No test of this file uses the network."""
     monkeypatch.setattr(environment, "hub_answers", lambda: False)
 
 

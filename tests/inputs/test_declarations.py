@@ -1,4 +1,4 @@
-"""A declaration in a file says what `flexinspect.watch` takes, or says in a sentence why not."""
+"""A declaration file has the arguments of `flexinspect.watch`; an invalid one is refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ def test_texts_may_be_listed_alone_and_every_key_is_optional(tmp_path: Path) -> 
 def test_a_job_round_trips_with_its_declaration(tmp_path: Path) -> None:
     declaration = read_declaration(written(tmp_path, WHOLE))
     job = ScriptJob(
-        out="a.flextrace", program="s.py", args=("x", "--y"), declaration=declaration, git={"dirty": True}
+        out="a.flextrace",
+        program="s.py",
+        args=("x", "--y"),
+        declaration=declaration,
+        git={"dirty": True},
     )
     assert ScriptJob.from_json(job.to_json()) == job
 

@@ -34,7 +34,7 @@ def test_a_nearer_file_hides_a_farther_one(home: Path) -> None:
     assert load_config(below).models["mine"].target == "org/near"
 
 
-def test_flexinspect_toml_wins_over_pyproject_beside_it(home: Path) -> None:
+def test_flexinspect_toml_wins_over_pyproject_in_the_same_folder(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[models]\nmine = "org/own"\n')
     (home / "pyproject.toml").write_text('[tool.flexinspect.models]\nmine = "org/shared"\n')
     assert load_config().models["mine"].target == "org/own"

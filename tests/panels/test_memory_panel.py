@@ -147,13 +147,13 @@ def test_timelines_name_where_they_begin(source: Make) -> None:
 
 
 def test_a_click_on_a_timeline_goes_to_its_step(source: Make) -> None:
-    data, asked = load(source(growing(6, 4000)), step=3), request(step=3)
+    data, made_request = load(source(growing(6, 4000)), step=3), request(step=3)
     for title in ("RSS from ", "KV cache from "):
         x, y = next((line.index(title), y) for y, line in enumerate(drawn(data)) if title in line)
-        assert PANEL.on_mouse(x + 9, y + 1, data, asked, click=True) == Navigate(step=2)
-        assert PANEL.on_mouse(x + 24, y + 1, data, asked, click=True) is None
-        assert PANEL.on_mouse(x, y + 1, data, asked, click=False) is None
-    assert PANEL.on_mouse(0, 0, data, asked, click=True) is None
+        assert PANEL.on_mouse(x + 9, y + 1, data, made_request, click=True) == Navigate(step=2)
+        assert PANEL.on_mouse(x + 24, y + 1, data, made_request, click=True) is None
+        assert PANEL.on_mouse(x, y + 1, data, made_request, click=False) is None
+    assert PANEL.on_mouse(0, 0, data, made_request, click=True) is None
 
 
 def test_cuda_figures_appear_only_where_they_are(source: Make) -> None:

@@ -1,4 +1,4 @@
-"""The run panel: the pipeline with real numbers, and whatever the manifest says."""
+"""The run panel: the pipeline with real numbers, and the facts of the manifest."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_the_patch_says_what_ran_in_which_layers(data: RunFacts) -> None:
     )
 
 
-def test_a_decode_path_of_its_own_is_told_apart(data: RunFacts) -> None:
+def test_a_layer_with_another_decode_path_is_named(data: RunFacts) -> None:
     calls = (*data.calls[:2], replace(data.calls[2], path="sdpa", backend="sdpa"))
     assert stage_lines(replace(data, calls=calls), "patch")[:3] == (
         "prefill: flex uncompiled, layers 0-2",
@@ -193,7 +193,7 @@ def test_the_text_is_compared_with_what_was_expected(data: RunFacts) -> None:
     assert box == Box("text", ("“Yes”", "expected yes | oui", "✓ correct", "finished, eos"), "good")
 
 
-def test_a_wrong_answer_is_said_to_be_wrong(tmp_path: Path) -> None:
+def test_a_wrong_answer_is_marked_as_wrong(tmp_path: Path) -> None:
     box = generation_stages(
         load(write(tmp_path / "a.flextrace", {}, answer="No", expected=("yes",)))
     )[-1]
@@ -201,12 +201,12 @@ def test_a_wrong_answer_is_said_to_be_wrong(tmp_path: Path) -> None:
     assert box.style == "bad"
 
 
-def test_an_answer_is_not_judged_without_an_expectation(tmp_path: Path) -> None:
+def test_an_answer_is_not_evaluated_without_an_expectation(tmp_path: Path) -> None:
     lines = stage_lines(load(write(tmp_path / "a.flextrace", {})), "text")
     assert lines == ("“Yes”", "finished, eos")
 
 
-def test_an_unfinished_answer_is_shown_and_not_judged(tmp_path: Path) -> None:
+def test_an_unfinished_answer_is_shown_and_not_evaluated(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(GenerationRecord(0, "s", "causal", "", SEGMENTS, TOKENS, ("yes",)))
@@ -219,7 +219,9 @@ def test_times_that_are_no_numbers_leave_their_line_out(data: RunFacts) -> None:
     assert data.prefill is not None
     nonfinite = replace(data.prefill, wall_ms=float("nan"))
     assert stage_lines(replace(data, prefill=nonfinite), "prefill") == ("cache 0 → 4",)
-    assert stage_lines(replace(data, decode_time=(3, float("nan")), run={}), "decode") == ("3 steps",)
+    assert stage_lines(replace(data, decode_time=(3, float("nan")), run={}), "decode") == (
+        "3 steps",
+    )
 
 
 def test_a_trace_without_generations_shows_its_manifest(tmp_path: Path) -> None:
@@ -353,16 +355,16 @@ def test_a_huge_answer_is_cut_before_it_is_wrapped_and_keeps_its_verdict(
     assert len("\n".join(PANEL.describe(huge))) < 5000
 
 
-def test_the_answer_is_judged_when_it_is_loaded_and_once(
+def test_the_answer_is_evaluated_once_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
 
-    def judge(answer: str, expected: Any) -> bool:
+    def is_correct(answer: str, expected: Any) -> bool:
         judged.append(answer)
         return True
 
-    monkeypatch.setattr("flexinspect.inputs.datasets.is_correct_answer", judge)
+    monkeypatch.setattr("flexinspect.inputs.datasets.is_correct_answer", is_correct)
     path = write(tmp_path / "a.flextrace", {}, expected=("yes",))
     source = Source(open_trace(path))
     for number in (0, 1, 2):

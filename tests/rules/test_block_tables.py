@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.executed_masks import executed_mask
-from support.masked_traces import causal, prompt_ids, model_on, own_attention, registered
+from support.masked_traces import causal, model_on, own_attention, prompt_ids, registered
 from support.planting import one, planted, serious
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -37,10 +37,10 @@ def attention_with(make: Any) -> Any:
 def test_a_changed_captured_tensor_makes_the_tables_stale(tmp_path: Path) -> None:
     owner = torch.arange(512) // 100
 
-    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (owner[q] == owner[kv]) & (kv <= q)
 
-    built = create_block_mask(rule, None, None, LONG, LONG, "cpu")
+    built = create_block_mask(mask_mod, None, None, LONG, LONG, "cpu")
     owner.fill_(0)
     with registered(attention_with(lambda *sizes: built)) as name:
         model = model_on(name, "llama")
@@ -54,10 +54,10 @@ def test_a_changed_captured_tensor_makes_the_tables_stale(tmp_path: Path) -> Non
 
 
 def test_a_mask_mod_that_depends_on_the_head_with_tables_of_one_head(tmp_path: Path) -> None:
-    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) & ((h > 1) | (q - kv < 20))
 
-    with own_attention(rule, heads=None) as name:
+    with own_attention(mask_mod, heads=None) as name:
         model = model_on(name, "qwen2")
         found = planted(tmp_path, model, lambda: model(prompt_ids(LONG)))
     finding = one(found, "mask.ignores-head")
@@ -82,7 +82,9 @@ def test_a_mask_of_another_batch_has_the_wrong_size(tmp_path: Path) -> None:
 
     with registered(attention_with(make)) as name:
         model = model_on(name)
-        found = planted(tmp_path, model, lambda: model(torch.cat((prompt_ids(), prompt_ids(seed=4)))))
+        found = planted(
+            tmp_path, model, lambda: model(torch.cat((prompt_ids(), prompt_ids(seed=4))))
+        )
     finding = one(found, "mask.wrong-size")
     assert "batch 3, but the call has 2" in finding.sentence
 
@@ -96,10 +98,10 @@ def test_masks_for_one_or_all_heads_have_no_finding(tmp_path: Path) -> None:
         assert serious(found) == []
 
 
-def record(rule: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any) -> MaskRecord:
+def record(spec: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any) -> MaskRecord:
     """Return a mask of n rows with the cells of a spec, and its tables (or those of spec `of`)."""
-    cells = rule.dense(n)[None]
-    tables = algebra.block_tables(of or rule, n, n)
+    cells = spec.dense(n)[None]
+    tables = algebra.block_tables(of or spec, n, n)
     facts = {"cells": cells, "partial": tables.partial[None], "full": tables.full[None], **changes}
     return MaskRecord("f", "block", 1, 1, n, n, 0, block_q=128, block_kv=128, **facts)
 

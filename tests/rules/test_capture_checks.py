@@ -47,7 +47,7 @@ def eager(
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
-# -- gates -----------------------------------------------------------------------------------------
+# -- LSE checks ------------------------------------------------------------------------------------
 
 
 class Known:
@@ -97,13 +97,15 @@ def test_a_mask_that_is_dropped_under_a_known_name(
         return eager(module, query, key, value, None)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", open_for_all)
-    found = planted(tmp_path, model, lambda: model(input_ids, attention_mask=(input_ids != 0).long()))
-    gate = one(found, "observer.gate")
-    assert 1 in gate.layers
-    assert gate.evidence["tolerance"] == 0.12  # bfloat16, recomputed output
+    found = planted(
+        tmp_path, model, lambda: model(input_ids, attention_mask=(input_ids != 0).long())
+    )
+    check = one(found, "observer.gate")
+    assert 1 in check.layers
+    assert check.evidence["tolerance"] == 0.12  # bfloat16, recomputed output
 
 
-def test_a_function_of_ones_own_under_the_name_sdpa(tmp_path: Path) -> None:
+def test_a_user_function_under_the_name_sdpa(tmp_path: Path) -> None:
     model = make_model("llama")
     before = AttentionInterface._global_mapping["sdpa"]
     AttentionInterface.register(
@@ -118,7 +120,9 @@ def test_a_function_of_ones_own_under_the_name_sdpa(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gates_of_every_family_hold(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_the_lse_checks_of_every_family_pass(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
     model = make_model(family).to(dtype)
     model.set_attn_implementation("eager")
     assert serious(planted(tmp_path, model, generate(model))) == []
@@ -163,15 +167,15 @@ def test_a_layer_that_was_never_seen_is_a_note(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["hook-disabled", "step-not-recorded", "rule-disabled"])
 def test_a_broken_recording_is_a_warning_inside_and_outside_steps(kind: str) -> None:
-    rule, scene = ObserverRule(), RuleContext()
-    rule.context = scene
+    rule, context = ObserverRule(), RuleContext()
+    rule.context = context
     (found,) = rule.on_event(EventRecord(kind, "The hook 'x' failed", 0.0))
     assert (found.id, found.severity, found.generation) == (
         "observer.incomplete",
         Severity.WARNING,
         0,
     )
-    scene.start_generation(GenerationRecord(3, "s", "m", "c", (), ()))
+    context.start_generation(GenerationRecord(3, "s", "m", "c", (), ()))
     (again,) = rule.on_event(EventRecord(kind, "again", 0.0))
     assert again.generation == 3
     assert not [*rule.on_event(EventRecord("phase", "loading", 0.0))]
@@ -228,7 +232,7 @@ def _bare(model: Any, *, return_lse: bool) -> None:
     model.set_attn_implementation(f"bare_{return_lse}")
 
 
-def test_true_weights_are_not_doubted(tmp_path: Path) -> None:
+def test_correct_weights_give_no_finding(tmp_path: Path) -> None:
     model = make_model("gemma2")
     found = planted(tmp_path, model, lambda: model(prompt(), output_attentions=True))
     assert serious(found) == []
@@ -288,9 +292,9 @@ def test_a_failure_is_classified_by_its_message(error: str, finding: str) -> Non
 
 
 def failed(error: str, *after: str, step: int = 2) -> list[Finding]:
-    rule, scene = FailuresRule(), RuleContext()
-    scene.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
-    rule.on_generation_start(scene)
+    rule, context = FailuresRule(), RuleContext()
+    context.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
+    rule.on_generation_start(context)
     data = {"layer": 1, "kernel": "flex_attention", "error": error, "q_len": 1, "kv_len": 9}
     found = [*rule.on_event(EventRecord("kernel-failed", "", 0.0, 0, step, data))]
     for kind in after:
@@ -409,7 +413,8 @@ def test_weights_that_are_none() -> None:
     finding = one(found_in_case("o01_not_weights"), "observer.not-weights")
     assert (finding.step, finding.layer) == (0, 0)
     assert (
-        "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)" in finding.sentence
+        "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)"
+        in finding.sentence
     )
 
 

@@ -191,7 +191,9 @@ def test_without_a_captured_prompt_a_missing_offset_is_a_warning(run: Callable[.
     model = make_model("llama")
     cache = model(prompt_ids()).past_key_values
     attend_by(model, causal, first_row=lambda q, kv: 0)
-    (finding,) = of(run(model, lambda: model(prompt_ids(1), past_key_values=cache)), "decode.no-offset")
+    (finding,) = of(
+        run(model, lambda: model(prompt_ids(1), past_key_values=cache)), "decode.no-offset"
+    )
     assert finding.severity is Severity.WARNING
 
 

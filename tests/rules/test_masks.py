@@ -12,12 +12,12 @@ from support.masked_traces import (
     PROMPT,
     SEGMENTS,
     causal,
-    prompt_ids,
     generated,
     isolated,
     model_on,
     only_in,
     own_attention,
+    prompt_ids,
     registered,
 )
 from support.planting import of, one, planted, serious
@@ -116,10 +116,10 @@ def test_a_mask_that_is_not_causal_is_reported_as_future_and_not_as_leak(tmp_pat
     for number, (start, stop, _) in enumerate(SEGMENTS):
         owner[start:stop] = number + 1
 
-    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (owner[q] == owner[kv]) | ((q >= 20) & (kv <= q))
 
-    (finding,) = of_masks(run_own(tmp_path, rule, **ISOLATED))
+    (finding,) = of_masks(run_own(tmp_path, mask_mod, **ISOLATED))
     assert finding.id == "mask.future"
     assert finding.evidence["future"] == finding.evidence["leaked"] == 15 + 10 + 28 + 1
 
@@ -138,12 +138,12 @@ def test_keys_outside_of_a_window_that_the_layer_does_not_declare_are_lost(tmp_p
 def test_the_mask_of_the_previous_prompt_is_recognised(tmp_path: Path) -> None:
     stale = isolated()
     second = [(1, 4, "a"), (4, 15, "b"), (15, 20, "c"), (20, 22, "cue")]
-    rule = MaskSpec("second", (0, 1, 4, 15, 20), (0, 0, 0, 0, 0), (0, 1, 4, 15, 0))
+    spec = MaskSpec("second", (0, 1, 4, 15, 20), (0, 0, 0, 0, 0), (0, 1, 4, 15, 0))
     with own_attention(stale) as name:
         model = model_on(name)
         right = planted(tmp_path, model, lambda: model(prompt_ids()), **ISOLATED)
         found = planted(
-            tmp_path, model, lambda: model(prompt_ids()), name="second", segments=second, mask=rule
+            tmp_path, model, lambda: model(prompt_ids()), name="second", segments=second, mask=spec
         )
     assert of_masks(right) == []
     (finding,) = of_masks(found)
@@ -244,7 +244,7 @@ def test_layers_of_two_kinds_with_the_same_fault_are_one_finding(tmp_path: Path)
     assert "up to 137 pairs that it closes are open" in finding.sentence
 
 
-# -- healthy runs ---------------------------------------------------------------------------------
+# -- correct runs ---------------------------------------------------------------------------------
 
 
 def test_a_mask_as_declared_has_no_finding_at_any_level(tmp_path: Path) -> None:
@@ -292,7 +292,9 @@ def test_a_static_cache_has_no_finding(tmp_path: Path, family: str) -> None:
     found = planted(
         tmp_path,
         model,
-        lambda: generated(model, prompt_ids(14), 10, cache_implementation="static", disable_compile=True),
+        lambda: generated(
+            model, prompt_ids(14), 10, cache_implementation="static", disable_compile=True
+        ),
         mask="causal",
     )
     assert of_masks(found) == []
@@ -338,10 +340,10 @@ def test_a_bidirectional_encoder_has_no_finding(tmp_path: Path) -> None:
 
 
 def test_a_bidirectional_prefix_is_a_note(tmp_path: Path) -> None:
-    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) | ((kv < 9) & (q < 9))
 
-    found = run_own(tmp_path, rule)
+    found = run_own(tmp_path, mask_mod)
     assert one(found, "mask.future").severity is Severity.NOTE
     assert serious(found) == []
 

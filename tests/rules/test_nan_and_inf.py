@@ -22,7 +22,9 @@ INPUT_IDS = torch.tensor([ids(14, 3)])
 N = INPUT_IDS.shape[1]
 
 
-def greedy(model: Any, n: int = 6, input_ids: Tensor = INPUT_IDS, **options: Any) -> Callable[[], Any]:
+def greedy(
+    model: Any, n: int = 6, input_ids: Tensor = INPUT_IDS, **options: Any
+) -> Callable[[], Any]:
     options = {"do_sample": False, "max_new_tokens": n, **options}
     return lambda: model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
 
@@ -124,7 +126,7 @@ def test_a_row_that_sees_nothing_is_named_where_eager_attention_makes_nan_of_it(
     assert finding.evidence["part"] == "row without keys"
 
 
-def test_a_batch_is_judged_by_its_first_row(tmp_path: Path) -> None:
+def test_a_batch_is_checked_by_its_first_row(tmp_path: Path) -> None:
     model = make_model("llama")
     model.model.embed_tokens.weight.data[7] = torch.nan
     input_ids = torch.cat([INPUT_IDS, torch.full_like(INPUT_IDS, 7)])
@@ -133,7 +135,7 @@ def test_a_batch_is_judged_by_its_first_row(tmp_path: Path) -> None:
     assert one(found, "numbers.nan").evidence["first_row"] == 0
 
 
-def test_sick_logits_bring_the_query_that_finds_them(tmp_path: Path) -> None:
+def test_nonfinite_logits_come_with_the_query_that_finds_them(tmp_path: Path) -> None:
     model = make_model("qwen2")
     model.lm_head.weight.data[17] = torch.nan
     finding = one(planted(tmp_path, model, greedy(model, 2)), "numbers.nan")
@@ -211,7 +213,9 @@ def test_a_loop_without_a_cache_and_one_with_chunks_are_clean(tmp_path: Path) ->
     def run() -> None:
         input_ids = INPUT_IDS
         for _ in range(8):
-            input_ids = torch.cat((input_ids, model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+            input_ids = torch.cat(
+                (input_ids, model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)), 1
+            )
         cache = DynamicCache(config=model.config)
         model(INPUT_IDS[:, :7], past_key_values=cache)
         model(INPUT_IDS[:, 7:], past_key_values=cache)

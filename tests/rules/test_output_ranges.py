@@ -41,7 +41,11 @@ def run_changed(
 
     layers = model.gpt_neox.layers if family == "gpt_neox" else model.model.layers
     handle = layers[layer].register_forward_hook(hook)
-    options = {"attention_mask": torch.ones_like(INPUT_IDS), "max_new_tokens": n, "do_sample": False}
+    options = {
+        "attention_mask": torch.ones_like(INPUT_IDS),
+        "max_new_tokens": n,
+        "do_sample": False,
+    }
     found = planted(tmp_path, model, lambda: model.generate(INPUT_IDS, **options))
     handle.remove()
     return found
@@ -148,8 +152,14 @@ def test_the_same_token_again_and_again_makes_no_layer_stuck(tmp_path: Path) -> 
 def test_scores_at_their_cap_are_saturated(tmp_path: Path) -> None:
     model = make_model("gemma2")
     model.model.layers[1].self_attn.q_proj.weight.data *= 1e3
-    options = {"attention_mask": torch.ones_like(INPUT_IDS), "max_new_tokens": 4, "do_sample": False}
-    finding = one(planted(tmp_path, model, lambda: model.generate(INPUT_IDS, **options)), SATURATION)
+    options = {
+        "attention_mask": torch.ones_like(INPUT_IDS),
+        "max_new_tokens": 4,
+        "do_sample": False,
+    }
+    finding = one(
+        planted(tmp_path, model, lambda: model.generate(INPUT_IDS, **options)), SATURATION
+    )
     assert (finding.layer, finding.evidence["softcap"]) == (1, 50.0)
     assert "have scores at the softcap of 50 in every head of layer 1" in finding.sentence
 

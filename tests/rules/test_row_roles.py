@@ -190,16 +190,16 @@ def test_a_declared_preset_that_ran_makes_no_finding(
     run: Callable[..., Any],
     preset: str,
 ) -> None:
-    rule = preset_rule(preset)
+    spec = preset_spec(preset)
 
     def cells(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
-        whole = torch.from_numpy(rule.dense(64, 64))
+        whole = torch.from_numpy(spec.dense(64, 64))
         return whole[rows, keys]
 
     assert serious(run(cells, mask=preset)) == []
 
 
-def preset_rule(name: str) -> Any:
+def preset_spec(name: str) -> Any:
     """Return the spec that capture builds from a preset for these segments."""
     from flexinspect.masks.algebra import preset
     from flexinspect_hooks.user_code.generation_builder import (

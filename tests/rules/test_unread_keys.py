@@ -36,7 +36,9 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     def go(cells: Any, family: str = "llama", loop: Any = with_cache, **watch: Any) -> Any:
         model = make_model(family)
         attend_by(model, cells)
-        return planted(tmp_path, model, lambda: loop(model, prompt_ids()), **{"segments": LAST, **watch})
+        return planted(
+            tmp_path, model, lambda: loop(model, prompt_ids()), **{"segments": LAST, **watch}
+        )
 
     return go
 
@@ -206,7 +208,9 @@ def test_keys_that_the_caller_closes_in_the_middle_make_no_finding(tmp_path: Pat
     found = planted(
         tmp_path,
         model,
-        lambda: model.generate(prompt_ids(), attention_mask=mask, max_new_tokens=4, do_sample=False),
+        lambda: model.generate(
+            prompt_ids(), attention_mask=mask, max_new_tokens=4, do_sample=False
+        ),
     )
     assert not [f for f in found if f.id in (ORPHAN, UNUSED)]
 

@@ -32,7 +32,7 @@ def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
 
 
 def _answer(parent: socket.socket) -> None:
-    """Hear what the capture process says, and say that all it printed was passed on."""
+    """Answer the capture process: confirm that its output was forwarded."""
     with parent.makefile("r", encoding="utf-8") as lines:
         for line in lines:
             facts = protocol.parse_message(line)

@@ -28,7 +28,7 @@ ALONE = ("w01_bos_shift", CRASHES)
 def ran_case(name: str, declare: str = "") -> tuple[Ran, Path]:
     """Capture a case as `flexinspect run` does, as declared; return how it went, and its trace.
 
-    Whichever test asks first runs it; the trace is for reading alone.
+    The first test that needs it runs it; tests only read the trace.
     """
     key = f"{name}-{hashlib.sha256(declare.encode()).hexdigest()[:12]}"
     folder = Path(os.environ[SHARED])
@@ -58,7 +58,7 @@ def found_in_case(name: str, declare: str = "") -> list[Finding]:
 
 
 def found_in_trace(trace: Path) -> list[Finding]:
-    """Return the findings of a trace that no rule or hook gave up in."""
+    """Return the findings of a trace in which no rule or hook failed."""
     with open_trace(trace) as reader:
         off = [row.event.text for row in reader.events() if row.event.kind.endswith("-off")]
         assert off == []

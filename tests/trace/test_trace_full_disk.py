@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_no_file(tmp_path: Path) -> None
 
 
 def test_a_tiny_file_system_fills_up(tmp_path: Path) -> None:
-    """A real full disk, where the kernel lets a user mount one in a name space of their own."""
+    """A real full disk, where the kernel lets a user mount one in a user namespace."""
     small, out = tmp_path / "small", tmp_path / "out"
     small.mkdir()
     out.mkdir()

@@ -81,11 +81,11 @@ def check(path: Path, reported: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_killed_recording_keeps_all_finished_steps(tmp_path: Path, moment: int) -> None:
-    dice = random.Random(moment)
+    rng = random.Random(moment)
     path = tmp_path / "run.flextrace"
     # Every third child folds its WAL all the time, so that kills hit that, too.
     wal_limit = 20 if moment % 3 == 0 else 16_384
-    reported = record_and_kill(path, dice.uniform(0.0, 0.25), wal_limit, dice.choice([3, 1000]))
+    reported = record_and_kill(path, rng.uniform(0.0, 0.25), wal_limit, rng.choice([3, 1000]))
     check(path, reported_steps(reported))
 
 

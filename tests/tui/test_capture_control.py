@@ -1,4 +1,4 @@
-"""Commands given from the interface: what is asked, what is said, where it leads."""
+"""Commands given from the interface: the requests, the messages, the new place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SIZE = (100, 30)
 
 
 class FakeCapture:
-    """Answers as a capture does, and keeps what it was asked."""
+    """Answers as a capture does, and keeps the requests."""
 
     def __init__(self) -> None:
         self.state: Any = "running"
@@ -115,7 +115,9 @@ class FakeCapture:
         return one
 
     def enable_breakpoint(self, number: int, on: bool) -> BreakpointInfo:
-        self.breakpoints = [structs.replace(b, is_enabled=on) if b.id == number else b for b in self.breakpoints]
+        self.breakpoints = [
+            structs.replace(b, is_enabled=on) if b.id == number else b for b in self.breakpoints
+        ]
         return self.breakpoints[0]
 
     def remove_breakpoint(self, number: int) -> list[BreakpointInfo]:
@@ -136,7 +138,7 @@ class FakeCapture:
 
 
 class Driven:
-    """The interface on a growing trace, with a capture behind it that only pretends."""
+    """The interface on a growing trace, with a fake capture."""
 
     def __init__(self, app: InspectorApp, pilot: Pilot[Any], capture: FakeCapture) -> None:
         self.app, self.pilot, self.capture = app, pilot, capture
@@ -152,7 +154,7 @@ class Driven:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A trace that this process is still writing, as far as anybody can see."""
+    """A trace that this process is still writing, as far as readers can see."""
     path = sample_trace(tmp_path / "run.flextrace", generations=1, finish=False)
     with sqlite3.connect(path) as db:
         facts = (("pid", os.getpid()), ("started_at", time.time()))
@@ -179,7 +181,7 @@ async def test_space_pauses_and_continues_and_the_header_shows_it(path: Path) ->
         await here.until(lambda: "paused" not in screen_lines(app)[0])
 
 
-async def test_pausing_as_asked_tells_the_keys_once_and_is_shown_by_the_header(path: Path) -> None:
+async def test_a_requested_pause_shows_the_keys_once_and_changes_the_header(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -207,7 +209,7 @@ def test_a_refusal_says_what_to_do_on_a_line_of_its_own() -> None:
     assert format_error(refused) == "It is no[t].\nDo \\x1b that."
 
 
-async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:
+async def test_a_stop_says_why_and_how_to_continue(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -217,7 +219,7 @@ async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:
         assert here.shows("space goes on")
 
 
-async def test_a_point_lets_the_model_make_one_token(path: Path) -> None:
+async def test_the_full_stop_key_makes_one_token(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -226,7 +228,7 @@ async def test_a_point_lets_the_model_make_one_token(path: Path) -> None:
         assert app.screen.following  # type: ignore[attr-defined]
 
 
-async def test_a_run_that_is_not_our_own_is_asked_to_stop(path: Path) -> None:
+async def test_a_run_of_another_process_is_asked_to_stop(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -389,7 +391,7 @@ async def test_an_expensive_restore_is_confirmed_first(path: Path) -> None:
         await here.until(lambda: here.capture.requests == [("restore", StepRef(0, 0, 0))])
 
 
-async def test_a_failed_order_says_why_and_stays(path: Path) -> None:
+async def test_a_failed_rewind_says_why_and_keeps_the_place(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -399,7 +401,7 @@ async def test_a_failed_order_says_why_and_stays(path: Path) -> None:
         assert app.screen.place.step == 0  # type: ignore[attr-defined]
 
 
-async def test_a_mask_is_edited_by_small_questions(path: Path) -> None:
+async def test_a_mask_is_edited_by_dialogs(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)

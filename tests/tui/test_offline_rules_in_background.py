@@ -37,7 +37,7 @@ sys.exit(offline_rules.main(sys.argv[1:]))
 
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
-    """The words after the trace of the process that reviews; its only rule is `Slow`."""
+    """The arguments after the trace of the review process; its only rule is `Slow`."""
     args: list[str] = []
     made = {"numbers": NumbersRule, "slow": Slow}
     monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))

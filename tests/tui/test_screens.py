@@ -43,7 +43,7 @@ async def press(pilot: Any, *keys: str) -> None:
 
 
 async def answer(pilot: Any, key: str, text: str) -> None:
-    """Press a key that asks for a text, and give it."""
+    """Press a key that opens a prompt, and type the text."""
     await settle(pilot)
     await pilot.press(key)
     await pilot.pause()
@@ -91,7 +91,7 @@ async def test_layers_and_heads_stay_within_the_model(trace: Path) -> None:
         assert (place(app).layer, place(app).head) == (LAYERS - 2, 0)
 
 
-async def test_generations_are_walked_like_steps(trace: Path) -> None:
+async def test_keys_step_through_generations(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await press(pilot, "right", ">")
@@ -452,7 +452,7 @@ async def test_an_empty_trace_says_that_it_has_no_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PANELS)
-def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
+def test_before_the_first_generation_a_panel_waits_without_an_error(
     name: str, tmp_path: Path
 ) -> None:
     path = sample_trace(tmp_path / "none.flextrace", generations=0)
@@ -535,7 +535,7 @@ async def test_a_number_beyond_any_step_is_searched_as_text(trace: Path) -> None
         assert place(app).step == 0
 
 
-async def test_damage_met_by_a_search_is_reported(
+async def test_damage_found_by_a_search_is_reported(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexinspect.core.errors import TraceError

@@ -16,7 +16,7 @@ SEEN_BAR, HELD_OUT_BAR, GAIN_BAR = 97.0, 70.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """What the shipped model was made with, kept beside it as training.json."""
+    """What the shipped model was made with, kept next to it as training.json."""
 
     seed: int
     steps: int

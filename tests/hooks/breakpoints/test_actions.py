@@ -1,4 +1,4 @@
-"""What a hit does to the gate, to a debugger, and to a run that nobody can continue."""
+"""What a hit does to the step barrier, to a debugger, and to a run that no client can continue."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def debugger(monkeypatch: pytest.MonkeyPatch) -> Debugger:
 
 
 def quietly(_: object) -> None:
-    """Say nothing."""
+    """Discard the message."""
 
 
 def context(step: int) -> StepContext:
@@ -73,7 +73,9 @@ def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     barrier, events = StepBarrier(), list[EventRecord]()
     store = BreakpointStore()
     store.add("step == 2")
-    breaking = BreakpointEvaluator(store, PauseAction(barrier, quietly, events.append), events.append)
+    breaking = BreakpointEvaluator(
+        store, PauseAction(barrier, quietly, events.append), events.append
+    )
     assert breaking.stop_action.can_stop_in_forward()
     for step in range(4):
         begin_and_look(breaking, step)
@@ -107,7 +109,7 @@ def test_what_is_known_after_the_step_stops_the_debugger_before_the_next(
     assert barrier.view().reason == ""
 
 
-def test_without_a_client_the_gate_pauses_when_the_step_is_over(debugger: Debugger) -> None:
+def test_without_a_client_the_barrier_pauses_when_the_step_is_over(debugger: Debugger) -> None:
     debugger.attached = False
     barrier, messages = StepBarrier(), list[str]()
     store = BreakpointStore()
@@ -126,7 +128,7 @@ def test_without_a_client_the_gate_pauses_when_the_step_is_over(debugger: Debugg
     assert debugger.stops == []
 
 
-def test_a_client_that_leaves_just_then_lets_the_gate_pause(debugger: Debugger) -> None:
+def test_a_client_that_leaves_just_then_lets_the_barrier_pause(debugger: Debugger) -> None:
     barrier = StepBarrier()
     debugger.attached = False
     hit = BreakpointHit(1, "step == 0", "step == 0: step 0", step=0)
@@ -141,7 +143,7 @@ def test_without_a_debugger_none_is_loaded(monkeypatch: pytest.MonkeyPatch) -> N
     assert STOPPING not in sys.modules
 
 
-def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
+def test_the_barrier_waits_for_evaluation_only_while_a_breakpoint_is_on() -> None:
     n_settled = 0
 
     def settle() -> None:
@@ -169,7 +171,7 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
     assert walk() == 0
 
 
-def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_judged() -> None:
+def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_evaluated() -> None:
     barrier, store = StepBarrier(), BreakpointStore()
     breaking = BreakpointEvaluator(store, PauseAction(barrier, quietly, quietly))
     old = record(3)
@@ -181,7 +183,7 @@ def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_judged() -> No
     assert store.list()[0].n_hits == 1
 
 
-def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
+def test_a_run_that_no_client_can_continue_is_stopped_once() -> None:
     barrier, events = StepBarrier(), list[EventRecord]()
     store = BreakpointStore()
     store.add("q_len == 1")
@@ -195,7 +197,7 @@ def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
         barrier.between_steps(StepRef(0, 0, 1))
 
 
-def test_a_run_that_somebody_has_commanded_pauses_instead() -> None:
+def test_a_run_that_has_received_a_command_pauses_instead() -> None:
     barrier, events = StepBarrier(), list[EventRecord]()
     barrier.has_received_command = True
     store = BreakpointStore()
@@ -232,7 +234,7 @@ def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses
     assert kinds == ["paused", "resumed"]
 
 
-def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_gate_waiting() -> None:
+def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_barrier_waiting() -> None:
     barrier, store = StepBarrier(), BreakpointStore()
     arming, going_on = threading.Event(), threading.Event()
 

@@ -33,7 +33,7 @@ QUESTION = "Which city is the seat of government of France?"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: its exit code, what it said of that, the steps that it had recorded."""
+    """How a run ended: its exit code, its error messages, the steps that it recorded."""
 
     code: int
     error: str
@@ -50,7 +50,7 @@ def _as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Run the demo model in this process, where nobody can continue it."""
+    """Run the demo model in this process, where no client can continue it."""
 
     def run(*breakpoints: str, **job: Any) -> Ended:
         out = tmp_path / "run.flextrace"
@@ -87,7 +87,7 @@ def answer(run: Callable[..., Ended]) -> list[tuple[str, float]]:
     return [(s.tokens[0].text, math.exp(s.logits.chosen_logprob)) for s in steps if s and s.logits]
 
 
-def test_nothing_is_met_without_breakpoints(run: Callable[..., Ended]) -> None:
+def test_nothing_is_evaluated_without_breakpoints(run: Callable[..., Ended]) -> None:
     ended = run()
     assert (ended.code, ended.error) == (0, "")
     assert len(ended.steps) > 2

@@ -1,4 +1,4 @@
-"""Rules that run as Python while somebody debugs: hit, equal, and no gradient is lost."""
+"""mask_mods that run as Python under a debugger: hit, equal, and no gradient is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexinspect_hooks.observers.attention.kernel_calls import KernelCall, obser
 
 
 class Anybody:
-    """Somebody who observes, so that calls are seen."""
+    """An observer, so that calls are seen."""
 
     def accepts(self, name: str) -> bool:
         return False
@@ -70,7 +70,7 @@ def test_a_mask_mod_run_as_python_gives_the_same_output(messages: list[str]) -> 
     assert messages == []
 
 
-def test_where_a_score_rule_may_need_gradients_torch_does_as_always_and_it_is_said(
+def test_a_score_mod_that_may_need_gradients_is_left_to_torch_and_reported(
     messages: list[str],
 ) -> None:
     bias = torch.zeros(2, requires_grad=True)
@@ -97,7 +97,7 @@ def test_nothing_changes_without_a_debugger() -> None:
     python_mods.on_compiled_call()
 
 
-def test_no_debugger_stops_in_a_rule_that_is_evaluated_to_be_read() -> None:
+def test_no_debugger_stops_in_a_mask_mod_that_is_evaluated_to_be_read() -> None:
     hooked, seen = sys.breakpointhook, []
 
     def rule() -> None:
