@@ -1,4 +1,4 @@
-"""The synthetic traces: what a real run has is there, and it fits together."""
+"""The synthetic traces have the records of a real run, and they are consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an expression makes of a step: three values, layers, sightings, findings, memory."""
+"""The value of an expression for a step: three values, layers, observations, findings, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The language of breakpoints: what is read, what is refused and how, and how it is written."""
+"""The breakpoint language: what is parsed, what is refused and how, and the text form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A patched forward hands the cache on under its old name: an error, or an empty cache."""
+"""A patched forward passes the cache on under its old name: an error, or an empty cache."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """What the case scripts share: a tiny model, ids, masks of cells, and a probe for leaks.
 
-The scripts stand for code of users, so nothing here knows of flexinspect. Everything runs on one
+The scripts represent user code, so nothing here uses flexinspect. Everything runs on one
 thread of a CPU and prints the same at each run.
 """
 

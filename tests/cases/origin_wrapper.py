@@ -1,4 +1,4 @@
-"""A wrapper as people write it: patch every attention forward, forward, unpatch, at each step.
+"""A wrapper as users write it: patch every attention forward, forward, unpatch, at each step.
 
 No cache, the whole sequence again; the mask lets paraphrases see themselves, and what is generated
 see everything. Where flex raises, the forward that was replaced runs instead.

@@ -7,7 +7,7 @@ PROMPT, FIRST, SECOND = 17, slice(1, 7), slice(9, 16)
 
 cells = kit.isolated([(1, 7), (9, 16)], PROMPT, generated=16)
 cells[7, :8] = cells[8, :9] = True  # separators see everything before them,
-cells[9:, 7:9] = True  # everyone after sees the separators,
+cells[9:, 7:9] = True  # all rows after them see the separators,
 cells[:7, 0] = cells[9:16, 0] = True  # and all see the BOS
 
 attention = kit.register_attention(cells)

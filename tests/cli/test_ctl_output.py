@@ -66,7 +66,7 @@ def test_an_edit_that_cannot_be_read_says_its_form(words: str, capsys: Any) -> N
 
 
 class Vanishing:
-    """A client whose capture answers no more."""
+    """A client whose capture no longer answers."""
 
     def __init__(self, error: ControlError) -> None:
         self._error = error

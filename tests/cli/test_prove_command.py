@@ -26,7 +26,7 @@ def prove(*args: str, cwd: Path) -> Done:
 
 
 def fresh(*args: str, cwd: Path) -> Done:
-    """Run the command as a shell does; the other tests have one that is warm."""
+    """Run the command as a shell does; the other tests fork one that has torch loaded."""
     return subprocess.run(
         [*FLEXINSPECT, "prove", *args],
         cwd=cwd,

@@ -65,7 +65,7 @@ class Echo(Panel[list[str], EchoOptions]):
 
 
 class Empty(Panel[None, NoOptions]):
-    """Has nothing to show, ever."""
+    """Never has anything to show."""
 
     name = "empty"
     title = "Empty"

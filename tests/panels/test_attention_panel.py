@@ -284,7 +284,7 @@ def test_a_forks_row_reads_the_keys_of_its_parent_before_the_fork(tmp_path: Path
 
 
 def one_row(step: StepRecord) -> StepRecord:
-    """Let every row see everything, with the mask stored as one row that stands for all."""
+    """Open every cell, with the mask stored as one row that is broadcast."""
     cells = step.masks[0].cells
     assert cells is not None
     row = np.ones_like(cells[:, :1])

@@ -39,7 +39,7 @@ def decode(
     chosen: Any = None,
     **options: Any,
 ) -> None:
-    """Run a loop of a user's own, with the cache that they hold."""
+    """Run a user's loop, with the cache that it holds."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     for _ in range(n):
         input_ids = (
@@ -68,7 +68,7 @@ def without(n_rows: int, **kwargs: Any) -> dict[str, Any]:
     return {**kwargs, "past_key_values": None}
 
 
-# -- layers that hold nothing, or not any more -----------------------------------------------------
+# -- layers whose cache is empty, or no longer filled ----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_layer_whose_cache_shrinks_between_steps_is_named(tmp_path: Path) -> N
 
 
 def test_single_tokens_without_a_cache_are_a_lost_cache(tmp_path: Path) -> None:
-    """The loop feeds the newest token alone and forgets to hand the cache on."""
+    """The loop feeds the newest token alone and does not pass the cache on."""
     model = make_model("llama")
 
     def run() -> None:

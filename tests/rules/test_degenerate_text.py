@@ -134,7 +134,7 @@ def test_a_loop_is_found_at_level_basic_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
 def test_a_random_model_that_loops_is_a_note(family: str, tmp_path: Path) -> None:
-    """Gemma 2 does so by itself, as it reads tokens with the weights that it writes them with."""
+    """Gemma 2 repeats without a change: its input and output embeddings are tied."""
     found = run(tmp_path, cycle(30) if family == "llama" else unchanged, model=make_model(family))
     assert one(found, "text.repetition").severity is Severity.NOTE
     assert not [finding for finding in serious(found) if finding.id.startswith("text.")]

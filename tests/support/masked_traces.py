@@ -1,4 +1,4 @@
-"""Models whose attention runs masks of a test's own, as users patch them."""
+"""Models whose attention runs masks that a test defines, as users patch them."""
 
 from __future__ import annotations
 

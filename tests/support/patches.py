@@ -1,4 +1,4 @@
-"""An attention function of a user's, as people write them, whose faults a test chooses."""
+"""A user's attention function, whose faults a test chooses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Own:
     "flex"; "sdpa": without any exception; "caught": it raises, and causal sdpa is run instead;
     "caught kernel": the kernel itself raises, and so on; "unmasked": it raises, and flex is run
     without a mask; "looked up": a cache of masks has a KeyError, and flex is run as always;
-    "raise": nobody catches it.
+    "raise": it is not caught.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def reported_steps(reported: bytes) -> list[tuple[int, int]]:
 
 
 def check(path: Path, reported: list[tuple[int, int]]) -> None:
-    """Look with flexinspect first, as it may not repair anything, then ask SQLite itself."""
+    """Read with flexinspect first, as it must not repair anything, then with SQLite."""
     with open_trace(path) as reader:
         assert reader.state == "recording"
         for number, step_number in [*reported[:5], *reported[-5:]]:

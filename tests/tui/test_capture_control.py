@@ -57,7 +57,7 @@ class FakeCapture:
         self.reason = self.until = ""
         self.level: Any = "advanced"
         self.requests: list[tuple[Any, ...]] = []
-        self.breakpoints: list[BreakpointInfo] = []
+        self.stored: list[BreakpointInfo] = []
         self.cost = Cost("nothing to speak of")
         self.outcome = RewindState(1, "fork", "done", "branch 1 goes on", StepRef(0, 0, 1), 0.01)
         self.is_silent = False
@@ -106,23 +106,23 @@ class FakeCapture:
         return self._answer("pausing after 1 more step")
 
     def breakpoints(self) -> list[BreakpointInfo]:
-        return self.breakpoints
+        return self.stored
 
     def add_breakpoint(self, text: str) -> BreakpointInfo:
         parse(text)
-        one = BreakpointInfo(len(self.breakpoints) + 1, text)
-        self.breakpoints.append(one)
+        one = BreakpointInfo(len(self.stored) + 1, text)
+        self.stored.append(one)
         return one
 
     def enable_breakpoint(self, number: int, on: bool) -> BreakpointInfo:
-        self.breakpoints = [
-            structs.replace(b, is_enabled=on) if b.id == number else b for b in self.breakpoints
+        self.stored = [
+            structs.replace(b, is_enabled=on) if b.id == number else b for b in self.stored
         ]
-        return self.breakpoints[0]
+        return self.stored[0]
 
     def remove_breakpoint(self, number: int) -> list[BreakpointInfo]:
-        self.breakpoints = [one for one in self.breakpoints if one.id != number]
-        return self.breakpoints
+        self.stored = [one for one in self.stored if one.id != number]
+        return self.stored
 
     def rewind(self, command: RewindCommand) -> CommandResponse:
         if command.dry_run:
@@ -296,13 +296,13 @@ async def test_breakpoints_are_set_switched_and_removed(path: Path) -> None:
         await pilot.press("b")
         await here.until(lambda: isinstance(app.screen, BreakpointsScreen))
         await pilot.press(*"step == 12", "enter")
-        await here.until(lambda: here.capture.breakpoints)
+        await here.until(lambda: here.capture.stored)
         await here.until(lambda: "● 1  step == 12" in screen_text(app))
         app.screen.query_one("OptionList").focus()
         await pilot.press("down", "enter")
         await here.until(lambda: "○ 1  step == 12" in screen_text(app))
         await pilot.press("x")
-        await here.until(lambda: not here.capture.breakpoints)
+        await here.until(lambda: not here.capture.stored)
 
 
 async def test_a_condition_that_cannot_be_read_is_shown_with_its_place(path: Path) -> None:
@@ -314,7 +314,7 @@ async def test_a_condition_that_cannot_be_read_is_shown_with_its_place(path: Pat
         await pilot.press(*"entropie > 3", "enter")
         await here.until(lambda: "^" in screen_text(app))
         assert "entropy" in screen_text(app)
-        assert not here.capture.breakpoints
+        assert not here.capture.stored
 
 
 async def test_tab_completes_a_name(path: Path) -> None:

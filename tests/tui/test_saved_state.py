@@ -1,4 +1,4 @@
-"""What the interface remembers survives anything, and never stands in the way."""
+"""The saved state of the interface: an invalid file or folder never causes an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_saved_values_are_loaded_and_the_others_are_kept() -> None:
     "text",
     ["", "{", "[]", '{"panels": 3, "slots": "x"}', '{"panels": [1], "slots": 99}', "[" * 100_000],
 )
-def test_an_invalid_file_counts_as_missing(text: str) -> None:
+def test_an_invalid_file_gives_valid_settings(text: str) -> None:
     file = saved_state.state_file()
     assert file is not None
     file.parent.mkdir(parents=True)

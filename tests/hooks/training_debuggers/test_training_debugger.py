@@ -121,7 +121,7 @@ def test_a_correct_run_has_no_anomaly() -> None:
 def test_training_is_bit_equal_with_monitoring() -> None:
     class Nothing:
         def monitor_training_step(self, *args: Any) -> None:
-            """Look at nothing."""
+            """Do nothing."""
 
     monitored, plain = run(TrainingDebugger(DebugLevel.EXTREME), 300), run(Nothing(), 300)
     assert torch.equal(monitored.model.weight, plain.model.weight)
