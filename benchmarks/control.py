@@ -26,9 +26,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({str(DEMO)!r})
 model = AutoModelForCausalLM.from_pretrained({str(DEMO)!r}).eval()
-fed = tokenizer("What is the capital of France?", return_tensors="pt")
+inputs = tokenizer("What is the capital of France?", return_tensors="pt")
 while True:
-    model.generate(**fed, min_new_tokens=64, max_new_tokens=64, do_sample=False)
+    model.generate(**inputs, min_new_tokens=64, max_new_tokens=64, do_sample=False)
 """
 PATIENCE_S = 120
 

@@ -70,7 +70,7 @@ class Window:
 
     def __call__(self, model: Any, prompt: Prompt, tokens: int) -> Timing:
         """Run them once."""
-        too_many = self._cache.get_seq_length() - self._ids.shape[1] + 1  # the last one is fed
+        too_many = self._cache.get_seq_length() - self._ids.shape[1] + 1  # the last one is an input
         self._cache.crop(-too_many)
         stamps = generate_stamps(self._model, self._ids, self._tokens, self._cache)
         return Timing.of(stamps[UNTIMED - 1], stamps[UNTIMED:])

@@ -1,7 +1,7 @@
 """What the rules cost: each live rule at a decode step, and all rules over a finished trace.
 
 The steps are those of a real run of the demo model with random weights, which does not repeat
-itself at once as the trained one does behind its answer.
+itself at once as the trained one does after its answer.
 """
 
 from __future__ import annotations

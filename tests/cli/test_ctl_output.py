@@ -44,8 +44,8 @@ def test_a_capture_is_found_by_any_way_to_its_trace(
 
 
 def test_edits_are_read_in_the_order_they_are_given() -> None:
-    words = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
-    args = build_parser("ctl").parse_args(["ctl", "edit", "4", *words.split()])
+    flags = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
+    args = build_parser("ctl").parse_args(["ctl", "edit", "4", *flags.split()])
     assert args.edits == (
         MaskEdit("drop", segments=(3,)),
         MaskEdit("see", segments=(5, 4)),
@@ -57,10 +57,10 @@ def test_edits_are_read_in_the_order_they_are_given() -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["--see 5", "--drop x", "--open 1:2:3", "--join 1,", "--unsee :"])
-def test_an_edit_that_cannot_be_read_says_its_form(words: str, capsys: Any) -> None:
+@pytest.mark.parametrize("flags", ["--see 5", "--drop x", "--open 1:2:3", "--join 1,", "--unsee :"])
+def test_an_edit_that_cannot_be_read_says_its_form(flags: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["ctl", "edit", "4", *words.split()])
+        main(["ctl", "edit", "4", *flags.split()])
     assert end.value.code == 2
     assert "is not" in capsys.readouterr().err
 
@@ -144,10 +144,10 @@ def test_a_capture_is_named_in_one_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--pid 5 stop", "stop --pid 5", "step 3 --pid 5", "break list --pid 5"]
+    "line", ["--pid 5 stop", "stop --pid 5", "step 3 --pid 5", "break list --pid 5"]
 )
-def test_a_capture_is_named_before_or_after_the_verb(words: str) -> None:
+def test_a_capture_is_named_before_or_after_the_verb(line: str) -> None:
     from flexinspect.cli.main import build_parser
 
-    args = build_parser("ctl").parse_args(["ctl", *words.split()])
+    args = build_parser("ctl").parse_args(["ctl", *line.split()])
     assert (args.pid, args.json, args.wait, args.trace) == (5, False, False, None)

@@ -200,9 +200,9 @@ def test_a_key_of_textual_itself_cannot_be_remapped(home: Path) -> None:
 def test_breakpoints_of_the_project_override_those_of_the_user_by_name(home: Path) -> None:
     own = home.parent / "xdg" / "flexinspect" / "config.toml"
     own.parent.mkdir(parents=True)
-    own.write_text('[breakpoints]\nunsure = "entropy > 2"\nsick = "nan or inf"\n')
+    own.write_text('[breakpoints]\nunsure = "entropy > 2"\nnonfinite = "nan or inf"\n')
     (home / "flexinspect.toml").write_text('[breakpoints]\nunsure = "entropy > 3 [once]"\n')
-    assert load_config().breakpoints == {"unsure": "entropy > 3 [once]", "sick": "nan or inf"}
+    assert load_config().breakpoints == {"unsure": "entropy > 3 [once]", "nonfinite": "nan or inf"}
 
 
 def test_an_invalid_breakpoint_is_reported_with_file_line_and_column(home: Path) -> None:

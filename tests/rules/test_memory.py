@@ -124,8 +124,8 @@ def findings_in(path: Path) -> list[Finding]:
 LONG = """
 model = make_model("llama", max_position_embeddings=4096, num_attention_heads=8)
 Own(model, heads=8)
-fed = torch.tensor([ids(1800, 1)])
-watched(model, lambda: model(fed, use_cache=False), "long")
+input_ids = torch.tensor([ids(1800, 1)])
+watched(model, lambda: model(input_ids, use_cache=False), "long")
 """
 
 
@@ -182,10 +182,10 @@ def test_a_few_steps_give_no_finding() -> None:
 
 LOOP = """
 def loop(model, kept):
-    cache, fed = None, torch.tensor([ids(9, 1)])
+    cache, input_ids = None, torch.tensor([ids(9, 1)])
     for _ in range(30):
-        out = model(fed, past_key_values=cache)
-        cache, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        out = model(input_ids, past_key_values=cache)
+        cache, input_ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
         if kept is not None:
             kept.append(torch.ones(8 << 18))  # 8 MiB
 

@@ -149,8 +149,8 @@ class DapClient:
         self.event("initialized")
         verified = []
         for path, lines in breakpoints.items():
-            asked = [{"line": line} for line in lines]
-            body = self.request("setBreakpoints", source={"path": str(path)}, breakpoints=asked)
+            places = [{"line": line} for line in lines]
+            body = self.request("setBreakpoints", source={"path": str(path)}, breakpoints=places)
             verified += [each["verified"] for each in body["breakpoints"]]
         self.request("configurationDone")
         self.answer(begun)

@@ -43,12 +43,12 @@ class Score:
     """Exact matches among questions asked."""
 
     right: int
-    asked: int
+    n_questions: int
 
     @property
     def percent(self) -> float:
         """Return the exact match in percent."""
-        return 100 * self.right / max(1, self.asked)
+        return 100 * self.right / max(1, self.n_questions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class ModelUnderTest:
             for relation in RELATIONS
         }
         row = Row(name, Score(sum(right for _, right in marks), len(marks)), by_relation)
-        print(f"{row.name:48s} {row.score.percent:6.2f} %  of {row.score.asked}", flush=True)
+        print(f"{row.name:48s} {row.score.percent:6.2f} %  of {row.score.n_questions}", flush=True)
         return row
 
 

@@ -61,7 +61,11 @@ def table(rows: Sequence[Row], first: str) -> str:
 def _table_row(row: Row) -> str:
     cells = [f"{row.by_relation[relation].percent:.1f}" for relation in RELATIONS]
     score = row.score
-    return f"| {row.name} | {score.asked} | **{score.percent:.1f}** | " + " | ".join(cells) + " |"
+    return (
+        f"| {row.name} | {score.n_questions} | **{score.percent:.1f}** | "
+        + " | ".join(cells)
+        + " |"
+    )
 
 
 def write_page(

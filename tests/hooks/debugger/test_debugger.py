@@ -106,8 +106,8 @@ def test_a_stop_in_a_mask_mod_is_in_the_mask_mod() -> None:
 
 def test_between_two_forwards_it_is_where_the_users_loop_is() -> None:
     made: dict[str, Any] = {"sys": sys}
-    exec(compile("def gate():\n    return sys._getframe()", "/x/site-packages/y.py", "exec"), made)
-    assert frame_to_stop_in(made["gate"]()) is sys._getframe()
+    exec(compile("def stop():\n    return sys._getframe()", "/x/site-packages/y.py", "exec"), made)
+    assert frame_to_stop_in(made["stop"]()) is sys._getframe()
 
 
 def test_without_a_debugger_nothing_stops() -> None:

@@ -44,7 +44,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "loose.flextrace")
+    made = Bench(tmp_path / "standalone.flextrace")
     yield made
     made.session.remove_hooks()
 
