@@ -154,7 +154,7 @@ def facts_c7(trace: TraceReader) -> None:
     assert np.isnan(in_values.lse_error)
 
 
-LOOSE_FACTS: dict[str, Callable[[TraceReader], None]] = {
+STANDALONE_FACTS: dict[str, Callable[[TraceReader], None]] = {
     "k03_empty_cache_slots": facts_k03,
     "b02_stale_tables": facts_b02,
     "b06_blocks_for_tokens": facts_b06,
