@@ -61,7 +61,7 @@ TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]
         training_debuggers.table,
     ),
 }
-"""Cases that measure for as long as they are told, and how their tables are made."""
+"""Cases that measure for a given time, and how their tables are made."""
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown case {unknown[0]}; the cases are {', '.join(known)}")
     if len(args.cases) > 1:
-        # A process each: compiling leaves pools of threads behind that slow what comes after.
+        # A process each: compiling leaves thread pools that slow the cases after it.
         for name in args.cases:
             subprocess.run([sys.executable, "-m", "benchmarks", name, *_flags(args)], check=True)
         subprocess.run([sys.executable, "-m", "benchmarks.report"], check=True)

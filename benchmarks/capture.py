@@ -79,7 +79,7 @@ class CapturedRun:
             session.end_generation(GenerationEnd(0, "finished", "", prompt.segments))
         cost = session.cost()
         self.writer_ms.append(1e3 * cost["writer_s"] / max(cost["steps"], 1))
-        return replace(timing, written=written, told=cost["ratio"])
+        return replace(timing, written=written, stated=cost["ratio"])
 
 
 def measure(model: Any, seconds: float, tokens: int, *, compiled: bool) -> dict[str, Any]:
@@ -111,13 +111,13 @@ def decode_ms(found: dict[str, list[Sandwich]]) -> float:
 
 
 def level_facts(level: str, blocks: Sequence[Sandwich]) -> dict[str, Any]:
-    """Return the ratios of a level beside its bound, its aim and what the runs said themselves."""
+    """Return the ratios of a level with its bound, its aim and what the runs stated themselves."""
     return {
         "ratio": compared(blocks, "total"),
         "decode_ratio": compared(blocks, "decode", "total"),
         "bound": BOUNDS[level],
         "aim": AIMS[level],
-        "stated_by_the_run": round(1 + statistics.median(one.case.told for one in blocks), 4),
+        "stated_by_the_run": round(1 + statistics.median(one.case.stated for one in blocks), 4),
     }
 
 

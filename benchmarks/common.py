@@ -69,18 +69,18 @@ def bench_prompt(new_tokens: int = NEW) -> Prompt:
 class Timing(Struct, frozen=True):
     """One generation: prefill and each decode step in seconds.
 
-    `written` is how long after the last token the last step was in the trace, and `told` what the
-    run says that capture took, as a share of the rest.
+    `written` is how long after the last token the last step was in the trace, and `stated`
+    what the run reports that capture took, as a share of the rest.
     """
 
     prefill: float
     steps: tuple[float, ...]
     written: float = 0.0
-    told: float = 0.0
+    stated: float = 0.0
 
     @property
     def decode(self) -> float:
-        """Seconds of all decode steps together, so that no stall hides behind a median."""
+        """Seconds of all decode steps together, so that a median hides no stall."""
         return sum(self.steps) + self.written
 
     @property
@@ -102,9 +102,9 @@ class Timing(Struct, frozen=True):
 
 def flex_source(prompt: Prompt, device: str, *, compiled: bool) -> SpecMaskSource:
     """Return the segment-isolation mask of a prompt."""
-    rule = algebra.preset("segment-isolation", prompt.segments)
+    spec = algebra.preset("segment-isolation", prompt.segments)
     length = prompt.segments[-1].stop
-    return SpecMaskSource(rule, length=length, device=torch.device(device), compiled=compiled)
+    return SpecMaskSource(spec, length=length, device=torch.device(device), compiled=compiled)
 
 
 def time_flex(
@@ -147,12 +147,12 @@ def ratio(top: Sequence[float], bottom: Sequence[float]) -> dict[str, float]:
 class Block:
     """Some steps in a row: wall clock and CPU of the whole process, in seconds.
 
-    `told` is what the code that is measured says, or is seen, to take: a share of the rest.
+    `stated` is what the measured code reports, or is observed, to take: a share of the rest.
     """
 
     wall: float
     cpu: float
-    told: float = 0.0
+    stated: float = 0.0
 
 
 Run = Block | Timing
@@ -220,10 +220,10 @@ def compared(blocks: Sequence[Sandwich], clock: str, steadied_by: str = "") -> d
 
 
 def clocks(blocks: Sequence[Sandwich]) -> dict[str, Any]:
-    """Return the ratios of a case by wall clock and by CPU, and the median of what it told."""
+    """Return the ratios of a case by wall clock and by CPU, and the median of what it stated."""
     ratios: dict[str, Any] = {clock: compared(blocks, clock, "wall") for clock in ("wall", "cpu")}
-    told = statistics.median(one.case.told for one in blocks)
-    return {**ratios, "told": round(1 + told, 4)} if told else ratios
+    stated = statistics.median(one.case.stated for one in blocks)
+    return {**ratios, "stated": round(1 + stated, 4)} if stated else ratios
 
 
 def cell(found: Mapping[str, float]) -> str:
@@ -243,7 +243,7 @@ def milliseconds(values: Sequence[float]) -> float:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Say what the figures were measured on."""
+    """Describe the machine and the versions of the measurement."""
     import transformers
 
     facts: dict[str, Any] = {

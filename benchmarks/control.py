@@ -26,9 +26,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained({str(DEMO)!r})
 model = AutoModelForCausalLM.from_pretrained({str(DEMO)!r}).eval()
-fed = tokenizer("What is the capital of France?", return_tensors="pt")
+inputs = tokenizer("What is the capital of France?", return_tensors="pt")
 while True:
-    model.generate(**fed, min_new_tokens=64, max_new_tokens=64, do_sample=False)
+    model.generate(**inputs, min_new_tokens=64, max_new_tokens=64, do_sample=False)
 """
 PATIENCE_S = 120
 
@@ -38,15 +38,15 @@ def measure(rounds: int = 100) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="fx"))
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
     (folder / "endless.py").write_text(PROGRAM)
-    words = ("-m", "flexinspect", "run", "--no-ui", "--level", "basic", "--out", "t.flextrace")
+    args = ("-m", "flexinspect", "run", "--no-ui", "--level", "basic", "--out", "t.flextrace")
     process = subprocess.Popen(
-        [sys.executable, *words, "endless.py"], cwd=folder, stdout=subprocess.DEVNULL
+        [sys.executable, *args, "endless.py"], cwd=folder, stdout=subprocess.DEVNULL
     )
     try:
         measured = _commands(_client(), rounds, folder / "t.flextrace")
-        return {"milliseconds": measured, "gate": _gate_ns()}
+        return {"milliseconds": measured, "barrier": _barrier_ns()}
     finally:
-        process.terminate()  # it ends the program too, which would go on for ever
+        process.terminate()  # it ends the program too, which would run for ever
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -85,10 +85,10 @@ def _commands(client: ControlClient, rounds: int, trace: Path) -> dict[str, Any]
 
 
 def _delays(sent: Sequence[float], trace: Path) -> list[float]:
-    """Return how long after each command the model's thread went on, as the trace says it."""
+    """Return how long after each command the model's thread continued, by the trace."""
     with TraceReader(trace) as reader:
         went = [row.event.at for row in reader.events() if row.event.kind == "resumed"]
-    return [(at - asked) * 1e3 for asked, at in zip(sent, went, strict=True)]
+    return [(at - requested) * 1e3 for requested, at in zip(sent, went, strict=True)]
 
 
 def _step_ms(trace: Path) -> dict[str, float]:
@@ -110,11 +110,11 @@ def _said(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _gate_ns(n: int = 200_000) -> dict[str, float]:
-    """Return what a step pays at a gate that nobody commands, in nanoseconds."""
-    gate, place = StepBarrier(), StepRef()
-    gate.between_steps(place)
+def _barrier_ns(n: int = 200_000) -> dict[str, float]:
+    """Return what a step pays at a barrier that has no command, in nanoseconds."""
+    barrier, place = StepBarrier(), StepRef()
+    barrier.between_steps(place)
     started = time.perf_counter()
     for _ in range(n):
-        gate.between_steps(place)
+        barrier.between_steps(place)
     return {"nanoseconds per step": round((time.perf_counter() - started) / n * 1e9, 1)}

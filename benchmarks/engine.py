@@ -25,13 +25,13 @@ from flexinspect.records.prompt import Prompt
 
 def time_generate(model: Any, prompt: Prompt, new_tokens: int = NEW) -> Timing:
     """Time transformers' own greedy `generate` under SDPA, token by token."""
-    fed = torch.tensor([prompt.ids], device=next(model.parameters()).device)
+    input_ids = torch.tensor([prompt.ids], device=next(model.parameters()).device)
     started = time.perf_counter()
-    return Timing.of(started, generate_stamps(model, fed, new_tokens))
+    return Timing.of(started, generate_stamps(model, input_ids, new_tokens))
 
 
 def generate_stamps(
-    model: Any, fed: Tensor, new_tokens: int, past_key_values: Any = None
+    model: Any, input_ids: Tensor, new_tokens: int, past_key_values: Any = None
 ) -> list[float]:
     """Run `generate` on ids (1, L), some perhaps cached; return when each token was known."""
     from transformers import StoppingCriteria, StoppingCriteriaList
@@ -46,8 +46,8 @@ def generate_stamps(
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     model.generate(
-        fed,
-        attention_mask=torch.ones_like(fed),
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
         past_key_values=past_key_values,
         max_new_tokens=new_tokens,
         do_sample=False,
@@ -62,9 +62,9 @@ def time_naive(model: Any, prompt: Prompt, new_tokens: int) -> Timing:
     No cache: the whole sequence again at each step. A block mask built in every layer at every
     step, for every head. Every attention module patched before and put back after each step.
     """
-    rule = algebra.preset("segment-isolation", prompt.segments)
+    spec = algebra.preset("segment-isolation", prompt.segments)
     limit = prompt.segments[-1].stop
-    allowed = torch.from_numpy(rule.dense(limit))
+    allowed = torch.from_numpy(spec.dense(limit))
     ids = torch.tensor([prompt.ids])
     stamps: list[float] = []
     started = time.perf_counter()

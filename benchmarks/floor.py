@@ -86,8 +86,8 @@ def _described(ended: float, row: npt.NDArray[np.float32]) -> tuple[float, str]:
     weights = np.exp(shifted)
     total = weights.sum()
     entropy = np.log(total) - (weights @ shifted) / total
-    said = {"best": best.tolist(), "logits": row[best].tolist(), "entropy": float(entropy)}
-    return ended, json.dumps(said)
+    report = {"best": best.tolist(), "logits": row[best].tolist(), "entropy": float(entropy)}
+    return ended, json.dumps(report)
 
 
 def measure(model: Any, seconds: float, tokens: int) -> dict[str, Any]:

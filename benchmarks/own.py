@@ -1,4 +1,4 @@
-"""What watching somebody's own code costs: `model.generate` under SDPA with and without `watch`.
+"""What watching user code costs: `model.generate` under SDPA with and without `watch`.
 
 Whole generations are what a user has; but one of a real model takes longer than this kind of
 machine keeps its speed. So there are windows, too: some decode steps after one prompt, again and
@@ -47,9 +47,9 @@ class WatchedRun:
                 recorder.drain()
                 written = time.perf_counter() - written
             with trace.reader() as reader:
-                told = float(reader.run()["cost"]["ratio"])
+                stated = float(reader.run()["cost"]["ratio"])
             self.bytes_per_step = path.stat().st_size / (len(timing.steps) + 1)
-        return replace(timing, written=written, told=told)
+        return replace(timing, written=written, stated=stated)
 
 
 UNTIMED = 3
@@ -70,7 +70,7 @@ class Window:
 
     def __call__(self, model: Any, prompt: Prompt, tokens: int) -> Timing:
         """Run them once."""
-        too_many = self._cache.get_seq_length() - self._ids.shape[1] + 1  # the last one is fed
+        too_many = self._cache.get_seq_length() - self._ids.shape[1] + 1  # the last one is an input
         self._cache.crop(-too_many)
         stamps = generate_stamps(self._model, self._ids, self._tokens, self._cache)
         return Timing.of(stamps[UNTIMED - 1], stamps[UNTIMED:])

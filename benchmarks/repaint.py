@@ -1,7 +1,7 @@
 """`python -m benchmarks.repaint`: processor time of one repaint of a heatmap of 200 × 60 cells.
 
 All of it is counted: levels into strips, the widget, the compositor, the terminal's bytes and
-their encoding, and what the app's loop does beside. Only the terminal itself is not there. Every
+their encoding, and what the app's loop does besides. Only the terminal itself is not there. Every
 cell changes from one repaint to the next. Making the levels is not counted: a panel does that
 when it loads.
 """

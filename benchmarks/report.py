@@ -93,7 +93,7 @@ def rules_table(facts: dict[str, Any]) -> str:
     """Return the cost of the rules."""
     rows = [
         [f"{facts['live_rules']} live rules, per step", f"{facts['all_live_us_per_step']:.0f} µs"],
-        *([f"rule `{name}`", f"{us:.0f} µs"] for name, us in facts["dearest_us_per_step"].items()),
+        *([f"rule `{name}`", f"{us:.0f} µs"] for name, us in facts["slowest_us_per_step"].items()),
         [f"all rules over {facts['steps']} steps", f"{facts['all_over_the_trace_s']:.2f} s"],
     ]
     return markdown(["", "time"], rows)
@@ -105,7 +105,7 @@ def control_table(facts: dict[str, Any]) -> str:
         [name, f"{found['median']:.2f}", f"{found['p95']:.2f}"]
         for name, found in facts["milliseconds"].items()
     ]
-    barrier = next(iter(facts["gate"].values()))
+    barrier = next(iter(facts["barrier"].values()))
     return markdown(
         ["command", "median, ms", "95th percentile, ms"],
         [*rows, ["step barrier without a command", f"{barrier / 1e6:.4f}", ""]],

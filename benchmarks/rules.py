@@ -1,7 +1,7 @@
 """What the rules cost: each live rule at a decode step, and all rules over a finished trace.
 
 The steps are those of a real run of the demo model with random weights, which does not repeat
-itself at once as the trained one does behind its answer.
+itself at once as the trained one does after its answer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def measure() -> dict[str, Any]:
 
 
 def _record(path: Path) -> None:
-    words = "run --model demo --weights random --dataset demo --max-samples 1 --stop eos --no-ui"
-    command = [sys.executable, "-m", "flexinspect", *words.split(), "--out", str(path)]
+    args = "run --model demo --weights random --dataset demo --max-samples 1 --stop eos --no-ui"
+    command = [sys.executable, "-m", "flexinspect", *args.split(), "--out", str(path)]
     command += ["--max-new-tokens", str(STEPS)]
     subprocess.run(command, check=True, capture_output=True)
 
@@ -50,12 +50,12 @@ def _measured(reader: TraceReader) -> dict[str, Any]:
     steps = [replace(step, findings=(), events=()) for step in found if step is not None]
     live = [rule for rule in load_rules().rules if not rule.offline_only]
     each = {rule.name: _per_step_us([rule], begun, steps) for rule in live}
-    dearest = sorted(each, key=lambda name: -each[name])[:5]
+    slowest = sorted(each, key=lambda name: -each[name])[:5]
     return {
         "steps": len(steps),
         "live_rules": len(live),
         "all_live_us_per_step": _per_step_us(live, begun, steps),
-        "dearest_us_per_step": {name: each[name] for name in dearest},
+        "slowest_us_per_step": {name: each[name] for name in slowest},
         "rules": len(load_rules().rules),
         "all_over_the_trace_s": round(statistics.median(_afterwards(reader) for _ in range(3)), 3),
         "bound_s": MOST_S,
@@ -68,11 +68,11 @@ def _per_step_us(
     """Return the CPU time of a step in µs, warm: the median of `ROUNDS` passes over all steps."""
     spent = []
     for _ in range(ROUNDS):
-        book = RuleRunner([type(rule)() for rule in rules])
-        book.on_generation_start(begun)
+        runner = RuleRunner([type(rule)() for rule in rules])
+        runner.on_generation_start(begun)
         started = time.thread_time()
         for step in steps:
-            book.on_step(step)
+            runner.on_step(step)
         spent.append(time.thread_time() - started)
     return round(1e6 * statistics.median(spent) / len(steps), 1)
 
@@ -80,11 +80,11 @@ def _per_step_us(
 def _afterwards(reader: TraceReader) -> float:
     """Return the seconds in which all rules look at the trace, reading it included."""
     started = time.perf_counter()
-    book = RuleRunner([type(rule)() for rule in load_rules().rules])
+    runner = RuleRunner([type(rule)() for rule in load_rules().rules])
     row = reader.generations()[0]
-    book.on_generation_start(branch_start_record(reader, row, reader.branches(0)[0]))
-    for record in replay(reader, 0, book.streams):
+    runner.on_generation_start(branch_start_record(reader, row, reader.branches(0)[0]))
+    for record in replay(reader, 0, runner.streams):
         if isinstance(record, StepRecord):
-            book.on_step(record)
-    book.on_generation_end()
+            runner.on_step(record)
+    runner.on_generation_end()
     return time.perf_counter() - started

@@ -63,7 +63,7 @@ GROUP = 250
 
 ATTENTION_EVERY, ATTENTION_LAST = 5, 1_000
 STARTED_AT, STEP_MS = 1_700_000_000.0, 20.0
-N_CANDIDATES, SICK_LAYER, N_SICK = 10, 5, 5
+N_CANDIDATES, NONFINITE_LAYER, N_NONFINITE = 10, 5, 5
 
 _TEXT = """
 the of and to in is that for it was on are as with they be at one have this from or by hot word but
@@ -123,7 +123,7 @@ def _write(made: _Made, path: Path, progress: Progress | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A generation that never ran: its records are made when they are asked for."""
+    """A generation that never ran: its records are made on request."""
 
     prompt: Prompt
     n_steps: int
@@ -141,10 +141,10 @@ class _Made:
             _token(pos, token_id % len(WORDS), self.prompt.position_ids[pos], inside[pos])
             for pos, token_id in enumerate(self.prompt.ids)
         ]
-        rule = self._rule()
-        declared = {"preset": rule.name, "separators": "attached", "starts": list(rule.starts)}
-        declared |= {"head": list(rule.prefix_stops), "low": list(rule.local_starts)}
-        about = ("synthetic/0", rule.name, "contiguous", segments, tuple(tokens), (WORDS[0],))
+        spec = self._spec()
+        declared = {"preset": spec.name, "separators": "attached", "starts": list(spec.starts)}
+        declared |= {"head": list(spec.prefix_stops), "low": list(spec.local_starts)}
+        about = ("synthetic/0", spec.name, "contiguous", segments, tuple(tokens), (WORDS[0],))
         return GenerationRecord(0, *about, declared, STARTED_AT)
 
     def end(self) -> GenerationEnd:
@@ -166,42 +166,43 @@ class _Made:
         mask = self._decode_mask(after) if step else self._prefill_mask()
         segment, position = len(self.prompt.segments) - 1, self.prompt.next_position(step)
         token = _token(after, numbers.words[index], position, segment, step)
-        sick = self._sick(step)
+        nonfinite = self._is_nonfinite(step)
         return StepRecord(
             *(0, step, "decode" if step else "prefill", after - before, before, after),
             *(STARTED_AT + step * STEP_MS / 1e3, numbers.wall_ms[index], 0.4),
             logits=numbers.logits(index),
             tokens=(token,),
             calls=tuple(
-                _call(layer, mask, numbers.gates[index] * (1 + layer)) for layer in range(LAYERS)
+                _call(layer, mask, numbers.lse_errors[index] * (1 + layer))
+                for layer in range(LAYERS)
             ),
             layer_stats=tuple(
-                _stat(layer, numbers.norms[index], sick=sick and layer >= SICK_LAYER)
+                _stat(layer, numbers.norms[index], nonfinite=nonfinite and layer >= NONFINITE_LAYER)
                 for layer in range(LAYERS)
             ),
             memory=_memory(after),
             masks=(mask,),
             arrays=self._arrays(step),
-            findings=(_finding(step),) if sick else (),
+            findings=(_finding(step),) if nonfinite else (),
         )
 
-    def _sick(self, step: int) -> bool:
+    def _is_nonfinite(self, step: int) -> bool:
         first = self.n_steps * 7 // 10
-        return self.thin and first <= step < first + N_SICK and step > 0
+        return self.thin and first <= step < first + N_NONFINITE and step > 0
 
     def _arrays(self, step: int) -> tuple[ArrayRecord, ...]:
         if self.thin and step % ATTENTION_EVERY and step < self.n_steps - ATTENTION_LAST:
             return ()
         return _attention(len(self.prompt.segments), step % 64)
 
-    def _rule(self) -> algebra.MaskSpec:
+    def _spec(self) -> algebra.MaskSpec:
         return algebra.preset("segment-isolation", self.prompt.segments)
 
     def _prefill_mask(self) -> MaskRecord:
-        rule, n = self._rule(), self.n_prompt
+        spec, n = self._spec(), self.n_prompt
         cells = np.empty((1, n, n), np.bool_)
         for start, stop in algebra.row_chunks(n):
-            cells[0, start:stop] = rule.dense(stop - start, n, q_offset=start)
+            cells[0, start:stop] = spec.dense(stop - start, n, q_offset=start)
         rows = (cells[0, start:stop] for start, stop in algebra.row_chunks(n))
         tables = algebra.stack_block_rows(rows)
         name = "flexinspect_hooks.generation.mask_source.arithmetic_mask_mod.<locals>.mask_mod"
@@ -224,7 +225,7 @@ class _Numbers:
     logprobs: list[list[float]]
     histograms: list[list[int]]
     wall_ms: list[float]
-    gates: list[float]
+    lse_errors: list[float]
     norms: list[float]
 
     @classmethod
@@ -250,7 +251,7 @@ class _Numbers:
         )
 
     def logits(self, index: int) -> LogitsRecord:
-        """Return the distribution of a step; the chosen token is where its rank says."""
+        """Return the distribution of a step; the chosen token is at its rank."""
         logprobs, rank, word = self.logprobs[index], self.ranks[index], self.words[index]
         candidates = tuple(
             _candidate(number, _nth_word(word, number - rank), logprob)
@@ -264,7 +265,7 @@ class _Numbers:
 
 
 def _words(start: int, stop: int) -> npt.NDArray[np.int64]:
-    """Return which word each step chose: scattered, and the same however they are asked for."""
+    """Return which word each step chose: scattered, and the same in any order of requests."""
     steps = np.arange(start, stop)
     words: npt.NDArray[np.int64] = (steps * 2654435761 >> 7) % len(WORDS)
     return words
@@ -295,7 +296,7 @@ def _candidate(rank: int, word: int, logprob: float) -> Candidate:
 
 
 def _mask(
-    rule: str,
+    mask_mod: str,
     q_len: int,
     kv_len: int,
     q_offset: int,
@@ -303,26 +304,26 @@ def _mask(
     partial: npt.NDArray[np.bool_],
     full: npt.NDArray[np.bool_] | None,
 ) -> MaskRecord:
-    name = hashlib.blake2b(f"{rule} {q_len} {kv_len}".encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(f"{mask_mod} {q_len} {kv_len}".encode(), digest_size=8).hexdigest()
     return MaskRecord(
         *(name, "block", 1, 1, q_len, kv_len, q_offset, 0, algebra.BLOCK_SIZE, algebra.BLOCK_SIZE),
-        *(rule, "maskmods.py:55", False),
+        *(mask_mod, "maskmods.py:55", False),
         cells=cells,
         partial=partial,
         full=full,
     )
 
 
-def _call(layer: int, mask: MaskRecord, gate: float) -> CallRecord:
+def _call(layer: int, mask: MaskRecord, lse_error: float) -> CallRecord:
     return CallRecord(
         *(layer, "flex uncompiled", "flexinspect", mask.fingerprint, 1, HEADS, KV_HEADS),
-        *(mask.q_len, mask.kv_len, HEAD_DIM, "float32", HEAD_DIM**-0.5, gate, "lse"),
+        *(mask.q_len, mask.kv_len, HEAD_DIM, "float32", HEAD_DIM**-0.5, lse_error, "lse"),
     )
 
 
-def _stat(layer: int, norm: float, *, sick: bool) -> LayerStatRecord:
+def _stat(layer: int, norm: float, *, nonfinite: bool) -> LayerStatRecord:
     name, std = f"model.layers.{layer}", 1.0 + layer
-    if sick:
+    if nonfinite:
         nan = float("nan")
         return LayerStatRecord(layer, name, 3, 0, nan, nan, nan, nan, nan)
     grown = norm * (1 + layer)
@@ -335,9 +336,11 @@ def _memory(kv_len: int) -> MemoryRecord:
 
 
 def _finding(step: int) -> Finding:
-    sentence = f"Layer {SICK_LAYER} puts out 3 NaN at step {step}; the layers before it have none."
-    evidence = {"n_nan": 3, "module": f"model.layers.{SICK_LAYER}"}
-    where = (0, 0, step, SICK_LAYER, None, ())
+    sentence = (
+        f"Layer {NONFINITE_LAYER} puts out 3 NaN at step {step}; the layers before it have none."
+    )
+    evidence = {"n_nan": 3, "module": f"model.layers.{NONFINITE_LAYER}"}
+    where = (0, 0, step, NONFINITE_LAYER, None, ())
     return Finding("numbers.nan", Severity.ERROR, sentence, *where, evidence)
 
 

@@ -21,14 +21,14 @@ SILENCE_S = 0.06
 
 
 class Terminal:
-    """A Python program in a pseudo-terminal of so many cells; nobody draws what it writes.
+    """A Python program in a pseudo-terminal of so many cells; what it writes is not drawn.
 
     `program` are the arguments of Python, by default those that run `flexinspect`.
     """
 
     def __init__(
         self,
-        words: Sequence[str],
+        args: Sequence[str],
         *,
         width: int = 120,
         height: int = 40,
@@ -41,7 +41,7 @@ class Terminal:
             fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
             os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
             os.environ.pop("NO_COLOR", None)
-            os.execv(sys.executable, [sys.executable, *program, *words])
+            os.execv(sys.executable, [sys.executable, *program, *args])
 
     def __enter__(self) -> Self:
         return self
@@ -93,7 +93,7 @@ class Terminal:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def has_mapped(self, name: str) -> bool:
-        """Tell whether a library of that name is loaded into the process."""
+        """Return whether a library of that name is loaded into the process."""
         return name in Path(f"/proc/{self.pid}/maps").read_text()
 
     def end(self) -> None:

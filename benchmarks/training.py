@@ -68,7 +68,7 @@ class Training:
         self._device, self._steps, self._clips = device, size.steps, size.clips
 
     def plain(self) -> Block:
-        """Train without anybody watching."""
+        """Train without capture."""
         return self._block(None)
 
     def watched(self, level: str) -> Block:
@@ -155,5 +155,5 @@ def _row(size: dict[str, Any], level: str) -> list[str]:
         f"{size['parameters'] / 1e6:.0f} million weights, {size['tokens_per_step']} tokens, "
         f"{size['step_ms_without']:.0f} ms{', clipping' if size['clips'] else ''}"
     )
-    figures = [cell(found["wall"]), cell(found["cpu"]), f"{found['told']:.3f}"]
+    figures = [cell(found["wall"]), cell(found["cpu"]), f"{found['stated']:.3f}"]
     return [model, level, *figures, f"{WANTED[level]:.2f}"]

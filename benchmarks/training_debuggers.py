@@ -189,6 +189,6 @@ def table(facts: dict[str, Any]) -> str:
 def _row(name: str, of_sizes: list[dict[str, Any]]) -> list[str]:
     row = [name if name in WANTED else f"`{name}`"]
     for found in of_sizes:
-        told = f"{found['told']:.3f}" if "told" in found else ""
-        row += [cell(found["wall"]), cell(found["cpu"]), told]
+        stated = f"{found['stated']:.3f}" if "stated" in found else ""
+        row += [cell(found["wall"]), cell(found["cpu"]), stated]
     return [*row, f"{WANTED[name]:.2f}" if name in WANTED else ""]

@@ -68,7 +68,7 @@ def make_traces(folder: Path, steps: int, tokens: int) -> dict[str, Path]:
 def start_up(path: Path) -> dict[str, float]:
     """Return the CPU seconds until the first screen, of `open` and of `HELLO` in turns (medians).
 
-    Beside them the CPU seconds of `flexinspect --version`, `--help`, and of importing argparse.
+    Also the CPU seconds of `flexinspect --version`, `--help`, and of importing argparse.
     """
     viewer, hello = [], []
     for _ in range(N_STARTS):
@@ -96,15 +96,15 @@ def start_up(path: Path) -> dict[str, float]:
     return found
 
 
-def _cpu_until_screen(words: list[str], **options: Any) -> float:
-    with Terminal(words, **options) as terminal:
+def _cpu_until_screen(args: list[str], **options: Any) -> float:
+    with Terminal(args, **options) as terminal:
         terminal.until(b"step ")
         return terminal.cpu_s()
 
 
-def _cpu_of(words: list[str]) -> float:
+def _cpu_of(args: list[str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([sys.executable, *args], stdout=subprocess.DEVNULL, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -157,7 +157,7 @@ def _summary(times: list[float], resident: int) -> dict[str, float]:
 
 
 def idle_cpu(path: Path) -> float:
-    """Return the CPU that an open, finished trace takes while nobody types, in percent."""
+    """Return the CPU that an open, finished trace takes without input, in percent."""
     import time
 
     with Terminal(["open", str(path)]) as terminal:

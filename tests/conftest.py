@@ -19,7 +19,7 @@ from support.paths import TESTS
 
 RUNS_MODELS = re.compile(
     r"^\s*(?:import|from) (?:torch|transformers|subprocess|pty|flexinspect_hooks"
-    r"|support\.(?:adapters|captures|cases|controlled|dap|debugged|differentiated|journeys"
+    r"|support\.(?:adapters|captures|cases|controlled|dap|debugged|differentiated"
     r"|model_fixtures|nets|ownmasks|patches|planted_leaks|planting|tiny|warm_python))\b",
     re.M,
 )
@@ -48,13 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder that the processes of these tests share; those beside us inherit its name."""
+    """Make the folder that the processes of these tests share; workers inherit its name."""
     if not hasattr(config, "workerinput"):
         os.environ[SHARED] = tempfile.mkdtemp(prefix="flexinspect-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Take it away."""
+    """Remove that folder."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True)
 
@@ -74,7 +74,7 @@ def _no_graphs_of_other_files() -> Iterator[None]:
 
     Uncompiled FlexAttention is traced by dynamo too. Asking why an old graph does not fit a new
     call, torch 2.13 evaluates names of the old call on the new one's arguments, and raises a
-    `TypeError` where one of them is None: whether a file passes would hang on those before it.
+    `TypeError` where one of them is None: whether a file passes would depend on those before it.
     """
     yield
     if "torch._dynamo" in sys.modules:

@@ -1,4 +1,4 @@
-"""Comparison of branches of a handmade trace, with numbers that can be checked."""
+"""Comparison of branches of a synthetic trace, with numbers that can be checked."""
 
 from __future__ import annotations
 

@@ -208,18 +208,18 @@ def test_a_review_that_another_program_stores_meanwhile_is_returned_once(path: P
 
 
 def test_standalone_calls_go_to_rules_that_handle_them(tmp_path: Path) -> None:
-    class Loose(Late):
-        name = "loose"
+    class Standalone(Late):
+        name = "standalone"
         handles_standalone_calls = True
 
-    path = tmp_path / "loose.flextrace"
+    path = tmp_path / "standalone.flextrace"
     with TraceWriter.create(path, {**RUN, "rules": []}) as writer:
         writer.begin_generation(
             GenerationRecord(0, f"{STANDALONE_CALLS}, 1", "not declared", "", SEGMENTS[:1], ())
         )
         writer.write_step(sample_step(0))
     with open_trace(path) as reader:
-        assert review(reader, [Late(), Loose()]).n_rules == 1
+        assert review(reader, [Late(), Standalone()]).n_rules == 1
 
 
 @pytest.mark.parametrize(

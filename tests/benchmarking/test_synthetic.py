@@ -1,4 +1,4 @@
-"""The synthetic traces: what a real run has is there, and it fits together."""
+"""The synthetic traces have the records of a real run, and they are consistent."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_attention_is_thinned_as_the_module_says(long: TraceReader) -> None:
     assert np.allclose(mass.sum(axis=2), 1)
 
 
-def test_a_few_steps_are_sick_and_have_findings(long: TraceReader) -> None:
+def test_a_few_steps_are_nonfinite_and_have_findings(long: TraceReader) -> None:
     assert [finding.step for finding in long.findings()] == [910, 911, 912, 913, 914]
     assert [stat.n_nan for stat in long.layer_stats(0, 910)] == [0] * 5 + [3] * 3
     assert [stat.n_nan for stat in long.layer_stats(0, 909)] == [0] * 8
@@ -87,9 +87,9 @@ def test_the_mask_of_a_wide_trace_is_segment_isolation(wide: TraceReader) -> Non
     assert mask.cells is not None
     assert mask.partial is not None
     assert mask.full is not None
-    rule = algebra.preset("segment-isolation", wide.segments(0))
-    assert np.array_equal(mask.cells, rule.dense(600)[None])
-    tables = algebra.block_tables(rule, 600, 600)
+    spec = algebra.preset("segment-isolation", wide.segments(0))
+    assert np.array_equal(mask.cells, spec.dense(600)[None])
+    tables = algebra.block_tables(spec, 600, 600)
     assert np.array_equal(mask.partial[0], tables.partial)
     assert np.array_equal(mask.full[0], tables.full)
 
@@ -117,7 +117,7 @@ def _said(reader: TraceReader, step: int) -> tuple[Any, ...]:
     return record.tokens, record.logits, record.calls, record.layer_stats, arrays, cells
 
 
-def test_progress_is_told_up_to_the_last_step(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    synthetic.long_trace(tmp_path / "short.flextrace", 260, lambda *told_: told.append(told_))
-    assert told == [(250, 260), (260, 260)]
+def test_progress_is_reported_up_to_the_last_step(tmp_path: Path) -> None:
+    reported: list[tuple[int, int]] = []
+    synthetic.long_trace(tmp_path / "short.flextrace", 260, lambda *counts: reported.append(counts))
+    assert reported == [(250, 260), (260, 260)]

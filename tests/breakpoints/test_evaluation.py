@@ -1,4 +1,4 @@
-"""What an expression makes of a step: three values, layers, sightings, findings, memory."""
+"""The value of an expression for a step: three values, layers, observations, findings, memory."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def test_a_nan_in_a_layers_record_is_reported_with_its_location() -> None:
     facts = observe_step(replace(STEP, layer_stats=(stats(0), stats(1, n_nan=3))))
     verdict = evaluate(parse("nan"), facts)
     assert verdict.holds is True
-    said = hit_reason(parse("nan"), facts, verdict)
-    assert said == (
+    reason = hit_reason(parse("nan"), facts, verdict)
+    assert reason == (
         'nan: step 5 (decode) of generation 1: 3 NaN values in model.layers.1; it chose " Paris"'
     )
     assert evaluate(parse("nan and layer == 0"), facts).holds is False
@@ -181,20 +181,22 @@ def test_any_pattern_matches_or_does_not(pattern: str, name: str) -> None:
 
 
 def test_the_reason_names_place_values_and_token() -> None:
-    def said(text: str) -> str:
+    def reason_of(text: str) -> str:
         return hit_reason(
             parse(text), observe_step(STEP), evaluate(parse(text), observe_step(STEP))
         )
 
     where = "step 5 (decode) of generation 1"
-    assert said("entropy > 3 and step > 2") == (
+    assert reason_of("entropy > 3 and step > 2") == (
         f'entropy > 3 and step > 2: {where}: entropy 3.5; it chose " Paris"'
     )
-    assert said('path == "sdpa"').startswith(f'path == "sdpa": {where}, layer 1: path "sdpa"; it')
-    assert said("finding mask.*").endswith(
+    assert reason_of('path == "sdpa"').startswith(
+        f'path == "sdpa": {where}, layer 1: path "sdpa"; it'
+    )
+    assert reason_of("finding mask.*").endswith(
         f'{where}: mask.leak: Row 7 sees row 3; it chose " Paris"'
     )
-    assert "kv_cache 2.0 MiB" in said("kv_cache > 1 MiB")
+    assert "kv_cache 2.0 MiB" in reason_of("kv_cache > 1 MiB")
 
 
 def test_an_unknown_result_is_reported_with_the_step() -> None:

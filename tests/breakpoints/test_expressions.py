@@ -1,4 +1,4 @@
-"""The language of breakpoints: what is read, what is refused and how, and how it is written."""
+"""The breakpoint language: what is parsed, what is refused and how, and the text form."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_an_invalid_expression_is_refused_with_its_place_underlined(text: str) -> None:
-    under, said, hint = REFUSED[text]
+    under, message, hint = REFUSED[text]
     with pytest.raises(ExpressionError) as caught:
         parse(text)
     error = caught.value
-    assert said in error.reason
+    assert message in error.reason
     assert text[error.start : error.stop] == under
     assert hint in (error.hint or "")
     _, shown, mark = error.message.splitlines()

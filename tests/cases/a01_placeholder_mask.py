@@ -30,7 +30,7 @@ def wrapper(
 
 AttentionInterface.register("wrapper", wrapper)
 run = kit.logits_of(kit.tiny("wrapper"))
-fed = kit.ids(PROMPT, bos=True)
+ids = kit.ids(PROMPT, bos=True)
 print("FlexAttention ran without fallback")
-print("rows that touching the LAST token moves:", kit.rows_that(kit.moved(run, fed, 11) > 1e-4))
+print("rows that touching the LAST token moves:", kit.rows_that(kit.moved(run, ids, 11) > 1e-4))
 print("open cells, requested and executed:", int(requested.sum()), int(executed.sum()))

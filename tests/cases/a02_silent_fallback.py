@@ -4,10 +4,10 @@ import kit
 
 PROMPT = 15
 
-fed = kit.ids(PROMPT, bos=True)
+input_ids = kit.ids(PROMPT, bos=True)
 attention = kit.register_attention(kit.isolated([(1, 7), (9, 15)], PROMPT, generated=PROMPT))
 run = kit.logits_of(kit.tiny("own"))
 for failing in ((), (1,)):
     attention.failing, attention.ran = failing, []
-    leak = kit.moved(run, fed, 3)[9:].max().item()
+    leak = kit.moved(run, input_ids, 3)[9:].max().item()
     print(f"failing layers {failing}: ran {attention.ran[-2:]}, segment 2 moved: {leak > 1e-4}")

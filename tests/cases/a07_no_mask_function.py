@@ -19,9 +19,9 @@ def mine(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **k
 
 kit.flex_without_compiler()
 AttentionInterface.register("mine", mine)
-fed = kit.ids(10, bos=True)
+ids = kit.ids(10, bos=True)
 for with_mask_function in (False, True):
     if with_mask_function:
         AttentionMaskInterface.register("mine", flex_attention_mask)
-    rows = kit.rows_that(kit.moved(kit.logits_of(kit.tiny("mine")), fed, 9) > 1e-4)
+    rows = kit.rows_that(kit.moved(kit.logits_of(kit.tiny("mine")), ids, 9) > 1e-4)
     print(f"mask received: {received[-1]}; rows that touching the LAST token moves: {rows}")

@@ -1,4 +1,4 @@
-"""A tensor that the rule reads is edited after the mask was made: compiled flex keeps the old."""
+"""A tensor that the mask_mod reads changes after the mask was made; compiled flex keeps the old."""
 
 import kit
 import torch

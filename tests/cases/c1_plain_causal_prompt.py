@@ -1,10 +1,10 @@
-"""Healthy: a plain prompt under SDPA, whose layers get no mask and are causal by themselves."""
+"""Correct: a plain prompt under SDPA, whose layers get no mask and are causal by themselves."""
 
 import kit
 
-fed = kit.ids(9, bos=True)
+ids = kit.ids(9, bos=True)
 model = kit.tiny("sdpa")
-print("answer:", model.generate(fed, max_new_tokens=4, do_sample=False)[0, 9:].tolist())
+print("answer:", model.generate(ids, max_new_tokens=4, do_sample=False)[0, 9:].tolist())
 print(
-    "rows that the last token moves:", kit.rows_that(kit.moved(kit.logits_of(model), fed, 8) > 1e-4)
+    "rows that the last token moves:", kit.rows_that(kit.moved(kit.logits_of(model), ids, 8) > 1e-4)
 )

@@ -1,4 +1,4 @@
-"""Healthy: a left-padded batch, whose padding rows see nothing and are read by nobody."""
+"""Correct: a left-padded batch, whose padding rows see nothing and are read by no row."""
 
 import kit
 import torch
@@ -6,11 +6,11 @@ import torch
 PADS = 3
 
 short, long = kit.ids(5, seed=1), kit.ids(8, seed=2)
-fed = torch.cat([torch.cat([torch.zeros(1, PADS, dtype=torch.long), short], 1), long])
-padding = (fed != 0).long()
+input_ids = torch.cat([torch.cat([torch.zeros(1, PADS, dtype=torch.long), short], 1), long])
+padding = (input_ids != 0).long()
 model = kit.tiny("sdpa")
 options = {"max_new_tokens": 4, "do_sample": False}
-together = model.generate(fed, attention_mask=padding, **options)[:, 8:]
+together = model.generate(input_ids, attention_mask=padding, **options)[:, 8:]
 alone = [
     model.generate(ids, attention_mask=torch.ones_like(ids), **options) for ids in (short, long)
 ]

@@ -1,4 +1,4 @@
-"""Healthy: one BlockMask of batch 1 and head 1 for 8 sequences and 32 heads that all share it."""
+"""Correct: one BlockMask of batch 1 and head 1 for 8 sequences and 32 heads that all share it."""
 
 import kit
 import torch

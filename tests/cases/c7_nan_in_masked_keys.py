@@ -1,4 +1,4 @@
-"""Healthy: NaN in key slots that the mask closes. In value slots it is not: 0 times NaN is NaN."""
+"""Correct: NaN in key slots that the mask closes. In value slots it is not: 0 times NaN is NaN."""
 
 import kit
 import torch

@@ -54,7 +54,7 @@ def mask(trace: TraceReader, call: CallRecord) -> MaskRecord:
 
 
 def executed(trace: TraceReader, call: CallRecord) -> Cells:
-    """Return the cells (rows, keys) that a call honoured, after a look at its gate."""
+    """Return the cells (rows, keys) that a call honoured, after its LSE check."""
     cells = mask(trace, call).cells
     assert cells is not None
     assert cells.shape[0] == 1
@@ -220,9 +220,9 @@ def facts_k04(trace: TraceReader) -> None:
 
 
 def facts_k07(trace: TraceReader) -> None:
-    said = [event.text for event in events(trace, "error")]
-    assert len(said) == 2
-    assert all("multiple values for argument 'past_key_values'" in text for text in said)
+    errors = [event.text for event in events(trace, "error")]
+    assert len(errors) == 2
+    assert all("multiple values for argument 'past_key_values'" in text for text in errors)
     assert inputs(trace) == [
         InputsRecord(1, ((0, 5),), (), (0, 5)),
         InputsRecord(1, ((0, 1),), (0, 5), (0, 6)),
@@ -267,8 +267,8 @@ def facts_o01(trace: TraceReader) -> None:
     mass = trace.array(0, 0, "attention.mass")
     assert mass is not None
     assert np.allclose(mass.sum(-1), 1, atol=1e-4)
-    (told,) = events(trace, "not-attention-weights")
-    assert (told.step, told.data) == (0, {"layer": 0, "shape": [1, 14, 32]})
+    (event,) = events(trace, "not-attention-weights")
+    assert (event.step, event.data) == (0, {"layer": 0, "shape": [1, 14, 32]})
 
 
 def facts_o04(trace: TraceReader) -> None:
@@ -303,11 +303,11 @@ def facts_c1(trace: TraceReader) -> None:
 
 
 def facts_c2(trace: TraceReader) -> None:
-    fed = trace.array(0, 0, "inputs.ids")
-    assert fed is not None
-    assert fed.shape == (2, 8)
-    assert fed[0].tolist() == ids(trace)[:8]
-    assert np.array_equal(trace.array(0, 0, "inputs.mask"), fed != 0)
+    input_ids = trace.array(0, 0, "inputs.ids")
+    assert input_ids is not None
+    assert input_ids.shape == (2, 8)
+    assert input_ids[0].tolist() == ids(trace)[:8]
+    assert np.array_equal(trace.array(0, 0, "inputs.mask"), input_ids != 0)
     positions = [trace.array(0, step, "inputs.positions") for step in (0, 1)]
     assert [np.asarray(one)[:, -1].tolist() for one in positions] == [[4, 7], [5, 8]]
 

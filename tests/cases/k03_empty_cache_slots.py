@@ -11,7 +11,7 @@ key[:, :, :FILLED], value[:, :, :FILLED] = (kit.numbers(1, 1, FILLED, 16, seed=s
 query = kit.numbers(1, 1, 1, 16, seed=3)
 outs = []
 for n_open in (SLOTS, FILLED):
-    mask = create_block_mask(kit.rule_up_to(n_open - 1), None, None, 1, SLOTS, "cpu")
+    mask = create_block_mask(kit.mask_mod_up_to(n_open - 1), None, None, 1, SLOTS, "cpu")
     outs.append(flex_attention(query, key, value, block_mask=mask))
 weights = torch.softmax((query @ key.mT)[0, 0, 0] * 16**-0.5, -1)
 print("keys allowed:", SLOTS, "filled:", FILLED)

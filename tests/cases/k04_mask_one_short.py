@@ -28,13 +28,13 @@ def attention(
 
 
 AttentionInterface.register("short", attention)
-model, fed = kit.tiny("short"), kit.ids(PROMPT, bos=True)
+model, input_ids = kit.tiny("short"), kit.ids(PROMPT, bos=True)
 cache = DynamicCache(config=model.config)
 masks = [kit.block_mask(kit.causal(PROMPT))]
-fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+input_ids = model(input_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
 masks.append(short)
 try:
-    model(fed, past_key_values=cache)
+    model(input_ids, past_key_values=cache)
     print("step 1: accepted")
 except (ValueError, RuntimeError):
     held = [cache.get_seq_length(layer) for layer in range(2)]

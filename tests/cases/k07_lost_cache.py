@@ -1,4 +1,4 @@
-"""A patched forward hands the cache on under its old name: an error, or an empty cache."""
+"""A patched forward passes the cache on under its old name: an error, or an empty cache."""
 
 from typing import Any
 
@@ -45,6 +45,6 @@ for options in ({}, {"use_cache": False}):
 inner.forward = swallowing
 cache = model(kit.ids(PROMPT)).past_key_values
 print("cached length per layer:", [cache.get_seq_length(layer) for layer in range(2)])
-fed = kit.ids(1, seed=2)
-model(fed, past_key_values=cache)
+input_ids = kit.ids(1, seed=2)
+model(input_ids, past_key_values=cache)
 print("a step later:", [cache.get_seq_length(layer) for layer in range(2)])

@@ -25,9 +25,9 @@ def attention(
 
 
 AttentionInterface.register("no_cache", attention)
-model, fed = kit.tiny("no_cache", layers=LAYERS), kit.ids(PROMPT, bos=True)
+model, input_ids = kit.tiny("no_cache", layers=LAYERS), kit.ids(PROMPT, bos=True)
 for _ in range(NEW):
-    token = model(fed, use_cache=False).logits[:, -1:].argmax(-1)
-    fed = torch.cat([fed, token], 1)
+    token = model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)
+    input_ids = torch.cat([input_ids, token], 1)
 print("masks built:", len(built), "for", NEW, "tokens")
 print("query rows computed:", sum(built[::LAYERS]), "needed with a cache:", PROMPT + NEW - 1)

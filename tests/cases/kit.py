@@ -1,6 +1,6 @@
 """What the case scripts share: a tiny model, ids, masks of cells, and a probe for leaks.
 
-The scripts stand for code of users, so nothing here knows of flexinspect. Everything runs on one
+The scripts represent user code, so nothing here uses flexinspect. Everything runs on one
 thread of a CPU and prints the same at each run.
 """
 
@@ -45,11 +45,11 @@ def tiny(attention: str = "eager", *, layers: int = 2, **config: Any) -> Any:
 
 
 def ids(n: int, seed: int = 1, *, bos: bool = False) -> Tensor:
-    """Return (1, n) ids of no special tokens, the first one a BOS when asked for."""
-    fed = torch.randint(3, VOCAB, (1, n), generator=torch.Generator().manual_seed(seed))
+    """Return (1, n) ids of no special tokens, the first one a BOS on request."""
+    input_ids = torch.randint(3, VOCAB, (1, n), generator=torch.Generator().manual_seed(seed))
     if bos:
-        fed[0, 0] = BOS
-    return fed
+        input_ids[0, 0] = BOS
+    return input_ids
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -59,14 +59,14 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def logits_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return what gives the logits (rows, vocabulary) of ids (1, rows)."""
-    return lambda fed: model(fed).logits[0]
+    return lambda input_ids: model(input_ids).logits[0]
 
 
-def moved(forward: Callable[[Tensor], Tensor], fed: Tensor, at: int) -> Tensor:
-    """Return how far each row of `forward(fed)` moves when the token at a position is another."""
-    other = fed.clone()
+def moved(forward: Callable[[Tensor], Tensor], input_ids: Tensor, at: int) -> Tensor:
+    """Return how far each row of `forward(input_ids)` moves when one token is replaced."""
+    other = input_ids.clone()
     other[:, at] = (other[:, at] + 11) % (VOCAB - 3) + 3
-    return (forward(other) - forward(fed)).abs().amax(-1)
+    return (forward(other) - forward(input_ids)).abs().amax(-1)
 
 
 def rows_that(condition: Tensor) -> list[int]:
@@ -88,13 +88,13 @@ def isolated(segments: Sequence[tuple[int, int]], n: int, generated: int) -> Ten
     return same & causal(n)
 
 
-def rule_up_to(offset: int) -> Callable[[Any, Any, Any, Any], Any]:
-    """Return a rule that opens, for each row, the keys up to the row's number plus an offset."""
+def mask_mod_up_to(offset: int) -> Callable[[Any, Any, Any, Any], Any]:
+    """Return a `mask_mod` that opens, for each row, the keys up to its number plus an offset."""
 
-    def rule(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx <= q_idx + offset
 
-    return rule
+    return mask_mod
 
 
 def block_mask(cells: Tensor) -> BlockMask:
@@ -108,7 +108,7 @@ def block_mask(cells: Tensor) -> BlockMask:
 class OwnAttention:
     """A user's attention function: flex with a mask of its own, causal SDPA wherever that raises.
 
-    Registered under a name of its own and with no mask function, as people do.
+    Registered under a new name and without a mask function, as users do.
     """
 
     cells: Tensor

@@ -1,4 +1,4 @@
-"""Compiled flex on a CPU, whose rule indexes a captured tensor link by link, kills the process."""
+"""Compiled flex on a CPU dies if its mask_mod indexes a captured tensor link by link."""
 
 import kit
 import torch

@@ -1,4 +1,4 @@
-"""Query heads of a group are neighbours, and a rule counts query heads."""
+"""Query heads of a group are neighbours, and a mask_mod counts query heads."""
 
 import kit
 import torch

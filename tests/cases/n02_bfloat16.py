@@ -7,7 +7,7 @@ import torch
 
 layers: dict[str, list[torch.Tensor]] = {"float32": [], "bfloat16": []}
 logits: dict[str, torch.Tensor] = {}
-fed = kit.ids(24)
+input_ids = kit.ids(24)
 for dtype in (torch.float32, torch.bfloat16):
     name, model = str(dtype).removeprefix("torch."), kit.tiny().to(dtype)
 
@@ -15,7 +15,7 @@ for dtype in (torch.float32, torch.bfloat16):
         kept.append((out if isinstance(out, torch.Tensor) else out[0]).float())
 
     handles = [layer.register_forward_hook(keep) for layer in model.model.layers]
-    logits[name] = model(fed).logits[0].float()
+    logits[name] = model(input_ids).logits[0].float()
     for handle in handles:
         handle.remove()
 
@@ -23,4 +23,4 @@ pairs = zip(layers["float32"], layers["bfloat16"], strict=True)
 relative = [((a - b).norm() / a.norm()).item() for a, b in pairs]
 print("relative difference per layer is rounding:", [1e-3 < each < 0.05 for each in relative])
 flipped = logits["float32"].argmax(-1) != logits["bfloat16"].argmax(-1)
-print("rows with another best token:", len(kit.rows_that(flipped)), "of", fed.shape[1])
+print("rows with another best token:", len(kit.rows_that(flipped)), "of", input_ids.shape[1])

@@ -1,4 +1,4 @@
-"""A patched forward returns its output twice: what is taken for weights are none."""
+"""A patched forward returns its output twice: the second is taken for weights, and is none."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A dispatch-mode logger makes flex fail, and it goes on failing when the logger is gone."""
+"""A dispatch-mode logger makes flex fail, and flex still fails when the logger is gone."""
 
 from typing import Any
 

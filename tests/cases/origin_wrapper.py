@@ -1,4 +1,4 @@
-"""A wrapper as people write it: patch every attention forward, forward, unpatch, at each step.
+"""A wrapper as users write it: patch every attention forward, forward, unpatch, at each step.
 
 No cache, the whole sequence again; the mask lets paraphrases see themselves, and what is generated
 see everything. Where flex raises, the forward that was replaced runs instead.
@@ -25,23 +25,23 @@ class FlexWrapper:
         self.originals: dict[int, Callable[..., Any]] = {}
         self.fallbacks = 0
 
-    def segment_rule(self) -> Callable[..., Any]:
+    def segment_mask_mod(self) -> Callable[..., Any]:
         owner = torch.full((PROMPT + NEW,), -1)
         for number, (start, stop) in enumerate(SEGMENTS):
             owner[start:stop] = number
 
-        def rule(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             is_shared = (owner[q_idx] < 0) | (owner[kv_idx] < 0)
             return (kv_idx <= q_idx) & (is_shared | (owner[q_idx] == owner[kv_idx]))
 
-        return rule
+        return mask_mod
 
-    def patched(self, layer: int, module: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(self, layer: int, module: Any, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
         original = self.originals[layer]
 
         def forward(hidden_states: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
             try:
-                return self.attend(module, rule, hidden_states, position_embeddings)
+                return self.attend(module, mask_mod, hidden_states, position_embeddings)
             except Exception:
                 self.fallbacks += 1
                 embeddings = {"position_embeddings": position_embeddings}
@@ -49,7 +49,7 @@ class FlexWrapper:
 
         return forward
 
-    def attend(self, module: Any, rule: Any, hidden: Any, embeddings: Any) -> Any:
+    def attend(self, module: Any, mask_mod: Any, hidden: Any, embeddings: Any) -> Any:
         shape = (*hidden.shape[:-1], -1, module.head_dim)
         query, key, value = (
             project(hidden).view(shape).transpose(1, 2)
@@ -59,29 +59,29 @@ class FlexWrapper:
         groups = module.num_key_value_groups
         key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
         n = hidden.shape[1]
-        mask = create_block_mask(rule, 1, query.shape[1], n, n, device="cpu")
+        mask = create_block_mask(mask_mod, 1, query.shape[1], n, n, device="cpu")
         out = flex_attention(query, key, value, block_mask=mask)
         return module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1)), None
 
     def patch(self) -> None:
-        rule = self.segment_rule()
+        mask_mod = self.segment_mask_mod()
         for number, layer in enumerate(self.model.model.layers):
             self.originals[number] = layer.self_attn.forward
-            layer.self_attn.forward = self.patched(number, layer.self_attn, rule)
+            layer.self_attn.forward = self.patched(number, layer.self_attn, mask_mod)
 
     def unpatch(self) -> None:
         for number, layer in enumerate(self.model.model.layers):
             layer.self_attn.forward = self.originals[number]
 
-    def generate(self, fed: torch.Tensor) -> torch.Tensor:
+    def generate(self, input_ids: torch.Tensor) -> torch.Tensor:
         for _ in range(NEW):
             self.patch()
             try:
-                logits = self.model(input_ids=fed, use_cache=False).logits
+                logits = self.model(input_ids=input_ids, use_cache=False).logits
             finally:
                 self.unpatch()
-            fed = torch.cat([fed, logits[:, -1:].argmax(-1)], dim=1)
-        return fed
+            input_ids = torch.cat([input_ids, logits[:, -1:].argmax(-1)], dim=1)
+        return input_ids
 
 
 model, prompt = kit.tiny("sdpa", layers=3), kit.ids(PROMPT, bos=True)

@@ -1,4 +1,4 @@
-"""A rule that is new code at each step makes a new graph at each step."""
+"""A mask_mod that is new code at each step makes a new graph at each step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Making a mask evaluates its rule on the whole grid, once more for each head that is named."""
+"""Making a mask evaluates its mask_mod on the whole grid, once more for each head that is named."""
 
 import resource
 from pathlib import Path

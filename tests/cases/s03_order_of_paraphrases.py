@@ -14,8 +14,8 @@ model = kit.tiny("own")
 for name, positions in POSITIONS.items():
     orders = (FIRST + SECOND + CUE, SECOND + FIRST + CUE)
     one, two = (
-        model(torch.tensor([fed]), position_ids=torch.tensor([positions])).logits[0, -1]
-        for fed in orders
+        model(torch.tensor([input_ids]), position_ids=torch.tensor([positions])).logits[0, -1]
+        for input_ids in orders
     )
     print(
         f"positions {name}: swapping moves the next token: {bool((one - two).abs().max() > 1e-3)}"

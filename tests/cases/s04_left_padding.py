@@ -6,8 +6,8 @@ import torch
 PADS = 3
 
 kit.flex_without_compiler()
-fed = kit.ids(8)
-fed[0, :PADS] = 0
+input_ids = kit.ids(8)
+input_ids[0, :PADS] = 0
 padding = torch.tensor([[0] * PADS + [1] * (8 - PADS)])
 logits: dict[str, torch.Tensor] = {}
 first: list[torch.Tensor] = []
@@ -16,7 +16,7 @@ for backend in ("eager", "sdpa", "flex_attention"):
     handle = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
         lambda module, args: first.append(args[0][0])
     )
-    logits[backend] = model(fed, attention_mask=padding).logits[0]
+    logits[backend] = model(input_ids, attention_mask=padding).logits[0]
     handle.remove()
     print(f"{backend}: padding rows are exactly 0: {not first[-1][:PADS].any()}")
 difference = (logits["eager"] - logits["flex_attention"]).abs().amax(-1)

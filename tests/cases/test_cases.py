@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from facts import FACTS
-from loosefacts import LOOSE_FACTS
+from standalone_facts import STANDALONE_FACTS
 from support.cases import COMPILES, CRASHES, ran_case
 from support.planting import serious
 from support.warm_python import Ran, run_alone, run_warm
@@ -172,7 +172,7 @@ PRINTS: dict[str, tuple[str, ...]] = {
         "NaN in masked values: rows with NaN: [0, 1, 2, 3]",
     ),
 }
-"""What each script prints, line by line; `#` stands for a number, and a line may go on."""
+"""What each script prints, line by line; `#` stands for a number, and a line may continue."""
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
@@ -182,7 +182,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def plain() -> Callable[[str], Ran]:
-    """Return what a script did without anybody watching, run once."""
+    """Return what a script did without capture, run once."""
     done: dict[str, Ran] = {}
 
     def get(name: str) -> Ran:
@@ -197,7 +197,7 @@ def plain() -> Callable[[str], Ran]:
 
 def scripts() -> list[str]:
     """Return the names of the scripts: every file here that is no test and no part of one."""
-    parts = {"kit", "facts", "loosefacts", Path(__file__).stem}
+    parts = {"kit", "facts", "standalone_facts", Path(__file__).stem}
     return sorted({path.stem for path in HERE.glob("*.py")} - parts)
 
 
@@ -259,13 +259,13 @@ def test_under_capture_a_case_prints_and_ends_the_same(
         assert trace.state == ("finished" if ran.code == 0 else "failed")
 
 
-@pytest.mark.parametrize("name", cases([*FACTS, *LOOSE_FACTS]))
+@pytest.mark.parametrize("name", cases([*FACTS, *STANDALONE_FACTS]))
 def test_the_trace_of_a_case_holds_its_facts(name: str) -> None:
     ran, path = ran_case(name)
     assert (ran.code == 0) == (name != CRASHES), ran
     with open_trace(path) as trace:
         assert [row.event.text for row in trace.events() if row.event.kind == "hook-disabled"] == []
-        {**FACTS, **LOOSE_FACTS}[name](trace)
+        {**FACTS, **STANDALONE_FACTS}[name](trace)
 
 
 NOT_WITHOUT_A_WORD = ()
@@ -312,10 +312,10 @@ SAID: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("name", cases([*SAID]))
-def test_what_is_said_of_a_case_is_its_fault_and_nothing_else(name: str) -> None:
+def test_the_findings_of_a_case_are_its_fault_and_nothing_else(name: str) -> None:
     with open_trace(ran_case(name)[1]) as trace:
         assert {finding.id for finding in serious(trace.findings())} == {*SAID[name]}
 
 
-def test_every_case_is_said_something_of_or_silent() -> None:
+def test_every_case_has_findings_or_is_listed_as_silent() -> None:
     assert sorted(SAID) == sorted(PRINTS)

@@ -11,19 +11,19 @@ def packed(*, with_eos: bool) -> torch.Tensor:
     return torch.tensor([[id_ for document in DOCUMENTS for id_ in (*document, *end)]])
 
 
-def documents_of(fed: torch.Tensor) -> torch.Tensor:
-    """Return the document of each token: an EOS is the last token of its own."""
-    ends = (fed[0] == EOS).long()
+def documents_of(input_ids: torch.Tensor) -> torch.Tensor:
+    """Return the document of each token: an EOS is the last token of its document."""
+    ends = (input_ids[0] == EOS).long()
     return ends.cumsum(0) - ends
 
 
 attention = kit.register_attention(kit.causal(1))
 run = kit.logits_of(kit.tiny("own"))
 for with_eos in (False, True):
-    fed = packed(with_eos=with_eos)
-    document, n = documents_of(fed), fed.shape[1]
+    input_ids = packed(with_eos=with_eos)
+    document, n = documents_of(input_ids), input_ids.shape[1]
     attention.cells = kit.causal(n) & (document[:, None] == document[None, :])
-    last = kit.moved(run, fed, 1)[-1].item()
+    last = kit.moved(run, input_ids, 1)[-1].item()
     print(
         f"EOS written: {with_eos}; documents found: {document.unique().numel()} of "
         f"{len(DOCUMENTS)} packed; document 1 moves the last row: {last > 1e-4}"

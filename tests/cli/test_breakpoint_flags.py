@@ -1,4 +1,4 @@
-"""`flexinspect run --break`: own programs, exit codes, and how a run that pauses goes on."""
+"""`flexinspect run --break`: own programs, exit codes, and how a run continues after a pause."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ print("after")
 """
 
 
-def start(*words: str, folder: Path) -> subprocess.Popen[str]:
+def start(*args: str, folder: Path) -> subprocess.Popen[str]:
     """Start a command without a terminal."""
     return Popen(
-        [sys.executable, "-m", "flexinspect", "run", *words],
+        [sys.executable, "-m", "flexinspect", "run", *args],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -60,12 +60,12 @@ def program(tmp_path: Path) -> Path:
 def test_a_breakpoint_without_a_terminal_ends_the_program(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.flextrace"
     process = start("--out", str(out), "--break", "step == 1", str(program), folder=tmp_path)
-    printed, said = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=120)
     assert process.returncode == 3
     assert printed == "before\n"
-    assert "flexinspect: Stopped at breakpoint 1, step == 1: step 1 (decode)" in said
-    assert "add --wait" in said
-    assert "Traceback" not in said
+    assert "flexinspect: Stopped at breakpoint 1, step == 1: step 1 (decode)" in errors
+    assert "add --wait" in errors
+    assert "Traceback" not in errors
     with open_trace(out) as reader:
         assert [row.step for row in reader.steps(0)] == [0, 1]
         assert reader.run()["exit_code"] == 3
@@ -73,22 +73,22 @@ def test_a_breakpoint_without_a_terminal_ends_the_program(program: Path, tmp_pat
 
 def test_a_paused_program_prints_how_to_continue_it(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.flextrace"
-    words = ("--wait", "--out", str(out), "--break", "prob > 0 and step == 1", str(program))
-    process = start(*words, folder=tmp_path)
+    args = ("--wait", "--out", str(out), "--break", "prob > 0 and step == 1", str(program))
+    process = start(*args, folder=tmp_path)
     client = client_of(out)
     until(lambda: client.status().state == "paused")
     status = client.status()
     assert (status.place.step, status.kind) == (1, "program")
     assert status.reason.startswith("breakpoint 1, prob > 0 and step == 1: step 1 (decode): prob ")
     client.continue_()
-    printed, said = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=60)
     assert (process.returncode, printed) == (0, "before\nafter\n")
-    assert f"Continue with: flexinspect ctl continue --pid {status.pid}" in said
+    assert f"Continue with: flexinspect ctl continue --pid {status.pid}" in errors
 
 
-def test_a_summary_as_json_tells_of_the_stop(tmp_path: Path) -> None:
-    words = ("--json", "--out", "run.flextrace", "--break", "entropy >= 0 and step == 0")
-    process = start(*words, folder=tmp_path)
+def test_a_summary_as_json_reports_the_stop(tmp_path: Path) -> None:
+    args = ("--json", "--out", "run.flextrace", "--break", "entropy >= 0 and step == 0")
+    process = start(*args, folder=tmp_path)
     printed, _ = process.communicate(timeout=120)
     summary = json.loads(printed)
     assert process.returncode == summary["exit_code"] == 3
@@ -117,8 +117,8 @@ def until(holds: Callable[[], bool]) -> None:
 # -- flags -------------------------------------------------------------------------------------
 
 
-def job_of(*words: str) -> Job | ScriptJob:
-    return checked_job(build_parser("run").parse_args(["run", *words]))
+def job_of(*args: str) -> Job | ScriptJob:
+    return checked_job(build_parser("run").parse_args(["run", *args]))
 
 
 def test_flags_and_settings_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +152,8 @@ def test_wait_without_control_is_refused() -> None:
 
 
 def test_a_run_without_control_gets_no_hint_to_wait() -> None:
-    gate = StepBarrier()
-    control: Any = SimpleNamespace(barrier=gate, targets=SimpleNamespace(), note="")
+    barrier = StepBarrier()
+    control: Any = SimpleNamespace(barrier=barrier, targets=SimpleNamespace(), note="")
     breaks = RunBreakpoints(
         job_of("--no-control", "--break", "step == 1"), control, lambda text: None
     )

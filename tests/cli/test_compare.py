@@ -30,7 +30,7 @@ def write(path: Path, *steps: StepRecord, prompt: Any = None) -> Path:
     return path
 
 
-def healthy() -> list[StepRecord]:
+def clean() -> list[StepRecord]:
     return [sample_step(step, 0, nan_at=None) for step in range(STEPS)]
 
 
@@ -45,15 +45,15 @@ def scaled(step: StepRecord, layer: int, by: float) -> StepRecord:
     return replace(step, layer_stats=stats)
 
 
-def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
-    code = main(["compare", *map(str, words)])
+def compared(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    code = main(["compare", *map(str, args)])
     return code, capsys.readouterr().out
 
 
 def test_a_trace_and_its_copy_are_reported_as_identical(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a = write(tmp_path / "a.flextrace", *healthy())
+    a = write(tmp_path / "a.flextrace", *clean())
     b = Path(shutil.copy(a, tmp_path / "b.flextrace"))
     code, out = compared(capsys, a, b)
     assert code == 0
@@ -64,19 +64,19 @@ def test_a_trace_and_its_copy_are_reported_as_identical(
 def test_two_runs_of_one_kind_are_the_same_though_their_files_are_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a = write(tmp_path / "a.flextrace", *healthy())
-    late = [replace(step, wall_ms=99.0) for step in healthy()]
+    a = write(tmp_path / "a.flextrace", *clean())
+    late = [replace(step, wall_ms=99.0) for step in clean()]
     code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *late), "--json")
-    said = json.loads(out)
-    assert (code, said["verdict"], said["identical"]) == (0, "same", False)
-    assert said["generations"][0]["first_difference"] is None
+    report = json.loads(out)
+    assert (code, report["verdict"], report["identical"]) == (0, "same", False)
+    assert report["generations"][0]["first_difference"] is None
 
 
 def test_a_layer_that_jumps_is_named_with_what_it_added(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a = write(tmp_path / "a.flextrace", *healthy())
-    steps = healthy()
+    a = write(tmp_path / "a.flextrace", *clean())
+    steps = clean()
     for layer in range(2, LAYERS):
         steps[1] = scaled(steps[1], layer, 1.5)
     b = write(tmp_path / "b.flextrace", *steps)
@@ -92,8 +92,8 @@ def test_a_layer_that_jumps_is_named_with_what_it_added(
 def test_rounding_counts_only_when_exactness_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a = write(tmp_path / "a.flextrace", *healthy())
-    steps = [scaled(step, 1, 1.00001) for step in healthy()]
+    a = write(tmp_path / "a.flextrace", *clean())
+    steps = [scaled(step, 1, 1.00001) for step in clean()]
     b = write(tmp_path / "b.flextrace", *steps)
     code, out = compared(capsys, a, b)
     assert code == 0
@@ -104,13 +104,13 @@ def test_rounding_counts_only_when_exactness_is_asked_for(
 def test_where_tokens_differ_both_margins_are_printed_and_nothing_after_is_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = healthy()
+    steps = clean()
     logits = steps[1].logits
     assert logits is not None
     other = logits.candidates[1].token_id
     steps[1] = replace(steps[1], logits=replace(logits, chosen_id=other, chosen_rank=1, margin=0.5))
     steps[2] = scaled(steps[2], 0, 3.0)
-    a = write(tmp_path / "a.flextrace", *healthy())
+    a = write(tmp_path / "a.flextrace", *clean())
     b = write(tmp_path / "b.flextrace", *steps)
     code, out = compared(capsys, a, b, "--json")
     (generation,) = json.loads(out)["generations"]
@@ -122,12 +122,12 @@ def test_where_tokens_differ_both_margins_are_printed_and_nothing_after_is_compa
 def test_other_prompts_are_named_at_the_position_where_they_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a = write(tmp_path / "a.flextrace", *healthy())
+    a = write(tmp_path / "a.flextrace", *clean())
     record = sample_generation(0)
     tokens = list(record.tokens)
     tokens[3] = replace(tokens[3], token_id=999, text=" Ulysses")
     prompt = replace(record, tokens=tuple(tokens))
-    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *healthy(), prompt=prompt))
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *clean(), prompt=prompt))
     assert code == 1
     assert "the prompts differ from position 3 on: ' Emma' against ' Ulysses'" in out
 
@@ -135,7 +135,7 @@ def test_other_prompts_are_named_at_the_position_where_they_part(
 def test_masks_that_differ_are_counted_and_placed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = healthy()
+    steps = clean()
     mask = steps[0].masks[0]
     assert mask.cells is not None
     cells = mask.cells.copy()
@@ -147,7 +147,7 @@ def test_masks_that_differ_are_counted_and_placed(
     )
     masks = tuple(other if one is mask else one for one in steps[0].masks)
     steps[0] = replace(steps[0], masks=masks, calls=calls)
-    a = write(tmp_path / "a.flextrace", healthy()[0])
+    a = write(tmp_path / "a.flextrace", clean()[0])
     code, out = compared(capsys, a, write(tmp_path / "b.flextrace", steps[0]))
     assert code == 1
     assert "1 cell of the first, first at row 7, key 2" in out
@@ -158,10 +158,10 @@ def test_hidden_states_go_before_statistics(
 ) -> None:
     ones = np.ones((1, 8), np.float32)
     one, two = (
-        replace(healthy()[1], arrays=(ArrayRecord("hidden", ones * by, 0),)) for by in (1.0, 1.25)
+        replace(clean()[1], arrays=(ArrayRecord("hidden", ones * by, 0),)) for by in (1.0, 1.25)
     )
-    a = write(tmp_path / "a.flextrace", healthy()[0], one)
-    b = write(tmp_path / "b.flextrace", healthy()[0], two)
+    a = write(tmp_path / "a.flextrace", clean()[0], one)
+    b = write(tmp_path / "b.flextrace", clean()[0], two)
     (layer,) = json.loads(compared(capsys, a, b, "--json")[1])["generations"][0]["steps"][1][
         "layers"
     ]
@@ -171,7 +171,7 @@ def test_hidden_states_go_before_statistics(
 def test_steps_with_the_numbers_of_the_step_before_are_stale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = healthy()
+    steps = clean()
     frozen = [replace(step, layer_stats=steps[1].layer_stats) for step in steps]
     a = write(tmp_path / "a.flextrace", *steps)
     out = compared(capsys, a, write(tmp_path / "b.flextrace", *frozen))[1]
@@ -181,7 +181,7 @@ def test_steps_with_the_numbers_of_the_step_before_are_stale(
 def test_what_cannot_be_compared_is_refused_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a = write(tmp_path / "a.flextrace", *healthy())
+    a = write(tmp_path / "a.flextrace", *clean())
     assert main(["compare", str(a), str(tmp_path / "none.flextrace")]) == 2
     assert main(["compare", str(a), str(a), "--generation", "7"]) == 2
     assert "has a generation 7" in capsys.readouterr().err

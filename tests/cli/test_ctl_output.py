@@ -1,4 +1,4 @@
-"""`flexinspect ctl`: how changes of the mask are written, and how answers are said."""
+"""`flexinspect ctl`: how mask edits are read, and how responses are printed."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_capture_is_found_by_any_way_to_its_trace(
 
 
 def test_edits_are_read_in_the_order_they_are_given() -> None:
-    words = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
-    args = build_parser("ctl").parse_args(["ctl", "edit", "4", *words.split()])
+    flags = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
+    args = build_parser("ctl").parse_args(["ctl", "edit", "4", *flags.split()])
     assert args.edits == (
         MaskEdit("drop", segments=(3,)),
         MaskEdit("see", segments=(5, 4)),
@@ -57,16 +57,16 @@ def test_edits_are_read_in_the_order_they_are_given() -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["--see 5", "--drop x", "--open 1:2:3", "--join 1,", "--unsee :"])
-def test_an_edit_that_cannot_be_read_says_its_form(words: str, capsys: Any) -> None:
+@pytest.mark.parametrize("flags", ["--see 5", "--drop x", "--open 1:2:3", "--join 1,", "--unsee :"])
+def test_an_edit_that_cannot_be_read_says_its_form(flags: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["ctl", "edit", "4", *words.split()])
+        main(["ctl", "edit", "4", *flags.split()])
     assert end.value.code == 2
     assert "is not" in capsys.readouterr().err
 
 
 class Vanishing:
-    """A client whose capture answers no more."""
+    """A client whose capture no longer answers."""
 
     def __init__(self, error: ControlError) -> None:
         self._error = error
@@ -75,7 +75,7 @@ class Vanishing:
         raise self._error
 
 
-def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
+def test_a_rewind_that_the_run_ends_before_fails() -> None:
     order = RewindState(2, "fork", "waiting")
     going = StatusResponse("running", StepRef(0, 0, 7), "running", last_rewind=order)
     gone: Any = Vanishing(ControlError("No capture answers."))
@@ -92,7 +92,7 @@ def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
 @pytest.mark.parametrize(
     ("kind", "state"), [("restore", "done"), ("fork", "done"), ("edit", "done"), ("fork", "failed")]
 )
-def test_an_order_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state: Any) -> None:
+def test_a_rewind_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state: Any) -> None:
     class Pausing:
         looks = 0
 
@@ -124,10 +124,10 @@ def test_responses_are_printed_as_text() -> None:
     ]
     assert response_lines(STATUS)[0] == "paused after step 7 (branch 1) (entropy > 3)"
     order = RewindState(2, "fork", "failed", "No such step.", StepRef(0, 0, 7), 0.0123)
-    said = response_lines(
+    lines = response_lines(
         StatusResponse("paused", StepRef(0, 0, 7), "paused after step 7", last_rewind=order)
     )
-    assert "fork 2  failed in 12 ms: No such step." in said
+    assert "fork 2  failed in 12 ms: No such step." in lines
     assert response_lines(()) == ["no breakpoints"]
     one = BreakpointInfo(3, "prob < 0.1", False, 2, True, True, 1, "after each step")
     assert response_lines(one) == [
@@ -144,10 +144,10 @@ def test_a_capture_is_named_in_one_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--pid 5 stop", "stop --pid 5", "step 3 --pid 5", "break list --pid 5"]
+    "line", ["--pid 5 stop", "stop --pid 5", "step 3 --pid 5", "break list --pid 5"]
 )
-def test_a_capture_is_named_before_or_behind_the_verb(words: str) -> None:
+def test_a_capture_is_named_before_or_after_the_verb(line: str) -> None:
     from flexinspect.cli.main import build_parser
 
-    args = build_parser("ctl").parse_args(["ctl", *words.split()])
+    args = build_parser("ctl").parse_args(["ctl", *line.split()])
     assert (args.pid, args.json, args.wait, args.trace) == (5, False, False, None)

@@ -1,4 +1,4 @@
-"""The flags that let a debugger come to a run: what is refused, and what is said."""
+"""The flags that let a debugger attach to a run: what is refused, and what is reported."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from flexinspect.trace.reader import open_trace
 Said = pytest.CaptureFixture[str]
 
 
-def refused(words: list[str], capsys: Said) -> str:
-    assert main(["run", "--no-ui", *words]) == 2
+def refused(args: list[str], capsys: Said) -> str:
+    assert main(["run", "--no-ui", *args]) == 2
     first, _, rest = capsys.readouterr().err.partition("\n")
     assert "Traceback" not in rest
     return first
 
 
-@pytest.mark.parametrize("words", [["--model", "demo"], ["program.py"]])
+@pytest.mark.parametrize("args", [["--model", "demo"], ["program.py"]])
 def test_a_port_in_use_is_an_error_message_and_starts_nothing(
-    words: list[str], capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    args: list[str], capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("program.py").write_text("print('ran')", "utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused(["--debugpy", str(port), *words], capsys)
-    assert said == (
+        message = refused(["--debugpy", str(port), *args], capsys)
+    assert message == (
         f"flexinspect: --debugpy cannot listen on 127.0.0.1:{port}: Address already in use."
     )
     assert not list(tmp_path.glob("*.flextrace*"))
 
 
 def test_another_address_needs_to_be_insisted_on(capsys: Said) -> None:
-    said = refused(["--debugpy", "0.0.0.0:0"], capsys)
-    assert "would let other machines attach" in said
+    message = refused(["--debugpy", "0.0.0.0:0"], capsys)
+    assert "would let other machines attach" in message
 
 
 def test_a_wait_needs_a_port_and_pdb_a_terminal_of_its_own(capsys: Said) -> None:
@@ -74,19 +74,19 @@ def test_a_job_takes_its_debugger_along() -> None:
     assert ScriptJob.from_json(script.to_json()).debugger == options
 
 
-def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
+def test_our_own_generation_waits_for_a_client_and_stops_in_a_user_mask_mod(
     tmp_path: Path,
 ) -> None:
     rules = tmp_path / "my_rules.py"
     rules.write_text("def window(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n", "utf-8")
-    words = ("--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
-    words += ("--break", "step == 0", "--break", "entropy > -1 and step == 0")
+    args = ("--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
+    args += ("--break", "step == 0", "--break", "entropy > -1 and step == 0")
     flags = ("--debugpy", "0", "--wait-for-client")
-    with Debugged(tmp_path, *words, flags=flags, fresh=True) as run:
+    with Debugged(tmp_path, *args, flags=flags, fresh=True) as run:
         port = run.port()
-        assert "nothing runs before a client has attached" in run.said()
-        eventually(lambda: f"waiting for a debugger on 127.0.0.1:{port}" in run.said())
-        assert "importing torch" not in run.said()
+        assert "nothing runs before a client has attached" in run.stderr_text()
+        eventually(lambda: f"waiting for a debugger on 127.0.0.1:{port}" in run.stderr_text())
+        assert "importing torch" not in run.stderr_text()
         where = {"host": "127.0.0.1", "port": port}
         with DapClient(**where) as client:
             client.begin(configuration("attach to a run", connect=where), {rules: [2]})
@@ -98,13 +98,13 @@ def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
                 thread, stack = client.stopped()
                 # Before a forward there is no frame of the user's, nor of a layer.
                 assert Path(stack[0]["source"]["path"]).name in ("decoding.py", "ensemble_run.py")
-                said = client.evaluate("(flexinspect.step, flexinspect.reason)", stack[0])
-                assert said.startswith("(0, ")
-                assert f", {reason}: step 0 (prefill)" in said
+                reason_text = client.evaluate("(flexinspect.step, flexinspect.reason)", stack[0])
+                assert reason_text.startswith("(0, ")
+                assert f", {reason}: step 0 (prefill)" in reason_text
             client.request("disconnect", terminateDebuggee=False)
         _, code = run.finish()
         assert code == 0
-        assert "held by debugpy in window (my_rules.py:2) for 0 s" in run.said()
+        assert "held by debugpy in window (my_rules.py:2) for 0 s" in run.stderr_text()
     with open_trace(run.trace) as reader:
         texts = [row.event.text for row in reader.events() if row.event.kind == "debugger"]
         assert reader.run()["state"] == "finished"

@@ -33,7 +33,7 @@ Ran = tuple[int, str, str]
 
 @pytest.fixture(autouse=True)
 def rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rules: one that has looked live, and a dear one."""
+    """Two rules: one that ran live, and an offline one."""
     made = {"numbers": NumbersRule, "slow": Slow}
     monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
 
@@ -45,10 +45,10 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def call(*words: str) -> Ran:
-        code = main(["findings", str(path), *words])
-        said = capsys.readouterr()
-        return code, said.out, said.err
+    def call(*args: str) -> Ran:
+        code = main(["findings", str(path), *args])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return call
 
@@ -72,15 +72,15 @@ def test_the_worst_comes_first_with_all_that_is_known_of_it(run: Callable[..., R
 
 def test_no_line_is_longer_than_the_terminal_or_coloured_against_its_will(path: Path) -> None:
     env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "60", "FORCE_COLOR": ""}
-    words = [sys.executable, "-m", "flexinspect", "findings", str(path)]
-    ran = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    args = [sys.executable, "-m", "flexinspect", "findings", str(path)]
+    ran = subprocess.run(args, capture_output=True, text=True, env=env, check=False)
     assert ran.returncode == 1, ran.stderr
     assert "\x1b" not in ran.stdout
     assert max(map(len, ran.stdout.splitlines())) <= 60
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("args", "code"),
     [
         ((), 1),
         (("--fail-on", "never"), 0),
@@ -94,22 +94,22 @@ def test_no_line_is_longer_than_the_terminal_or_coloured_against_its_will(path: 
     ],
 )
 def test_the_exit_code_is_that_of_what_was_asked_for(
-    run: Callable[..., Ran], words: tuple[str, ...], code: int
+    run: Callable[..., Ran], args: tuple[str, ...], code: int
 ) -> None:
-    assert run(*words)[0] == code
+    assert run(*args)[0] == code
 
 
 def test_json_has_a_stable_shape(run: Callable[..., Ran], path: Path) -> None:
     code, out, _ = run("--json")
-    said = json.loads(out)
+    report = json.loads(out)
     assert code == 1
-    assert [*said] == [
+    assert [*report] == [
         *("version", "trace", "state", "rules", "ids", "counts", "findings", "rules_off", "notes")
     ]
-    assert (said["version"], said["trace"], said["state"]) == (1, str(path), "finished")
-    assert said["rules"] == ["numbers", "slow"]
-    assert said["counts"] == {"error": 1, "warning": 2, "note": 0}
-    assert said["findings"][1] == {
+    assert (report["version"], report["trace"], report["state"]) == (1, str(path), "finished")
+    assert report["rules"] == ["numbers", "slow"]
+    assert report["counts"] == {"error": 1, "warning": 2, "note": 0}
+    assert report["findings"][1] == {
         "id": "slow.long-token",
         "severity": "warning",
         "sentence": "“ Jane” is long.",
@@ -228,9 +228,9 @@ def test_a_rule_that_fails_is_named(
 ) -> None:
     made = ({"broken": Broken}, {"other": "It did not load."})
     monkeypatch.setattr(plugins, "load_all", lambda group: made)
-    said = json.loads(run("--json")[1])
-    assert said["notes"] == ["The rule 'other' could not run: It did not load."]
-    assert said["rules_off"][0].startswith("The rule 'broken' failed at step 2")
+    report = json.loads(run("--json")[1])
+    assert report["notes"] == ["The rule 'other' could not run: It did not load."]
+    assert report["rules_off"][0].startswith("The rule 'broken' failed at step 2")
 
 
 def test_a_clean_trace_lists_the_rules_that_ran(
@@ -242,17 +242,17 @@ def test_a_clean_trace_lists_the_rules_that_ran(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("args", "sentence"),
     [
         (("--generation", "7"), "The trace has no generation 7."),
         (("missing.flextrace",), "There is no trace at"),
     ],
 )
 def test_an_invalid_request_is_refused_with_a_message(
-    path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str
+    path: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], sentence: str
 ) -> None:
-    trace = [] if words[0].endswith("flextrace") else [str(path)]
-    assert main(["findings", *trace, *words]) == 2
+    trace = [] if args[0].endswith("flextrace") else [str(path)]
+    assert main(["findings", *trace, *args]) == 2
     assert sentence in capsys.readouterr().err
 
 
@@ -267,9 +267,9 @@ def test_a_running_capture_is_shown_up_to_its_last_step(
         writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
         writer.write_step(sample_step(0))
         assert main(["findings", str(path), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["rules"] == ["numbers"]
-    assert said["notes"][0].startswith("The trace is still being recorded")
+    report = json.loads(capsys.readouterr().out)
+    assert report["rules"] == ["numbers"]
+    assert report["notes"][0].startswith("The trace is still being recorded")
 
 
 def test_many_findings_of_a_kind_are_one_group(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`flexinspect run --grads`: the same answer, gradients beside it, and findings that are stored."""
+"""`flexinspect run --grads`: the same answer, gradients with it, and findings that are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from support.differentiated import rule_source
+from support.differentiated import preset_source
 from support.warm_python import run_command
 
 from flexinspect.analysis.offline_rules import review
@@ -51,12 +51,12 @@ def run(loaded: Any, out: Path, **options: Any) -> TraceReader:
     return open_trace(out)
 
 
-def said(reader: TraceReader, kind: str) -> list[str]:
+def event_texts(reader: TraceReader, kind: str) -> list[str]:
     return [row.event.text for row in reader.events() if row.event.kind == kind]
 
 
 def steps_of(path: Path) -> list[tuple[Any, ...]]:
-    """Return all that the steps of a trace say of logits and tokens, bit for bit."""
+    """Return the logits and tokens of all steps of a trace, bit for bit."""
     sql = (
         "SELECT c.generation, c.step, c.rank, c.token_id, c.logit, c.logprob, s.entropy, s.margin, "
         "s.histogram FROM candidates c JOIN steps s USING (generation, branch, step) "
@@ -95,11 +95,11 @@ def test_every_token_of_the_demo_has_gradients_and_no_finding(demo: Any, tmp_pat
                 assert found.anomaly is None
         assert review(reader).note == ""
         assert reader.findings() == []
-        (words, _) = said(reader, after_generation.COST_EVENT)
-        assert words.startswith("Gradients of 3 of 3 tokens took ")
+        (text, _) = event_texts(reader, after_generation.COST_EVENT)
+        assert text.startswith("Gradients of 3 of 3 tokens took ")
         phases = dict.fromkeys(row.event.text for row in reader.events())
-        assert list(phases)[:2] == [after_generation.GRADIENTS_PHASE, words]
-        assert words.endswith(
+        assert list(phases)[:2] == [after_generation.GRADIENTS_PHASE, text]
+        assert text.endswith(
             "by the dense reference; 3 of 3 forward passes gave the recorded logits."
         )
 
@@ -114,7 +114,7 @@ def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
     with run(demo, tmp_path / "b.flextrace", grads="logprob", grads_steps="40-50") as reader:
         assert steps_with_gradients(reader, 0) == []
         assert (
-            said(reader, after_generation.COST_EVENT)[0]
+            event_texts(reader, after_generation.COST_EVENT)[0]
             == "--grads-steps 40-50 names none of the 3 steps."
         )
 
@@ -122,10 +122,10 @@ def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
 def test_without_the_flag_there_are_none(demo: Any, tmp_path: Path) -> None:
     with run(demo, tmp_path / "t.flextrace") as reader:
         assert steps_with_gradients(reader, 0) == []
-        assert said(reader, after_generation.COST_EVENT) == []
+        assert event_texts(reader, after_generation.COST_EVENT) == []
 
 
-def test_a_sick_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
+def test_a_nonfinite_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
     demo.model.model.layers[2].mlp.up_proj.weight.data.zero_()
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         found = [f for f in reader.findings() if f.id == "gradient.dead"]
@@ -163,10 +163,10 @@ def test_a_failure_is_an_event_and_keeps_the_answer(
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         assert [row.state for row in reader.generations()] == ["finished", "finished"]
         assert reader.generation(0).answer == "Paris"
-        assert said(reader, "gradients-failed")[0] == (
+        assert event_texts(reader, "gradients-failed")[0] == (
             "Gradients were not computed from step 0 on: OutOfMemoryError: no room for 12 GiB"
         )
-        assert said(reader, after_generation.COST_EVENT)[0] == "No gradients were computed."
+        assert event_texts(reader, after_generation.COST_EVENT)[0] == "No gradients were computed."
 
 
 def test_without_a_backward_of_flex_the_reference_is_used(
@@ -177,7 +177,7 @@ def test_without_a_backward_of_flex_the_reference_is_used(
         records = [reader.gradients(0, step) for step in range(3)]
         assert [record and record.path for record in records] == ["dense reference"] * 3
         assert all(record and record.matches_recorded for record in records)
-        (text,) = said(reader, "gradients-dense-fallback")
+        (text,) = event_texts(reader, "gradients-dense-fallback")
         assert text.startswith(
             "FlexAttention's own backward failed, so the dense reference is used instead: "
             "AttentionCallError: FlexAttention failed in layer 0"
@@ -190,13 +190,13 @@ class Changing:
     name = "changing"
 
     def __init__(self, prompt: Prompt) -> None:
-        self._of = [rule_source(prompt, mask) for mask in ("segment-isolation", "document")]
+        self._of = [preset_source(prompt, mask) for mask in ("segment-isolation", "document")]
 
     def block_mask(self, window: Any, overlay: Any) -> Any:
         return self._of[window.q_len == 1].block_mask(window, overlay)
 
 
-def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Path) -> None:
+def test_a_mask_that_changed_during_the_run_fails_the_check(demo: Any, tmp_path: Path) -> None:
     out = tmp_path / "t.flextrace"
     ensemble = EnsembleRunner(
         demo, Job(out=str(out), max_new_tokens=3, grads="logprob"), compiled=False
@@ -214,7 +214,9 @@ def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Pa
         assert (second.stats, second.tokens, second.layers) == ((), None, None)
         (finding,) = (f for f in reader.findings() if f.id == "gradient.check-failed")
         assert finding.step == 1
-        assert said(reader, after_generation.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
+        assert (
+            event_texts(reader, after_generation.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
+        )
 
 
 @pytest.mark.parametrize("options", [{"separators": "isolated"}, {"positions": "reset"}])
@@ -232,8 +234,8 @@ def test_rows_without_keys_and_restarting_positions_agree(
 # -- flags -----------------------------------------------------------------------------------------
 
 
-def job_of(*words: str) -> Job:
-    job = checked_job(build_parser("run").parse_args(["run", *words]))
+def job_of(*args: str) -> Job:
+    job = checked_job(build_parser("run").parse_args(["run", *args]))
     assert isinstance(job, Job)
     return job
 
@@ -249,7 +251,7 @@ def test_the_flags_say_what_is_differentiated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("args", "sentence"),
     [
         (("--grads-steps", "1"), "--grads-steps needs gradients, and --grads is missing."),
         (("--detect-anomaly",), "--detect-anomaly needs gradients, and --grads is missing."),
@@ -264,9 +266,9 @@ def test_the_flags_say_what_is_differentiated() -> None:
         (("--grads", "--grads-steps", "7-5"), "--grads-steps 7-5 names no step."),
     ],
 )
-def test_invalid_flags_are_refused_with_one_message(words: tuple[str, ...], sentence: str) -> None:
+def test_invalid_flags_are_refused_with_one_message(args: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        job_of(*words)
+        job_of(*args)
     assert refused.value.message == sentence
 
 
@@ -277,7 +279,7 @@ def test_a_program_of_the_users_takes_no_gradient_flags(tmp_path: Path) -> None:
         checked_job(build_parser("run").parse_args(["run", "--grads", "margin", str(script)]))
 
 
-# -- beside control --------------------------------------------------------------------------------
+# -- together with control -------------------------------------------------------------------------
 
 
 def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -> None:
@@ -288,10 +290,10 @@ def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -
             ensemble = EnsembleRunner(demo, Job(out=str(out), grads="logprob"), compiled=False)
             one = ensemble._gradients.compute_step  # type: ignore[union-attr]
 
-            def then_stop(*words: Any) -> Any:
-                done.append(words)
+            def then_stop(*args: Any) -> Any:
+                done.append(args)
                 session.barrier.stop()  # type: ignore[union-attr]
-                return one(*words)
+                return one(*args)
 
             ensemble._gradients.compute_step = then_stop  # type: ignore[method-assign, union-attr]
             with pytest.raises(KeyboardInterrupt):
@@ -302,7 +304,7 @@ def test_a_stopped_run_keeps_its_finished_gradients(demo: Any, tmp_path: Path) -
         assert (reader.generation(0).state, reader.n_steps(0)) == ("finished", 3)
 
 
-def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
+def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_barrier(
     demo: Any, tmp_path: Path
 ) -> None:
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
@@ -315,13 +317,13 @@ def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
 
 
 def test_the_command_says_what_it_took_and_shows_the_panel(tmp_path: Path) -> None:
-    def flexinspect(*words: str) -> str:
-        done = run_command(*words, cwd=tmp_path)
+    def flexinspect(*args: str) -> str:
+        done = run_command(*args, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    words = ("--grads", "margin", "--grads-steps", "0", "--json", "--out", "t.flextrace")
-    found = json.loads(flexinspect("run", *words))
+    flags = ("--grads", "margin", "--grads-steps", "0", "--json", "--out", "t.flextrace")
+    found = json.loads(flexinspect("run", *flags))
     assert found["generations"][0]["answer"] == "Paris"
     assert any(note.startswith("Gradients of 1 of 3 tokens took ") for note in found["notes"])
     shown = flexinspect("show", "t.flextrace", "--panel", "gradients")

@@ -27,8 +27,8 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.trace_session import TraceSession
 
 
-def flexinspect(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flexinspect", *words]
+def flexinspect(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flexinspect", *args]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
     )
@@ -96,7 +96,7 @@ def test_a_trace_that_is_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kept", [30_000, 50_000, 70_000, 90_000, 100_000])
-def test_a_small_trace_that_lost_part_of_its_schema_is_walked_by_step(
+def test_a_small_trace_that_lost_part_of_its_schema_is_read_step_by_step(
     tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = sample_trace(tmp_path / "a.flextrace")
@@ -118,10 +118,10 @@ def test_a_small_trace_that_lost_part_of_its_schema_is_walked_by_step(
     assert status is not None
     assert (status.state, status.last_step) == ("finished", 5)
     assert main(["dump", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert f"cut short at {kept} bytes" in said
-    assert left[1] in said
-    assert f"To see that: flexinspect open {path}" in said
+    errors = capsys.readouterr().err
+    assert f"cut short at {kept} bytes" in errors
+    assert left[1] in errors
+    assert f"To see that: flexinspect open {path}" in errors
 
 
 def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(

@@ -20,8 +20,8 @@ TWO = ("--prompt", "Who wrote Emma?", "--prompt", "Emma's author?")
 Done = subprocess.CompletedProcess[str]
 
 
-def prove(*words: str, cwd: Path) -> Done:
-    return run_command("prove", *words, cwd=cwd)
+def prove(*args: str, cwd: Path) -> Done:
+    return run_command("prove", *args, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_the_demo_is_isolated_and_says_so_segment_by_segment(isolation: Done) ->
 
 
 def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Path) -> None:
-    rule = (
+    source = (
         "def leaky(segments):\n"
         "    first, second = [s for s in segments if s.kind == 'paraphrase']\n"
         "    def rule(b, h, q_idx, kv_idx):\n"
@@ -51,7 +51,7 @@ def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Pat
         "        return (kv_idx <= q_idx) & ~(inside & early & (q_idx != second.start))\n"
         "    return rule\n"
     )
-    (tmp_path / "masks.py").write_text(rule, "utf-8")
+    (tmp_path / "masks.py").write_text(source, "utf-8")
     done = prove("isolation", "--mask", "masks:leaky", *TWO, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     (error,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
@@ -69,7 +69,7 @@ def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (("kernel",), "The kernel's own weights are those that are drawn: "),
         (("kernel", "--mask", "causal", "--max-new-tokens", "1"), "4 layers in 2 steps"),
@@ -81,15 +81,15 @@ def test_a_mask_that_leaks_ends_with_1_and_says_why_and_what_to_do(tmp_path: Pat
     ],
     ids=" ".join,
 )
-def test_each_proof_of_the_demo_holds(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = prove(*words, *TWO, cwd=tmp_path)
+def test_each_proof_of_the_demo_holds(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = prove(*args, *TWO, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    assert message in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (("isolation", "--model", "demmo"), "demmo"),
         (("isolation", "--mask", "isolation"), "The mask 'isolation' is unknown"),
@@ -98,15 +98,15 @@ def test_each_proof_of_the_demo_holds(words: tuple[str, ...], said: str, tmp_pat
         (("kernel", "--seed", "-1"), "--seed must lie between"),
     ],
 )
-def test_what_cannot_be_is_refused_before_torch_is_loaded(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_impossible_requests_are_refused_before_torch_is_loaded(
+    args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["prove", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert main(["prove", *words, "--json"]) == 2
+    assert main(["prove", *args]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["prove", *args, "--json"]) == 2
     facts = json.loads(capsys.readouterr().out)
     assert facts["proofs"] == []
-    assert said in facts["error"]
+    assert message in facts["error"]
 
 
 def test_one_paraphrase_alone_has_no_order(tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_ctrl_c_ends_a_proof_in_one_line(tmp_path: Path) -> None:
     assert started.stderr is not None
     wait_for(lambda: "reading weights" in started.stderr.readline())  # type: ignore[union-attr]
     started.send_signal(signal.SIGINT)
-    _, said = started.communicate(timeout=60)
+    _, errors = started.communicate(timeout=60)
     assert started.returncode == 130
-    assert "flexinspect: interrupted" in said
-    assert "Traceback" not in said
+    assert "flexinspect: interrupted" in errors
+    assert "Traceback" not in errors
 
 
 def wait_for(is_true: Callable[[], bool]) -> None:

@@ -89,13 +89,13 @@ def test_a_file_in_the_current_folder_does_not_replace_a_module(
 
 
 def test_the_demo_answers_and_says_what_it_cost(demo_run: tuple[dict[str, Any], Path]) -> None:
-    said, path = demo_run
-    assert said["trace"] == str(path)
-    assert (said["state"], said["exit_code"]) == ("finished", 0)
-    assert [g["correct"] for g in said["generations"]] == [True, True]
-    assert said["generations"][0]["answer"] == "Paris"
-    assert said["cost"]["steps"] == sum(g["tokens"] for g in said["generations"])
-    assert said["notes"] == []
+    report, path = demo_run
+    assert report["trace"] == str(path)
+    assert (report["state"], report["exit_code"]) == ("finished", 0)
+    assert [g["correct"] for g in report["generations"]] == [True, True]
+    assert report["generations"][0]["answer"] == "Paris"
+    assert report["cost"]["steps"] == sum(g["tokens"] for g in report["generations"])
+    assert report["notes"] == []
 
 
 def test_the_trace_of_the_demo_holds_every_step_of_every_layer(
@@ -197,10 +197,10 @@ def long_run(tiny_folder: Path, tmp_path: Path) -> Iterator[Callable[[], Any]]:
 
     def start() -> tuple[subprocess.Popen[str], Path]:
         path = tmp_path / "long.flextrace"
-        words = ["run", "--model", str(tiny_folder), "--weights", "random", "--prompt", "5 6 7"]
-        words += ["--max-new-tokens", "50000", "--stop", "eos", "--out", str(path)]
+        args = ["run", "--model", str(tiny_folder), "--weights", "random", "--prompt", "5 6 7"]
+        args += ["--max-new-tokens", "50000", "--stop", "eos", "--out", str(path)]
         process = Popen(
-            [*FLEXINSPECT, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*FLEXINSPECT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         started.append((process, path))
         wait_for_steps(path, 5)
@@ -317,12 +317,12 @@ def test_findings_stand_in_the_summary_and_in_the_json(tmp_path: Path) -> None:
     (tmp_path / "my_masks.py").write_text(
         "def deaf(b, h, q_idx, kv_idx):\n    return (kv_idx <= q_idx) & (q_idx != 5)\n"
     )
-    words = ("run", "--mask", "my_masks:deaf", "--prompt", "What is the capital of France?")
-    done = run_command(*words, "--out", "own.flextrace", cwd=tmp_path)
+    args = ("run", "--mask", "my_masks:deaf", "--prompt", "What is the capital of France?")
+    done = run_command(*args, "--out", "own.flextrace", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "warning: 1 row of paraphrase 1 sees no key at all" in done.stdout
     assert "[mask.empty-row]" in done.stdout
-    again = run_command(*words, "--json", "--out", "b.flextrace", cwd=tmp_path)
+    again = run_command(*args, "--json", "--out", "b.flextrace", cwd=tmp_path)
     findings = {one["id"]: one for one in json.loads(again.stdout)["findings"]}
     finding = findings["mask.empty-row"]
     assert finding["severity"] == "warning"
@@ -356,7 +356,7 @@ def test_an_own_rule_runs_and_is_named_in_the_trace(tmp_path: Path) -> None:
         assert mask.cells[0, 0, start:].all()
 
 
-def test_two_rules_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> None:
+def test_two_mask_mods_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def rule(segments):\n"
         "    start = segments[2].start\n"
@@ -366,9 +366,9 @@ def test_two_rules_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> Non
     rows = [json.dumps({"id": str(i), "paraphrases": p}) for i, p in enumerate(lines)]
     (tmp_path / "two.jsonl").write_text("\n".join(rows))
     for level in ("basic", "advanced"):
-        words = ["--mask", "own:rule", "--dataset", "two.jsonl", "--max-samples", "2"]
+        args = ["--mask", "own:rule", "--dataset", "two.jsonl", "--max-samples", "2"]
         done = run_command(
-            *("run", *words, "--level", level, "--out", f"{level}.flextrace"), cwd=tmp_path
+            *("run", *args, "--level", level, "--out", f"{level}.flextrace"), cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr
         with open_trace(tmp_path / f"{level}.flextrace") as reader:
@@ -385,21 +385,21 @@ def test_two_rules_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> Non
 def test_the_chosen_paraphrases_are_in_the_prompt(tmp_path: Path) -> None:
     lines = {"id": "1", "paraphrases": ["日本 😀", "b", "c"], "answers": ["x"]}
     (tmp_path / "q.jsonl").write_text(json.dumps(lines))
-    for words, expected in (
+    for args, expected in (
         ([], ["日本 😀", "b", "c"]),
         (["--indices", "2,0"], ["c", "日本 😀"]),
         (["--num-paraphrases", "1"], ["日本 😀"]),
     ):
-        words = [*words, "--dataset", "q.jsonl", "--out", "q.flextrace", "--overwrite"]
-        done = run_command("run", *words, cwd=tmp_path)
+        args = [*args, "--dataset", "q.jsonl", "--out", "q.flextrace", "--overwrite"]
+        done = run_command("run", *args, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         with open_trace(tmp_path / "q.flextrace") as reader:
-            fed = [
+            input_ids = [
                 "".join(t.text for t in reader.tokens(0, start=s.start, stop=s.stop))
                 for s in reader.segments(0)
                 if s.kind == "paraphrase"
             ]
-        assert fed == expected
+        assert input_ids == expected
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGKILL", -9)])
@@ -422,13 +422,13 @@ def test_ending_the_command_ends_the_capture_process(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("words", [["models"], ["run"], ["dump", "demo"]])
+@pytest.mark.parametrize("args", [["models"], ["run"], ["dump", "demo"]])
 def test_a_full_output_is_an_error_message(
-    words: list[str], tmp_path: Path, demo_run: tuple[dict[str, Any], Path]
+    args: list[str], tmp_path: Path, demo_run: tuple[dict[str, Any], Path]
 ) -> None:
-    words = [str(demo_run[1]) if word == "demo" else word for word in words]
+    args = [str(demo_run[1]) if word == "demo" else word for word in args]
     with Path("/dev/full").open("w") as full:
-        command = [*FLEXINSPECT, *words]
+        command = [*FLEXINSPECT, *args]
         done = run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -438,8 +438,8 @@ def test_a_full_output_is_an_error_message(
 def test_a_reader_that_has_gone_ends_a_command_quietly() -> None:
     read, write = os.pipe()
     os.close(read)
-    words = [*FLEXINSPECT, "models"]
-    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    args = [*FLEXINSPECT, "models"]
+    done = subprocess.run(args, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -478,12 +478,12 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_an_error_message_without_traceback(case: str, tmp_path: Path) -> None:
-    words, said = BAD[case]
+    args, message = BAD[case]
     if case == "no cuda" and __import__("torch").cuda.is_available():
         pytest.skip("this machine has CUDA")
-    done = run_command("run", *words, cwd=tmp_path)
+    done = run_command("run", *args, cwd=tmp_path)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("*.flextrace*"))
 
@@ -504,12 +504,12 @@ def test_a_model_that_needs_the_network_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_full_disk_lets_the_model_go_on_and_is_an_exit_code(
+def test_a_full_disk_lets_the_model_continue_and_is_an_exit_code(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    words = f"run --model {tiny_folder} --weights random --max-new-tokens 20"
-    words += " --no-ui --prompt 12"
-    command = f"ulimit -f 160; exec {' '.join(FLEXINSPECT)} {words} --out t.flextrace"
+    args = f"run --model {tiny_folder} --weights random --max-new-tokens 20"
+    args += " --no-ui --prompt 12"
+    command = f"ulimit -f 160; exec {' '.join(FLEXINSPECT)} {args} --out t.flextrace"
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""`flexinspect run SCRIPT`: the program cannot tell, and neither can whoever reads its output."""
+"""`flexinspect run SCRIPT`: the program and its output are unchanged."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PATIENCE_S = 60
 Done = subprocess.CompletedProcess[bytes]
 
 
-def started(words: list[str], cwd: Path, **options: object) -> subprocess.Popen[bytes]:
+def started(args: list[str], cwd: Path, **options: object) -> subprocess.Popen[bytes]:
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(words, cwd=cwd, **{**streams, **options})  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen(args, cwd=cwd, **{**streams, **options})  # type: ignore[call-overload, no-any-return]
 
 
-def python(*words: str, cwd: Path, stdin: bytes = b"") -> Done:
+def python(*args: str, cwd: Path, stdin: bytes = b"") -> Done:
     return subprocess.run(
-        (sys.executable, *words),
+        (sys.executable, *args),
         cwd=cwd,
         input=stdin,
         capture_output=True,
@@ -37,9 +37,9 @@ def python(*words: str, cwd: Path, stdin: bytes = b"") -> Done:
     )
 
 
-def inspected(*words: str, cwd: Path, stdin: bytes = b"", flags: tuple[str, ...] = ()) -> Done:
+def inspected(*args: str, cwd: Path, stdin: bytes = b"", flags: tuple[str, ...] = ()) -> Done:
     command = ("-m", "flexinspect", "run", "--no-ui", "--overwrite", "--out", "t.flextrace")
-    return python(*command, *flags, *words, cwd=cwd, stdin=stdin)
+    return python(*command, *flags, *args, cwd=cwd, stdin=stdin)
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -99,9 +99,9 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_output_and_exit_code_are_those_of_python_itself(end: str, tmp_path: Path) -> None:
     write(tmp_path, "sub/script.py", WHO + ENDS[end] + "\n")
-    words = ("sub/script.py", "a b", "--json", "--", "-x")
-    plain = python(*words, cwd=tmp_path, stdin="caf\u00e9\n".encode())
-    mine = inspected(*words, cwd=tmp_path, stdin="caf\u00e9\n".encode())
+    args = ("sub/script.py", "a b", "--json", "--", "-x")
+    plain = python(*args, cwd=tmp_path, stdin="caf\u00e9\n".encode())
+    mine = inspected(*args, cwd=tmp_path, stdin="caf\u00e9\n".encode())
     same_end(mine, plain)
     with trace(tmp_path) as reader:
         state = "failed" if plain.returncode else "finished"
@@ -116,8 +116,8 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path) -> None:
     write(tmp_path, "pack/__init__.py", "")
     write(tmp_path, "pack/helper.py", "def fail(): raise RuntimeError('helped')\n")
     write(tmp_path, "pack/deep.py", WHO + "from . import helper\nhelper.fail()\n")
-    words = ("-m", "pack.deep", "1", "--no-ui")
-    same_end(inspected(*words, cwd=tmp_path), python(*words, cwd=tmp_path))
+    args = ("-m", "pack.deep", "1", "--no-ui")
+    same_end(inspected(*args, cwd=tmp_path), python(*args, cwd=tmp_path))
     missing = ("-m", "pack.absent")
     same_end(inspected(*missing, cwd=tmp_path), python(*missing, cwd=tmp_path))
 
@@ -223,17 +223,17 @@ for _ in range(600): time.sleep(0.05)
 """
 
 
-def ended_by(folder: Path, words: list[str], sent: list[int]) -> tuple[bytes, int]:
-    """Return what a program says and how it ends when signals are sent to what was started."""
-    with started(words, folder) as process:
+def ended_by(folder: Path, command: list[str], sent: list[int]) -> tuple[bytes, int]:
+    """Return what a program prints and how it ends when signals are sent to what was started."""
+    with started(command, folder) as process:
         assert process.stdout is not None
-        said = process.stdout.readline()
+        first = process.stdout.readline()
         for number in sent:
             time.sleep(0.3)
             process.send_signal(number)
         out, _ = process.communicate(timeout=PATIENCE_S)
         code = process.returncode
-        return said + out, code if code >= 0 else 128 - code
+        return first + out, code if code >= 0 else 128 - code
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_signals_are_the_programs_own(args: list[str], sent: list[int], tmp_path
 
 def test_a_program_whose_starter_is_killed_ends_its_trace(tmp_path: Path) -> None:
     write(tmp_path, "script.py", SIGNALS)
-    words = [*FLEXINSPECT, "run", "--no-ui", "--out", "t.flextrace", "script.py"]
-    with started(words, tmp_path) as process:
+    command = [*FLEXINSPECT, "run", "--no-ui", "--out", "t.flextrace", "script.py"]
+    with started(command, tmp_path) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.kill()
@@ -268,8 +268,9 @@ def test_a_program_whose_starter_is_killed_ends_its_trace(tmp_path: Path) -> Non
 
 def test_a_program_that_ignores_ctrl_c_ends_with_its_starter_too(tmp_path: Path) -> None:
     write(tmp_path, "script.py", SIGNALS)
-    words = [*FLEXINSPECT, "run", "--no-ui", "--out", "t.flextrace", "script.py"]
-    deaf = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]  # as a shell's background jobs are
+    command = [*FLEXINSPECT, "run", "--no-ui", "--out", "t.flextrace", "script.py"]
+    # as a shell's background jobs are
+    deaf = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
     with started(deaf, tmp_path) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -293,8 +294,8 @@ def test_a_closed_stdout_reaches_the_program(tmp_path: Path) -> None:
         print("nobody reads", file=sys.stderr)
     """
     write(tmp_path, "script.py", script)
-    words = [*FLEXINSPECT, "run", "--no-ui", "--out", "t.flextrace", "script.py"]
-    with started(words, tmp_path) as process:
+    command = [*FLEXINSPECT, "run", "--no-ui", "--out", "t.flextrace", "script.py"]
+    with started(command, tmp_path) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
@@ -324,10 +325,10 @@ def test_the_manifest_names_the_program_and_dump_prints_its_output(tmp_path: Pat
     with trace(tmp_path) as reader:
         program = {"name": "script.py", "is_module": False, "args": ["one"]}
         assert reader.run()["program"] == program
-    words = (*FLEXINSPECT, "dump", "t.flextrace")
-    text = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    command = (*FLEXINSPECT, "dump", "t.flextrace")
+    text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert 'stdout  "\\x1b[31mred\\n"' in text
-    done = subprocess.run([*words, "--json"], cwd=tmp_path, capture_output=True, check=True)
+    done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, check=True)
     assert [row["text"] for row in json.loads(done.stdout)["output"]] == ["\x1b[31mred\n"]
 
 
@@ -365,10 +366,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_an_invalid_request_is_an_error_message_and_nothing_runs(case: str, tmp_path: Path) -> None:
-    words, sentence = REFUSED[case]
+    args, sentence = REFUSED[case]
     write(tmp_path, "s.py", "print('ran')")
     (tmp_path / "here").mkdir()
-    command = [*FLEXINSPECT, "run", "--no-ui", *words]
+    command = [*FLEXINSPECT, "run", "--no-ui", *args]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
@@ -383,6 +384,6 @@ def test_help_shows_how_a_program_is_run() -> None:
 def test_a_file_in_the_current_folder_does_not_replace_a_module_of_ours(tmp_path: Path) -> None:
     write(tmp_path, "sqlite3.py", "raise RuntimeError('taken for the real one')")
     write(tmp_path, "sub/script.py", "import json; print(json.dumps(1))")
-    words = [sys.executable, "-P", "-m", "flexinspect", "run", "--no-ui", "sub/script.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-P", "-m", "flexinspect", "run", "--no-ui", "sub/script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr

@@ -1,4 +1,4 @@
-"""`flexinspect show`: panels in words, as JSON and as pictures, and what it refuses."""
+"""`flexinspect show`: panels as text, as JSON and as pictures, and what it refuses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EchoOptions(Struct, frozen=True):
 
 
 class Echo(Panel[list[str], EchoOptions]):
-    """Says where it is and what is there."""
+    """Prints its place and the record there."""
 
     name = "echo"
     title = "Echo"
@@ -65,7 +65,7 @@ class Echo(Panel[list[str], EchoOptions]):
 
 
 class Empty(Panel[None, NoOptions]):
-    """Has nothing to show, ever."""
+    """Never has anything to show."""
 
     name = "empty"
     title = "Empty"
@@ -104,17 +104,19 @@ def panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 
 
 @pytest.fixture
-def said(panels: list[EntryPoint], capsys: pytest.CaptureFixture[str]) -> Show:
-    def run(*words: str) -> tuple[int, str, str]:
-        args = build_parser("show").parse_args(["show", *words])
-        code = int(args.run(args))
+def run_show(panels: list[EntryPoint], capsys: pytest.CaptureFixture[str]) -> Show:
+    def run(*args: str) -> tuple[int, str, str]:
+        parsed = build_parser("show").parse_args(["show", *args])
+        code = int(parsed.run(parsed))
         return code, *capsys.readouterr()
 
     return run
 
 
-def test_one_panel_prints_its_lines_and_nothing_else(said: Show, trace: str) -> None:
-    code, out, err = said(trace, "--panel", "echo", "--step", "3", "--layer", "2", "--head", "7")
+def test_one_panel_prints_its_lines_and_nothing_else(run_show: Show, trace: str) -> None:
+    code, out, err = run_show(
+        trace, "--panel", "echo", "--step", "3", "--layer", "2", "--head", "7"
+    )
     assert code == 0
     first, second = out.splitlines()
     assert first.startswith("step 3 layer 2 head 7 chose ")
@@ -122,8 +124,8 @@ def test_one_panel_prints_its_lines_and_nothing_else(said: Show, trace: str) -> 
     assert err == ""
 
 
-def test_without_a_panel_all_of_them_follow_one_another(said: Show, trace: str) -> None:
-    code, out, _ = said(trace)
+def test_without_a_panel_all_of_them_follow_one_another(run_show: Show, trace: str) -> None:
+    code, out, _ = run_show(trace)
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == "run.flextrace, generation 0, step 0, layer 0, head 0"
@@ -132,26 +134,26 @@ def test_without_a_panel_all_of_them_follow_one_another(said: Show, trace: str) 
     assert lines[-2:] == ["  Level basic stores no echo.", "  Record with --level advanced."]
 
 
-def test_a_panel_with_nothing_to_show_says_why_and_ends_with_1(said: Show, trace: str) -> None:
-    code, out, err = said(trace, "--panel", "empty")
+def test_a_panel_with_nothing_to_show_says_why_and_ends_with_1(run_show: Show, trace: str) -> None:
+    code, out, err = run_show(trace, "--panel", "empty")
     assert (code, err) == (1, "")
     assert out == "Level basic stores no echo.\nRecord with --level advanced.\n"
-    assert said(trace, "--panel", "empty", "--panel", "echo")[0] == 0
+    assert run_show(trace, "--panel", "empty", "--panel", "echo")[0] == 0
 
 
-def test_json_is_an_object_for_one_panel_and_a_list_for_several(said: Show, trace: str) -> None:
-    _, out, _ = said(trace, "--panel", "echo", "--step", "3", "--json")
-    told = json.loads(out)
-    assert told["trace"] == trace
-    assert TracePlace(**told["place"]) == TracePlace(step=3)
-    assert (told["panel"], told["title"], told["missing"]) == ("echo", "Echo", False)
-    assert told["lines"][0].startswith("step 3 ")
-    _, out, _ = said(trace, "--json")
+def test_json_is_an_object_for_one_panel_and_a_list_for_several(run_show: Show, trace: str) -> None:
+    _, out, _ = run_show(trace, "--panel", "echo", "--step", "3", "--json")
+    report = json.loads(out)
+    assert report["trace"] == trace
+    assert TracePlace(**report["place"]) == TracePlace(step=3)
+    assert (report["panel"], report["title"], report["missing"]) == ("echo", "Echo", False)
+    assert report["lines"][0].startswith("step 3 ")
+    _, out, _ = run_show(trace, "--json")
     assert [one["missing"] for one in json.loads(out)] == [False, True]
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("args", "sentence"),
     [
         (("--generation", "4"), "The trace has no generation 4; it has generation 0 only."),
         (("--branch", "1"), "Generation 0 has no branch 1; it has branch 0 only."),
@@ -172,16 +174,16 @@ def test_json_is_an_object_for_one_panel_and_a_list_for_several(said: Show, trac
     ],
 )
 def test_what_cannot_be_shown_is_an_error_message(
-    said: Show, trace: str, words: tuple[str, ...], sentence: str
+    run_show: Show, trace: str, args: tuple[str, ...], sentence: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        said(trace, *words)
+        run_show(trace, *args)
     assert caught.value.message.startswith(sentence)
     assert caught.value.exit_code == 2
 
 
 def test_a_branch_begins_where_it_was_forked_and_has_the_steps_before(
-    said: Show, tmp_path: Path
+    run_show: Show, tmp_path: Path
 ) -> None:
     made = open_trace(long_trace(tmp_path / "straight.flextrace", steps=6))
     path = tmp_path / "forked.flextrace"
@@ -194,59 +196,65 @@ def test_a_branch_begins_where_it_was_forked_and_has_the_steps_before(
             record = made.record(0, step)
             assert record is not None
             writer.write_step(record if step < 4 else replace(record, branch=1))
-    place = json.loads(said(str(path), "--branch", "1", "--panel", "echo", "--json")[1])["place"]
+    place = json.loads(run_show(str(path), "--branch", "1", "--panel", "echo", "--json")[1])[
+        "place"
+    ]
     assert (place["branch"], place["step"]) == (1, 4)
-    words = (str(path), "--branch", "1", "--panel", "empty", "--json", "--layer", "7")
-    assert json.loads(said(*words, "--step", "2")[1])["place"]["step"] == 2
+    args = (str(path), "--branch", "1", "--panel", "empty", "--json", "--layer", "7")
+    assert json.loads(run_show(*args, "--step", "2")[1])["place"]["step"] == 2
     with pytest.raises(UsageError, match="Branch 1 of generation 0 has no step 6; it has steps 0"):
-        said(*words, "--step", "6")
+        run_show(*args, "--step", "6")
     with pytest.raises(UsageError, match="Generation 0 has no step 4; it has steps 0 to 3"):
-        said(str(path), "--step", "4")
+        run_show(str(path), "--step", "4")
 
 
-def test_a_trace_without_a_generation_still_has_panels(said: Show, tmp_path: Path) -> None:
+def test_a_trace_without_a_generation_still_has_panels(run_show: Show, tmp_path: Path) -> None:
     path = tmp_path / "begun.flextrace"
     with TraceWriter.create(path, {}):
         pass
-    assert said(str(path), "--panel", "empty")[0] == 1
+    assert run_show(str(path), "--panel", "empty")[0] == 1
     with pytest.raises(UsageError, match="The trace has no generation 0; it has no generation at"):
-        said(str(path), "--generation", "0")
+        run_show(str(path), "--generation", "0")
 
 
-def test_a_missing_trace_argument_or_file_is_an_error_message(said: Show, tmp_path: Path) -> None:
+def test_a_missing_trace_argument_or_file_is_an_error_message(
+    run_show: Show, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="No trace is named"):
-        said()
+        run_show()
     with pytest.raises(TraceError, match=r"none\.flextrace"):
-        said(str(tmp_path / "none.flextrace"))
+        run_show(str(tmp_path / "none.flextrace"))
 
 
-def test_options_are_set_by_name_and_type(said: Show, trace: str) -> None:
-    _, out, _ = said(trace, "--panel", "echo", "--option", "shout=yes", "--option", "times=2")
+def test_options_are_set_by_name_and_type(run_show: Show, trace: str) -> None:
+    _, out, _ = run_show(trace, "--panel", "echo", "--option", "shout=yes", "--option", "times=2")
     assert [text[:6] for text in out.splitlines()[:2]] == ["STEP 0", "STEP 0"]
 
 
-def test_a_picture_in_a_pipe_is_plain_text_of_the_width_asked_for(said: Show, trace: str) -> None:
-    code, out, _ = said(trace, "--panel", "echo", "--picture", "--width", "10", "--height", "1")
+def test_a_picture_in_a_pipe_is_plain_text_of_the_width_asked_for(
+    run_show: Show, trace: str
+) -> None:
+    code, out, _ = run_show(trace, "--panel", "echo", "--picture", "--width", "10", "--height", "1")
     assert code == 0
     assert out.splitlines() == ["step 0 la…", "a note"]
 
 
 def test_a_picture_has_colours_where_they_are_forced_and_none_under_no_color(
-    said: Show, trace: str, monkeypatch: pytest.MonkeyPatch
+    run_show: Show, trace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
-    words = (trace, "--panel", "echo", "--picture", "--width", "30")
-    assert "\x1b[38;2;255;166;43" in said(*words)[1]
+    args = (trace, "--panel", "echo", "--picture", "--width", "30")
+    assert "\x1b[38;2;255;166;43" in run_show(*args)[1]
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[38" not in said(*words)[1]
+    assert "\x1b[38" not in run_show(*args)[1]
 
 
-def test_a_saved_picture_is_reported_on_stderr(said: Show, trace: str, tmp_path: Path) -> None:
+def test_a_saved_picture_is_reported_on_stderr(run_show: Show, trace: str, tmp_path: Path) -> None:
     file = tmp_path / "echo.svg"
-    code, out, err = said(trace, "--panel", "echo", "--step", "3", "--export", str(file))
+    code, out, err = run_show(trace, "--panel", "echo", "--step", "3", "--export", str(file))
     assert (code, out) == (0, "")
     assert err == f"flexinspect: saved {file}\n"
     svg = file.read_text()
@@ -255,50 +263,50 @@ def test_a_saved_picture_is_reported_on_stderr(said: Show, trace: str, tmp_path:
 
 
 def test_a_number_below_0_is_refused(
-    said: Show, trace: str, capsys: pytest.CaptureFixture[str]
+    run_show: Show, trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        said(trace, "--step", "-1")
+        run_show(trace, "--step", "-1")
     assert ended.value.code == 2
     assert "--step: '-1' is not a whole number that is 0 or greater" in capsys.readouterr().err
 
 
-def test_a_missing_picture_leaves_no_file(said: Show, trace: str, tmp_path: Path) -> None:
+def test_a_missing_picture_leaves_no_file(run_show: Show, trace: str, tmp_path: Path) -> None:
     with pytest.raises(FlexInspectError, match="Level basic stores no echo") as caught:
-        said(trace, "--panel", "empty", "--export", str(tmp_path / "empty.svg"))
+        run_show(trace, "--panel", "empty", "--export", str(tmp_path / "empty.svg"))
     assert caught.value.hint == "Record with --level advanced."
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_panel_that_fails_is_passed_by_unless_it_was_named(
-    said: Show, trace: str, panels: list[EntryPoint]
+def test_a_panel_that_fails_is_skipped_unless_it_was_named(
+    run_show: Show, trace: str, panels: list[EntryPoint]
 ) -> None:
     panels += [
         EntryPoint("faulty", f"{__name__}:Faulty", PANELS),
         EntryPoint("gone", "no_such_module_here:X", PANELS),
     ]
-    code, out, err = said(trace)
+    code, out, err = run_show(trace)
     assert code == 1
     assert "Echo (echo)" in out
     assert "flexinspect: The panel faulty failed: KeyError: 'oops'" in err
     assert "flexinspect: The plug-in 'gone'" in err
     for name in ("faulty", "gone"):
         with pytest.raises(FlexInspectError, match=name):
-            said(trace, "--panel", name)
+            run_show(trace, "--panel", name)
 
 
 def test_the_list_names_panels_their_help_and_their_options(
-    said: Show, panels: list[EntryPoint]
+    run_show: Show, panels: list[EntryPoint]
 ) -> None:
     panels.append(EntryPoint("gone", "no_such_module_here:X", PANELS))
-    code, out, _ = said("--list")
+    code, out, _ = run_show("--list")
     assert code == 0
     lines = out.splitlines()
     assert lines[:4] == ["echo: Echo", "  It shows the place.", "  Read it.", "  Look for it."]
     assert "  --option times=1" in lines
     assert "gone: not available" in lines
-    told = json.loads(said("--list", "--json")[1])
-    assert [entry["name"] for entry in told] == ["echo", "empty", "gone"]
+    listed = json.loads(run_show("--list", "--json")[1])
+    assert [entry["name"] for entry in listed] == ["echo", "empty", "gone"]
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Plug-ins come through entry points, the built-in ones too; a broken one is said, not hidden."""
+"""Plug-ins come through entry points, built-in ones too; a broken one is reported, not hidden."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_errors_without_a_request_stay_what_they_are() -> None:
         raise RuntimeError("as it was")
 
 
-def test_a_request_that_is_being_met_is_raised_no_more() -> None:
+def test_a_signal_being_handled_is_not_raised_again() -> None:
     raise_on_signals("SIGINT")
     with pytest.raises(signals.SignalInterrupt):
         ask("SIGINT")
@@ -144,7 +144,7 @@ def test_signals_of_others_are_left_alone() -> None:
     assert signal.getsignal(signal.SIGINT) is mine
 
 
-def test_exit_codes_of_requests_are_told_from_others() -> None:
+def test_exit_codes_of_requests_are_distinguished_from_others() -> None:
     assert [
         code for code in (-15, 0, 1, 2, 3, 128, 130, 143, 255) if is_signal_exit_code(code)
     ] == [

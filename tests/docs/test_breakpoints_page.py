@@ -21,12 +21,12 @@ PAGE = (DOCS / "breakpoints.md").read_text()
 
 def test_every_condition_of_the_page_is_read() -> None:
     (block,) = re.findall(r"## Conditions\n\n```text\n(.*?)```", PAGE, re.DOTALL)
-    book = BreakpointStore()
+    store = BreakpointStore()
     for line in block.splitlines():
-        book.add(line)
-    assert len(book.list()) > 10
+        store.add(line)
+    assert len(store.list()) > 10
     for condition in re.findall(r'^\w+ = "(.*)"$', PAGE, re.MULTILINE):
-        book.add(condition)
+        store.add(condition)
 
 
 def test_every_name_option_and_unit_is_on_the_page() -> None:
@@ -37,8 +37,8 @@ def test_every_name_option_and_unit_is_on_the_page() -> None:
     assert ", ".join(unit for unit in UNITS if unit != "KB") in PAGE
 
 
-def test_the_error_of_the_page_is_the_one_that_is_said() -> None:
+def test_the_error_of_the_page_is_the_one_that_is_raised() -> None:
     with pytest.raises(ExpressionError) as caught:
         BreakpointStore().add("step > 2 and entropi > 3")
-    said = caught.value.with_location("--break").sentence()
-    assert f"flexinspect: {said}\n```" in PAGE
+    message = caught.value.with_location("--break").sentence()
+    assert f"flexinspect: {message}\n```" in PAGE

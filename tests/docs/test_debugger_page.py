@@ -1,4 +1,4 @@
-"""The page about the training debuggers does what it says."""
+"""The page about the training debuggers describes what it does."""
 
 from __future__ import annotations
 

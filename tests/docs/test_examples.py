@@ -1,4 +1,4 @@
-"""The examples and the page about own code do what they say."""
+"""The examples and the page about own code match what runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_mask_that_ran_is_the_one_that_was_meant(ran: Any, case: str) -> Non
 
 
 @pytest.mark.parametrize("case", ["patched forward", "registered name"])
-def test_every_layer_ran_flex_attention_and_its_gate_holds(ran: Any, case: str) -> None:
+def test_every_layer_ran_flex_attention_and_passes_its_lse_check(ran: Any, case: str) -> None:
     with open_trace(ran(case).path) as trace:
         calls = [call for step in trace.steps(0) for call in trace.calls(0, step.step)]
     assert {call.path for call in calls} == {"flex uncompiled"}
@@ -100,7 +100,7 @@ def test_every_layer_ran_flex_attention_and_its_gate_holds(ran: Any, case: str) 
     assert all(call.lse_error is not None and call.lse_error < 1e-4 for call in calls)
 
 
-def test_the_page_tells_of_the_odd_answer_what_is_shown(ran: Any) -> None:
+def test_the_page_describes_the_odd_answer_as_it_is_shown(ran: Any) -> None:
     odd = ran("masks passed over")
     assert re.search(r"answer: .*", PAGE)[0] + "\n" == odd.plain  # type: ignore[index]
     (block,) = re.findall(r"--panel mask\n(.*?)```", PAGE, re.DOTALL)
@@ -121,7 +121,7 @@ def variant(old: str, new: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "parts"),
     [
         (
             "    AttentionMaskInterface.register(NAME, mask_",
@@ -137,10 +137,10 @@ def variant(old: str, new: str, folder: Path) -> Path:
     ids=["no mask function", "no offset"],
 )
 def test_the_page_names_the_reason_of_what_the_panel_says(
-    old: str, new: str, told: list[str], tmp_path: Path
+    old: str, new: str, parts: list[str], tmp_path: Path
 ) -> None:
     shown = show(variant(old, new, tmp_path), "mask")
-    assert all(part in shown for part in told)
+    assert all(part in shown for part in parts)
 
 
 def test_the_shortest_example_names_its_trace_and_shows_what_differs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every finding that a rule can make has its page, and its row in the table of all."""
+"""Every finding that a rule can make has its page, and its row in the table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_all_registered_rules_load() -> None:
     assert KNOWN.rules
 
 
-def test_no_two_rules_say_the_same_id() -> None:
+def test_no_two_rules_declare_the_same_id() -> None:
     ids = [id_ for rule in KNOWN.rules for id_ in rule.findings]
     assert len(ids) == len(set(ids))
 
@@ -91,7 +91,7 @@ def test_a_page_without_a_generated_section_gets_it(tmp_path: Path) -> None:
     assert "**Likely fix.** Pass the cache that a forward returns" in written
 
 
-def test_a_dear_rule_is_said_to_look_afterwards_and_no_other() -> None:
+def test_the_cost_column_matches_offline_only() -> None:
     cost = {id_: row[-1] for id_, row in rows().items()}
     for rule in KNOWN.rules:
         for id_ in rule.findings:

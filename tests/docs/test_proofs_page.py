@@ -1,4 +1,4 @@
-"""The page about proofs prints what it says, but for digits."""
+"""The commands of the page about proofs print its text, except for digits."""
 
 from __future__ import annotations
 

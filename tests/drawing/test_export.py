@@ -134,8 +134,8 @@ def test_the_same_strips_give_the_same_bytes_without_external_references() -> No
 
 
 def test_title_and_note_frame_the_picture_and_an_empty_one_is_a_picture_too() -> None:
-    root = drawn(row(("abc", "white"), width=20), title="Mask", note="gate 1e-6")
-    assert texts(root) == ["Mask", "abc", "gate 1e-6"]
+    root = drawn(row(("abc", "white"), width=20), title="Mask", note="error 1e-6")
+    assert texts(root) == ["Mask", "abc", "error 1e-6"]
     assert root.attrib["width"] == str(20 * 8 + 24)
     assert root.attrib["height"] == str(5 * 16 + 24)
     assert texts(drawn(title="Nothing here")) == ["Nothing here"]

@@ -89,8 +89,8 @@ class Browser:
 @asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[Browser]:
     assert CHROMIUM is not None
-    words = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stderr is not None
         loop = asyncio.get_running_loop()
@@ -113,8 +113,8 @@ async def browser(folder: Path) -> AsyncIterator[Browser]:
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 async def test_the_interface_works_in_a_browser(trace: Path, tmp_path: Path) -> None:
     port = free_port()
-    words = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace), "--web"]
-    server = subprocess.Popen([*words, "--port", str(port)], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace), "--web"]
+    server = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
         assert f"http://127.0.0.1:{port}" in server.stderr.readline()
@@ -150,9 +150,9 @@ async def test_the_interface_works_in_a_browser(trace: Path, tmp_path: Path) -> 
 
 
 def test_a_bad_trace_is_refused_before_anything_is_served(tmp_path: Path) -> None:
-    words = [sys.executable, "-P", "-m", "flexinspect", "open", "--web"]
+    command = [sys.executable, "-P", "-m", "flexinspect", "open", "--web"]
     done = subprocess.run(
-        [*words, str(tmp_path / "none.flextrace")], capture_output=True, text=True, timeout=60
+        [*command, str(tmp_path / "none.flextrace")], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
     assert "There is no trace at" in done.stderr
@@ -164,9 +164,9 @@ def test_a_port_in_use_is_an_error_message(trace: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        words = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace), "--web"]
+        command = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace), "--web"]
         done = subprocess.run(
-            [*words, "--port", str(port)], capture_output=True, text=True, timeout=60
+            [*command, "--port", str(port)], capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 2
     assert f"Port {port} cannot be used" in done.stderr

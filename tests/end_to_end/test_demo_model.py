@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.demo_model.__main__ import SHIPPED, load
 from tools.demo_model.corpus import Composer, Layout, Sampler
-from tools.demo_model.evaluate import Examinee, Question, accepted
+from tools.demo_model.evaluate import ModelUnderTest, Question, accepted
 from tools.demo_model.facts import Fact, read_facts
 from tools.demo_model.templates import HELD_OUT, RELATIONS, SEEN, fill, skeleton
 
@@ -20,7 +20,7 @@ MAX_BYTES = 10_000_000
 
 
 @pytest.fixture(scope="module")
-def examinee() -> Examinee:
+def model() -> ModelUnderTest:
     return load(SHIPPED)[0]
 
 
@@ -35,8 +35,8 @@ def lines() -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def share_right(examinee: Examinee, questions: list[Question]) -> float:
-    answers = examinee.answers(questions)
+def share_right(model: ModelUnderTest, questions: list[Question]) -> float:
+    answers = model.answers(questions)
     right = [accepted(a, q.fact) for a, q in zip(answers, questions, strict=True)]
     return sum(right) / len(right)
 
@@ -63,25 +63,25 @@ def test_everything_shipped_fits_in_ten_megabytes() -> None:
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= MAX_BYTES
 
 
-def test_bos_is_added_by_default_and_only_once(examinee: Examinee) -> None:
-    ids = examinee.tokenizer("What is the capital of France?")["input_ids"]
-    assert ids.count(examinee.tokenizer.bos_token_id) == 1
-    assert ids[0] == examinee.tokenizer.bos_token_id
-    bare = examinee.tokenizer.encode("What?", add_special_tokens=False)
-    assert examinee.tokenizer.bos_token_id not in bare
+def test_bos_is_added_by_default_and_only_once(model: ModelUnderTest) -> None:
+    ids = model.tokenizer("What is the capital of France?")["input_ids"]
+    assert ids.count(model.tokenizer.bos_token_id) == 1
+    assert ids[0] == model.tokenizer.bos_token_id
+    bare = model.tokenizer.encode("What?", add_special_tokens=False)
+    assert model.tokenizer.bos_token_id not in bare
 
 
 @pytest.mark.parametrize(
     "text",
     ["São Tomé", " Paris", "a  b\t\n\n c ", "日本 ❤️ \u0301", "can't , stop .", "\x00\x7f\r\n", ""],
 )
-def test_the_tokenizer_gives_any_text_back(examinee: Examinee, text: str) -> None:
-    ids = examinee.tokenizer.encode(text, add_special_tokens=False)
-    assert examinee.tokenizer.decode(ids) == text
+def test_the_tokenizer_gives_any_text_back(model: ModelUnderTest, text: str) -> None:
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    assert model.tokenizer.decode(ids) == text
 
 
-def test_the_four_special_ids_are_distinct(examinee: Examinee) -> None:
-    tokenizer = examinee.tokenizer
+def test_the_four_special_ids_are_distinct(model: ModelUnderTest) -> None:
+    tokenizer = model.tokenizer
     assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
 
 
@@ -118,14 +118,14 @@ def test_no_held_out_wording_is_a_seen_one() -> None:
 
 
 def test_no_varied_training_wording_comes_out_as_a_held_out_one(
-    examinee: Examinee, facts: tuple[Fact, ...]
+    model: ModelUnderTest, facts: tuple[Fact, ...]
 ) -> None:
-    sampler = Sampler(facts, Composer(examinee.tokenizer), seed=1)
+    sampler = Sampler(facts, Composer(model.tokenizer), seed=1)
     held_out = {skeleton(template) for group in HELD_OUT.values() for template in group}
     for group in SEEN.values():
         for template in group:
             for _ in range(20):
-                varied = sampler.alter(template, spoil=0.0)
+                varied = sampler.alter(template, corrupt=0.0)
                 assert "{c}" in varied
                 assert skeleton(varied) not in held_out
 
@@ -149,17 +149,17 @@ def test_every_dataset_line_is_well_formed(lines: list[dict[str, object]]) -> No
 
 
 def test_the_first_dataset_lines_are_answered_right(
-    examinee: Examinee, lines: list[dict[str, object]]
+    model: ModelUnderTest, lines: list[dict[str, object]]
 ) -> None:
     for line in lines[:5]:
         fact = Fact("", "", tuple(line["answers"]))  # type: ignore[arg-type]
         question = Question(fact, tuple(line["paraphrases"]))  # type: ignore[arg-type]
-        assert accepted(examinee.answers([question])[0], fact), line["id"]
+        assert accepted(model.answers([question])[0], fact), line["id"]
     assert "Paris" in lines[0]["answers"]  # type: ignore[operator]
 
 
 def test_five_fused_held_out_wordings_are_answered_mostly_right(
-    examinee: Examinee, facts: tuple[Fact, ...]
+    model: ModelUnderTest, facts: tuple[Fact, ...]
 ) -> None:
     random = Random(7)
     sample = random.sample(facts, 30)
@@ -167,30 +167,30 @@ def test_five_fused_held_out_wordings_are_answered_mostly_right(
         Question(f, tuple(fill(t, f.country) for t in random.sample(HELD_OUT[f.relation], 5)))
         for f in sample
     ]
-    assert share_right(examinee, questions) >= 0.8
+    assert share_right(model, questions) >= 0.8
 
 
 def test_seen_wordings_alone_are_answered_right(
-    examinee: Examinee, facts: tuple[Fact, ...]
+    model: ModelUnderTest, facts: tuple[Fact, ...]
 ) -> None:
     random = Random(7)
     questions = [
         Question(f, (fill(random.choice(SEEN[f.relation]), f.country),))
         for f in random.sample(facts, 200)
     ]
-    assert share_right(examinee, questions) >= 0.97
+    assert share_right(model, questions) >= 0.97
 
 
-def test_every_preset_gets_the_capital_of_france(examinee: Examinee) -> None:
+def test_every_preset_gets_the_capital_of_france(model: ModelUnderTest) -> None:
     fact = Fact("France", "capital", ("Paris",))
     texts = tuple(fill(template, fact.country) for template in SEEN["capital"][:3])
     names = ("segment-isolation", "shared-prefix", "causal", "anchor-first", "document")
     layouts = [Layout(name, mode) for name in names for mode in ("contiguous", "reset")]
     questions = [Question(fact, texts, layout) for layout in layouts]
-    assert share_right(examinee, questions) == 1.0
+    assert share_right(model, questions) == 1.0
 
 
-def test_the_page_tells_the_figures_of_the_shipped_model() -> None:
+def test_the_page_has_the_figures_of_the_shipped_model() -> None:
     page = (DOCS / "demo-model.md").read_text(encoding="utf-8")
     record = json.loads((SHIPPED / "training.json").read_text(encoding="utf-8"))
     assert f"--seed {record['seed']} --steps {record['steps']}" in page

@@ -18,16 +18,16 @@ pytestmark = pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
 
 
 class Pane:
-    """One shell in a tmux server of its own, 80 by 24."""
+    """One shell in a separate tmux server, 80 by 24."""
 
     def __init__(self, folder: Path) -> None:
         self._name = f"flexinspect-{uuid.uuid4().hex}"
         self._run("new-session", "-d", "-x", "80", "-y", "24", "-c", str(folder), "sh")
 
-    def _run(self, *words: str) -> str:
+    def _run(self, *args: str) -> str:
         assert TMUX is not None
         env = {**os.environ, "TERM": "xterm-256color"}
-        command = [TMUX, "-f", "/dev/null", "-L", self._name, *words]
+        command = [TMUX, "-f", "/dev/null", "-L", self._name, *args]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
         return done.stdout
 

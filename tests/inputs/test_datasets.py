@@ -66,7 +66,7 @@ def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ('{"question": "a"', "not valid JSON"),
         ('["a"]', "expected an object, not list"),
@@ -79,13 +79,15 @@ def test_blank_lines_and_a_byte_order_mark_are_ignored(tmp_path: Path) -> None:
         ('{"question": 5}', "`question` must be"),
     ],
 )
-def test_an_invalid_line_is_reported_with_its_number(tmp_path: Path, line: str, words: str) -> None:
+def test_an_invalid_line_is_reported_with_its_number(
+    tmp_path: Path, line: str, message: str
+) -> None:
     file = tmp_path / "own.jsonl"
     file.write_text(json.dumps(QUESTION) + "\n\n" + line + "\n")
     with pytest.raises(DatasetError) as raised:
         load(str(file))
     assert raised.value.message.startswith(f"{file}:3: ")
-    assert words in raised.value.message
+    assert message in raised.value.message
     assert raised.value.exit_code == 2
 
 
@@ -100,7 +102,7 @@ def test_lines_beyond_the_maximum_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("none.jsonl", None, "There is no dataset file"),
         ("own.parquet", b"", "unknown format '.parquet'"),
@@ -110,11 +112,11 @@ def test_lines_beyond_the_maximum_are_not_read(tmp_path: Path) -> None:
     ],
 )
 def test_an_unusable_file_is_a_dataset_error(
-    tmp_path: Path, name: str, content: bytes | None, words: str
+    tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DatasetError, match=words):
+    with pytest.raises(DatasetError, match=message):
         load(str(tmp_path / name))
 
 
@@ -233,7 +235,7 @@ def test_a_myriadlama_row_without_a_part_is_named(tmp_path: Path, missing: str) 
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test of this file asks the network."""
+    """No test of this file uses the network."""
     monkeypatch.setattr(environment, "hub_answers", lambda: False)
 
 
@@ -241,17 +243,17 @@ class FakeLibrary(types.ModuleType):
     def __init__(self, rows: list[Any]) -> None:
         super().__init__("datasets")
         self.rows = rows
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
 
     def load_dataset(self, repo_id: str, **options: Any) -> list[Any]:
         assert environment.hub_is_offline()  # the cache may still have it
-        self.asked.append((repo_id, options))
+        self.requests.append((repo_id, options))
         if not self.rows:
             raise ConnectionError("Couldn't reach the hub\nmore text")
         return self.rows
 
     def load_from_disk(self, folder: str) -> list[Any]:
-        self.asked.append(folder)
+        self.requests.append(folder)
         return self.rows
 
 
@@ -268,7 +270,7 @@ def test_a_public_set_comes_from_the_hub_without_running_its_code(
     library = FakeLibrary([row])
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert len(load(name)) == 1
-    assert library.asked == [(repo_id, {"split": split})]
+    assert library.requests == [(repo_id, {"split": split})]
     assert not environment.hub_is_offline()
 
 
@@ -278,7 +280,7 @@ def test_a_saved_folder_is_read_through_the_library(
     library = FakeLibrary([{"question": "q", "answers": ["a"]}])
     monkeypatch.setitem(sys.modules, "datasets", library)
     assert len(load(f"webqa:{tmp_path}")) == 1
-    assert library.asked == [str(tmp_path)]
+    assert library.requests == [str(tmp_path)]
 
 
 def test_without_the_library_the_hint_is_the_install_command(
@@ -400,7 +402,7 @@ def test_paraphrases_are_chosen_in_the_given_order(
 
 
 @pytest.mark.parametrize(
-    ("number", "indices", "words"),
+    ("number", "indices", "message"),
     [
         (6, None, "has 5 paraphrases to choose from, not 6"),
         (3, "0,1", "has 2 paraphrases to choose from, not 3"),
@@ -409,9 +411,9 @@ def test_paraphrases_are_chosen_in_the_given_order(
     ],
 )
 def test_too_many_paraphrases_are_refused_with_the_available_number(
-    number: int | None, indices: str | None, words: str
+    number: int | None, indices: str | None, message: str
 ) -> None:
-    with pytest.raises(DatasetError, match=words):
+    with pytest.raises(DatasetError, match=message):
         choose_paraphrases(FIVE, number, indices)
 
 

@@ -43,7 +43,7 @@ def test_the_projects_switch_wins_over_the_users(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "message"),
     [
         ("[debugging]\n\nspeed = true\n", 3, "No switch is called 'speed'; the switches are "),
         ("[debugging]\nvalidation = 1\n", 2, "the switch 'validation' must be true or false"),
@@ -52,10 +52,10 @@ def test_the_projects_switch_wins_over_the_users(home: Path) -> None:
     ],
 )
 def test_an_error_is_reported_with_file_and_line(
-    home: Path, text: str, line: int, words: str
+    home: Path, text: str, line: int, message: str
 ) -> None:
     (home / "flexinspect.toml").write_text(text)
     with pytest.raises(UsageError) as caught:
         load_config()
     assert f"flexinspect.toml:{line}: " in caught.value.message
-    assert words in caught.value.message
+    assert message in caught.value.message

@@ -1,4 +1,4 @@
-"""A declaration in a file says what `flexinspect.watch` takes, or says in a sentence why not."""
+"""A declaration file has the arguments of `flexinspect.watch`; an invalid one is refused."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def written(folder: Path, text: str, name: str = "d.toml") -> Path:
 @pytest.mark.parametrize("name", ["d.toml", "d.json"])
 def test_toml_and_json_give_the_same_declaration(name: str, tmp_path: Path) -> None:
     text = WHOLE if name.endswith("toml") else json.dumps(tomllib.loads(WHOLE))
-    said = read_declaration(written(tmp_path, text, name))
-    assert said == Declaration(
+    declaration = read_declaration(written(tmp_path, text, name))
+    assert declaration == Declaration(
         (
             (1, 5, "shared instruction"),
             (5, 9, "span 5-9"),
@@ -60,15 +60,19 @@ def test_toml_and_json_give_the_same_declaration(name: str, tmp_path: Path) -> N
 
 
 def test_texts_may_be_listed_alone_and_every_key_is_optional(tmp_path: Path) -> None:
-    said = read_declaration(written(tmp_path, 'segments = ["one", "two"]'))
-    assert said == Declaration(("one", "two"))
+    declaration = read_declaration(written(tmp_path, 'segments = ["one", "two"]'))
+    assert declaration == Declaration(("one", "two"))
     assert read_declaration(written(tmp_path, "")) == Declaration()
 
 
 def test_a_job_round_trips_with_its_declaration(tmp_path: Path) -> None:
-    said = read_declaration(written(tmp_path, WHOLE))
+    declaration = read_declaration(written(tmp_path, WHOLE))
     job = ScriptJob(
-        out="a.flextrace", program="s.py", args=("x", "--y"), declaration=said, git={"dirty": True}
+        out="a.flextrace",
+        program="s.py",
+        args=("x", "--y"),
+        declaration=declaration,
+        git={"dirty": True},
     )
     assert ScriptJob.from_json(job.to_json()) == job
 

@@ -1,4 +1,4 @@
-"""What a model name means, and what is said when it means nothing."""
+"""What a model name means, and the error when it means nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_a_folder_wins_over_a_hub_id_of_the_same_name(home: Path, tiny_llama: Pa
     assert resolve("org/name").kind == "folder"
 
 
-def test_the_demo_is_here_when_it_ships(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_is_found_where_it_is_shipped(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_names, "DEMO", tiny_llama)
     assert resolve("demo").path == tiny_llama
     monkeypatch.setattr(model_names, "DEMO", tiny_llama / "nothing")

@@ -34,7 +34,7 @@ def test_a_nearer_file_hides_a_farther_one(home: Path) -> None:
     assert load_config(below).models["mine"].target == "org/near"
 
 
-def test_flexinspect_toml_wins_over_pyproject_beside_it(home: Path) -> None:
+def test_flexinspect_toml_wins_over_pyproject_in_the_same_folder(home: Path) -> None:
     (home / "flexinspect.toml").write_text('[models]\nmine = "org/own"\n')
     (home / "pyproject.toml").write_text('[tool.flexinspect.models]\nmine = "org/shared"\n')
     assert load_config().models["mine"].target == "org/own"
@@ -72,7 +72,7 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "words"),
+    ("text", "line", "message"),
     [
         ('[models]\na = "x/y"\nb = = 3\n', 3, "not valid TOML"),
         ("[models]\n\nmine = 7\n", 3, "'mine' must be a string or a table"),
@@ -85,14 +85,14 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(
-    home: Path, text: str, line: int, words: str
+    home: Path, text: str, line: int, message: str
 ) -> None:
     file = home / "flexinspect.toml"
     file.write_text(text)
     with pytest.raises(UsageError) as raised:
         load_config()
     assert raised.value.message.startswith(f"{file}:{line}: ")
-    assert words in raised.value.message
+    assert message in raised.value.message
     assert raised.value.exit_code == 2
 
 
@@ -200,9 +200,9 @@ def test_a_key_of_textual_itself_cannot_be_remapped(home: Path) -> None:
 def test_breakpoints_of_the_project_override_those_of_the_user_by_name(home: Path) -> None:
     own = home.parent / "xdg" / "flexinspect" / "config.toml"
     own.parent.mkdir(parents=True)
-    own.write_text('[breakpoints]\nunsure = "entropy > 2"\nsick = "nan or inf"\n')
+    own.write_text('[breakpoints]\nunsure = "entropy > 2"\nnonfinite = "nan or inf"\n')
     (home / "flexinspect.toml").write_text('[breakpoints]\nunsure = "entropy > 3 [once]"\n')
-    assert load_config().breakpoints == {"unsure": "entropy > 3 [once]", "sick": "nan or inf"}
+    assert load_config().breakpoints == {"unsure": "entropy > 3 [once]", "nonfinite": "nan or inf"}
 
 
 def test_an_invalid_breakpoint_is_reported_with_file_line_and_column(home: Path) -> None:

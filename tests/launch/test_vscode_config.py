@@ -115,10 +115,10 @@ def test_line_breaks_and_the_mark_at_the_beginning_stay(tmp_path: Path) -> None:
     assert written.count(b"\n") == written.count(b"\r\n")
 
 
-words = st.text(st.characters(codec="utf-8", exclude_characters="\u2028\u2029"), max_size=5)
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\u2028\u2029"), max_size=5)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
 
@@ -126,7 +126,7 @@ values = st.recursive(
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(values, max_size=3),
-    st.dictionaries(words, values, max_size=3),
+    st.dictionaries(texts, values, max_size=3),
     st.sampled_from([None, 1, "\t"]),
 )
 def test_any_json_keeps_its_values(
@@ -162,9 +162,9 @@ def test_a_dry_run_prints_the_file_and_writes_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["vscode", "--folder", str(tmp_path), "--dry-run"]) == 0
-    said = capsys.readouterr()
-    assert named(said.out) == NAMES
-    assert "not written" in said.err
+    captured = capsys.readouterr()
+    assert named(captured.out) == NAMES
+    assert "not written" in captured.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -215,8 +215,8 @@ def test_an_old_gdb_on_a_processor_with_amx_attaches_to_nothing(
     machine: Callable[[str, str], None], first_line: str, flags: str, lacks: bool
 ) -> None:
     machine(first_line, flags)
-    said = vscode_config.attach_problems()
-    assert ["gdb 14 or later" in one and "gdb is 13" in one for one in said] == [True] * lacks
+    problems = vscode_config.attach_problems()
+    assert ["gdb 14 or later" in one and "gdb is 13" in one for one in problems] == [True] * lacks
 
 
 def test_a_kernel_that_forbids_tracing_is_named_with_its_switch(
@@ -225,5 +225,5 @@ def test_a_kernel_that_forbids_tracing_is_named_with_its_switch(
     machine("GNU gdb (GDB) 15.2", "fpu")
     (tmp_path / "absent").write_text("1\n")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    (said,) = vscode_config.attach_problems()
-    assert "to be 0, and it is 1" in said
+    (problem,) = vscode_config.attach_problems()
+    assert "to be 0, and it is 1" in problem

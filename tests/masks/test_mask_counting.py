@@ -67,7 +67,7 @@ shares = st.sampled_from([0.0, 0.02, 0.5, 0.98, 1.0])
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> MaskSpec:
+def specs(draw: st.DrawFn) -> MaskSpec:
     n = draw(st.integers(1, 5))
     starts = [0, *sorted(draw(st.sets(st.integers(1, 80), min_size=n - 1, max_size=n - 1)))]
     pairs = [sorted(draw(st.tuples(st.integers(0, 90), st.integers(0, 90)))) for _ in starts]
@@ -77,13 +77,13 @@ def rules(draw: st.DrawFn) -> MaskSpec:
 # -- packed rows ----------------------------------------------------------------------------------
 
 
-@given(rules(), st.integers(0, 60), st.integers(1, 40), st.integers(1, 100))
+@given(specs(), st.integers(0, 60), st.integers(1, 40), st.integers(1, 100))
 def test_packed_rows_of_a_mask_equal_its_dense_rows(
-    rule: MaskSpec, start: int, n_rows: int, n_keys: int
+    spec: MaskSpec, start: int, n_rows: int, n_keys: int
 ) -> None:
     positions = np.arange(start, start + n_rows, dtype=np.int32)
-    rows = pack_spec(rule, positions, n_keys)
-    assert np.array_equal(rows, packed(rule.dense(n_rows, n_keys, q_offset=start)))
+    rows = pack_spec(spec, positions, n_keys)
+    assert np.array_equal(rows, packed(spec.dense(n_rows, n_keys, q_offset=start)))
 
 
 def test_an_empty_row_is_packed_as_zeros() -> None:
@@ -93,8 +93,8 @@ def test_an_empty_row_is_packed_as_zeros() -> None:
         Segment(4, 5, "separator 1", SegmentKind.SEPARATOR, 1),
         Segment(5, 9, "cue", SegmentKind.CUE, 3),
     )
-    rule = preset("segment-isolation", segments, separators="isolated")
-    rows = pack_spec(rule, np.array([3, 4, 5], np.int32), 9)
+    spec = preset("segment-isolation", segments, separators="isolated")
+    rows = pack_spec(spec, np.array([3, 4, 5], np.int32), 9)
     assert [bool(row.any()) for row in rows] == [True, False, True]
 
 
@@ -143,12 +143,12 @@ def test_a_full_tile_is_counted_without_overflow() -> None:
     assert found.key_counts.tolist() == [600] * 300
 
 
-@given(st.integers(0, 99), shapes, rules(), st.integers(0, 20), st.integers(1, 60))
+@given(st.integers(0, 99), shapes, specs(), st.integers(0, 20), st.integers(1, 60))
 def test_lost_and_leaked_cells_are_counted_with_the_first_of_each(
-    seed: int, shape: tuple[int, int], rule: MaskSpec, first_row: int, size: int
+    seed: int, shape: tuple[int, int], spec: MaskSpec, first_row: int, size: int
 ) -> None:
     cells = dense_of(seed, *shape, 0.5)
-    meant = rule.dense(*shape, q_offset=first_row)
+    meant = spec.dense(*shape, q_offset=first_row)
     found = counted(cells, first_row, size, declared=lambda a, b: packed(meant[a:b]))
     for plane, wanted in ((found.lost, meant & ~cells), (found.leaked, cells & ~meant)):
         assert plane is not None
@@ -185,12 +185,12 @@ def test_a_view_from_tiles_is_the_pooled_dense_mask(
     data: st.DataObject, seed: int, shape: tuple[int, int], share: float, first_row: int
 ) -> None:
     cells = dense_of(seed, *shape, share)
-    sheet = np.zeros((first_row + shape[0], shape[1]), np.bool_)
-    sheet[first_row:] = cells
-    grid = data.draw(grids(sheet.shape, tiles=True))
+    dense_mask = np.zeros((first_row + shape[0], shape[1]), np.bool_)
+    dense_mask[first_row:] = cells
+    grid = data.draw(grids(dense_mask.shape, tiles=True))
     out = grid.empty()
     viewport.fold_tiles(counted(cells, first_row).open, first_row, grid, out)
-    assert np.array_equal(out, pooled(sheet, grid))
+    assert np.array_equal(out, pooled(dense_mask, grid))
 
 
 @settings(deadline=None, max_examples=200)
@@ -199,12 +199,12 @@ def test_a_view_from_bits_is_the_pooled_dense_mask(
     data: st.DataObject, seed: int, shape: tuple[int, int], share: float, first_row: int
 ) -> None:
     cells = dense_of(seed, *shape, share)
-    sheet = np.zeros((first_row + shape[0], shape[1]), np.bool_)
-    sheet[first_row:] = cells
-    grid = data.draw(grids(sheet.shape, tiles=False))
+    dense_mask = np.zeros((first_row + shape[0], shape[1]), np.bool_)
+    dense_mask[first_row:] = cells
+    grid = data.draw(grids(dense_mask.shape, tiles=False))
     out = grid.empty()
     viewport.fold_rows(packed(cells), first_row, grid, out)
-    assert np.array_equal(out, pooled(sheet, grid))
+    assert np.array_equal(out, pooled(dense_mask, grid))
 
 
 @settings(deadline=None)
@@ -290,10 +290,10 @@ def test_block_tables_are_counted_per_pixel(
     found = grid.empty(), grid.empty()
     viewport.fold_blocks(blocks, grid, *found)
     for out, table in zip(found, (blocks.partial, blocks.full), strict=True):
-        sheet = np.zeros((row + shape[0], key + shape[1]), np.bool_)
+        dense_mask = np.zeros((row + shape[0], key + shape[1]), np.bool_)
         spread = table.repeat(size, axis=0).repeat(size, axis=1)[: shape[0], : shape[1]]
-        sheet[row:, key:] = spread
-        assert np.array_equal(out, pooled(sheet, grid))
+        dense_mask[row:, key:] = spread
+        assert np.array_equal(out, pooled(dense_mask, grid))
 
 
 def test_states_of_block_tables_distinguish_partial_from_full() -> None:

@@ -150,7 +150,7 @@ def test_layers_are_parsed_as_numbers_and_ranges() -> None:
     assert parse_layers(None, 4) is None
     assert parse_layers("all", 4) is None
     assert parse_layers("3,0-1", 4) == (0, 1, 3)
-    for text, said in (
+    for text, message in (
         ("4", "layer 4"),
         ("1-9", "layer 4"),
         ("0-99999999999999", "layer 4"),
@@ -158,7 +158,7 @@ def test_layers_are_parsed_as_numbers_and_ranges() -> None:
         ("1-", "not a number"),
         ("2-1", "names no"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             parse_layers(text, 4)
 
 

@@ -1,4 +1,4 @@
-"""What the attention panel draws, says and answers, and what it says where something is missing."""
+"""What the attention panel draws, describes and answers, and its text where data is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.attention_trace import COLOR, N_PROMPT, PANEL, PLAIN, Made, load, paint, request, words
+from support.attention_trace import (
+    COLOR,
+    N_PROMPT,
+    PANEL,
+    PLAIN,
+    Made,
+    described,
+    load,
+    paint,
+    request,
+)
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
@@ -108,7 +118,7 @@ def test_scores_that_are_not_finite_are_no_weights(made: Made) -> None:
 
 
 def test_a_row_that_sees_nothing_says_so(made: Made) -> None:
-    def blind(step: StepRecord) -> StepRecord:
+    def with_empty_rows(step: StepRecord) -> StepRecord:
         if step.step:
             return step
         cells = step.masks[0].cells
@@ -117,10 +127,10 @@ def test_a_row_that_sees_nothing_says_so(made: Made) -> None:
         cells[:, 4] = False
         return replace(step, masks=(replace(step.masks[0], cells=cells),))
 
-    _, source = made(change=blind)
+    _, source = made(change=with_empty_rows)
     lines, _ = paint(source, 100, 30, step=0, row=4)
     assert "This row attends to no key: its output is zero." in " ".join(lines)
-    assert "This row attends to no key" in words(load(source, step=0, row=4))
+    assert "This row attends to no key" in described(load(source, step=0, row=4))
 
 
 def test_layer_and_head_beyond_the_model_are_brought_inside(made: Made) -> None:
@@ -133,29 +143,29 @@ def test_layer_and_head_beyond_the_model_are_brought_inside(made: Made) -> None:
 
 
 def test_the_panel_in_a_small_terminal_without_colours(made: Made) -> None:
-    scene, source = made()
+    synthetic, source = made()
     lines, picture = paint(source, 38, 14, step=1, layer=1, head=2)
-    value = scene.weights(1, 2, N_PROMPT)[1:4].sum()
+    value = synthetic.weights(1, 2, N_PROMPT)[1:4].sum()
     assert lines[0].startswith(f"paraphrase 1 {value:.4f}")
     assert lines[1].startswith("  0  1  2  3")
     assert lines[3].startswith("1▸")
     assert lines[3][8:11].startswith("[")
     assert "LSE error" in lines[4]
     assert lines[5].startswith("layer 1 head 2 newest row 10  w10")
-    heaviest = int(scene.weights(1, 2, N_PROMPT).argmax())
+    heaviest = int(synthetic.weights(1, 2, N_PROMPT).argmax())
     assert lines[8].split()[0] == str(heaviest)
     assert picture.note.startswith("paraphrase 1 · LSE error ")
 
 
-def test_a_wide_picture_has_the_row_beside_the_grid_and_every_token_in_order(made: Made) -> None:
-    scene, source = made()
+def test_a_wide_picture_has_the_row_next_to_the_grid_and_every_token_in_order(made: Made) -> None:
+    synthetic, source = made()
     lines, _ = paint(source, 120, 40, step=1, layer=1, head=2)
     assert "layer 1 head 2" in lines[0]
     text = "\n".join(lines)
     positions = [int(line[36:].split()[0]) for line in lines[2:13]]
     assert positions == list(range(11))
     assert "attention by segment" in text
-    weight = scene.weights(1, 2, N_PROMPT)[7]
+    weight = synthetic.weights(1, 2, N_PROMPT)[7]
     assert f"{weight:.4f}" in lines[9]
     assert "paraphrase 2" in lines[9]
     assert lines[6][36:].split()[1] == display_text("Ċ", "\n", special=False)[0]
@@ -171,7 +181,7 @@ def test_closed_keys_are_named_and_have_no_bar(made: Made) -> None:
 
 
 @pytest.mark.parametrize("look", [PLAIN, COLOR, Theme("256")])
-def test_no_size_and_no_look_makes_it_fall(made: Made, look: Theme) -> None:
+def test_no_size_and_no_theme_makes_it_fail(made: Made, look: Theme) -> None:
     scenes = [made()[1], made(level="advanced")[1], made(softcap=1.0)[1]]
     many = made(layers=20, heads=36, kv_heads=4, level="advanced", n_steps=2)[1]
     sizes = [(1, 1), (2, 3), (7, 2), (20, 6), (38, 14), (71, 9), (72, 6), (120, 40), (240, 70)]
@@ -198,7 +208,7 @@ def test_text_of_the_model_cannot_reach_the_terminal(made: Made) -> None:
 
     _, source = made(change=evil)
     lines, _ = paint(source, 120, 40, step=2)
-    text = "\n".join(lines) + words(load(source, step=2))
+    text = "\n".join(lines) + described(load(source, step=2))
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "\\x1b[31m\\x07[b]"[:10] in text
@@ -212,18 +222,18 @@ def test_the_next_measure_goes_round(made: Made) -> None:
     options = AttentionOptions()
     seen = []
     for _ in range(9):
-        asked = replace(request(step=1), options=options)
-        data = PANEL.load(source, asked)
+        made_request = replace(request(step=1), options=options)
+        data = PANEL.load(source, made_request)
         seen.append(data.grid.measure)
-        answer = PANEL.on_action("view.measure", data, asked)
+        answer = PANEL.on_action("view.measure", data, made_request)
         assert isinstance(answer, AttentionOptions)
         options = answer
     assert seen == [*data.grid.measures, "paraphrase 1"]
 
 
 def act(source: Source, action: str, **changes: Any) -> Any:
-    asked = request(**changes)
-    return PANEL.on_action(action, PANEL.load(source, asked), asked)
+    made_request = request(**changes)
+    return PANEL.on_action(action, PANEL.load(source, made_request), made_request)
 
 
 def test_the_cursor_moves_layers_and_heads_and_stops_at_the_edge(made: Made) -> None:
@@ -251,39 +261,41 @@ def test_a_click_in_the_grid_goes_to_that_layer_and_head(
     made: Made, width: int, height: int
 ) -> None:
     _, source = made()
-    asked = request(width, height, step=1)
-    data = PANEL.load(source, asked)
-    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, asked, click=True) == Navigate(layer=1, head=2)
-    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, asked, click=False) is None
+    made_request = request(width, height, step=1)
+    data = PANEL.load(source, made_request)
+    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, made_request, click=True) == Navigate(
+        layer=1, head=2
+    )
+    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, made_request, click=False) is None
     for x, y in ((0, 3), (5, 0), (5, 12), (37, 3)):
-        assert PANEL.on_mouse(x, y, data, asked, click=True) is None
+        assert PANEL.on_mouse(x, y, data, made_request, click=True) is None
 
 
-# -- what it says ---------------------------------------------------------------------------------
+# -- the description ------------------------------------------------------------------------------
 
 
 def test_the_description_has_the_table_the_mass_and_the_heaviest_tokens(made: Made) -> None:
-    scene, source = made()
+    synthetic, source = made()
     lines = PANEL.describe(load(source, step=1, layer=1, head=2))
     assert lines[0].startswith(
         "Step 1, newest row, share of its attention on paraphrase 1, by layer and head (LSE error"
     )
     values = [float(value) for value in lines[3].split()[1:]]
-    expected = [scene.weights(1, head, N_PROMPT)[1:4].sum() for head in range(4)]
+    expected = [synthetic.weights(1, head, N_PROMPT)[1:4].sum() for head in range(4)]
     np.testing.assert_allclose(values, expected, atol=1e-4)
     text = "\n".join(lines)
     assert "Layer 1, head 2, newest row 10 ' w10':" in text
     assert "11 of 11 keys are open" in text
-    weights = scene.weights(1, 2, N_PROMPT)
+    weights = synthetic.weights(1, 2, N_PROMPT)
     top = int(weights.argmax())
     first = lines[lines.index("Heaviest tokens, the first 10:") + 1].split()
     assert first[:2] == [f"{weights[top]:.4f}", str(top)]
 
 
 def test_a_large_grid_is_described_by_layer(made: Made) -> None:
-    scene, source = made(layers=20, heads=36, kv_heads=4, level="advanced", n_steps=2)
-    text = words(load(source, step=1))
-    values = [scene.weights(7, head, N_PROMPT)[1:4].sum() for head in range(36)]
+    synthetic, source = made(layers=20, heads=36, kv_heads=4, level="advanced", n_steps=2)
+    text = described(load(source, step=1))
+    values = [synthetic.weights(7, head, N_PROMPT)[1:4].sum() for head in range(36)]
     line = next(line for line in text.splitlines() if line.startswith("Layer 7:"))
     assert f"highest {max(values):.4f} at head {int(np.argmax(values))}" in line
     assert f"mean {np.mean(values):.4f}" in line

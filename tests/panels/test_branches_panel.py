@@ -111,9 +111,7 @@ def test_the_divergence_may_be_above_the_window_and_the_mask_sentence_is_wrapped
 def test_another_step_reads_only_new_masks(forked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     of_trace = TraceReader.mask
-    monkeypatch.setattr(
-        TraceReader, "mask", lambda *asked: read.append(asked[1]) or of_trace(*asked)
-    )
+    monkeypatch.setattr(TraceReader, "mask", lambda *args: read.append(args[1]) or of_trace(*args))
     source = Source(TraceReader(forked))
     for step, n_new in ((2, 4), (3, 2), (3, 0), (2, 0)):
         read.clear()

@@ -117,8 +117,8 @@ def test_ranges_show_their_gaps() -> None:
 
 
 def test_the_selected_one_shows_its_place_words_and_numbers(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(MANY), FindingsOptions(1)))
-    assert said[-5:] == [
+    lines = PANEL.describe(load(source(MANY), FindingsOptions(1)))
+    assert lines[-5:] == [
         "mask.empty-row is wrong.",
         "At generation 0, step 5.",
         "Positions: 1 “↵”, 2 “\\x1b[31mred”",
@@ -146,7 +146,7 @@ def test_moving_changes_the_selection_and_stops_at_the_ends(source: Callable[...
     assert PANEL.on_action("cursor.down", last, request()) is None
 
 
-def test_sideways_goes_through_the_findings_of_a_class(source: Callable[..., Source]) -> None:
+def test_left_and_right_go_through_the_findings_of_a_class(source: Callable[..., Source]) -> None:
     kept = source(MANY)
     assert PANEL.on_action("cursor.left", load(kept), request()) is None
     options = PANEL.on_action("cursor.right", load(kept), request())
@@ -282,7 +282,9 @@ def test_next_finding_visits_every_finding_once_and_starts_again(
     assert walk(source(WALKED, n_generations=2), 1, 7) == [*IN_ORDER, IN_ORDER[0]]
 
 
-def test_previous_finding_is_the_same_walk_backwards(source: Callable[..., Source]) -> None:
+def test_previous_finding_goes_through_the_same_findings_backwards(
+    source: Callable[..., Source],
+) -> None:
     backwards = IN_ORDER[::-1]
     assert walk(source(WALKED, n_generations=2), -1, 7) == [*backwards, backwards[0]]
 
@@ -298,18 +300,20 @@ def test_without_findings_there_is_no_next(source: Callable[..., Source]) -> Non
     assert next_finding(source([]).reader, TracePlace(), 1) is None
 
 
-def test_walking_uses_the_index_and_never_reads_the_whole_table(
+def test_stepping_uses_the_index_and_never_reads_the_whole_table(
     source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = source(MANY).reader
-    asked: list[tuple[str, Any]] = []
+    queries: list[tuple[str, Any]] = []
     query = reader._query
     monkeypatch.setattr(
-        reader, "_query", lambda sql, params: (asked.append((sql, params)), query(sql, params))[1]
+        reader, "_query", lambda sql, params: (queries.append((sql, params)), query(sql, params))[1]
     )
     for direction in (1, -1):
         next_finding(reader, TracePlace(step=20, layer=27), direction)
-    plans = [row[3] for sql, params in asked for row in query(f"EXPLAIN QUERY PLAN {sql}", params)]
+    plans = [
+        row[3] for sql, params in queries for row in query(f"EXPLAIN QUERY PLAN {sql}", params)
+    ]
     assert plans
     assert not [plan for plan in plans if plan.startswith("SCAN")]
 
@@ -319,10 +323,10 @@ def test_classes_are_counted_once_while_nothing_new_comes(
 ) -> None:
     kept = source(MANY)
     first = load_groups(kept)
-    asked: list[str] = []
+    queries: list[str] = []
     query = kept.reader._query
     monkeypatch.setattr(
-        kept.reader, "_query", lambda sql, params: (asked.append(sql), query(sql, params))[1]
+        kept.reader, "_query", lambda sql, params: (queries.append(sql), query(sql, params))[1]
     )
     assert load_groups(kept) is first
-    assert asked == ["SELECT max(finding) + sum(times) FROM findings"]
+    assert queries == ["SELECT max(finding) + sum(times) FROM findings"]

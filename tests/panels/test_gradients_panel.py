@@ -1,4 +1,4 @@
-"""The gradients panel: which segment made the token, where in the model, and the gate of it all."""
+"""The gradients panel: which segment made the token, where in the model, and the check."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_without_colours_bold_is_for_the_token_and_underlined_against_it(source:
     assert styles["Emma"].bold
     assert not styles["Emma"].underline
     assert styles[":"].underline
-    said = "\n".join(strip.text for strip in picture.strips)
-    assert "Bold contributes to the token, underlined acts against it." in said
+    text = "\n".join(strip.text for strip in picture.strips)
+    assert "Bold contributes to the token, underlined acts against it." in text
 
 
 def test_the_limits_of_the_attribution_are_shown(source: Make) -> None:
@@ -136,7 +136,7 @@ def test_many_layers_are_shown_around_the_place(source: Make) -> None:
     assert [strip.text.split()[1] for strip in picture.strips[3:5]] == ["2", "3"]
 
 
-def test_sick_layers_are_marked_and_said(source: Make) -> None:
+def test_nonfinite_layers_are_marked_and_reported(source: Make) -> None:
     data = load(source(nonfinite(1)), step=1)
     lines = drawn(data, WHERE)
     assert lines[2].startswith("NaN is in the gradient of step 1's log-probability: in 1 of 17")
@@ -150,7 +150,7 @@ def test_sick_layers_are_marked_and_said(source: Make) -> None:
     assert len(cells) == 1 + 4
 
 
-def test_nothing_is_drawn_behind_a_red_gate(source: Make) -> None:
+def test_nothing_is_drawn_after_a_failed_check(source: Make) -> None:
     data = load(source(gradients(0), red(1)), step=1)
     for options in (GradientsOptions(), WHERE):
         picture = PANEL.paint(data, request(options=options, step=1), PLAIN)
@@ -159,9 +159,9 @@ def test_nothing_is_drawn_behind_a_red_gate(source: Make) -> None:
         assert "Nothing is drawn" in text
         assert "paraphrase" not in text
         assert picture.alarm
-    said = PANEL.describe(data)
-    assert "Nothing is shown." in said
-    assert any("is not what ran" in line for line in said)
+    lines = PANEL.describe(data)
+    assert "Nothing is shown." in lines
+    assert any("is not what ran" in line for line in lines)
 
 
 def test_a_step_without_gradients_says_which_have_some(source: Make) -> None:
@@ -187,14 +187,14 @@ def test_a_margin_names_the_token_it_is_to(source: Make) -> None:
     assert drawn(data)[0] == 'margin 2.5 of " Jane" to " Aus", step 0'
 
 
-def test_all_of_it_is_said_in_words(source: Make) -> None:
-    said = PANEL.describe(load(source(gradients())))
-    assert said[0] == 'Gradient of the log-probability -0.1 of " Jane", step 0.'
-    assert "paraphrase 2               4           +60 %    31 %" in said
-    assert 'For it: "Emma" at 6 (0.2), "\'s" at 7 (0.2), " 作者" at 8 (0.2).' in said
-    assert 'Against it: ":" at 12 (-0.4).' in said
-    assert "Outside of the layers: lm_head 3." in said
-    assert "No gradient is NaN, Inf, exploding, vanishing or dead." in said
+def test_the_description_has_segments_tokens_and_problems(source: Make) -> None:
+    lines = PANEL.describe(load(source(gradients())))
+    assert lines[0] == 'Gradient of the log-probability -0.1 of " Jane", step 0.'
+    assert "paraphrase 2               4           +60 %    31 %" in lines
+    assert 'For it: "Emma" at 6 (0.2), "\'s" at 7 (0.2), " 作者" at 8 (0.2).' in lines
+    assert 'Against it: ":" at 12 (-0.4).' in lines
+    assert "Outside of the layers: lm_head 3." in lines
+    assert "No gradient is NaN, Inf, exploding, vanishing or dead." in lines
 
 
 def test_values_that_are_not_finite_are_drawn_as_such(source: Make) -> None:
@@ -216,19 +216,19 @@ def test_every_size_is_filled_exactly(
     width, height = size
     made = source(nonfinite(0), red(1), gradients(2))
     for step in range(3):
-        asked = request(width, height, options, step=step)
+        made_request = request(width, height, options, step=step)
         for look in (PLAIN, Theme()):
-            picture = PANEL.paint(PANEL.load(made, asked), asked, look)
+            picture = PANEL.paint(PANEL.load(made, made_request), made_request, look)
             assert len(picture.strips) <= height
             assert {strip.cell_length for strip in picture.strips} <= {width}
 
 
 def test_keys_flip_the_side_and_the_measure(source: Make) -> None:
-    data, asked = load(source(gradients())), request()
-    assert PANEL.on_action("view.flip", data, asked) == WHERE
+    data, made_request = load(source(gradients())), request()
+    assert PANEL.on_action("view.flip", data, made_request) == WHERE
     assert PANEL.on_action("view.flip", data, request(options=WHERE)) == GradientsOptions()
-    assert PANEL.on_action("view.measure", data, asked) == GradientsOptions(by="norm")
-    assert PANEL.on_action("zoom.in", data, asked) is None
+    assert PANEL.on_action("view.measure", data, made_request) == GradientsOptions(by="norm")
+    assert PANEL.on_action("zoom.in", data, made_request) is None
 
 
 def test_a_click_goes_to_the_layer_or_the_word(source: Make) -> None:
@@ -236,16 +236,16 @@ def test_a_click_goes_to_the_layer_or_the_word(source: Make) -> None:
     where = request(options=WHERE, step=2)
     assert PANEL.on_mouse(3, 5, data, where, click=True) == Navigate(layer=2)
     assert PANEL.on_mouse(3, 12, data, where, click=True) is None
-    asked = request(step=2)
-    lines = [strip.text for strip in PANEL.paint(data, asked, PLAIN).strips]
+    made_request = request(step=2)
+    lines = [strip.text for strip in PANEL.paint(data, made_request, PLAIN).strips]
     row = next(number for number, text in enumerate(lines) if "Emma?" in text)
-    assert PANEL.on_mouse(lines[row].index("Emma?"), row, data, asked, click=True) == Navigate(
-        step=0, pos=3
-    )
+    assert PANEL.on_mouse(
+        lines[row].index("Emma?"), row, data, made_request, click=True
+    ) == Navigate(step=0, pos=3)
     jane = cell_len(lines[row].split("Jane")[0])
-    assert PANEL.on_mouse(jane, row, data, asked, click=True) == Navigate(step=0)
-    assert PANEL.on_mouse(jane, row, data, asked, click=False) is None
-    assert PANEL.on_mouse(jane, 4, data, asked, click=True) is None
+    assert PANEL.on_mouse(jane, row, data, made_request, click=True) == Navigate(step=0)
+    assert PANEL.on_mouse(jane, row, data, made_request, click=False) is None
+    assert PANEL.on_mouse(jane, 4, data, made_request, click=True) is None
 
 
 def test_a_share_is_a_whole_percentage_without_a_sign_of_zero() -> None:

@@ -84,14 +84,14 @@ def drawn(data: LayersData, width: int = 100, height: int = 30, look: Theme = PL
     return [strip.text.rstrip() for strip in picture.strips]
 
 
-def healthy(n_steps: int = 4, n_layers: int = 3) -> list[StepRecord]:
+def clean(n_steps: int = 4, n_layers: int = 3) -> list[StepRecord]:
     return [step(n, [stat(i, 10.0 * (i + 1)) for i in range(n_layers)]) for n in range(n_steps)]
 
 
 def nonfinite(n_steps: int = 6) -> list[StepRecord]:
     """From step 3 on layer 1 is bad, and hands it on to layer 2; layer 0 is bad one step later."""
     bad = {"n_nan": 5, "n_inf": 1, "norm": NAN, "mean": NAN, "std": NAN}
-    steps = healthy(n_steps)
+    steps = clean(n_steps)
     for n in range(3, n_steps):
         worse = [stat(i, **bad) if i or n > 3 else stat(i) for i in range(3)]
         steps[n] = step(n, worse)
@@ -99,7 +99,7 @@ def nonfinite(n_steps: int = 6) -> list[StepRecord]:
 
 
 def test_layers_go_down_steps_across_and_the_place_is_marked(source: Make) -> None:
-    lines = drawn(load(source(healthy()), step=1, layer=2))
+    lines = drawn(load(source(clean()), step=1, layer=2))
     assert lines[0] == " layer      ▾step 1"
     assert lines[1].split() == ["0", "10"]
     assert lines[2].split() == ["1", "▒" * 16, "20"]
@@ -109,7 +109,7 @@ def test_layers_go_down_steps_across_and_the_place_is_marked(source: Make) -> No
 
 
 def test_a_wide_picture_has_the_table_of_the_step(source: Make) -> None:
-    data = load(source(healthy()), step=1)
+    data = load(source(clean()), step=1)
     table = next(line for line in drawn(data) if line.startswith("layer "))
     assert table.split()[:4] == ["layer", "norm", "norm/row", "min"]
     assert not any(line.startswith("layer ") for line in drawn(data, 80, 30))
@@ -124,8 +124,8 @@ def test_the_norm_of_a_prefill_is_taken_per_row(source: Make) -> None:
 
 def test_the_first_bad_output_is_the_lowest_layer_of_the_earliest_step(source: Make) -> None:
     data = load(source(nonfinite(), model={"hidden": 64}), step=5, layer=0)
-    said = "First NaN/Inf at step 3, layer 1 (model.layers.1): 5 NaN and 1 Inf of 64 values; "
-    assert PANEL.describe(data)[0] == said + "in that step also layer 2."
+    sentence = "First NaN/Inf at step 3, layer 1 (model.layers.1): 5 NaN and 1 Inf of 64 values; "
+    assert PANEL.describe(data)[0] == sentence + "in that step also layer 2."
     picture = PANEL.paint(data, request(step=5), PLAIN)
     assert picture.alarm
     assert picture.note == "first NaN/Inf: step 3, layer 1, 5 NaN and 1 Inf of 64 values"
@@ -151,7 +151,7 @@ def test_enter_goes_to_the_first_bad_output(source: Make) -> None:
 
 
 def test_enter_does_nothing_without_nan_or_inf(source: Make) -> None:
-    data = load(source(healthy()))
+    data = load(source(clean()))
     assert PANEL.on_action("cursor.enter", data, request()) is None
     assert PANEL.describe(data)[0] == "No recorded layer output has NaN or Inf in steps 0-3."
     assert not PANEL.paint(data, request(), PLAIN).alarm
@@ -161,7 +161,7 @@ def test_the_first_bad_output_is_found_outside_the_window_and_once(
     source: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers_panel, "SCAN_STEPS", 8)
-    made = source([*healthy(60), step(60, [stat(2, n_inf=1), stat(1, n_nan=2)]), *nonfinite(3)[:0]])
+    made = source([*clean(60), step(60, [stat(2, n_inf=1), stat(1, n_nan=2)]), *nonfinite(3)[:0]])
     seen: list[int] = []
 
     def counted(reader: Any, generation: int, start: int, stop: int, branch: int) -> Any:
@@ -179,13 +179,13 @@ def test_the_first_bad_output_is_found_outside_the_window_and_once(
 
 
 def test_the_action_cycles_through_the_measures(source: Make) -> None:
-    data, asked = load(source(healthy())), request()
+    data, made_request = load(source(clean())), request()
     names = []
     for _ in range(5):
-        options = PANEL.on_action("view.measure", data, asked)
+        options = PANEL.on_action("view.measure", data, made_request)
         assert isinstance(options, LayersOptions)
         names.append(options.measure)
-        asked = replace(asked, options=options)
+        made_request = replace(made_request, options=options)
     assert names == ["max", "mean", "std", "bad", "norm"]
 
 
@@ -193,7 +193,7 @@ def test_the_action_cycles_through_the_measures(source: Make) -> None:
     ("measure", "expected"), [("max", 2.0), ("mean", 0.25), ("std", 1.0), ("bad", 0.0)]
 )
 def test_a_measure_is_read_from_the_trace(source: Make, measure: str, expected: float) -> None:
-    data = load(source(healthy(2)), measure=measure)
+    data = load(source(clean(2)), measure=measure)
     assert (data.values == expected).all()
 
 
@@ -230,14 +230,14 @@ def test_many_layers_share_lines_and_a_bad_one_stays_visible(source: Make) -> No
 
 
 def test_a_click_goes_to_the_step_and_layer_of_the_cell(source: Make) -> None:
-    data, asked = load(source(healthy()), step=1, layer=2), request(step=1, layer=2)
-    assert PANEL.on_mouse(7, 1, data, asked, click=True) == Navigate(step=0, layer=0)
-    assert PANEL.on_mouse(7 + 15, 3, data, asked, click=True) == Navigate(step=3, layer=2)
-    assert PANEL.on_mouse(7 + 16, 3, data, asked, click=True) is None
-    assert PANEL.on_mouse(7, 0, data, asked, click=True) is None
-    assert PANEL.on_mouse(7, 4, data, asked, click=True) is None
-    assert PANEL.on_mouse(3, 1, data, asked, click=True) is None
-    assert PANEL.on_mouse(7, 1, data, asked, click=False) is None
+    data, made_request = load(source(clean()), step=1, layer=2), request(step=1, layer=2)
+    assert PANEL.on_mouse(7, 1, data, made_request, click=True) == Navigate(step=0, layer=0)
+    assert PANEL.on_mouse(7 + 15, 3, data, made_request, click=True) == Navigate(step=3, layer=2)
+    assert PANEL.on_mouse(7 + 16, 3, data, made_request, click=True) is None
+    assert PANEL.on_mouse(7, 0, data, made_request, click=True) is None
+    assert PANEL.on_mouse(7, 4, data, made_request, click=True) is None
+    assert PANEL.on_mouse(3, 1, data, made_request, click=True) is None
+    assert PANEL.on_mouse(7, 1, data, made_request, click=False) is None
 
 
 def test_modules_within_a_layer_are_named_and_can_be_shown(source: Make) -> None:
@@ -288,9 +288,9 @@ def test_level_basic_shows_the_layers_that_went_bad(source: Make) -> None:
 
 def test_a_module_of_the_trace_cannot_reach_the_terminal(source: Make) -> None:
     data = load(source([step(0, [stat(0, module="\x1b[2J", n_nan=1)])]))
-    said = "\n".join([*drawn(data), *PANEL.describe(data)])
-    assert "\\x1b[2J" in said
-    assert "\x1b" not in said
+    text = "\n".join([*drawn(data), *PANEL.describe(data)])
+    assert "\\x1b[2J" in text
+    assert "\x1b" not in text
 
 
 def test_a_fork_has_the_steps_and_the_bad_outputs_of_its_parent(source: Make) -> None:
@@ -310,13 +310,13 @@ def test_later_steps_of_the_parent_are_not_those_of_a_fork(source: Make) -> None
 
 
 def test_a_fork_without_steps_ends_where_it_began(source: Make) -> None:
-    made = source(healthy(5), fork=3)
+    made = source(clean(5), fork=3)
     assert step_bounds(made.reader, 0, 1) == (0, 2)
     assert step_bounds(made.reader, 7) is None
 
 
 def test_a_range_of_statistics_is_bounded_by_its_steps(source: Make) -> None:
-    made = source(healthy(50))
+    made = source(clean(50))
     cells = layer_stats_range(made.reader, 0, 10, 13, statistic="max")
     assert [cell.step for cell in cells] == [10, 10, 10, 11, 11, 11, 12, 12, 12]
     assert {cell.value for cell in cells} == {2.0}
@@ -333,7 +333,7 @@ def test_every_size_is_drawn_to_the_cell(
 
 
 def test_a_picture_may_have_another_size_than_the_loaded_one(source: Make) -> None:
-    data = load(source(healthy(90)), 120, 40, step=80)
+    data = load(source(clean(90)), 120, 40, step=80)
     assert len(drawn(data, 38, 14)) >= 4
     assert len(drawn(data, 3, 3)) == 3
 

@@ -160,7 +160,7 @@ def test_sampling_shows_both_probabilities_and_the_filtered_tokens(source: Make)
     assert any("filtered" in line and '" Nice"' in line for line in lines)
 
 
-def test_a_wide_picture_shows_logits_beside_scores(source: Make) -> None:
+def test_a_wide_picture_shows_logits_next_to_scores(source: Make) -> None:
     lines = drawn(load(source([step(0, logits(SAMPLED))])), 140, 20)
     assert lines[1].split()[:5] == ["token", "logit", "before", "score", "after"]
 
@@ -183,14 +183,14 @@ def test_a_low_picture_still_shows_the_chosen_token(source: Make) -> None:
 
 def test_timelines_cover_the_window_and_a_click_goes_to_its_step(source: Make) -> None:
     data = load(source(walk()), step=2)
-    asked = request(step=2)
+    made_request = request(step=2)
     x, y = find(drawn(data), "entropy 2 nats  0 to 5  steps 0-5")
     for number in range(6):
         cell = x + 4 * number + 1
-        assert PANEL.on_mouse(cell, y + 1, data, asked, click=True) == Navigate(step=number)
-    assert PANEL.on_mouse(x + 24, y + 1, data, asked, click=True) is None
-    assert PANEL.on_mouse(x, y + 1, data, asked, click=False) is None
-    assert PANEL.on_mouse(0, 2, data, asked, click=True) is None
+        assert PANEL.on_mouse(cell, y + 1, data, made_request, click=True) == Navigate(step=number)
+    assert PANEL.on_mouse(x + 24, y + 1, data, made_request, click=True) is None
+    assert PANEL.on_mouse(x, y + 1, data, made_request, click=False) is None
+    assert PANEL.on_mouse(0, 2, data, made_request, click=True) is None
 
 
 def test_the_rank_has_a_timeline_only_where_it_is_not_always_the_best(source: Make) -> None:
@@ -296,11 +296,11 @@ def test_a_picture_may_have_another_size_than_the_loaded_one(source: Make) -> No
 
 def test_below_a_histogram_a_click_goes_to_the_step_that_is_drawn_there(source: Make) -> None:
     data = load(source(walk()), 80, 60, step=2)
-    lines, asked = drawn(data, 80, 60), request(80, 60, step=2)
+    lines, made_request = drawn(data, 80, 60), request(80, 60, step=2)
     assert any(" of them, log counts" in line for line in lines)
     x, y = find(lines, "entropy 2 nats  0 to 5")
-    assert PANEL.on_mouse(x + 1, y, data, asked, click=True) is None
-    assert PANEL.on_mouse(x + 1, y + 1, data, asked, click=True) == Navigate(step=0)
+    assert PANEL.on_mouse(x + 1, y, data, made_request, click=True) is None
+    assert PANEL.on_mouse(x + 1, y + 1, data, made_request, click=True) == Navigate(step=0)
 
 
 def test_an_invalid_log_probability_gives_nan() -> None:

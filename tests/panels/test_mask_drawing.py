@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import support.mask_trace as scene
 from msgspec.structs import replace
+from support import mask_trace
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
@@ -33,14 +33,14 @@ PLAIN = Theme("none")
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    return Shown(scene.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
+    return Shown(mask_trace.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
 
 
 # -- drawing --------------------------------------------------------------------------------------
 
 
 def test_the_whole_mask_with_its_words_and_segments(shown: Shown) -> None:
-    assert shown.text(scene.RIGHT, 3, (80, 24), look=PLAIN, q=9, kv=2) == [
+    assert shown.text(mask_trace.RIGHT, 3, (80, 24), look=PLAIN, q=9, kv=2) == [
         "row ↓ key →    │ │paraphr 1│ │paraphr 2│ │cue│gene…                             ",
         "               < W c         W   t p     A   w w w                              ",
         "               b h i i i     h i h l     n   1 1 1                              ",
@@ -69,7 +69,7 @@ def test_the_whole_mask_with_its_words_and_segments(shown: Shown) -> None:
 
 
 def test_a_small_panel_shows_it_in_half_blocks(shown: Shown) -> None:
-    text = shown.text(scene.RIGHT, 3, (38, 14), look=PLAIN)
+    text = shown.text(mask_trace.RIGHT, 3, (38, 14), look=PLAIN)
     assert text[:10] == [
         "       ││p1  ││p2  ││ │               ",
         "bos    █▄················             ",
@@ -86,7 +86,7 @@ def test_a_small_panel_shows_it_in_half_blocks(shown: Shown) -> None:
 
 
 def test_without_colours_a_difference_has_letters(shown: Shown) -> None:
-    text = shown.text(scene.WRONG, 3, (80, 24), look=PLAIN, view="difference")
+    text = shown.text(mask_trace.WRONG, 3, (80, 24), look=PLAIN, view="difference")
     assert text[13].startswith("          this ██··++")
     assert text[14].startswith("         place ██············██--██")
 
@@ -96,7 +96,9 @@ def test_every_size_is_filled_and_never_exceeded(shown: Shown) -> None:
         for width in (1, 2, 3, 5, 7, 12, 20, 34, 38, 56, 80, 120, 200):
             for height in (1, 2, 3, 4, 5, 7, 10, 12, 14, 24, 26, 40, 90):
                 for options in ({}, {"q": 3, "kv": 9, "zoom": 9}, {"blocks": True, "zoom": 2}):
-                    picture = shown.paint(scene.WRONG, 2, (width, height), look=look, **options)
+                    picture = shown.paint(
+                        mask_trace.WRONG, 2, (width, height), look=look, **options
+                    )
                     assert 0 < len(picture.strips) <= height
                     assert {strip.cell_length for strip in picture.strips} == {width}
                     assert all(
@@ -105,7 +107,7 @@ def test_every_size_is_filled_and_never_exceeded(shown: Shown) -> None:
 
 
 def test_generated_rows_and_the_cursor_have_tints_of_their_own(shown: Shown) -> None:
-    tints = _tints(shown.load(scene.RIGHT, 3, q=9, kv=2))
+    tints = _tints(shown.load(mask_trace.RIGHT, 3, q=9, kv=2))
     assert tints[9, 2] == CURSOR
     assert (tints[15:, 3:] == GENERATED).all()
     assert (tints[:9, 15:] == GENERATED).all()
@@ -133,39 +135,39 @@ def test_what_is_partly_open_is_darker_than_open_and_lighter_than_closed() -> No
         assert light[OPEN] - light[OPEN - 1] > 20
 
 
-def test_the_note_names_view_place_scale_and_gate(shown: Shown) -> None:
-    picture = shown.paint(scene.RIGHT, 3)
+def test_the_note_names_view_place_scale_and_lse_check(shown: Shown) -> None:
+    picture = shown.paint(mask_trace.RIGHT, 3)
     assert picture.note == "executed · LSE error 3e-06 · layer 0 · all heads · zoom 4:1"
     assert not picture.alarm
-    picture = shown.paint(scene.WRONG, 3, (38, 14))
+    picture = shown.paint(mask_trace.WRONG, 3, (38, 14))
     assert picture.note == "executed · lost 2 · leaked 1 · LSE error 3e-06 · L1 all · 1:1"
     assert picture.alarm
-    assert shown.text(scene.WRONG, 3)[-3].startswith("first leaked pair (executed, declared")
+    assert shown.text(mask_trace.WRONG, 3)[-3].startswith("first leaked pair (executed, declared")
 
 
 @pytest.mark.parametrize(
-    ("gate", "said", "alarm"),
+    ("lse_error", "note", "alarm"),
     [
         (None, "not checked", False),
         (0.5, "LSE error 5e-01: not what ran", True),
         (float("nan"), "LSE error nan: not what ran", True),
     ],
 )
-def test_a_gate_that_is_open_or_missing_is_said(
-    tmp_path: Path, gate: float | None, said: str, alarm: bool
+def test_a_failed_or_missing_lse_check_is_reported(
+    tmp_path: Path, lse_error: float | None, note: str, alarm: bool
 ) -> None:
-    gated = Shown(scene.write(tmp_path / "t.flextrace", 2, gate=gate))
-    picture = gated.paint(scene.RIGHT, 1)
-    assert picture.note.startswith(f"executed · {said} · ")
+    checked = Shown(mask_trace.write(tmp_path / "t.flextrace", 2, lse_error=lse_error))
+    picture = checked.paint(mask_trace.RIGHT, 1)
+    assert picture.note.startswith(f"executed · {note} · ")
     assert picture.alarm is alarm
-    assert ("is not what ran" in gated.words(scene.RIGHT, 1)) is alarm
+    assert ("is not what ran" in checked.words(mask_trace.RIGHT, 1)) is alarm
 
 
 # -- zoom, cursor, mouse --------------------------------------------------------------------------
 
 
 def follow(shown: Shown, action: str, options: MaskOptions, **kwargs: Any) -> Any:
-    request = replace(shown.request(scene.RIGHT, 3, **kwargs), options=options)
+    request = replace(shown.request(mask_trace.RIGHT, 3, **kwargs), options=options)
     return shown.panel.on_action(action, shown.panel.load(shown.source, request), request)
 
 
@@ -195,9 +197,9 @@ def test_a_zoomed_window_shows_the_current_row_and_its_own_key(shown: Shown) -> 
 
 
 def test_a_window_of_any_zoom_is_part_of_the_whole(shown: Shown) -> None:
-    whole = scene.sheet_of(scene.WRONG)
+    whole = mask_trace.dense_mask(mask_trace.WRONG)
     for zoom in range(6):
-        data = shown.load(scene.WRONG, 3, (38, 10), zoom=zoom, q=10, kv=8)
+        data = shown.load(mask_trace.WRONG, 3, (38, 10), zoom=zoom, q=10, kv=8)
         grid = data.layout.grid
         for y in range(grid.height):
             for x in range(grid.width):
@@ -288,7 +290,7 @@ def test_zoom_steps_begin_with_the_whole_and_end_with_large_cells() -> None:
             assert all(b < a for a, b in pairwise(sizes))
 
 
-def test_a_sheet_much_wider_than_high_is_scaled_on_each_side_by_itself() -> None:
+def test_a_mask_much_wider_than_high_is_scaled_on_each_side_separately() -> None:
     frame = mask_layout(120, 40, (1524, 51187), (1000, 51000), MaskOptions())
     assert frame.grid.row_scale == 24
     assert frame.grid.key_scale == 512
@@ -303,12 +305,12 @@ def test_a_window_stands_still_while_the_focus_moves_within_half_of_it() -> None
 
 
 def test_segments_are_found_by_position() -> None:
-    found = [segment_number(scene.SEGMENTS, pos) for pos in (0, 1, 6, 7, 14, 15, 999)]
+    found = [segment_number(mask_trace.SEGMENTS, pos) for pos in (0, 1, 6, 7, 14, 15, 999)]
     assert found == [0, 1, 2, 3, 5, 6, 6]
     assert segment_number((), 3) == -1
 
 
-def test_the_panel_tells_what_it_is() -> None:
+def test_the_panel_has_its_name_help_and_options() -> None:
     panel = MaskPanel()
     assert panel.name == "mask"
     assert panel.depends_on_size

@@ -1,4 +1,4 @@
-"""The mask panel: what it loads of a small trace with known masks, and what it says is missing."""
+"""The mask panel: what it loads of a trace with known masks, and its text where data is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import support.mask_trace as scene
+from support import mask_trace
 from support.mask_trace import Shown, sentence
 
 from flexinspect.core.errors import TraceError
@@ -25,26 +25,26 @@ PLAIN = Theme("none")
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    return Shown(scene.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
+    return Shown(mask_trace.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
 
 
-# -- the sheet ------------------------------------------------------------------------------------
+# -- the grid -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("layer", "head"),
     [
-        (scene.RIGHT, 0),
-        (scene.WRONG, 0),
-        (scene.CAUSAL, 0),
-        (scene.HEADS, 0),
-        (scene.HEADS, 1),
-        (scene.SLIDING, 0),
+        (mask_trace.RIGHT, 0),
+        (mask_trace.WRONG, 0),
+        (mask_trace.CAUSAL, 0),
+        (mask_trace.HEADS, 0),
+        (mask_trace.HEADS, 1),
+        (mask_trace.SLIDING, 0),
     ],
 )
 def test_every_cell_is_the_one_that_was_executed(shown: Shown, layer: int, head: int) -> None:
     data = shown.load(at=TracePlace(step=3, layer=layer, head=head))
-    dense = scene.sheet_of(layer, head=head)
+    dense = mask_trace.dense_mask(layer, head=head)
     assert data.layout.grid.row_scale == 1
     assert np.array_equal(data.states == OPEN, dense)
     assert np.array_equal(data.states == CLOSED, ~dense)
@@ -56,9 +56,9 @@ def test_every_cell_is_the_one_that_was_executed(shown: Shown, layer: int, head:
 
 
 def test_a_head_that_is_not_there_is_the_last_one(shown: Shown) -> None:
-    data = shown.load(at=TracePlace(step=3, layer=scene.RIGHT, head=5))
+    data = shown.load(at=TracePlace(step=3, layer=mask_trace.RIGHT, head=5))
     assert (data.mask_view.head, data.mask_view.heads) == (0, 1)
-    data = shown.load(at=TracePlace(step=3, layer=scene.HEADS, head=5))
+    data = shown.load(at=TracePlace(step=3, layer=mask_trace.HEADS, head=5))
     assert (data.mask_view.head, data.mask_view.heads) == (1, 2)
 
 
@@ -69,90 +69,91 @@ def test_the_rows_of_the_steps_are_known(shown: Shown) -> None:
     assert data.mask_view.positions.tolist() == list(range(18))
 
 
-def test_the_declared_view_is_the_rule_and_the_difference_names_both_sides(shown: Shown) -> None:
-    rule = algebra.preset("segment-isolation", scene.SEGMENTS)
-    declared = shown.load(scene.WRONG, 3, view="declared").states
-    assert np.array_equal(declared == OPEN, rule.dense(18))
-    states = shown.load(scene.WRONG, 3, view="difference").states
+def test_the_declared_view_is_the_spec_and_the_difference_names_both_sides(shown: Shown) -> None:
+    spec = algebra.preset("segment-isolation", mask_trace.SEGMENTS)
+    declared = shown.load(mask_trace.WRONG, 3, view="declared").states
+    assert np.array_equal(declared == OPEN, spec.dense(18))
+    states = shown.load(mask_trace.WRONG, 3, view="difference").states
     assert np.argwhere(states == LEAKED).tolist() == [[9, 2]]
     assert np.argwhere(states == LOST).tolist() == [[10, 8], [16, 3]]
-    dense = scene.sheet_of(scene.WRONG)
+    dense = mask_trace.dense_mask(mask_trace.WRONG)
     same = ~np.isin(states, [LOST, LEAKED])
     assert np.array_equal(states[same] == OPEN, dense[same])
 
 
 def test_keys_that_a_cache_dropped_are_not_lost(shown: Shown) -> None:
-    data = shown.load(scene.SLIDING, 3, view="difference")
+    data = shown.load(mask_trace.SLIDING, 3, view="difference")
     assert 17 not in np.argwhere(data.states == LOST)[:, 0].tolist()
     for zoom in (0, data.layout.last_zoom):
         assert (
-            shown.load(scene.SLIDING, 3, view="difference", zoom=zoom).mask_view.count("lost") == 0
+            shown.load(mask_trace.SLIDING, 3, view="difference", zoom=zoom).mask_view.count("lost")
+            == 0
         )
-    assert sentence(shown, scene.SLIDING, 17, 3).endswith(
+    assert sentence(shown, mask_trace.SLIDING, 17, 3).endswith(
         'does not attend to 3 "is" (paraphrase 1): its key is no longer in the cache'
     )
 
 
 def test_the_received_view_shows_block_tables_and_dense_masks_as_run(shown: Shown) -> None:
-    states = shown.load(scene.RIGHT, 3, view="received").states
+    states = shown.load(mask_trace.RIGHT, 3, view="received").states
     assert (states[:15, :15] == APPLIED).all()
     assert (states[:15, 15:] == CLOSED).all()
-    dense = shown.load(scene.CAUSAL, 3, view="received").states
-    assert np.array_equal(dense == OPEN, scene.sheet_of(scene.CAUSAL))
+    dense = shown.load(mask_trace.CAUSAL, 3, view="received").states
+    assert np.array_equal(dense == OPEN, mask_trace.dense_mask(mask_trace.CAUSAL))
 
 
 def test_blocks_are_a_layer_with_a_label(shown: Shown) -> None:
-    data = shown.load(scene.RIGHT, 3, blocks=True)
+    data = shown.load(mask_trace.RIGHT, 3, blocks=True)
     assert data.tables is not None
-    assert np.array_equal(data.states == OPEN, scene.sheet_of(scene.RIGHT))
-    text = "\n".join(shown.text(scene.RIGHT, 3, blocks=True))
+    assert np.array_equal(data.states == OPEN, mask_trace.dense_mask(mask_trace.RIGHT))
+    text = "\n".join(shown.text(mask_trace.RIGHT, 3, blocks=True))
     assert "blocks of 128 x 128: 3 partial, 0 full, 0 not visited" in text
     assert "not visited, · partial, : full" in "\n".join(
-        shown.text(scene.RIGHT, 3, (160, 40), blocks=True, look=PLAIN)
+        shown.text(mask_trace.RIGHT, 3, (160, 40), blocks=True, look=PLAIN)
     )
-    assert "no block tables: a dense mask" in shown.words(scene.CAUSAL, 3, blocks=True)
+    assert "no block tables: a dense mask" in shown.words(mask_trace.CAUSAL, 3, blocks=True)
 
 
 # -- missing --------------------------------------------------------------------------------------
 
 
 def test_without_cells_the_received_mask_is_shown(shown: Shown) -> None:
-    data = shown.load(scene.TABLES, 3)
+    data = shown.load(mask_trace.TABLES, 3)
     assert data.view_mode == "received"
     assert data.fallback_reason == "The executed cells were not recorded; this is the received mask"
-    assert "No executed cells of these rows were recorded." in shown.words(scene.TABLES, 3)
-    assert shown.text(scene.TABLES, 3)[-3].startswith(data.fallback_reason)
+    assert "No executed cells of these rows were recorded." in shown.words(mask_trace.TABLES, 3)
+    assert shown.text(mask_trace.TABLES, 3)[-3].startswith(data.fallback_reason)
 
 
 def test_without_any_mask_the_declared_mask_is_shown(shown: Shown) -> None:
-    data = shown.load(scene.BARE, 3)
+    data = shown.load(mask_trace.BARE, 3)
     assert data.view_mode == "declared"
     assert data.fallback_reason == "The executed cells were not recorded; this is the declared mask"
-    assert (shown.load(scene.BARE, 3, view="received").states == UNKNOWN).all()
+    assert (shown.load(mask_trace.BARE, 3, view="received").states == UNKNOWN).all()
 
 
 def test_a_mask_that_is_neither_recorded_nor_declared_is_missing(tmp_path: Path) -> None:
-    own = Shown(scene.write(tmp_path / "t.flextrace", about={"mask_mod": "mine:rule"}))
+    own = Shown(mask_trace.write(tmp_path / "t.flextrace", about={"mask_mod": "mine:rule"}))
     with pytest.raises(Missing) as missing:
-        own.load(scene.BARE, 1)
+        own.load(mask_trace.BARE, 1)
     assert missing.value.lines()[0] == "The mask of this layer was not recorded."
     assert "--level advanced" in missing.value.hint
 
 
 def test_a_custom_mask_has_no_declared_one(tmp_path: Path) -> None:
-    own = Shown(scene.write(tmp_path / "t.flextrace", about={"mask_mod": "mine:rule"}))
-    data = own.load(scene.WRONG, 1, view="difference")
+    own = Shown(mask_trace.write(tmp_path / "t.flextrace", about={"mask_mod": "mine:rule"}))
+    data = own.load(mask_trace.WRONG, 1, view="difference")
     assert data.view_mode == "executed"
     assert data.fallback_reason.startswith("No mask was declared")
-    assert "The mask mine:rule was not declared" in own.words(scene.WRONG, 1)
+    assert "The mask mine:rule was not declared" in own.words(mask_trace.WRONG, 1)
     views = ["executed"]
     for _ in range(2):
-        request = own.request(scene.WRONG, 1, view=views[-1])
+        request = own.request(mask_trace.WRONG, 1, view=views[-1])
         options = own.panel.on_action("view.flip", own.panel.load(own.source, request), request)
         assert isinstance(options, MaskOptions)
         views.append(options.view)
     assert views == ["executed", "received", "executed"]
-    assert sentence(own, scene.WRONG, 10, 8).endswith("closed by user.rule")
+    assert sentence(own, mask_trace.WRONG, 10, 8).endswith("closed by user.rule")
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,8 @@ def test_a_custom_mask_has_no_declared_one(tmp_path: Path) -> None:
         {},
     ],
 )
-def test_a_declaration_that_is_no_rule_is_none(tmp_path: Path, about: dict[str, Any]) -> None:
-    own = Shown(scene.write(tmp_path / "t.flextrace", about=about))
+def test_an_invalid_declaration_has_no_spec(tmp_path: Path, about: dict[str, Any]) -> None:
+    own = Shown(mask_trace.write(tmp_path / "t.flextrace", about=about))
     assert own.load(0, 1).mask_view.spec is None
     assert own.load(0, 1, view="declared").view_mode == "executed"
 
@@ -176,14 +177,16 @@ def test_a_generation_without_steps_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
-            GenerationRecord(0, "s", "causal", "contiguous", scene.SEGMENTS, scene.tokens())
+            GenerationRecord(
+                0, "s", "causal", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens()
+            )
         )
     with pytest.raises(Missing, match="No step"):
         Shown(path).load()
 
 
 def test_a_damaged_mask_is_an_error_of_the_trace(tmp_path: Path) -> None:
-    path = scene.write(tmp_path / "t.flextrace")
+    path = mask_trace.write(tmp_path / "t.flextrace")
     with sqlite3.connect(path) as db:
         db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE owner LIKE 'L0s0%'")
     db.close()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import support.mask_trace as scene
 from msgspec.structs import replace
+from support import mask_trace
 from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
@@ -24,54 +24,56 @@ PLAIN = Theme("none")
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
-    return Shown(scene.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
+    return Shown(mask_trace.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
 
 
 def test_every_generation_has_its_own_mask(tmp_path: Path) -> None:
-    both = Shown(scene.write(tmp_path / "t.flextrace", n_generations=2))
-    data = both.load(at=TracePlace(generation=1, step=2, layer=scene.WRONG))
+    both = Shown(mask_trace.write(tmp_path / "t.flextrace", n_generations=2))
+    data = both.load(at=TracePlace(generation=1, step=2, layer=mask_trace.WRONG))
     assert data.mask_view.part_of(0).step_at(0).mask == "L1s0g1b0"
-    assert np.array_equal(data.states == OPEN, scene.sheet_of(scene.WRONG))
+    assert np.array_equal(data.states == OPEN, mask_trace.dense_mask(mask_trace.WRONG))
 
 
-def test_a_branch_goes_on_from_its_parents_rows(tmp_path: Path) -> None:
+def test_a_branch_continues_from_its_parents_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
-    rule = algebra.preset("segment-isolation", scene.SEGMENTS)
-    book = scene.Book(rule)
+    spec = algebra.preset("segment-isolation", mask_trace.SEGMENTS)
+    masked = mask_trace.MaskedSteps(spec)
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
             GenerationRecord(
-                *(0, "s", rule.name, "contiguous", scene.SEGMENTS, scene.tokens()),
-                declared=scene.declared(rule),
+                *(0, "s", spec.name, "contiguous", mask_trace.SEGMENTS, mask_trace.tokens()),
+                declared=mask_trace.declared(spec),
             )
         )
         for number in range(4):
-            writer.write_step(book.step(number))
+            writer.write_step(masked.step(number))
         writer.begin_branch(0, 1, parent=0, fork_step=2)
         for number in (2, 3, 4):
-            step = book.step(number, branch=1)
+            step = masked.step(number, branch=1)
             chosen = replace(step.tokens[0], text=" other", token=" other")
             writer.write_step(replace(step, tokens=(chosen,)))
-        writer.end_generation(GenerationEnd(0, "finished", "x", scene.SEGMENTS, branch=1))
+        writer.end_generation(GenerationEnd(0, "finished", "x", mask_trace.SEGMENTS, branch=1))
     branch = Shown(path)
-    data = branch.load(at=TracePlace(branch=1, step=4, layer=scene.WRONG))
+    data = branch.load(at=TracePlace(branch=1, step=4, layer=mask_trace.WRONG))
     names = [data.mask_view.part_of(row).step_at(row).mask for row in (0, 15, 16, 18)]
     assert names == ["L1s0g0b0", "L1s1g0b0", "L1s2g0b1", "L1s4g0b1"]
     assert data.mask_view.positions.tolist() == list(range(19))
     assert [data.tokens[pos].text for pos in (15, 16, 17, 18)] == [" w15", " w16", *[" other"] * 2]
-    parent = branch.load(at=TracePlace(step=3, layer=scene.WRONG))
+    parent = branch.load(at=TracePlace(step=3, layer=mask_trace.WRONG))
     assert parent.tokens[17].text == " w17"
 
 
 def test_a_fork_that_has_not_made_a_step_shows_its_parents_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
-    book = scene.Book(algebra.causal())
+    masked = mask_trace.MaskedSteps(algebra.causal())
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
-            GenerationRecord(0, "s", "causal", "contiguous", scene.SEGMENTS, scene.tokens())
+            GenerationRecord(
+                0, "s", "causal", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens()
+            )
         )
         for number in range(4):
-            writer.write_step(book.step(number))
+            writer.write_step(masked.step(number))
         writer.begin_branch(0, 1, parent=0, fork_step=2)
     data = Shown(path).load(at=TracePlace(branch=1, step=1))
     assert data.mask_view.n_rows == 16
@@ -79,19 +81,19 @@ def test_a_fork_that_has_not_made_a_step_shows_its_parents_rows(tmp_path: Path) 
 
 def long_trace(path: Path, n_steps: int) -> Shown:
     """A generation of which only what the mask panel needs is written."""
-    book = scene.Book(algebra.causal(), layers=(0,))
+    masked = mask_trace.MaskedSteps(algebra.causal(), layers=(0,))
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
             GenerationRecord(
-                *(0, "s", "causal", "contiguous", scene.SEGMENTS, scene.tokens()),
-                declared=scene.declared(algebra.causal()),
+                *(0, "s", "causal", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens()),
+                declared=mask_trace.declared(algebra.causal()),
             )
         )
-        writer.write_steps([book.step(number) for number in range(n_steps)])
+        writer.write_steps([masked.step(number) for number in range(n_steps)])
     return Shown(path)
 
 
-def test_of_a_long_generation_a_window_of_steps_is_shown_and_said(tmp_path: Path) -> None:
+def test_a_long_generation_shows_a_window_of_steps_and_says_so(tmp_path: Path) -> None:
     long = long_trace(tmp_path / "t.flextrace", 2600)
     data = long.load(0, 1500)
     assert (data.mask_view.first_step, data.mask_view.last_step, data.mask_view.n_steps) == (
@@ -137,12 +139,12 @@ def test_a_mask_too_large_to_be_kept_is_read_in_bands(
 
     path = tmp_path / "t.flextrace"
     cells = np.random.default_rng(3).random((2, 200, 213)) < 0.3
-    step = scene.Book(algebra.causal(), layers=(0,)).step(0)
+    step = mask_trace.MaskedSteps(algebra.causal(), layers=(0,)).step(0)
     call = replace(step.calls[0], q_len=200, kv_len=213, mask="big")
     mask = MaskRecord("big", "bool", 1, 2, 200, 213, 0, cells=cells)
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
-            GenerationRecord(0, "s", "own", "contiguous", scene.SEGMENTS, scene.tokens())
+            GenerationRecord(0, "s", "own", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens())
         )
         writer.write_step(
             replace(step, q_len=200, kv_before=13, kv_after=213, calls=(call,), masks=(mask,))
@@ -161,11 +163,11 @@ def test_a_row_that_is_broadcast_stands_for_all_rows(
 
     path = tmp_path / "t.flextrace"
     cells = np.random.default_rng(3).random((1, 1, 15)) < 0.5
-    step = scene.Book(algebra.causal(), layers=(0,)).step(0)
+    step = mask_trace.MaskedSteps(algebra.causal(), layers=(0,)).step(0)
     mask = MaskRecord("row", "bool", 1, 1, 15, 15, 0, cells=cells)
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
-            GenerationRecord(0, "s", "own", "contiguous", scene.SEGMENTS, scene.tokens())
+            GenerationRecord(0, "s", "own", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens())
         )
         calls = (replace(step.calls[0], mask="row"),)
         writer.write_step(replace(step, calls=calls, masks=(mask,)))
@@ -177,14 +179,14 @@ def test_a_row_that_is_broadcast_stands_for_all_rows(
 
 def test_a_mask_that_comes_again_stands_where_its_step_stood(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
-    book = scene.Book(algebra.causal(), layers=(0,))
+    masked = mask_trace.MaskedSteps(algebra.causal(), layers=(0,))
     with TraceWriter.create(path, {"model": "x"}) as writer:
         writer.begin_generation(
-            GenerationRecord(0, "s", "own", "contiguous", scene.SEGMENTS, scene.tokens())
+            GenerationRecord(0, "s", "own", "contiguous", mask_trace.SEGMENTS, mask_trace.tokens())
         )
-        writer.write_step(book.step(0))
+        writer.write_step(masked.step(0))
         for number in (1, 2):
-            step = book.step(number)
+            step = masked.step(number)
             call = replace(step.calls[0], mask="same", kv_len=5)
             mask = MaskRecord(
                 "same", "none", 1, 1, 1, 5, 15, 11, cells=np.ones((1, 1, 5), np.bool_)

@@ -108,9 +108,9 @@ def test_the_cache_is_divided_by_the_length_of_segments(source: Make) -> None:
         ("separator 1", 1, 1000),
         ("generated", 2, 2000),
     ]
-    said = PANEL.describe(data)
-    assert "KV cache by segment: 10 keys of 1 kB each." in said
-    row = next(line for line in said if line.strip().startswith("generated"))
+    lines = PANEL.describe(data)
+    assert "KV cache by segment: 10 keys of 1 kB each." in lines
+    row = next(line for line in lines if line.strip().startswith("generated"))
     assert row.split() == ["generated", "2", "tokens", "2", "kB"]
 
 
@@ -147,13 +147,13 @@ def test_timelines_name_where_they_begin(source: Make) -> None:
 
 
 def test_a_click_on_a_timeline_goes_to_its_step(source: Make) -> None:
-    data, asked = load(source(growing(6, 4000)), step=3), request(step=3)
+    data, made_request = load(source(growing(6, 4000)), step=3), request(step=3)
     for title in ("RSS from ", "KV cache from "):
         x, y = next((line.index(title), y) for y, line in enumerate(drawn(data)) if title in line)
-        assert PANEL.on_mouse(x + 9, y + 1, data, asked, click=True) == Navigate(step=2)
-        assert PANEL.on_mouse(x + 24, y + 1, data, asked, click=True) is None
-        assert PANEL.on_mouse(x, y + 1, data, asked, click=False) is None
-    assert PANEL.on_mouse(0, 0, data, asked, click=True) is None
+        assert PANEL.on_mouse(x + 9, y + 1, data, made_request, click=True) == Navigate(step=2)
+        assert PANEL.on_mouse(x + 24, y + 1, data, made_request, click=True) is None
+        assert PANEL.on_mouse(x, y + 1, data, made_request, click=False) is None
+    assert PANEL.on_mouse(0, 0, data, made_request, click=True) is None
 
 
 def test_cuda_figures_appear_only_where_they_are(source: Make) -> None:
@@ -226,8 +226,8 @@ def test_a_fork_reads_on_from_its_parent(source: Make) -> None:
 
 
 def test_growth_is_written_with_its_sign() -> None:
-    said = [format_growth(n) for n in (None, 0, 0.2, 2048, -16_000)]
-    assert said == ["-", "0 B", "0 B", "+2 kB", "-16 kB"]
+    lines = [format_growth(n) for n in (None, 0, 0.2, 2048, -16_000)]
+    assert lines == ["-", "0 B", "0 B", "+2 kB", "-16 kB"]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -46,8 +46,8 @@ def call(layer: int, path: str = "flex compiled", **changes: Any) -> CallRecord:
     return replace(made, **changes)
 
 
-def mask(name: str, rule: str | None = "user.masks.isolate.<locals>.mask_mod") -> MaskRecord:
-    return MaskRecord(name, "block", 1, 1, 1, 9, 8, 0, 128, 128, rule)
+def mask(name: str, mask_mod: str | None = "user.masks.isolate.<locals>.mask_mod") -> MaskRecord:
+    return MaskRecord(name, "block", 1, 1, 1, 9, 8, 0, 128, 128, mask_mod)
 
 
 def step(number: int, calls: list[CallRecord], **changes: Any) -> StepRecord:
@@ -61,7 +61,7 @@ def source(tmp_path: Path) -> Callable[..., Source]:
     def make(
         steps: list[StepRecord],
         declared: dict[str, Any] | None = None,
-        loose: tuple[EventRecord, ...] = (),
+        standalone: tuple[EventRecord, ...] = (),
     ) -> Source:
         path = tmp_path / "run.flextrace"
         with TraceWriter.create(path, {}) as writer:
@@ -70,7 +70,7 @@ def source(tmp_path: Path) -> Callable[..., Source]:
             )
             for record in steps:
                 writer.write_step(record)
-            for event in loose:
+            for event in standalone:
                 writer.write_event(event)
         return Source(open_trace(path))
 
@@ -125,8 +125,8 @@ def test_a_layer_that_fell_back_alarms_and_is_named_first(source: Callable[..., 
 
 
 def test_a_fallback_at_other_steps_is_named_too(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback()), step=1))
-    assert said[0] == "Layer 2 differed from the other layers at steps 3-5."
+    lines = PANEL.describe(load(source(fallback()), step=1))
+    assert lines[0] == "Layer 2 differed from the other layers at steps 3-5."
 
 
 def test_nothing_alarms_where_all_layers_ran_alike(source: Callable[..., Source]) -> None:
@@ -137,8 +137,8 @@ def test_nothing_alarms_where_all_layers_ran_alike(source: Callable[..., Source]
 
 def test_a_declared_mask_without_flexattention_alarms(source: Callable[..., Source]) -> None:
     steps = [step(0, [call(0, "sdpa"), call(1, "sdpa")])]
-    said = PANEL.describe(load(source(steps, {"preset": "isolation"})))
-    assert said[0] == (
+    lines = PANEL.describe(load(source(steps, {"preset": "isolation"})))
+    assert lines[0] == (
         "Step 0 ran sdpa, not FlexAttention, although the mask isolation was declared."
     )
 
@@ -148,7 +148,7 @@ def test_sdpa_raises_no_alarm_without_a_declared_mask(source: Callable[..., Sour
     assert not PANEL.paint(data, request(), PLAIN).alarm
 
 
-def test_of_several_calls_of_a_layer_the_unusual_one_is_shown() -> None:
+def test_the_unusual_one_of_several_calls_of_a_layer_is_shown() -> None:
     found = [
         StepPath(0, "flex compiled", "m", (0, 1, 2)),
         StepPath(0, "sdpa", None, (1,)),
@@ -180,12 +180,12 @@ def test_the_window_lies_around_the_step_and_stays_inside(
 
 
 def test_masks_are_given_by_groups_of_layers(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback()), step=4))
+    lines = PANEL.describe(load(source(fallback()), step=4))
     assert (
         "Layers 0-1, 3: flex compiled, mask m0, 1 x 9 cells, block 128x128, mask_mod masks.isolate."
-        in said
+        in lines
     )
-    assert "Layer 2: sdpa, no mask." in said
+    assert "Layer 2: sdpa, no mask." in lines
 
 
 def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source]) -> None:
@@ -195,7 +195,7 @@ def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source])
 
 
 @pytest.mark.parametrize(
-    ("rule", "sentence"),
+    ("mask_mod", "sentence"),
     [
         (
             "user.masks.isolate.<locals>.mask_mod",
@@ -215,16 +215,16 @@ def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source])
     ],
 )
 def test_a_change_of_the_mask_says_whether_the_mask_mod_changed(
-    source: Callable[..., Source], rule: str | None, sentence: str
+    source: Callable[..., Source], mask_mod: str | None, sentence: str
 ) -> None:
     steps = [step(0, [call(0), call(1)], masks=(mask("m0"),))]
-    steps.append(step(1, [call(0, mask="m1"), call(1, mask="m1")], masks=(mask("m1", rule),)))
+    steps.append(step(1, [call(0, mask="m1"), call(1, mask="m1")], masks=(mask("m1", mask_mod),)))
     assert sentence in PANEL.describe(load(source(steps), step=1))
 
 
 def test_an_unchanged_mask_is_reported_as_the_same(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback()), step=1))
-    assert "Every layer received the same mask as at step 0." in said
+    lines = PANEL.describe(load(source(fallback()), step=1))
+    assert "Every layer received the same mask as at step 0." in lines
 
 
 def test_recompiles_are_not_claimed_where_nothing_records_them(
@@ -238,22 +238,22 @@ def test_compiles_during_a_step_come_from_both_kinds_of_events(
 ) -> None:
     steps = fallback()
     steps[1] = replace(steps[1], events=(EventRecord("recompile", "graph 2", 101.2, 0, 1),))
-    loose = (
+    standalone = (
         EventRecord("phase", "compiling FlexAttention (decode)", 101.1),
         EventRecord("phase", "compiling FlexAttention (prefill)", 99.9),
     )
-    kept = source(steps, loose=loose)
-    said = PANEL.describe(load(kept, step=1))
-    assert "During this step: recompile: graph 2; phase: compiling FlexAttention (decode)." in said
-    assert "Recompiles: not recorded." not in said
+    kept = source(steps, standalone=standalone)
+    lines = PANEL.describe(load(kept, step=1))
+    assert "During this step: recompile: graph 2; phase: compiling FlexAttention (decode)." in lines
+    assert "Recompiles: not recorded." not in lines
     assert "Recompiles: not recorded." in PANEL.describe(load(kept, step=2))
 
 
 def test_a_first_compilation_is_not_taken_for_a_recompile(source: Callable[..., Source]) -> None:
-    loose = (EventRecord("phase", "compiling FlexAttention (decode)", 101.1),)
-    said = PANEL.describe(load(source(fallback(), loose=loose), step=1))
-    assert "During this step: phase: compiling FlexAttention (decode)." in said
-    assert "Recompiles: not recorded." in said
+    standalone = (EventRecord("phase", "compiling FlexAttention (decode)", 101.1),)
+    lines = PANEL.describe(load(source(fallback(), standalone=standalone), step=1))
+    assert "During this step: phase: compiling FlexAttention (decode)." in lines
+    assert "Recompiles: not recorded." in lines
 
 
 def test_the_largest_lse_error_of_the_step_is_named_with_its_layer(
@@ -273,8 +273,8 @@ def test_an_lse_error_of_nan_is_named_with_its_layer(source: Callable[..., Sourc
 
 
 def test_missing_lse_checks_name_the_level_that_records_them(source: Callable[..., Source]) -> None:
-    said = PANEL.describe(load(source(fallback())))
-    assert any(text.startswith("LSE check: not computed; level advanced") for text in said)
+    lines = PANEL.describe(load(source(fallback())))
+    assert any(text.startswith("LSE check: not computed; level advanced") for text in lines)
 
 
 def test_a_narrow_panel_merges_layers_that_ran_alike(source: Callable[..., Source]) -> None:
@@ -288,13 +288,13 @@ def test_a_narrow_panel_merges_layers_that_ran_alike(source: Callable[..., Sourc
 
 
 def test_a_click_on_a_cell_goes_to_its_step_and_layer(source: Callable[..., Source]) -> None:
-    data, asked = load(source(fallback()), step=4), request(step=4)
+    data, made_request = load(source(fallback()), step=4), request(step=4)
     column = drawn(data)[3].index("S")
-    assert PANEL.on_mouse(column, 3, data, asked, click=True) == Navigate(step=3, layer=2)
-    assert PANEL.on_mouse(column, 3, data, asked, click=False) is None
-    assert PANEL.on_mouse(0, 3, data, asked, click=True) is None
-    assert PANEL.on_mouse(90, 3, data, asked, click=True) is None
-    assert PANEL.on_mouse(column, 29, data, asked, click=True) is None
+    assert PANEL.on_mouse(column, 3, data, made_request, click=True) == Navigate(step=3, layer=2)
+    assert PANEL.on_mouse(column, 3, data, made_request, click=False) is None
+    assert PANEL.on_mouse(0, 3, data, made_request, click=True) is None
+    assert PANEL.on_mouse(90, 3, data, made_request, click=True) is None
+    assert PANEL.on_mouse(column, 29, data, made_request, click=True) is None
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (9, 4), (38, 14), (120, 40)])
@@ -323,7 +323,7 @@ def test_a_trace_without_calls_says_so(source: Callable[..., Source]) -> None:
         load(source([step(0, []), step(1, [])]))
 
 
-def test_a_step_without_calls_says_so_beside_the_map(source: Callable[..., Source]) -> None:
+def test_a_step_without_calls_says_so_next_to_the_map(source: Callable[..., Source]) -> None:
     data = load(source([*fallback(2), step(2, [])]), step=2)
     assert "No attention call is recorded at step 2." in PANEL.describe(data)
 
@@ -343,14 +343,14 @@ def test_the_map_is_one_query_however_long_the_trace(
     source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = source(fallback(60))
-    asked: list[str] = []
+    queries: list[str] = []
     query = kept.reader._query
     monkeypatch.setattr(
-        kept.reader, "_query", lambda sql, params: (asked.append(sql), query(sql, params))[1]
+        kept.reader, "_query", lambda sql, params: (queries.append(sql), query(sql, params))[1]
     )
     load(kept, 30, step=30)
-    assert sum("GROUP BY step" in sql for sql in asked) == 1
-    assert len(asked) < 12
+    assert sum("GROUP BY step" in sql for sql in queries) == 1
+    assert len(queries) < 12
 
 
 def test_a_fork_takes_the_steps_before_it_from_its_parent(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_suppressed_exceptions_replaced_masks_and_builds_are_described(
     assert describe_warnings(data)[0] == (
         "Layer 1 ran sdpa because the program suppressed an exception: RuntimeError: \\x1bno"
     )
-    words = describe_step(data)
-    assert "Layer 1 received the mask 'none', but its kernel received another one." in words
+    lines = describe_step(data)
+    assert "Layer 1 received the mask 'none', but its kernel received another one." in lines
     built = "2 block masks were built for this step (9 x 9) in 3.0 ms"
-    assert f"{built}; peak memory grew by 6 MiB." in words
+    assert f"{built}; peak memory grew by 6 MiB." in lines

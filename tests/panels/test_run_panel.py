@@ -1,4 +1,4 @@
-"""The run panel: the pipeline with real numbers, and whatever the manifest says."""
+"""The run panel: the pipeline with real numbers, and the facts of the manifest."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def load(path: Path, place: TracePlace | None = None) -> RunFacts:
     return PANEL.load(Source(open_trace(path)), Request(place or TracePlace(step=1), RunOptions()))
 
 
-def said(data: RunFacts, title: str) -> tuple[str, ...]:
+def stage_lines(data: RunFacts, title: str) -> tuple[str, ...]:
     return next(box.lines for box in generation_stages(data) if box.title.startswith(title))
 
 
@@ -129,11 +129,11 @@ def test_the_stages_stand_in_the_order_in_which_they_happen(data: RunFacts) -> N
 
 
 def test_the_input_names_sample_and_question(data: RunFacts) -> None:
-    assert said(data, "input") == ("demo q-17", "1 paraphrase", "“What?”")
+    assert stage_lines(data, "input") == ("demo q-17", "1 paraphrase", "“What?”")
 
 
 def test_the_concatenation_counts_tokens_and_gives_bounds(data: RunFacts) -> None:
-    assert said(data, "concatenation") == (
+    assert stage_lines(data, "concatenation") == (
         "4 tokens in 3 segments",
         "positions contiguous",
         "bos [0, 1)",
@@ -144,13 +144,13 @@ def test_the_concatenation_counts_tokens_and_gives_bounds(data: RunFacts) -> Non
 
 def test_many_segments_are_cut_but_the_last_one_stays(data: RunFacts) -> None:
     many = tuple(Segment(n, n + 1, f"paraphrase {n}", SegmentKind.PARAPHRASE, n) for n in range(40))
-    lines = said(replace(data, segments=many), "concatenation")
+    lines = stage_lines(replace(data, segments=many), "concatenation")
     assert "… 33 more" in lines
     assert lines[-1] == "paraphrase 39 [39, 40)"
 
 
 def test_the_mask_gives_its_fingerprint_and_open_share(data: RunFacts) -> None:
-    assert said(data, "mask") == (
+    assert stage_lines(data, "mask") == (
         "segment-isolation",
         "separators attached",
         "mask0 (block), 4x4, block 128x128",
@@ -159,16 +159,16 @@ def test_the_mask_gives_its_fingerprint_and_open_share(data: RunFacts) -> None:
 
 
 def test_the_patch_says_what_ran_in_which_layers(data: RunFacts) -> None:
-    assert said(data, "patch") == (
+    assert stage_lines(data, "patch") == (
         "flex uncompiled, layers 0-2",
         "backend flexinspect",
         "not compiled",
     )
 
 
-def test_a_decode_path_of_its_own_is_told_apart(data: RunFacts) -> None:
+def test_a_layer_with_another_decode_path_is_named(data: RunFacts) -> None:
     calls = (*data.calls[:2], replace(data.calls[2], path="sdpa", backend="sdpa"))
-    assert said(replace(data, calls=calls), "patch")[:3] == (
+    assert stage_lines(replace(data, calls=calls), "patch")[:3] == (
         "prefill: flex uncompiled, layers 0-2",
         "decode: flex uncompiled, layers 0-1; sdpa, layer 2",
         "backend flexinspect, sdpa",
@@ -176,11 +176,11 @@ def test_a_decode_path_of_its_own_is_told_apart(data: RunFacts) -> None:
 
 
 def test_the_prefill_gives_time_and_speed(data: RunFacts) -> None:
-    assert said(data, "prefill") == ("4 tokens in 250.0 ms", "16 tokens/s", "cache 0 → 4")
+    assert stage_lines(data, "prefill") == ("4 tokens in 250.0 ms", "16 tokens/s", "cache 0 → 4")
 
 
 def test_the_decode_loop_gives_the_true_mean_and_the_cost_of_capture(data: RunFacts) -> None:
-    assert said(data, "decode") == (
+    assert stage_lines(data, "decode") == (
         "3 steps",
         "40.0 ms per step",
         "25.0 tokens/s",
@@ -193,7 +193,7 @@ def test_the_text_is_compared_with_what_was_expected(data: RunFacts) -> None:
     assert box == Box("text", ("“Yes”", "expected yes | oui", "✓ correct", "finished, eos"), "good")
 
 
-def test_a_wrong_answer_is_said_to_be_wrong(tmp_path: Path) -> None:
+def test_a_wrong_answer_is_marked_as_wrong(tmp_path: Path) -> None:
     box = generation_stages(
         load(write(tmp_path / "a.flextrace", {}, answer="No", expected=("yes",)))
     )[-1]
@@ -201,32 +201,34 @@ def test_a_wrong_answer_is_said_to_be_wrong(tmp_path: Path) -> None:
     assert box.style == "bad"
 
 
-def test_an_answer_is_not_judged_without_an_expectation(tmp_path: Path) -> None:
-    lines = said(load(write(tmp_path / "a.flextrace", {})), "text")
+def test_an_answer_is_not_evaluated_without_an_expectation(tmp_path: Path) -> None:
+    lines = stage_lines(load(write(tmp_path / "a.flextrace", {})), "text")
     assert lines == ("“Yes”", "finished, eos")
 
 
-def test_an_unfinished_answer_is_shown_and_not_judged(tmp_path: Path) -> None:
+def test_an_unfinished_answer_is_shown_and_not_evaluated(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(GenerationRecord(0, "s", "causal", "", SEGMENTS, TOKENS, ("yes",)))
         writer.write_step(step(0, 5.0))
-        lines = said(load(path), "text")
+        lines = stage_lines(load(path), "text")
     assert lines == ("“yes”", "expected yes", "recording")
 
 
 def test_times_that_are_no_numbers_leave_their_line_out(data: RunFacts) -> None:
     assert data.prefill is not None
     nonfinite = replace(data.prefill, wall_ms=float("nan"))
-    assert said(replace(data, prefill=nonfinite), "prefill") == ("cache 0 → 4",)
-    assert said(replace(data, decode_time=(3, float("nan")), run={}), "decode") == ("3 steps",)
+    assert stage_lines(replace(data, prefill=nonfinite), "prefill") == ("cache 0 → 4",)
+    assert stage_lines(replace(data, decode_time=(3, float("nan")), run={}), "decode") == (
+        "3 steps",
+    )
 
 
 def test_a_trace_without_generations_shows_its_manifest(tmp_path: Path) -> None:
     with TraceWriter.create(tmp_path / "a.flextrace", {"seed": 7}):
         pass
     data = load(tmp_path / "a.flextrace")
-    assert said(data, "prefill") == ("not recorded",)
+    assert stage_lines(data, "prefill") == ("not recorded",)
     assert ("seed", "7") in manifest_rows(data)
     assert "seed: 7" in PANEL.describe(data)
 
@@ -330,7 +332,7 @@ def test_the_note_says_how_much_is_out_of_sight(data: RunFacts) -> None:
 def test_a_generation_that_is_not_there_leaves_the_manifest(data: RunFacts) -> None:
     elsewhere = load(Path(data.path), TracePlace(generation=5))
     assert elsewhere.generation is None
-    assert said(elsewhere, "text") == ("not recorded",)
+    assert stage_lines(elsewhere, "text") == ("not recorded",)
     assert ("seed", "7") in manifest_rows(elsewhere)
 
 
@@ -349,24 +351,24 @@ def test_a_huge_answer_is_cut_before_it_is_wrapped_and_keeps_its_verdict(
     for width in (30, 120):
         assert "✗ not an expected" in "\n".join(drawn(huge, width, 400))
     assert max(wrapped) < 5000
-    assert said(huge, "text")[0].endswith("…”")
+    assert stage_lines(huge, "text")[0].endswith("…”")
     assert len("\n".join(PANEL.describe(huge))) < 5000
 
 
-def test_the_answer_is_judged_when_it_is_loaded_and_once(
+def test_the_answer_is_evaluated_once_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: list[str] = []
 
-    def judge(answer: str, expected: Any) -> bool:
+    def is_correct(answer: str, expected: Any) -> bool:
         judged.append(answer)
         return True
 
-    monkeypatch.setattr("flexinspect.inputs.datasets.is_correct_answer", judge)
+    monkeypatch.setattr("flexinspect.inputs.datasets.is_correct_answer", is_correct)
     path = write(tmp_path / "a.flextrace", {}, expected=("yes",))
     source = Source(open_trace(path))
     for number in (0, 1, 2):
         facts = PANEL.load(source, Request(TracePlace(step=number), RunOptions()))
         drawn(facts)
     assert judged == ["Yes"]
-    assert "✓ correct" in said(facts, "text")
+    assert "✓ correct" in stage_lines(facts, "text")

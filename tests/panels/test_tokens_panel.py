@@ -124,16 +124,16 @@ def test_an_unfinished_answer_is_described_from_its_start(source: Source) -> Non
 
 def test_stepping_reads_the_previews_once(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     load(source, 390)
-    asked: list[int] = []
+    reads: list[int] = []
     original = type(source.reader).tokens
 
     def counting(self: object, *where: int, **more: int) -> object:
-        asked.append(where[2])
+        reads.append(where[2])
         return original(self, *where, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(source.reader), "tokens", counting)
     load(source, 391)
-    assert not [start for start in asked if start < N_PROMPT]
+    assert not [start for start in reads if start < N_PROMPT]
 
 
 def test_the_answer_of_a_branch_is_its_own(tmp_path: Path) -> None:

@@ -40,28 +40,30 @@ from flexinspect.tui.panel_layout import TRAINING_PANELS, Slot
 
 PANEL, STRIP = TrainingPanel(), GradientStripPanel()
 SIZES = [(120, 40), (84, 6), (60, 20), (38, 5), (20, 3), (5, 30), (2, 2), (1, 1)]
-N_STEPS, SICK = 40, 30
+N_STEPS, NONFINITE = 40, 30
 
 
 def training_step(number: int) -> StepRecord:
-    is_sick = number >= SICK
-    norms = (math.nan, 0.5) if is_sick else (100.0 if number == 29 else 1e-7, 0.5)
+    is_nonfinite = number >= NONFINITE
+    norms = (math.nan, 0.5) if is_nonfinite else (100.0 if number == 29 else 1e-7, 0.5)
     training = TrainingStepRecord(
-        loss=math.nan if is_sick else 4.0 - number / 10,
+        loss=math.nan if is_nonfinite else 4.0 - number / 10,
         loss_source="reported",
         learning_rates=(0.1 / (number + 1),),
         total_norm=norms[0],
         norm_before_clip=12.5,
         max_norm=1.0,
         n_parameters=2,
-        n_nonfinite=int(is_sick),
+        n_nonfinite=int(is_nonfinite),
         n_exploding=int(number == 29),
         group_norms=norms,
-        gradients=(ParameterGradient("body.0.w", norms[0], n_nan=int(is_sick)),),
-        anomaly_origin=AnomalyOrigin("module", "body.0\x1b", 2, "float32") if is_sick else None,
+        gradients=(ParameterGradient("body.0.w", norms[0], n_nan=int(is_nonfinite)),),
+        anomaly_origin=AnomalyOrigin("module", "body.0\x1b", 2, "float32")
+        if is_nonfinite
+        else None,
         n_backward=1,
         scale=1024.0,
-        is_skipped=is_sick,
+        is_skipped=is_nonfinite,
         device="cpu",
         detail="basic",
     )
@@ -101,12 +103,12 @@ def test_a_normal_step_is_described(source: Source) -> None:
 
 
 def test_a_non_finite_step_names_its_origin_first(source: Source) -> None:
-    data = PANEL.load(source, request(SICK))
+    data = PANEL.load(source, request(NONFINITE))
     first = PANEL.describe(data)[0]
     assert first.startswith("Step 30: the output of body.0")
     assert first.endswith("is the first with NaN or Inf. 2 others only propagate it.")
     assert "\x1b" not in "".join(PANEL.describe(data))
-    assert PANEL.paint(data, request(SICK), Theme()).alarm
+    assert PANEL.paint(data, request(NONFINITE), Theme()).alarm
     assert "loss scale: 1024, step skipped" in PANEL.describe(data)
 
 
@@ -114,20 +116,20 @@ def test_a_non_finite_step_names_its_origin_first(source: Source) -> None:
 @pytest.mark.parametrize("look", [Theme(), Theme("none")])
 def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], look: Theme) -> None:
     for panel in (PANEL, STRIP):
-        asked = request(31, *size)
-        picture = panel.paint(panel.load(source, asked), asked, look)
+        made_request = request(31, *size)
+        picture = panel.paint(panel.load(source, made_request), made_request, look)
         assert len(picture.strips) <= size[1]
         assert all(strip.cell_length == size[0] for strip in picture.strips)
 
 
 def test_a_click_on_a_curve_goes_to_its_step(source: Source) -> None:
-    asked = request(3, 120, 30)
-    data = PANEL.load(source, asked)
-    lines = [strip.text for strip in PANEL.paint(data, asked, Theme("none")).strips]
+    made_request = request(3, 120, 30)
+    data = PANEL.load(source, made_request)
+    lines = [strip.text for strip in PANEL.paint(data, made_request, Theme("none")).strips]
     x, y = lines[0].rindex("loss "), 1  # the plot is below its title
-    assert PANEL.on_mouse(x + 10, y, data, asked, click=True) == Navigate(step=10)
-    assert PANEL.on_mouse(x + 10, y, data, asked, click=False) is None
-    assert PANEL.on_mouse(x - 1, y, data, asked, click=True) is None
+    assert PANEL.on_mouse(x + 10, y, data, made_request, click=True) == Navigate(step=10)
+    assert PANEL.on_mouse(x + 10, y, data, made_request, click=False) is None
+    assert PANEL.on_mouse(x - 1, y, data, made_request, click=True) is None
 
 
 def test_learning_rates_that_differ_by_group_are_separate_curves(source: Source) -> None:
@@ -135,13 +137,13 @@ def test_learning_rates_that_differ_by_group_are_separate_curves(source: Source)
         at: CurvePoint(at, 1.0, 1.0, False, False, (0.1 / (at + 1), 0.01, 0.01, 0.1 / (at + 1)))
         for at in range(N_STEPS)
     }
-    asked = request(3, 80, 18)
-    data = replace(PANEL.load(source, asked), points=points)
-    assert [said for said in PANEL.describe(data) if "of group" in said] == [
+    made_request = request(3, 80, 18)
+    data = replace(PANEL.load(source, made_request), points=points)
+    assert [line for line in PANEL.describe(data) if "of group" in line] == [
         "learning rate of group 0, 3 in steps 0-39: 0.0025 to 0.1.",
         "learning rate of group 1-2 in steps 0-39: 0.01.",
     ]
-    drawn = [strip.text.rstrip() for strip in PANEL.paint(data, asked, Theme("none")).strips]
+    drawn = [strip.text.rstrip() for strip in PANEL.paint(data, made_request, Theme("none")).strips]
     at = drawn.index("learning rate, group 0, 3: 0.0025 to 0.1 1-2: 0.01")
     falling, level, below = drawn[at + 1 : at + 4]
     assert falling[0] > falling[-1]
@@ -161,7 +163,7 @@ def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) 
     assert source.reader.group_curve(0, 0, N_STEPS, 4)[2, 0] == 100.0
 
 
-def test_of_steps_too_many_to_read_those_with_nan_or_large_norms_are_read(
+def test_steps_with_nan_or_large_norms_are_read_where_there_are_too_many(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexinspect.trace.reader.MAX_STEPS_READ", 1)
@@ -246,13 +248,13 @@ def test_groups_that_came_after_the_start_have_rows_too(tmp_path: Path) -> None:
     begun = GenerationRecord(
         *(0, "training", "", "", (), ()), declared={"training": {"groups": ["body"]}}
     )
-    told = [
+    events = [
         EventRecord("parameters-changed", "…", 0.0, 0, step, {"groups": ["body", *names]})
         for step, names in ((1, ["head"]), (2, ["head", "lora"]))
     ]
     with TraceWriter.create(path, {"watch_training": True, "level": "basic"}) as writer:
         writer.begin_generation(begun)
-        for number, event in enumerate([None, *told]):
+        for number, event in enumerate([None, *events]):
             step = training_step(number)
             assert step.training is not None
             norms = (0.5, 0.25, 0.125)[: number + 1]

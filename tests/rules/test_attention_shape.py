@@ -26,14 +26,17 @@ from flexinspect.records.step import (
 from flexinspect.rules.attention.attention_shape import AttentionShapeRule
 from flexinspect.rules.context import RuleContext
 
-FED = torch.tensor([(1, *ids(13, 3))])
+INPUT_IDS = torch.tensor([(1, *ids(13, 3))])
 SEGMENTS = [(0, 1, "bos"), (1, 14, "paraphrase 1")]
 
 
 def run(tmp_path: Path, model: Any, n: int = 8, **options: Any) -> list[Finding]:
-    given = {"attention_mask": torch.ones_like(FED), "max_new_tokens": n, "do_sample": False}
+    given = {"attention_mask": torch.ones_like(INPUT_IDS), "max_new_tokens": n, "do_sample": False}
     return planted(
-        tmp_path, model, lambda: model.generate(FED, **{**given, **options}), segments=SEGMENTS
+        tmp_path,
+        model,
+        lambda: model.generate(INPUT_IDS, **{**given, **options}),
+        segments=SEGMENTS,
     )
 
 
@@ -126,7 +129,7 @@ def no_rotation(module: Any, args: Any, out: Any) -> Any:
 def test_repeated_padding_is_no_fault_of_the_layer(tmp_path: Path) -> None:
     """The embedding of padding is zero, and so are the first layer's queries."""
     model = make_model("llama")
-    found = run(tmp_path, model, logits_processor=[lambda fed, scores: pad(scores)])
+    found = run(tmp_path, model, logits_processor=[lambda input_ids, scores: pad(scores)])
     assert of(found, "attention.uniform") == []
 
 
@@ -148,7 +151,7 @@ LAYERS, HEADS = 3, 2
 def steps(
     number: int, change: Callable[[int, dict[str, Any]], None] = lambda n, arrays: None
 ) -> list[StepRecord]:
-    """Return the prefill and decode steps of a healthy model, their arrays changed."""
+    """Return the prefill and decode steps of a correct model, their arrays changed."""
     made = []
     for n in range(number):
         before, rows = (0, N) if n == 0 else (N + n - 1, 1)
@@ -180,17 +183,17 @@ def steps(
 
 def look(records: Sequence[StepRecord]) -> list[Finding]:
     tokens = tuple(TokenRecord(i, t, "p", "p", i, 0) for i, t in enumerate(PROMPT.ids))
-    scene, rule = RuleContext(), AttentionShapeRule()
-    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", PROMPT.segments, tokens))
-    rule.on_generation_start(scene)
+    context, rule = RuleContext(), AttentionShapeRule()
+    context.start_generation(GenerationRecord(0, "s", "m", "contiguous", PROMPT.segments, tokens))
+    rule.on_generation_start(context)
     found: list[Finding] = []
     for record in records:
-        scene.add_step(record)
+        context.add_step(record)
         found += rule.on_step(record)
     return found
 
 
-def test_a_healthy_model_has_no_findings() -> None:
+def test_a_correct_model_has_no_findings() -> None:
     assert look(steps(12)) == []
 
 

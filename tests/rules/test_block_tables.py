@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.executed_masks import executed_mask
-from support.masked_traces import causal, fed, model_on, own_attention, registered
+from support.masked_traces import causal, model_on, own_attention, prompt_ids, registered
 from support.planting import one, planted, serious
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -37,14 +37,14 @@ def attention_with(make: Any) -> Any:
 def test_a_changed_captured_tensor_makes_the_tables_stale(tmp_path: Path) -> None:
     owner = torch.arange(512) // 100
 
-    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (owner[q] == owner[kv]) & (kv <= q)
 
-    built = create_block_mask(rule, None, None, LONG, LONG, "cpu")
+    built = create_block_mask(mask_mod, None, None, LONG, LONG, "cpu")
     owner.fill_(0)
     with registered(attention_with(lambda *sizes: built)) as name:
         model = model_on(name, "llama")
-        found = planted(tmp_path, model, lambda: model(fed(LONG)))
+        found = planted(tmp_path, model, lambda: model(prompt_ids(LONG)))
     finding = one(found, "mask.stale-tables")
     assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
     assert "1 open block missing, first: rows 256-299, keys 0-127" in finding.sentence
@@ -54,12 +54,12 @@ def test_a_changed_captured_tensor_makes_the_tables_stale(tmp_path: Path) -> Non
 
 
 def test_a_mask_mod_that_depends_on_the_head_with_tables_of_one_head(tmp_path: Path) -> None:
-    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) & ((h > 1) | (q - kv < 20))
 
-    with own_attention(rule, heads=None) as name:
+    with own_attention(mask_mod, heads=None) as name:
         model = model_on(name, "qwen2")
-        found = planted(tmp_path, model, lambda: model(fed(LONG)))
+        found = planted(tmp_path, model, lambda: model(prompt_ids(LONG)))
     finding = one(found, "mask.ignores-head")
     assert (finding.severity, finding.head) == (Severity.WARNING, 2)
     assert finding.layers == (0, 1, 2)
@@ -70,7 +70,7 @@ def test_a_mask_mod_that_depends_on_the_head_with_tables_of_one_head(tmp_path: P
 def test_a_mask_for_the_kv_heads_has_the_wrong_size(tmp_path: Path) -> None:
     with own_attention(causal, heads=2) as name:
         model = model_on(name, "phi3")
-        found = planted(tmp_path, model, lambda: model(fed()))
+        found = planted(tmp_path, model, lambda: model(prompt_ids()))
     finding = one(found, "mask.wrong-size")
     assert "2 heads (its KV heads), but the call has 4" in finding.sentence
     assert finding.layers == (0, 1, 2)
@@ -82,24 +82,26 @@ def test_a_mask_of_another_batch_has_the_wrong_size(tmp_path: Path) -> None:
 
     with registered(attention_with(make)) as name:
         model = model_on(name)
-        found = planted(tmp_path, model, lambda: model(torch.cat((fed(), fed(seed=4)))))
+        found = planted(
+            tmp_path, model, lambda: model(torch.cat((prompt_ids(), prompt_ids(seed=4))))
+        )
     finding = one(found, "mask.wrong-size")
     assert "batch 3, but the call has 2" in finding.sentence
 
 
 def test_masks_for_one_or_all_heads_have_no_finding(tmp_path: Path) -> None:
-    fed_twice = torch.cat((fed(140), fed(140, seed=4)))
+    repeated_ids = torch.cat((prompt_ids(140), prompt_ids(140, seed=4)))
     for heads in (None, 1, 4):
         with own_attention(causal, heads=heads) as name:
             model = model_on(name)
-            found = planted(tmp_path, model, lambda m=model: m(fed_twice), name=f"heads{heads}")
+            found = planted(tmp_path, model, lambda m=model: m(repeated_ids), name=f"heads{heads}")
         assert serious(found) == []
 
 
-def record(rule: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any) -> MaskRecord:
+def record(spec: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any) -> MaskRecord:
     """Return a mask of n rows with the cells of a spec, and its tables (or those of spec `of`)."""
-    cells = rule.dense(n)[None]
-    tables = algebra.block_tables(of or rule, n, n)
+    cells = spec.dense(n)[None]
+    tables = algebra.block_tables(of or spec, n, n)
     facts = {"cells": cells, "partial": tables.partial[None], "full": tables.full[None], **changes}
     return MaskRecord("f", "block", 1, 1, n, n, 0, block_q=128, block_kv=128, **facts)
 

@@ -1,4 +1,4 @@
-"""The shipped cases of lengths, caches and positions are found, and their healthy twins are not."""
+"""The shipped cases of lengths, caches and positions are found, and their correct twins are not."""
 
 from __future__ import annotations
 

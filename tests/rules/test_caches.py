@@ -1,4 +1,4 @@
-"""Faults of the cache are found in runs of real models, and healthy caches are not reported."""
+"""Faults of the cache are found in runs of real models, and correct caches are not reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decode(
     chosen: Any = None,
     **options: Any,
 ) -> None:
-    """Run a loop of a user's own, with the cache that they hold."""
+    """Run a user's loop, with the cache that it holds."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     for _ in range(n):
         input_ids = (
@@ -68,7 +68,7 @@ def without(n_rows: int, **kwargs: Any) -> dict[str, Any]:
     return {**kwargs, "past_key_values": None}
 
 
-# -- layers that hold nothing, or not any more -----------------------------------------------------
+# -- layers whose cache is empty, or no longer filled ----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_layer_whose_cache_shrinks_between_steps_is_named(tmp_path: Path) -> N
 
 
 def test_single_tokens_without_a_cache_are_a_lost_cache(tmp_path: Path) -> None:
-    """The loop feeds the newest token alone and forgets to hand the cache on."""
+    """The loop feeds the newest token alone and does not pass the cache on."""
     model = make_model("llama")
 
     def run() -> None:
@@ -326,10 +326,10 @@ def test_a_loop_that_recomputes_everything_is_reported_once_with_its_count(
     finding = one(planted(tmp_path, model, lambda: grow(model, **options)), "cache.not-used")
     severity = Severity.NOTE if options else Severity.WARNING
     assert (finding.severity, finding.step, finding.last_step) == (severity, 1, 5)
-    asked = " (use_cache=False was passed)" if options else ""
+    passed = " (use_cache=False was passed)" if options else ""
     assert finding.sentence == (
         "No cache is used: q length grows 9, 10, 11, ... to 14; 6 steps computed 69 query rows, "
-        f"where 14 are enough with a cache{asked}."
+        f"where 14 are enough with a cache{passed}."
     )
 
 
@@ -369,10 +369,10 @@ def sees(n_open: Callable[[int, int], int], layers: tuple[int, ...] = (0, 1, 2))
         filled = state["filled"] if rows == 1 else rows
         stop = n_open(filled, keys) if module.layer_idx in layers else filled
 
-        def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+        def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
             return (j <= i) if rows > 1 else (j < stop)
 
-        block = create_block_mask(rule, None, None, rows, keys, "cpu")
+        block = create_block_mask(mask_mod, None, None, rows, keys, "cpu")
         out = flex_attention(q, k, v, block_mask=block, scale=kw["scaling"], enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
@@ -429,7 +429,7 @@ def test_slots_of_an_earlier_text_in_use_are_stale(tmp_path: Path, interface: An
 def test_a_cache_of_the_users_own_is_weighed_by_its_keys_of_zeros(
     tmp_path: Path, interface: Any
 ) -> None:
-    """Nothing tells how many slots are filled: a patched attention keeps its own buffer."""
+    """The number of filled slots is unknown: a patched attention keeps its own buffer."""
     kept: dict[int, list[Tensor]] = {}
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
@@ -461,7 +461,7 @@ def test_a_cache_of_the_users_own_is_weighed_by_its_keys_of_zeros(
 def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_not_reported(
     tmp_path: Path,
 ) -> None:
-    """The rows of padding see each other, and nobody reads them."""
+    """The rows of padding see each other, and no row reads them."""
     script = tmp_path / "padded.py"
     script.write_text(
         "import torch\n"
@@ -480,9 +480,9 @@ def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_not_reported(
         assert serious(reader.findings()) == []
 
 
-# -- healthy ---------------------------------------------------------------------------------------
+# -- correct ---------------------------------------------------------------------------------------
 
-HEALTHY: dict[str, Callable[[Any], Any]] = {
+CORRECT: dict[str, Callable[[Any], Any]] = {
     "generate": lambda m: greedy(m, prompt()),
     "static": lambda m: greedy(m, prompt(), cache_implementation="static", disable_compile=True),
     "beams": lambda m: greedy(m, prompt(), num_beams=3),
@@ -496,11 +496,11 @@ HEALTHY: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", CORRECT)
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_healthy_caches_are_not_reported(tmp_path: Path, name: str, level: str) -> None:
+def test_correct_caches_are_not_reported(tmp_path: Path, name: str, level: str) -> None:
     model = make_model("llama")
-    found = planted(tmp_path, model, lambda: HEALTHY[name](model), level=level)
+    found = planted(tmp_path, model, lambda: CORRECT[name](model), level=level)
     assert serious(found) == about_caches(found) == []
 
 
@@ -549,8 +549,8 @@ def test_a_further_turn_of_generate_on_its_own_cache_is_not_reported(tmp_path: P
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        said = greedy(model, prompt(), past_key_values=cache)
-        longer = torch.cat([said, prompt(5, 8)], 1)
+        generated = greedy(model, prompt(), past_key_values=cache)
+        longer = torch.cat([generated, prompt(5, 8)], 1)
         greedy(model, longer, past_key_values=cache)
         other = DynamicCache(config=model.config)
         greedy(model, prompt(12, 2), past_key_values=other)
@@ -578,7 +578,7 @@ def test_a_mask_that_lets_early_rows_see_late_ones_needs_no_cache(tmp_path: Path
 
 
 def test_a_layer_that_shares_the_keys_of_another_is_not_reported(tmp_path: Path) -> None:
-    """It stores no keys of its own, but attends to all keys."""
+    """It stores no keys, but attends to all keys."""
     model = make_model("llama")
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     cache = DynamicCache(config=model.config)

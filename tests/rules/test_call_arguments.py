@@ -19,13 +19,17 @@ from flexinspect.records.step import CallRecord, GenerationRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import CallFactsRule
 from flexinspect.rules.context import RuleContext
 
-FED = torch.tensor([ids(14, 3)])
+INPUT_IDS = torch.tensor([ids(14, 3)])
 ALL = ("attention.scale", "attention.softcap-differs", "attention.dtype-differs")
 
 
 def run(tmp_path: Path, model: Any, n: int = 5) -> list[Finding]:
-    options = {"attention_mask": torch.ones_like(FED), "max_new_tokens": n, "do_sample": False}
-    found = planted(tmp_path, model, lambda: model.generate(FED, **options))
+    options = {
+        "attention_mask": torch.ones_like(INPUT_IDS),
+        "max_new_tokens": n,
+        "do_sample": False,
+    }
+    found = planted(tmp_path, model, lambda: model.generate(INPUT_IDS, **options))
     return [finding for finding in found if finding.id in ALL]
 
 
@@ -101,7 +105,7 @@ def test_a_model_as_it_is_has_no_odd_layer(family: str, tmp_path: Path) -> None:
     assert run(tmp_path, make_model(family).to(torch.bfloat16), n=2) == []
 
 
-def test_a_model_whose_scale_is_its_own_in_every_layer_is_not_judged(tmp_path: Path) -> None:
+def test_a_model_whose_scale_differs_in_every_layer_is_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.scaling /= number + 1
@@ -121,9 +125,9 @@ def calls(*changed: dict[str, Any]) -> tuple[CallRecord, ...]:
 
 
 def look(*each: Sequence[CallRecord]) -> list[Finding]:
-    scene, rule = RuleContext(), CallFactsRule()
-    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", (), ()))
-    rule.on_generation_start(scene)
+    context, rule = RuleContext(), CallFactsRule()
+    context.start_generation(GenerationRecord(0, "s", "m", "contiguous", (), ()))
+    rule.on_generation_start(context)
     made = (
         StepRecord(0, n, "decode", 1, 8, 9, 0.0, 1.0, 0.1, calls=tuple(one))
         for n, one in enumerate(each)
@@ -143,7 +147,7 @@ def test_half_of_the_layers_are_no_odd_ones() -> None:
     assert look(calls({}, {"softcap": 30.0}, {}, {"softcap": 30.0})) == []
 
 
-def test_of_two_layers_that_differ_one_is_odd() -> None:
+def test_one_of_two_layers_that_differ_is_odd() -> None:
     (finding,) = look(calls({}, {"scale": 1.0}))
     assert (finding.id, finding.layer) == ("attention.scale", 1)
 

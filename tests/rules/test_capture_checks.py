@@ -47,7 +47,7 @@ def eager(
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
 
 
-# -- gates -----------------------------------------------------------------------------------------
+# -- LSE checks ------------------------------------------------------------------------------------
 
 
 class Known:
@@ -90,20 +90,22 @@ def test_a_mask_that_is_dropped_under_a_known_name(
 ) -> None:
     model = make_model("llama").to(torch.bfloat16)
     model.set_attn_implementation("eager")
-    fed = prompt()
-    fed[0, :6] = 0
+    input_ids = prompt()
+    input_ids[0, :6] = 0
 
     def open_for_all(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
         return eager(module, query, key, value, None)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", open_for_all)
-    found = planted(tmp_path, model, lambda: model(fed, attention_mask=(fed != 0).long()))
-    gate = one(found, "observer.check-failed")
-    assert 1 in gate.layers
-    assert gate.evidence["tolerance"] == 0.12  # bfloat16, recomputed output
+    found = planted(
+        tmp_path, model, lambda: model(input_ids, attention_mask=(input_ids != 0).long())
+    )
+    check = one(found, "observer.check-failed")
+    assert 1 in check.layers
+    assert check.evidence["tolerance"] == 0.12  # bfloat16, recomputed output
 
 
-def test_a_function_of_ones_own_under_the_name_sdpa(tmp_path: Path) -> None:
+def test_a_user_function_under_the_name_sdpa(tmp_path: Path) -> None:
     model = make_model("llama")
     before = AttentionInterface._global_mapping["sdpa"]
     AttentionInterface.register(
@@ -118,7 +120,9 @@ def test_a_function_of_ones_own_under_the_name_sdpa(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gates_of_every_family_hold(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_the_lse_checks_of_every_family_pass(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
     model = make_model(family).to(dtype)
     model.set_attn_implementation("eager")
     assert serious(planted(tmp_path, model, generate(model))) == []
@@ -163,15 +167,15 @@ def test_a_layer_that_was_never_seen_is_a_note(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["hook-disabled", "step-not-recorded", "rule-disabled"])
 def test_a_broken_recording_is_a_warning_inside_and_outside_steps(kind: str) -> None:
-    rule, scene = ObserverRule(), RuleContext()
-    rule.context = scene
+    rule, context = ObserverRule(), RuleContext()
+    rule.context = context
     (found,) = rule.on_event(EventRecord(kind, "The hook 'x' failed", 0.0))
     assert (found.id, found.severity, found.generation) == (
         "observer.incomplete",
         Severity.WARNING,
         0,
     )
-    scene.start_generation(GenerationRecord(3, "s", "m", "c", (), ()))
+    context.start_generation(GenerationRecord(3, "s", "m", "c", (), ()))
     (again,) = rule.on_event(EventRecord(kind, "again", 0.0))
     assert again.generation == 3
     assert not [*rule.on_event(EventRecord("phase", "loading", 0.0))]
@@ -195,13 +199,13 @@ def test_an_output_that_is_returned_as_weights(tmp_path: Path, layers: tuple[int
         inner = model.model.layers[layer].self_attn
         inner.forward = _twice(inner.forward)
     found = planted(tmp_path, model, lambda: model(prompt(), output_attentions=True))
-    told = one(found, "observer.not-weights")
-    assert (told.step, told.layer) == (0, layers[0])
+    finding = one(found, "observer.not-weights")
+    assert (finding.step, finding.layer) == (0, layers[0])
     assert (
         "a tensor (1, 15, 48), whose rows do not sum to 1; weights would be (1, 4, 15, 15)"
-        in told.sentence
+        in finding.sentence
     )
-    assert ("more layers" in told.sentence) == (len(layers) > 1)
+    assert ("more layers" in finding.sentence) == (len(layers) > 1)
 
 
 def _twice(original: Any) -> Any:
@@ -228,7 +232,7 @@ def _bare(model: Any, *, return_lse: bool) -> None:
     model.set_attn_implementation(f"bare_{return_lse}")
 
 
-def test_true_weights_are_not_doubted(tmp_path: Path) -> None:
+def test_correct_weights_give_no_finding(tmp_path: Path) -> None:
     model = make_model("gemma2")
     found = planted(tmp_path, model, lambda: model(prompt(), output_attentions=True))
     assert serious(found) == []
@@ -288,9 +292,9 @@ def test_a_failure_is_classified_by_its_message(error: str, finding: str) -> Non
 
 
 def failed(error: str, *after: str, step: int = 2) -> list[Finding]:
-    rule, scene = FailuresRule(), RuleContext()
-    scene.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
-    rule.on_generation_start(scene)
+    rule, context = FailuresRule(), RuleContext()
+    context.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
+    rule.on_generation_start(context)
     data = {"layer": 1, "kernel": "flex_attention", "error": error, "q_len": 1, "kv_len": 9}
     found = [*rule.on_event(EventRecord("kernel-failed", "", 0.0, 0, step, data))]
     for kind in after:
@@ -406,10 +410,11 @@ def test_the_last_call_in_a_folder_that_is_gone_is_none(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_none() -> None:
-    told = one(found_in_case("o01_not_weights"), "observer.not-weights")
-    assert (told.step, told.layer) == (0, 0)
+    finding = one(found_in_case("o01_not_weights"), "observer.not-weights")
+    assert (finding.step, finding.layer) == (0, 0)
     assert (
-        "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)" in told.sentence
+        "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)"
+        in finding.sentence
     )
 
 

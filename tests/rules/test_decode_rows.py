@@ -22,7 +22,7 @@ PROMPT = 9
 MINE = ("decode.no-offset", "decode.self-unseen", "decode.stale-row")
 
 
-def fed(n: int = PROMPT, seed: int = 3) -> Tensor:
+def prompt_ids(n: int = PROMPT, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 
@@ -60,7 +60,7 @@ def test_the_case_of_a_decode_row_without_an_offset_is_found_in_both_halves() ->
 def test_a_mask_without_offset_in_all_layers(run: Callable[..., Any], flex: bool) -> None:
     model = make_model("qwen3")
     attend_by(model, causal, flex=flex, first_row=lambda q, kv: 0)
-    finding = one(run(model, lambda: with_cache(model, fed())), "decode.no-offset")
+    finding = one(run(model, lambda: with_cache(model, prompt_ids())), "decode.no-offset")
     assert (finding.step, finding.layer, finding.layers) == (1, 0, (0, 1, 2))
     assert (finding.times, finding.positions) == (4, (PROMPT,))
     assert (finding.evidence["seen"], finding.evidence["expected"]) == (1, PROMPT + 1)
@@ -78,7 +78,7 @@ def test_sdpa_with_is_causal_for_one_row_in_one_layer(run: Callable[..., Any]) -
 
     AttentionInterface.register("always causal", attention)
     model.set_attn_implementation("always causal")
-    finding = one(run(model, lambda: with_cache(model, fed())), "decode.no-offset")
+    finding = one(run(model, lambda: with_cache(model, prompt_ids())), "decode.no-offset")
     assert (finding.layer, finding.layers, finding.severity) == (2, (), Severity.ERROR)
     assert f"sees 1 of {PROMPT + 1} keys in layer 2; {PROMPT + 1} expected" in finding.sentence
 
@@ -93,7 +93,7 @@ def test_one_head_of_one_layer_without_offset(run: Callable[..., Any]) -> None:
         return whole
 
     attend_by(model, cells)
-    finding = one(run(model, lambda: with_cache(model, fed())), "decode.no-offset")
+    finding = one(run(model, lambda: with_cache(model, prompt_ids())), "decode.no-offset")
     assert (finding.layer, finding.head, finding.step) == (1, 3, 1)
     assert "in layer 1, head 3; 10 expected" in finding.sentence
 
@@ -103,8 +103,8 @@ def test_a_chunk_of_rows_without_offset(run: Callable[..., Any]) -> None:
     attend_by(model, causal, first_row=lambda q, kv: 0)
 
     def chunks() -> None:
-        cache = model(fed()).past_key_values
-        model(fed(3, 4), past_key_values=cache)
+        cache = model(prompt_ids()).past_key_values
+        model(prompt_ids(3, 4), past_key_values=cache)
 
     finding = one(run(model, chunks), "decode.no-offset")
     assert (finding.step, finding.positions) == (1, (PROMPT + 2,))
@@ -115,7 +115,7 @@ def test_a_chunk_of_rows_without_offset(run: Callable[..., Any]) -> None:
 def test_an_offset_that_is_lost_in_the_middle_of_a_generation(run: Callable[..., Any]) -> None:
     model = make_model("phi3")
     attend_by(model, causal, first_row=lambda q, kv: kv - q if kv != PROMPT + 3 else 0)
-    finding = one(run(model, lambda: with_cache(model, fed())), "decode.no-offset")
+    finding = one(run(model, lambda: with_cache(model, prompt_ids())), "decode.no-offset")
     assert (finding.step, finding.times) == (3, 1)
     assert "(in step 2 it was 11 of 11)" in finding.sentence
 
@@ -127,7 +127,7 @@ def test_an_offset_that_is_lost_in_the_middle_of_a_generation(run: Callable[...,
 def test_an_offset_that_is_one_too_small(run: Callable[..., Any], family: str) -> None:
     model = make_model(family)
     attend_by(model, causal, first_row=lambda q, kv: kv - q - (q == 1))
-    found = run(model, lambda: with_cache(model, fed()))
+    found = run(model, lambda: with_cache(model, prompt_ids()))
     finding = one(found, "decode.self-unseen")
     assert (finding.step, finding.layers, finding.times) == (1, (0, 1, 2), 4)
     assert finding.sentence.startswith("The newest row of step 1 (position 9")
@@ -142,14 +142,14 @@ def test_a_row_that_does_not_see_itself_once_is_reported_at_the_end(
 ) -> None:
     model = make_model("qwen2")
     attend_by(model, causal, first_row=lambda q, kv: kv - q - (kv == PROMPT + 4))
-    finding = one(run(model, lambda: with_cache(model, fed())), "decode.self-unseen")
+    finding = one(run(model, lambda: with_cache(model, prompt_ids())), "decode.self-unseen")
     assert (finding.step, finding.evidence["seen"], finding.times) == (4, PROMPT + 3, 1)
 
 
 def test_a_mask_mod_with_a_captured_length_makes_rows_stale(run: Callable[..., Any]) -> None:
     model = make_model("llama")
     attend_by(model, lambda layer, rows, keys: (keys <= rows) & (keys < PROMPT + 1), flex=True)
-    found = run(model, lambda: with_cache(model, fed()))
+    found = run(model, lambda: with_cache(model, prompt_ids()))
     finding = one(found, "decode.stale-row")
     assert (finding.step, finding.layers, finding.severity) == (2, (0, 1, 2), Severity.ERROR)
     assert finding.sentence.startswith(
@@ -166,7 +166,7 @@ def test_a_stale_row_of_one_layer_without_a_cache(run: Callable[..., Any]) -> No
         return (keys <= rows) & ((keys < PROMPT) | (layer != 1))
 
     attend_by(model, cells)
-    finding = one(run(model, lambda: without_cache(model, fed())), "decode.stale-row")
+    finding = one(run(model, lambda: without_cache(model, prompt_ids())), "decode.stale-row")
     assert (finding.step, finding.layer, finding.layers) == (1, 1, ())
 
 
@@ -179,7 +179,7 @@ def test_rows_that_see_the_prompt_and_themselves_but_nothing_generated(
         return (keys <= rows) & ((keys < PROMPT) | (keys == rows))
 
     attend_by(model, cells)
-    finding = one(run(model, lambda: with_cache(model, fed())), "decode.stale-row")
+    finding = one(run(model, lambda: with_cache(model, prompt_ids())), "decode.stale-row")
     assert (finding.step, finding.severity, finding.times) == (2, Severity.WARNING, 3)
     assert (
         "sees the prompt and itself, but not the 1 token generated before it in all 3 layers: "
@@ -189,9 +189,11 @@ def test_rows_that_see_the_prompt_and_themselves_but_nothing_generated(
 
 def test_without_a_captured_prompt_a_missing_offset_is_a_warning(run: Callable[..., Any]) -> None:
     model = make_model("llama")
-    cache = model(fed()).past_key_values
+    cache = model(prompt_ids()).past_key_values
     attend_by(model, causal, first_row=lambda q, kv: 0)
-    (finding,) = of(run(model, lambda: model(fed(1), past_key_values=cache)), "decode.no-offset")
+    (finding,) = of(
+        run(model, lambda: model(prompt_ids(1), past_key_values=cache)), "decode.no-offset"
+    )
     assert finding.severity is Severity.WARNING
 
 
@@ -207,7 +209,7 @@ def generate(model: Any, prompt: Tensor, **options: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_makes_a_finding(run: Callable[..., Any], family: str) -> None:
     model = make_model(family)
-    assert serious(run(model, lambda: generate(model, fed()))) == []
+    assert serious(run(model, lambda: generate(model, prompt_ids()))) == []
 
 
 @pytest.mark.parametrize(
@@ -226,12 +228,12 @@ def test_no_generation_option_makes_a_finding(
     run: Callable[..., Any], family: str, options: dict[str, Any]
 ) -> None:
     model = make_model(family)
-    found = serious(run(model, lambda: generate(model, fed(), **options)))
+    found = serious(run(model, lambda: generate(model, prompt_ids(), **options)))
     assert [f.id for f in found] == []
 
 
 def test_left_padding_makes_no_finding(run: Callable[..., Any]) -> None:
-    model, prompt = make_model("llama"), torch.cat([fed(), fed(PROMPT, 4)])
+    model, prompt = make_model("llama"), torch.cat([prompt_ids(), prompt_ids(PROMPT, 4)])
     prompt[0, :4] = 0
     found = run(model, lambda: generate(model, prompt, attention_mask=(prompt != 0).long()))
     assert serious(found) == []
@@ -242,7 +244,7 @@ def test_a_mask_in_which_only_the_first_row_sees_itself_is_a_note(
 ) -> None:
     model = make_model("llama")
     attend_by(model, lambda layer, rows, keys: (keys < rows) | (rows == 0) & (keys == 0))
-    found = [f for f in run(model, lambda: with_cache(model, fed())) if f.id in MINE]
+    found = [f for f in run(model, lambda: with_cache(model, prompt_ids())) if f.id in MINE]
     assert [(f.id, f.severity) for f in found] == [("decode.self-unseen", Severity.NOTE)]
 
 
@@ -251,7 +253,7 @@ def test_a_layer_that_always_sees_only_the_first_key_makes_no_finding(
 ) -> None:
     model = make_model("llama")
     attend_by(model, lambda layer, rows, keys: (keys <= rows) & ((layer != 1) | (keys == 0)))
-    assert not [f for f in run(model, lambda: with_cache(model, fed())) if f.id in MINE]
+    assert not [f for f in run(model, lambda: with_cache(model, prompt_ids())) if f.id in MINE]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_masks_that_are_sparse_by_design_make_no_finding(
 ) -> None:
     model = make_model("llama")
     attend_by(model, cells)
-    assert not [f for f in run(model, lambda: with_cache(model, fed(), 7)) if f.id in MINE]
+    assert not [f for f in run(model, lambda: with_cache(model, prompt_ids(), 7)) if f.id in MINE]
 
 
 def test_a_cropped_cache_makes_no_finding(
@@ -278,7 +280,7 @@ def test_a_cropped_cache_makes_no_finding(
     model = make_model("llama")
 
     def rewind() -> None:
-        cache = model(fed()).past_key_values
+        cache = model(prompt_ids()).past_key_values
         for token in (5, 6, 7):
             model(torch.tensor([[token]]), past_key_values=cache)
         cache.crop(-2)
@@ -290,7 +292,7 @@ def test_a_cropped_cache_makes_no_finding(
 def test_level_basic_makes_no_finding(run: Callable[..., Any]) -> None:
     model = make_model("llama")
     attend_by(model, causal, first_row=lambda q, kv: 0)
-    found = run(model, lambda: with_cache(model, fed()), level="basic")
+    found = run(model, lambda: with_cache(model, prompt_ids()), level="basic")
     assert not [finding for finding in found if finding.id in MINE]
 
 

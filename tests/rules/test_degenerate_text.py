@@ -52,7 +52,7 @@ def run(
     pick: Callable[[int, Tensor], Tensor] = lambda n, row: row.argmax(-1),
     **watch: Any,
 ) -> list[Finding]:
-    """Generate in a loop of one's own with a cache, over logits that are changed."""
+    """Generate in a user loop with a cache, over changed logits."""
     model = demo() if model is None else model
     calls: list[int] = []
 
@@ -64,12 +64,14 @@ def run(
 
     head = model.get_output_embeddings()
     handle = head.register_forward_hook(hook)
-    words = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt").input_ids
-    fed = words if model.config.vocab_size > 1000 else torch.tensor([ids(14, 3)])
+    prompt = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt").input_ids
+    input_ids = prompt if model.config.vocab_size > 1000 else torch.tensor([ids(14, 3)])
 
     def loop() -> None:
-        cache, now = DynamicCache(config=model.config), fed
-        for step in range(n + 1):  # the token of the last step is never fed, so it is not known
+        cache, now = DynamicCache(config=model.config), input_ids
+        for step in range(
+            n + 1
+        ):  # the token of the last step is never an input, so it is not known
             row = model(now, past_key_values=cache).logits[:, -1]
             now = pick(step, row)[:, None]
 
@@ -79,7 +81,7 @@ def run(
 
 
 def cycle(*period: int, after: int = 3, sure: float = 60.0) -> Change:
-    """Make a model say the same tokens again and again after its first few."""
+    """Make a model repeat the same tokens after its first few."""
 
     def change(n: int, row: Tensor) -> Tensor:
         if n >= after:
@@ -101,9 +103,9 @@ def test_a_trained_model_in_a_loop_is_a_warning_with_its_words(
     assert finding.evidence["period"] == len(period)
     assert (finding.evidence["begins"], finding.evidence["tokens"]) == (3, 12)
     last = period[-(12 % len(period)) :] + period[: -(12 % len(period))]
-    words = TOKENIZER.decode(last if 12 % len(period) else period).strip()
+    repeated = TOKENIZER.decode(last if 12 % len(period) else period).strip()
     what = "1 token" if len(period) == 1 else f"the same {len(period)} tokens"
-    assert f'The text repeats {what}, "{words}", {12 // len(period)} times' in finding.sentence
+    assert f'The text repeats {what}, "{repeated}", {12 // len(period)} times' in finding.sentence
     assert "the loop begins at step 3" in finding.sentence
     assert len(finding.positions) == len(period)
 
@@ -132,7 +134,7 @@ def test_a_loop_is_found_at_level_basic_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
 def test_a_random_model_that_loops_is_a_note(family: str, tmp_path: Path) -> None:
-    """Gemma 2 does so by itself, as it reads tokens with the weights that it writes them with."""
+    """Gemma 2 repeats without a change: its input and output embeddings are tied."""
     found = run(tmp_path, cycle(30) if family == "llama" else unchanged, model=make_model(family))
     assert one(found, "text.repetition").severity is Severity.NOTE
     assert not [finding for finding in serious(found) if finding.id.startswith("text.")]
@@ -167,14 +169,14 @@ def test_text_that_nan_chose_is_no_text(tmp_path: Path) -> None:
 # -- distributions ---------------------------------------------------------------------------------
 
 
-def test_a_model_that_loses_its_mind_on_the_way_is_a_warning(tmp_path: Path) -> None:
+def test_logits_that_become_flat_are_a_warning(tmp_path: Path) -> None:
     found = run(tmp_path, lambda n, row: row if n < 6 else row * 1e-3, n=14)
     finding = one(found, "text.flat")
     assert (finding.severity, finding.step, finding.times) == (Severity.WARNING, 9, 6)
     assert "entropy 7.85 of at most 7.85 nats over 2560 tokens, after 6 steps" in finding.sentence
 
 
-def test_a_model_that_never_had_an_idea_is_a_note(tmp_path: Path) -> None:
+def test_logits_that_are_flat_from_the_start_are_a_note(tmp_path: Path) -> None:
     model = make_model("qwen2", initializer_range=0.02)
     found = run(tmp_path, model=model)
     finding = one(found, "text.flat")
@@ -204,9 +206,9 @@ def generate(tmp_path: Path, change: Change, **options: Any) -> list[Finding]:
         return out
 
     handle = model.lm_head.register_forward_hook(hook)
-    fed = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt")
+    inputs = TOKENIZER("What is the capital of France?\nAnswer:", return_tensors="pt")
     given = {"max_new_tokens": 6, "do_sample": False, **options}
-    found = planted(tmp_path, model, lambda: model.generate(**fed, **given), tokenizer=TOKENIZER)
+    found = planted(tmp_path, model, lambda: model.generate(**inputs, **given), tokenizer=TOKENIZER)
     handle.remove()
     return found
 
@@ -227,7 +229,7 @@ def test_an_answer_that_ends_at_once_is_a_warning(tmp_path: Path) -> None:
     )
 
 
-def test_an_end_that_was_as_good_as_another_token_is_a_note(tmp_path: Path) -> None:
+def test_an_end_that_was_nearly_tied_with_another_token_is_a_note(tmp_path: Path) -> None:
     finding = one(generate(tmp_path, end(0.001)), "text.stopped-at-once")
     assert finding.severity is Severity.NOTE
 
@@ -243,9 +245,9 @@ def test_a_branch_that_began_with_part_of_an_answer_is_not_empty(
         Segment(0, 5, "cue", SegmentKind.CUE, 0),
         Segment(5, 20, "generated", SegmentKind.GENERATED, 1),
     )
-    scene, rule = RuleContext(), TextRule()
-    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", segments, ()))
-    rule.on_generation_start(scene)
+    context, rule = RuleContext(), TextRule()
+    context.start_generation(GenerationRecord(0, "s", "m", "contiguous", segments, ()))
+    rule.on_generation_start(context)
     assert not [*rule.on_step(ends)]
     assert [finding.id for finding in rule.on_generation_end()] == found
 
@@ -319,12 +321,12 @@ def step(n: int, rank: int = 0, margin: float = 1.0, score: float | None = None)
 
 
 def look(rule: Rule, steps: Sequence[StepRecord]) -> list[Finding]:
-    scene = RuleContext()
-    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", (), ()))
-    rule.on_generation_start(scene)
+    context = RuleContext()
+    context.start_generation(GenerationRecord(0, "s", "m", "contiguous", (), ()))
+    rule.on_generation_start(context)
     found: list[Finding] = []
     for record in steps:
-        scene.add_step(record)
+        context.add_step(record)
         found += rule.on_step(record)
     return [*found, *rule.on_generation_end()]
 
@@ -342,15 +344,15 @@ def test_a_greedy_run_whose_scores_are_known_does_not_take_the_second(tmp_path: 
     )
 
 
-def test_a_few_steps_say_nothing_of_how_tokens_are_chosen() -> None:
+def test_a_few_steps_do_not_show_how_tokens_are_chosen() -> None:
     assert look(TokenChoiceRule(), [step(n, rank=int(n == 5)) for n in range(7)]) == []
 
 
-def test_ties_are_no_matter_where_tokens_are_drawn_at_a_temperature() -> None:
+def test_ties_are_not_reported_where_tokens_are_sampled_at_a_temperature() -> None:
     assert len(look(TokenChoiceRule(), [step(0, margin=0.0)])) == 1
     assert look(TokenChoiceRule(), [step(0, margin=0.0, score=0.7)]) == []
 
 
-def test_rules_of_text_say_nothing_of_steps_without_tokens_or_logits() -> None:
+def test_text_rules_report_nothing_for_steps_without_tokens_or_logits() -> None:
     bare = [replace(step(n), logits=None, tokens=(), calls=()) for n in range(30)]
     assert look(TextRule(), bare) == look(TokenChoiceRule(), bare) == []

@@ -21,7 +21,7 @@ PROMPT = 14
 EMPTY = "mask.empty-row"
 
 
-def fed() -> Tensor:
+def prompt_ids() -> Tensor:
     return torch.tensor([ids(PROMPT, 3)])
 
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     def go(cells: Any, family: str = "llama", *, flex: bool = False, **watch: Any) -> Any:
         model = make_model(family)
         attend_by(model, cells, flex=flex)
-        return planted(tmp_path, model, lambda: with_cache(model, fed(), 3), **watch)
+        return planted(tmp_path, model, lambda: with_cache(model, prompt_ids(), 3), **watch)
 
     return go
 

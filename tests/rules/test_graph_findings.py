@@ -1,4 +1,4 @@
-"""Too many new graphs are reported; the first two of a healthy run are not."""
+"""Too many new graphs are reported; the first two of a correct run are not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def over_a_number(offset: int) -> Rule:
 
 
 class Growing:
-    """Composes its rule with one more rule at each call."""
+    """Composes its mask_mod with one more mask_mod at each call."""
 
     def __init__(self) -> None:
         self._rule = over_a_number(1000)
@@ -51,7 +51,7 @@ class Growing:
 
 
 class Compiled:
-    """An attention function around compiled flex, whose rule is made anew for each length."""
+    """An attention function around compiled flex, whose mask_mod is made anew for each length."""
 
     def __init__(self, model: Any, name: str, make: Callable[[int], Rule], **how: Any) -> None:
         self._call: Any = torch.compile(flex_attention, backend="eager", **how)
@@ -62,8 +62,8 @@ class Compiled:
     def __call__(self, module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> Any:
         lengths = (query.shape[2], key.shape[2])
         if lengths not in self._masks:
-            rule = self._make(lengths[1] - lengths[0])
-            self._masks[lengths] = create_block_mask(rule, None, None, *lengths, device="cpu")
+            mask_mod = self._make(lengths[1] - lengths[0])
+            self._masks[lengths] = create_block_mask(mask_mod, None, None, *lengths, device="cpu")
         given = {"block_mask": self._masks[lengths], "scale": kw["scaling"], "enable_gqa": True}
         return self._call(query, key, value, **given).transpose(1, 2).contiguous(), None
 
@@ -71,13 +71,13 @@ class Compiled:
 def run(tmp_path: Path, make: Callable[[int], Rule], new: int, **how: Any) -> list[Finding]:
     model = make_model("llama", num_hidden_layers=2)
     Compiled(model, f"compiled_{len(how)}_{new}", make, **how)
-    fed = torch.tensor([ids(9, 1)])
+    input_ids = torch.tensor([ids(9, 1)])
     return planted(
-        tmp_path, model, lambda: model.generate(fed, max_new_tokens=new, do_sample=False)
+        tmp_path, model, lambda: model.generate(input_ids, max_new_tokens=new, do_sample=False)
     )
 
 
-def test_a_rule_by_exec_at_each_decode_step(tmp_path: Path) -> None:
+def test_a_mask_mod_by_exec_at_each_decode_step(tmp_path: Path) -> None:
     found = one(run(tmp_path, by_exec, 7), "graphs.every-step")
     assert (found.step, found.severity) == (4, Severity.WARNING)
     assert found.evidence["steps"] == 6, "the words of the last step count"
@@ -86,7 +86,7 @@ def test_a_rule_by_exec_at_each_decode_step(tmp_path: Path) -> None:
     assert (found.times, found.last_step) == (3, 6)
 
 
-def test_a_rule_that_grows_by_composition(tmp_path: Path) -> None:
+def test_a_mask_mod_that_grows_by_composition(tmp_path: Path) -> None:
     found = one(run(tmp_path, Growing(), 6), "graphs.every-step")
     assert "mask_mod code object" in found.sentence
 
@@ -100,9 +100,9 @@ def test_lengths_that_are_marked_as_static(tmp_path: Path) -> None:
 
 def test_uncompiled_flex_with_new_code_at_each_step_builds_graphs_too(tmp_path: Path) -> None:
     model = make_model("llama", num_hidden_layers=2)
-    Own(model, rule=by_exec)
-    fed = torch.tensor([ids(9, 1)])
-    found = planted(tmp_path, model, lambda: model.generate(fed, max_new_tokens=6))
+    Own(model, mask_mod=by_exec)
+    input_ids = torch.tensor([ids(9, 1)])
+    found = planted(tmp_path, model, lambda: model.generate(input_ids, max_new_tokens=6))
     assert "for flex_attention (uncompiled)" in one(found, "graphs.every-step").sentence
 
 
@@ -125,11 +125,11 @@ def test_past_the_recompile_limit_calls_run_uncompiled(tmp_path: Path) -> None:
 def test_the_recompile_limit_that_raises(tmp_path: Path) -> None:
     model = make_model("llama", num_hidden_layers=2)
     Compiled(model, "compiled_full", by_exec, fullgraph=True)
-    fed = torch.tensor([ids(9, 1)])
+    input_ids = torch.tensor([ids(9, 1)])
 
     def go() -> None:
         with pytest.raises(Exception, match="fullgraph"):
-            model.generate(fed, max_new_tokens=9, do_sample=False)
+            model.generate(input_ids, max_new_tokens=9, do_sample=False)
 
     with torch._dynamo.config.patch(recompile_limit=3):
         found = planted(tmp_path, model, go)
@@ -139,7 +139,7 @@ def test_the_recompile_limit_that_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [over_a_number, lambda offset: _over_a_tensor(offset)])
-def test_two_graphs_and_none_after_are_healthy(tmp_path: Path, make: Any) -> None:
+def test_two_graphs_and_none_after_are_correct(tmp_path: Path, make: Any) -> None:
     found = run(tmp_path, make, 8)
     assert [f for f in found if f.id.startswith("graphs.")] == []
     assert serious(found) == []

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from flexinspect.records.finding import Severity
 from flexinspect.rules.masks.heads_and_batches import find_odd_heads
 
-Rule = Callable[[Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
 DOCUMENTS = torch.tensor([[0] * 12, [0] * 4 + [1] * 8, [0] * 8 + [1] * 4])
 """The document of each token, of three sequences."""
 
@@ -28,11 +28,11 @@ def prompts(n: int = 3) -> Tensor:
     return torch.tensor([ids(12, seed) for seed in range(n)])
 
 
-def kernel(rule: Rule, batch: int | None) -> Callable[..., Any]:
+def kernel(mask_mod: MaskMod, batch: int | None) -> Callable[..., Any]:
     """Return an attention function that builds its block mask with this B."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
-        made = create_block_mask(rule, batch, None, q.shape[2], k.shape[2], "cpu")
+        made = create_block_mask(mask_mod, batch, None, q.shape[2], k.shape[2], "cpu")
         out = flex_attention(q, k, v, block_mask=made, scale=kw["scaling"], enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
@@ -60,11 +60,11 @@ def test_a_mask_for_one_sequence_whose_mask_mod_depends_on_the_batch(tmp_path: P
     )
 
 
-@pytest.mark.parametrize(("rule", "batch"), [(by_document, 3), (None, None)])
+@pytest.mark.parametrize(("mask_mod", "batch"), [(by_document, 3), (None, None)])
 def test_a_mask_built_for_its_batch_makes_no_finding(
-    tmp_path: Path, rule: Rule | None, batch: int | None
+    tmp_path: Path, mask_mod: MaskMod | None, batch: int | None
 ) -> None:
-    plain: Rule = rule or (lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
+    plain: MaskMod = mask_mod or (lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
     with registered(kernel(plain, batch)) as name:
         model = model_on(name)
         found = planted(tmp_path, model, lambda: model(prompts()))
@@ -90,13 +90,15 @@ def test_a_dense_mask_in_which_one_sequence_sees_the_future(tmp_path: Path) -> N
 
 
 def test_a_padded_batch_makes_no_finding(tmp_path: Path) -> None:
-    model, fed = model_on("sdpa"), prompts()
-    fed[1, :3] = 0
-    padding = (fed != 0).long()
+    model, input_ids = model_on("sdpa"), prompts()
+    input_ids[1, :3] = 0
+    padding = (input_ids != 0).long()
     found = planted(
         tmp_path,
         model,
-        lambda: model.generate(fed, attention_mask=padding, max_new_tokens=3, do_sample=False),
+        lambda: model.generate(
+            input_ids, attention_mask=padding, max_new_tokens=3, do_sample=False
+        ),
     )
     assert [f.id for f in found if "batch" in f.id] == []
 

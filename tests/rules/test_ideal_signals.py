@@ -1,7 +1,7 @@
-"""Every shipped case is said where it goes wrong, from the segments alone: row, layer, head, step.
+"""The findings of every shipped case name its fault by row, layer, head and step.
 
-One test a case: what the case asks a debugger to put in front of its user, and of the healthy runs
-that nothing is said. The scripts know of nothing; what is declared lies here.
+One test a case: what a debugger must show its user for the case, and that the correct runs have no
+finding. The scripts declare nothing; the declarations are in this file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def named(finding: Finding) -> tuple[int, ...]:
 def check(found: list[Finding], signal: Signal) -> None:
     """Check that one of the findings is the signal."""
     of_id = [f for f in found if (f.id, str(f.severity)) == (signal.id, signal.severity)]
-    fits = [f for f in of_id if all(words in f.sentence for words in signal.words)]
+    fits = [f for f in of_id if all(part in f.sentence for part in signal.words)]
     assert fits, [(finding.id, finding.sentence) for finding in of_id or found]
     finding = fits[0]
     assert finding.step == signal.step
@@ -71,7 +71,7 @@ DECLARED: dict[str, str] = {
     "s03_order_of_paraphrases": segments((0, 5), (5, 10)),
     "o04_drawn_mask_nobody_applied": TWO,
 }
-"""What users say who name the pieces of their prompt; all other cases need nothing said."""
+"""The declarations of users who name the pieces of their prompt; other cases need none."""
 
 SIGNALS: dict[str, tuple[Signal, ...]] = {
     "w01_bos_shift": (
@@ -293,7 +293,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
         ),
     ),
 }
-"""By case what must be said; `l01_compiled_crash` has a test of its own, as its process dies."""
+"""The findings by case; `l01_compiled_crash` has a separate test, as its process dies."""
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def cases(names: list[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("name", cases([*SIGNALS]))
-def test_a_case_is_said_where_it_goes_wrong(name: str, found: Capture) -> None:
+def test_the_finding_of_a_case_names_where_it_goes_wrong(name: str, found: Capture) -> None:
     findings = found(name, DECLARED.get(name, ""))
     for signal in SIGNALS[name]:
         check(findings, signal)
@@ -315,7 +315,7 @@ def test_a_case_is_said_where_it_goes_wrong(name: str, found: Capture) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_crash_is_said_with_the_call_that_did_not_return() -> None:
+def test_a_crash_is_reported_with_the_call_that_did_not_return() -> None:
     ran, out = ran_case("l01_compiled_crash")
     assert ran.code != 0
     with open_trace(out) as reader:
@@ -337,16 +337,16 @@ CONTROLS = (
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_a_healthy_run_has_no_error_and_no_warning(name: str, found: Capture) -> None:
+def test_a_correct_run_has_no_error_and_no_warning(name: str, found: Capture) -> None:
     assert [finding.sentence for finding in serious(found(name))] == []
 
 
-def test_nan_in_keys_that_are_closed_is_no_matter_and_in_values_it_is(found: Capture) -> None:
+def test_nan_in_closed_keys_is_harmless_and_in_closed_values_is_not(found: Capture) -> None:
     (finding,) = serious(found("c7_nan_in_masked_keys"))
     assert (finding.generation, finding.id) == (1, "numbers.nan")
 
 
 def test_every_case_has_its_signal() -> None:
-    healthy = {path.stem for path in CASES.glob("c[0-9]_*.py")}
+    correct = {path.stem for path in CASES.glob("c[0-9]_*.py")}
     every = {path.stem for path in CASES.glob("[a-z][0-9][0-9]_*.py")}
-    assert every - healthy == {*SIGNALS, "l01_compiled_crash"}
+    assert every - correct == {*SIGNALS, "l01_compiled_crash"}

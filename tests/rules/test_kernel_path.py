@@ -1,4 +1,4 @@
-"""The path rule names the layer, the step and the exception of what ran beside FlexAttention."""
+"""The path rule names layer, step and exception of what ran instead of FlexAttention."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def prompt(n: int = PROMPT) -> torch.Tensor:
 
 
 def generate(model: Any, new: int = 6, **options: Any) -> Any:
-    fed = options.pop("fed", prompt())
-    return lambda: model.generate(fed, max_new_tokens=new, do_sample=False, **options)
+    input_ids = options.pop("input_ids", prompt())
+    return lambda: model.generate(input_ids, max_new_tokens=new, do_sample=False, **options)
 
 
 def paths(found: list[Finding]) -> list[Finding]:
@@ -58,7 +58,7 @@ def test_an_exception_in_one_layer_from_the_third_decode_step_on(tmp_path: Path)
 
 def test_a_fallback_that_loses_the_mask_is_an_error_and_counts_the_pairs(tmp_path: Path) -> None:
     model = make_model("llama")
-    Own(model, lambda layer, *_: "caught" if layer == 1 else "flex", rule=isolating(SPANS))
+    Own(model, lambda layer, *_: "caught" if layer == 1 else "flex", mask_mod=isolating(SPANS))
     found = planted(tmp_path, model, lambda: model(prompt(), use_cache=False), **ISOLATED)
     fallback = one(found, "path.fallback")
     assert fallback.severity is Severity.ERROR
@@ -68,7 +68,7 @@ def test_a_fallback_that_loses_the_mask_is_an_error_and_counts_the_pairs(tmp_pat
 
 def test_every_layer_falls_back_and_nothing_is_left_to_compare_with(tmp_path: Path) -> None:
     model = make_model("mistral", sliding_window=None)
-    Own(model, lambda *_: "caught", rule=isolating(SPANS))
+    Own(model, lambda *_: "caught", mask_mod=isolating(SPANS))
     found = planted(tmp_path, model, generate(model, 3), **ISOLATED)
     fallback = one(found, "path.fallback")
     assert (fallback.layers, fallback.times) == ((0, 1, 2), 3)
@@ -112,7 +112,7 @@ def test_decode_steps_that_bypass_flex_in_all_layers(tmp_path: Path) -> None:
 
 def test_a_bypass_that_the_declared_mask_allows_is_a_note(tmp_path: Path) -> None:
     model = make_model("llama")
-    Own(model, lambda layer, rows, keys: "flex" if rows > 1 else "sdpa", rule=isolating(SPANS))
+    Own(model, lambda layer, rows, keys: "flex" if rows > 1 else "sdpa", mask_mod=isolating(SPANS))
     found = planted(tmp_path, model, generate(model, 3), mask="causal")
     assert one(found, "path.bypass").severity is Severity.NOTE
 
@@ -136,7 +136,7 @@ def test_a_layer_that_leaves_flex_late_and_without_an_exception(tmp_path: Path) 
 
 def test_a_layer_that_was_never_patched(tmp_path: Path) -> None:
     model = make_model("qwen3")
-    Own(model, lambda layer, *_: "sdpa" if layer == 1 else "flex", rule=isolating(SPANS))
+    Own(model, lambda layer, *_: "sdpa" if layer == 1 else "flex", mask_mod=isolating(SPANS))
     unpatched = one(planted(tmp_path, model, generate(model, 4)), "path.unpatched-layer")
     assert (unpatched.step, unpatched.layer, unpatched.times) == (0, 1, 4)
     assert unpatched.severity is Severity.ERROR
@@ -151,10 +151,10 @@ def test_a_step_that_swaps_in_the_plain_model_in_a_loop_without_cache(tmp_path: 
     Own(model, lambda layer, rows, keys: "sdpa" if rows == PROMPT + 2 else "flex")
 
     def loop() -> None:
-        fed = prompt()
+        input_ids = prompt()
         for _ in range(4):
-            token = model(fed, use_cache=False).logits[:, -1:].argmax(-1)
-            fed = torch.cat([fed, token], 1)
+            token = model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token], 1)
 
     fallback = one(planted(tmp_path, model, loop), "path.fallback")
     assert (fallback.step, fallback.layers, fallback.times) == (2, (0, 1, 2), 1)
@@ -236,14 +236,14 @@ def test_the_plain_model_of_every_family_is_silent(tmp_path: Path, family: str) 
     padded = torch.cat([prompt(), prompt()])
     padded[0, :4] = 0
     mask = (padded != 0).long()
-    found = planted(tmp_path, model, generate(model, 4, fed=padded, attention_mask=mask))
+    found = planted(tmp_path, model, generate(model, 4, input_ids=padded, attention_mask=mask))
     assert paths(found) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
 def test_flex_in_every_layer_and_step_is_silent(tmp_path: Path, family: str) -> None:
     model = make_model(family)
-    Own(model, rule=causal_from)
+    Own(model, mask_mod=causal_from)
     assert paths(planted(tmp_path, model, generate(model, 6))) == []
 
 
@@ -263,11 +263,11 @@ def test_masks_that_differ_by_layer_are_not_built_in_vain(tmp_path: Path) -> Non
         layer_now[0] = layer
         return "flex"
 
-    def rule(offset: int) -> Any:
+    def mask_mod(offset: int) -> Any:
         window = 4 + layer_now[0]
         return lambda b, h, q, k: (k <= q + offset) & (k > q + offset - window)
 
-    Own(model, choose, rule=rule).share = False
+    Own(model, choose, mask_mod=mask_mod).share = False
     assert paths(planted(tmp_path, model, generate(model, 3))) == []
 
 

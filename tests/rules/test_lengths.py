@@ -24,10 +24,10 @@ def prompt(n: int = 9, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 
-def decode(model: Any, fed: Tensor, n: int = 4) -> None:
+def decode(model: Any, input_ids: Tensor, n: int = 4) -> None:
     cache = DynamicCache(config=model.config)
     for _ in range(n):
-        fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+        input_ids = model(input_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
 
 
 def causal(rows: int, keys: int, batch: int | None = None, heads: int | None = None) -> Any:
@@ -152,8 +152,8 @@ def test_a_mask_that_eager_attention_rejects_is_found(tmp_path: Path, level: str
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        fed = model(prompt(), past_key_values=cache).logits[:, -1:].argmax(-1)
-        model(fed, past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 9))
+        input_ids = model(prompt(), past_key_values=cache).logits[:, -1:].argmax(-1)
+        model(input_ids, past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 9))
 
     found = planted(tmp_path, model, lambda: _quiet(run), level=level)
     finding = one(found, "lengths.mask-kv")
@@ -175,8 +175,8 @@ def test_a_square_mask_that_flex_attention_reads_at_row_0_is_found(
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        fed = model(prompt(), past_key_values=cache, attention_mask=closed)
-        token = fed.logits[:, -1:].argmax(-1)
+        output = model(prompt(), past_key_values=cache, attention_mask=closed)
+        token = output.logits[:, -1:].argmax(-1)
         model(token, past_key_values=cache, attention_mask=closed)
 
     finding = one(planted(tmp_path, model, run), "lengths.mask-q")
@@ -201,8 +201,8 @@ def test_a_mask_of_another_batch_or_head_count_is_found(
     tmp_path: Path, own: Any, batch: int | None, heads: int | None, text: str
 ) -> None:
     model = own(lambda layer, rows, keys: causal(rows, keys, batch, heads))
-    fed = prompt().repeat(3, 1)
-    finding = one(planted(tmp_path, model, lambda: decode(model, fed)), "lengths.batch-heads")
+    input_ids = prompt().repeat(3, 1)
+    finding = one(planted(tmp_path, model, lambda: decode(model, input_ids)), "lengths.batch-heads")
     assert (finding.severity, finding.step, finding.layers) == (Severity.WARNING, 0, (0, 1, 2))
     assert text in finding.sentence
 

@@ -12,12 +12,12 @@ from support.masked_traces import (
     PROMPT,
     SEGMENTS,
     causal,
-    fed,
     generated,
     isolated,
     model_on,
     only_in,
     own_attention,
+    prompt_ids,
     registered,
 )
 from support.planting import of, one, planted, serious
@@ -37,7 +37,7 @@ def run_own(tmp_path: Path, rule: Any, *, family: str = "llama", n: int = 4, **w
     attention = {name: watch.pop(name) for name in ("heads", "failing") if name in watch}
     with own_attention(rule, **attention) as name:
         model = model_on(name, family)
-        return planted(tmp_path, model, lambda: generated(model, fed(), n), **watch)
+        return planted(tmp_path, model, lambda: generated(model, prompt_ids(), n), **watch)
 
 
 def of_masks(found: list[Finding]) -> list[Finding]:
@@ -116,10 +116,10 @@ def test_a_mask_that_is_not_causal_is_reported_as_future_and_not_as_leak(tmp_pat
     for number, (start, stop, _) in enumerate(SEGMENTS):
         owner[start:stop] = number + 1
 
-    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (owner[q] == owner[kv]) | ((q >= 20) & (kv <= q))
 
-    (finding,) = of_masks(run_own(tmp_path, rule, **ISOLATED))
+    (finding,) = of_masks(run_own(tmp_path, mask_mod, **ISOLATED))
     assert finding.id == "mask.future"
     assert finding.evidence["future"] == finding.evidence["leaked"] == 15 + 10 + 28 + 1
 
@@ -138,12 +138,12 @@ def test_keys_outside_of_a_window_that_the_layer_does_not_declare_are_lost(tmp_p
 def test_the_mask_of_the_previous_prompt_is_recognised(tmp_path: Path) -> None:
     stale = isolated()
     second = [(1, 4, "a"), (4, 15, "b"), (15, 20, "c"), (20, 22, "cue")]
-    rule = MaskSpec("second", (0, 1, 4, 15, 20), (0, 0, 0, 0, 0), (0, 1, 4, 15, 0))
+    spec = MaskSpec("second", (0, 1, 4, 15, 20), (0, 0, 0, 0, 0), (0, 1, 4, 15, 0))
     with own_attention(stale) as name:
         model = model_on(name)
-        right = planted(tmp_path, model, lambda: model(fed()), **ISOLATED)
+        right = planted(tmp_path, model, lambda: model(prompt_ids()), **ISOLATED)
         found = planted(
-            tmp_path, model, lambda: model(fed()), name="second", segments=second, mask=rule
+            tmp_path, model, lambda: model(prompt_ids()), name="second", segments=second, mask=spec
         )
     assert of_masks(right) == []
     (finding,) = of_masks(found)
@@ -180,7 +180,7 @@ def test_sdpa_without_a_mask_and_without_is_causal_has_no_mask(tmp_path: Path) -
 
     with registered(attention) as name:
         model = model_on(name, "phi3")
-        found = planted(tmp_path, model, lambda: generated(model, fed()))
+        found = planted(tmp_path, model, lambda: generated(model, prompt_ids()))
     finding = one(found, "mask.none")
     assert finding.layers == (0, 1, 2)
     assert "SDPA without a mask (attention 'mine' has no mask function)" in finding.sentence
@@ -195,7 +195,7 @@ def test_flex_attention_without_a_mask_is_found_at_every_level(tmp_path: Path, l
 
     with registered(attention) as name:
         model = model_on(name, "mistral")
-        found = planted(tmp_path, model, lambda: generated(model, fed()), level=level)
+        found = planted(tmp_path, model, lambda: generated(model, prompt_ids()), level=level)
     assert one(found, "mask.none").layers == (0, 1, 2)
 
 
@@ -204,7 +204,7 @@ def test_a_bool_mask_that_is_added_closes_nothing(tmp_path: Path, family: str) -
     model = make_model(family, attn_implementation="eager")
     model.set_attn_implementation("eager")
     allowed = torch.ones(PROMPT, PROMPT).tril().bool()[None, None]
-    found = planted(tmp_path, model, lambda: model(fed(), attention_mask=allowed))
+    found = planted(tmp_path, model, lambda: model(prompt_ids(), attention_mask=allowed))
     for finding in of(found, "mask.bool-added"):
         assert finding.severity is Severity.ERROR
         assert "closes nothing" in finding.sentence
@@ -221,7 +221,7 @@ def test_a_layer_with_another_mask_is_named_without_a_declared_mask(tmp_path: Pa
 
 def test_a_plain_model_does_not_isolate_declared_segments(tmp_path: Path) -> None:
     model = make_model("gpt_neox")
-    found = planted(tmp_path, model, lambda: generated(model, fed()), **ISOLATED)
+    found = planted(tmp_path, model, lambda: generated(model, prompt_ids()), **ISOLATED)
     (finding,) = of_masks(found)
     assert (finding.id, finding.severity) == ("mask.not-applied", Severity.ERROR)
     assert "causal SDPA without a mask" in finding.sentence
@@ -230,7 +230,7 @@ def test_a_plain_model_does_not_isolate_declared_segments(tmp_path: Path) -> Non
 
 def test_declared_segments_without_a_mask_give_a_warning_that_says_so(tmp_path: Path) -> None:
     model = make_model("llama")
-    found = planted(tmp_path, model, lambda: generated(model, fed()), segments=SEGMENTS)
+    found = planted(tmp_path, model, lambda: generated(model, prompt_ids()), segments=SEGMENTS)
     (finding,) = of_masks(found)
     assert (finding.id, finding.severity) == ("mask.not-applied", Severity.WARNING)
     assert "no mask was declared; 3 segments are assumed to be isolated" in finding.sentence
@@ -238,13 +238,13 @@ def test_declared_segments_without_a_mask_give_a_warning_that_says_so(tmp_path: 
 
 def test_layers_of_two_kinds_with_the_same_fault_are_one_finding(tmp_path: Path) -> None:
     model = make_model("gemma2", sliding_window=9)
-    found = planted(tmp_path, model, lambda: generated(model, fed()), **ISOLATED)
+    found = planted(tmp_path, model, lambda: generated(model, prompt_ids()), **ISOLATED)
     (finding,) = of_masks(found)
     assert (finding.id, finding.layers) == ("mask.not-applied", (0, 1, 2))
     assert "up to 137 pairs that it closes are open" in finding.sentence
 
 
-# -- healthy runs ---------------------------------------------------------------------------------
+# -- correct runs ---------------------------------------------------------------------------------
 
 
 def test_a_mask_as_declared_has_no_finding_at_any_level(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_plain_generation_has_no_finding_in_any_family(
     tmp_path: Path, family: str, declared: dict[str, Any]
 ) -> None:
     model = make_model(family)
-    found = planted(tmp_path, model, lambda: generated(model, fed(30), 12), **declared)
+    found = planted(tmp_path, model, lambda: generated(model, prompt_ids(30), 12), **declared)
     assert serious(found) == []
     assert of_masks(found) == []
 
@@ -292,7 +292,9 @@ def test_a_static_cache_has_no_finding(tmp_path: Path, family: str) -> None:
     found = planted(
         tmp_path,
         model,
-        lambda: generated(model, fed(14), 10, cache_implementation="static", disable_compile=True),
+        lambda: generated(
+            model, prompt_ids(14), 10, cache_implementation="static", disable_compile=True
+        ),
         mask="causal",
     )
     assert of_masks(found) == []
@@ -304,7 +306,7 @@ def test_beam_search_and_assisted_generation_have_no_finding(tmp_path: Path) -> 
         found = planted(
             tmp_path,
             model,
-            lambda o=options: generated(model, fed(), 8, **o),
+            lambda o=options: generated(model, prompt_ids(), 8, **o),
             name=name,
             mask="causal",
         )
@@ -316,7 +318,7 @@ def test_a_loop_without_a_cache_has_no_finding(tmp_path: Path) -> None:
         model = model_on(name)
 
         def run() -> None:
-            tokens = fed()
+            tokens = prompt_ids()
             for _ in range(3):
                 best = model(tokens, use_cache=False).logits[:, -1:].argmax(-1)
                 tokens = torch.cat((tokens, best), 1)
@@ -333,26 +335,26 @@ def test_a_bidirectional_encoder_has_no_finding(tmp_path: Path) -> None:
     for backend in ("sdpa", "eager"):
         model = BertForMaskedLM(config).eval()
         model.set_attn_implementation(backend)
-        found = planted(tmp_path, model, lambda m=model: m(fed()), name=backend)
+        found = planted(tmp_path, model, lambda m=model: m(prompt_ids()), name=backend)
         assert of_masks(found) == []
 
 
 def test_a_bidirectional_prefix_is_a_note(tmp_path: Path) -> None:
-    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) | ((kv < 9) & (q < 9))
 
-    found = run_own(tmp_path, rule)
+    found = run_own(tmp_path, mask_mod)
     assert one(found, "mask.future").severity is Severity.NOTE
     assert serious(found) == []
 
 
 def test_layers_with_sliding_windows_have_no_finding(tmp_path: Path) -> None:
     model = make_model("gemma2", sliding_window=5)
-    assert of_masks(planted(tmp_path, model, lambda: generated(model, fed(30), 6))) == []
+    assert of_masks(planted(tmp_path, model, lambda: generated(model, prompt_ids(30), 6))) == []
 
 
 def test_bfloat16_has_no_finding(tmp_path: Path) -> None:
     for family in ("llama", "qwen2"):
         model = make_model(family).to(torch.bfloat16)
-        found = planted(tmp_path, model, lambda m=model: generated(m, fed()), name=family)
+        found = planted(tmp_path, model, lambda m=model: generated(m, prompt_ids()), name=family)
         assert of_masks(found) == []

@@ -1,4 +1,4 @@
-"""Memory that attention does not explain is reported with its numbers; healthy runs are not."""
+"""Memory that attention does not explain is reported with its numbers; correct runs are not."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ def step(number: int, rss: int = 0, **changes: Any) -> StepRecord:
     return replace(made, memory=memory, **changes)
 
 
-def look(*steps: StepRecord, loose: bool = False) -> list[Finding]:
-    scene, rule = RuleContext(), MemoryRule()
-    scene.start_generation(GenerationRecord(0, "s", "m", "c", (), ()), is_standalone=loose)
-    rule.on_generation_start(scene)
+def look(*steps: StepRecord, standalone: bool = False) -> list[Finding]:
+    context, rule = RuleContext(), MemoryRule()
+    context.start_generation(GenerationRecord(0, "s", "m", "c", (), ()), is_standalone=standalone)
+    rule.on_generation_start(context)
     found: list[Finding] = []
     for record in steps:
-        scene.add_step(record)
+        context.add_step(record)
         found += rule.on_step(record)
     return [*found, *rule.on_generation_end()]
 
 
-def build(growth: int, heads: int | None = None, n: int = 4096, rule: str = "rule") -> BuildRecord:
-    return BuildRecord(None, None, heads, n, n, rule, 80.0, growth * MIB)
+def build(
+    growth: int, heads: int | None = None, n: int = 4096, mask_mod: str = "rule"
+) -> BuildRecord:
+    return BuildRecord(None, None, heads, n, n, mask_mod, 80.0, growth * MIB)
 
 
 def curve(of_step: Callable[[int], float], n: int = N) -> list[Finding]:
@@ -68,7 +70,7 @@ def test_a_peak_in_the_making_of_a_mask_is_a_note() -> None:
     )
 
 
-def test_heads_for_a_rule_that_is_built_without_them_as_well_are_a_warning() -> None:
+def test_heads_for_a_mask_mod_that_is_built_without_them_as_well_are_a_warning() -> None:
     found = one(look(step(0, builds=(build(9, n=256), build(1168, 8)))), "memory.mask-creation")
     assert found.severity is Severity.WARNING
     assert found.sentence.endswith("; H can be None because the mask_mod ignores the head.")
@@ -85,11 +87,11 @@ def test_a_gibibyte_is_too_much_whatever_the_reason() -> None:
     assert found.severity is Severity.WARNING
 
 
-def test_what_the_compiler_took_is_not_the_grids() -> None:
+def test_compile_time_is_not_counted_for_the_grid() -> None:
     assert look(step(0, builds=(build(101, n=8),))) == []
 
 
-def test_small_masks_and_smaller_ones_after_the_peak_are_nothing() -> None:
+def test_small_masks_and_smaller_ones_after_the_peak_are_not_reported() -> None:
     assert look(step(0, builds=(build(40),)), step(1, builds=(build(90),))) == []
     again = look(step(0, builds=(build(200),)), step(1, builds=(build(150),)))
     assert len(of(again, "memory.mask-creation")) == 1
@@ -107,14 +109,14 @@ def watched(model, run, name):
 
 
 def run_fresh(tmp_path: Path, code: str, level: str = "advanced") -> None:
-    """Run code in a process of its own: in ours the peak and what is free hide all growth."""
+    """Run code in a new process: in ours the peak and the free memory hide all growth."""
     file, tests = tmp_path / "code.py", TESTS
     file.write_text(f"import sys; sys.path.insert(0, {str(tests)!r})\n{BEGINNING}{code}")
     ran = run_warm([str(file), str(tmp_path), level])
     assert ran.code == 0, ran
 
 
-def said(path: Path) -> list[Finding]:
+def findings_in(path: Path) -> list[Finding]:
     with open_trace(path) as reader:
         return reader.findings()
 
@@ -122,14 +124,14 @@ def said(path: Path) -> list[Finding]:
 LONG = """
 model = make_model("llama", max_position_embeddings=4096, num_attention_heads=8)
 Own(model, heads=8)
-fed = torch.tensor([ids(1800, 1)])
-watched(model, lambda: model(fed, use_cache=False), "long")
+input_ids = torch.tensor([ids(1800, 1)])
+watched(model, lambda: model(input_ids, use_cache=False), "long")
 """
 
 
 def test_a_long_prompt_with_a_mask_for_every_head(tmp_path: Path) -> None:
     run_fresh(tmp_path, LONG, "basic")
-    found = said(tmp_path / "long.flextrace")
+    found = findings_in(tmp_path / "long.flextrace")
     assert one(found, "memory.mask-creation").evidence["grid"] == [1, 8, 1800, 1800]
 
 
@@ -170,20 +172,20 @@ def test_the_growth_is_counted() -> None:
         pytest.param(lambda i: -5 * i, id="down"),
     ],
 )
-def test_memory_that_does_not_grow_steadily_is_nothing(grows: Callable[[int], float]) -> None:
+def test_memory_that_does_not_grow_steadily_is_not_reported(grows: Callable[[int], float]) -> None:
     assert curve(grows) == []
 
 
-def test_a_few_steps_tell_nothing() -> None:
+def test_a_few_steps_give_no_finding() -> None:
     assert curve(lambda i: 50 * i, n=12) == []
 
 
 LOOP = """
 def loop(model, kept):
-    cache, fed = None, torch.tensor([ids(9, 1)])
+    cache, input_ids = None, torch.tensor([ids(9, 1)])
     for _ in range(30):
-        out = model(fed, past_key_values=cache)
-        cache, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        out = model(input_ids, past_key_values=cache)
+        cache, input_ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
         if kept is not None:
             kept.append(torch.ones(8 << 18))  # 8 MiB
 
@@ -195,9 +197,9 @@ watched(model, lambda: loop(model, []), "growing")
 
 def test_a_loop_that_keeps_what_each_step_made(tmp_path: Path) -> None:
     run_fresh(tmp_path, LOOP)
-    found = one(said(tmp_path / "growing.flextrace"), "memory.growth")
+    found = one(findings_in(tmp_path / "growing.flextrace"), "memory.growth")
     assert found.evidence["per_step"] > 6 * MIB
-    assert of(said(tmp_path / "clean.flextrace"), "memory.growth") == []
+    assert of(findings_in(tmp_path / "clean.flextrace"), "memory.growth") == []
 
 
 # -- our own share ---------------------------------------------------------------------------------

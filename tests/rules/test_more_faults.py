@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.masked_traces import causal, fed, model_on, own_attention, registered
+from support.masked_traces import causal, model_on, own_attention, prompt_ids, registered
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
@@ -39,7 +39,7 @@ def plant(tmp_path: Path) -> Planted:
 # -- sequences of a batch -----------------------------------------------------------------------
 
 
-def test_a_batch_whose_mask_was_forgotten_is_told_by_its_ids(plant: Planted) -> None:
+def test_a_batch_without_its_mask_is_recognized_by_its_ids(plant: Planted) -> None:
     model, (batch, _) = make_model("qwen2"), left_padded()
     finding = one(plant(model, lambda: model(batch)), "mask.batch-padding")
     assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
@@ -47,12 +47,12 @@ def test_a_batch_whose_mask_was_forgotten_is_told_by_its_ids(plant: Planted) -> 
     assert "batch row 1 begins with 3 padding tokens" in finding.sentence
 
 
-def test_a_rule_that_reads_the_padding_of_the_first_sequence_for_all(plant: Planted) -> None:
+def test_a_mask_mod_that_reads_the_padding_of_the_first_sequence_for_all(plant: Planted) -> None:
     batch, mask = left_padded()
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, **kw: Any) -> Any:
-        rule = lambda b, h, i, j: (j <= i) & (mask[0, j] != 0)  # noqa: E731
-        made = create_block_mask(rule, None, None, q.shape[2], k.shape[2], "cpu")
+        mask_mod = lambda b, h, i, j: (j <= i) & (mask[0, j] != 0)  # noqa: E731
+        made = create_block_mask(mask_mod, None, None, q.shape[2], k.shape[2], "cpu")
         out = flex_attention(q, k, v, block_mask=made, scale=kw["scaling"], enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
@@ -80,16 +80,16 @@ def test_sequences_whose_padding_is_closed_are_left_alone(plant: Planted) -> Non
         assert serious(plant(model, run, name=str(number))) == []
 
 
-def test_a_batch_without_a_cache_is_judged_by_the_step_whose_rows_were_looked_at(
+def test_a_batch_without_a_cache_is_checked_by_the_step_whose_rows_were_recorded(
     plant: Planted,
 ) -> None:
     model, (batch, mask) = model_on("sdpa"), left_padded((9, 6, 4))
     given = {"attention_mask": mask, "use_cache": False, "max_new_tokens": 3}
-    healthy = plant(model, lambda: model.generate(batch, do_sample=False, **given))
-    assert serious(healthy) == []
+    found = plant(model, lambda: model.generate(batch, do_sample=False, **given))
+    assert serious(found) == []
 
 
-def test_other_rows_of_a_mask_that_the_capture_did_not_look_at_are_not_judged(
+def test_other_rows_of_a_mask_that_the_capture_did_not_record_are_not_checked(
     plant: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexinspect_hooks.observers.attention.call_checks.MAX_SAMPLE_CELLS", 8)
@@ -128,8 +128,8 @@ def test_layers_that_lose_their_window(plant: Planted) -> None:
     with registered(attention) as name:
         model = make_model("mistral")
         model.set_attn_implementation(name)
-        finding = one(plant(model, lambda: model(fed(12))), "mask.window-lost")
-        assert serious(plant(model, lambda: model(fed(9)), name="short")) == []
+        finding = one(plant(model, lambda: model(prompt_ids(12))), "mask.window-lost")
+        assert serious(plant(model, lambda: model(prompt_ids(9)), name="short")) == []
     assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
     assert finding.positions == (9, 10, 11)
     assert "holds 9 keys, but in step 0 3 rows see keys beyond it" in finding.sentence
@@ -139,7 +139,7 @@ def test_layers_that_lose_their_window(plant: Planted) -> None:
 def test_a_scale_that_own_code_does_not_keep(
     plant: Planted, before: float, scale: float | None, is_kept: bool
 ) -> None:
-    """The queries are scaled by hand; then the kernel's own scale must be 1."""
+    """The queries are scaled before the call; then the kernel's scale must be 1."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         q = q * kw["scaling"] * before
@@ -148,28 +148,30 @@ def test_a_scale_that_own_code_does_not_keep(
 
     with registered(attention) as name:
         model = model_on(name)
-        found = of(plant(model, lambda: model(fed())), "attention.scale")
+        found = of(plant(model, lambda: model(prompt_ids())), "attention.scale")
     assert (found == []) is is_kept
     if found:
         assert found[0].layers == (0, 1, 2)
         assert found[0].evidence["factor"] == pytest.approx(model.config.head_dim**-0.5, rel=1e-3)
 
 
-def scoring(rule: Callable[[float], Any], scale: Callable[[float], float | None]) -> Any:
-    """Register flex with a score_mod and a scale, each made from the scale that was asked for."""
+def scoring(score_mod: Callable[[float], Any], scale: Callable[[float], float | None]) -> Any:
+    """Register flex with a score_mod and a scale, each made from the requested scale."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         made = create_block_mask(
             lambda b, h, i, j: j <= i, None, None, q.shape[2], k.shape[2], "cpu"
         )
-        asked = kw["scaling"]
-        out = flex_attention(*(q, k, v, rule(asked), made), scale=scale(asked), enable_gqa=True)
+        scaling = kw["scaling"]
+        out = flex_attention(
+            *(q, k, v, score_mod(scaling), made), scale=scale(scaling), enable_gqa=True
+        )
         return out.transpose(1, 2).contiguous(), None
 
     return registered(attention)
 
 
-SCORE_RULES: dict[str, tuple[Callable[[float], Any], Callable[[float], float | None], bool]] = {
+SCORE_MODS: dict[str, tuple[Callable[[float], Any], Callable[[float], float | None], bool]] = {
     "instead of the kernel": (lambda c: lambda s, b, h, i, j: s * c, lambda c: 1.0, True),
     "as well as the kernel": (lambda c: lambda s, b, h, i, j: s * c, lambda c: c, False),
     "twice": (lambda c: lambda s, b, h, i, j: s * c * c, lambda c: 1.0, False),
@@ -187,40 +189,40 @@ SCORE_RULES: dict[str, tuple[Callable[[float], Any], Callable[[float], float | N
 }
 
 
-@pytest.mark.parametrize("name", SCORE_RULES)
+@pytest.mark.parametrize("name", SCORE_MODS)
 def test_a_scale_in_a_score_mod(plant: Planted, name: str) -> None:
-    rule, scale, is_kept = SCORE_RULES[name]
-    with scoring(rule, scale) as own:
+    score_mod, scale, is_kept = SCORE_MODS[name]
+    with scoring(score_mod, scale) as own:
         model = model_on(own)
-        found = of(plant(model, lambda: model(fed())), "attention.scale")
+        found = of(plant(model, lambda: model(prompt_ids())), "attention.scale")
     assert (found == []) is is_kept
     if found:
-        asked = model.config.head_dim**-0.5
-        off = asked if name != "lost, with a bias" else 1 / asked
+        scaling = model.config.head_dim**-0.5
+        off = scaling if name != "lost, with a bias" else 1 / scaling
         assert found[0].evidence["factor"] == pytest.approx(off, rel=1e-3)
-        assert ("its `score_mod` multiplies by" in found[0].sentence) is (off == asked)
+        assert ("its `score_mod` multiplies by" in found[0].sentence) is (off == scaling)
 
 
 def test_a_score_mod_is_not_called_where_a_debugger_would_stop_in_it(plant: Planted) -> None:
     python_mods.run_mods_as_python(lambda text: None)
     try:
-        with scoring(*SCORE_RULES["twice"][:2]) as own:
+        with scoring(*SCORE_MODS["twice"][:2]) as own:
             model = model_on(own)
-            assert of(plant(model, lambda: model(fed())), "attention.scale") == []
+            assert of(plant(model, lambda: model(prompt_ids())), "attention.scale") == []
     finally:
         python_mods.stop_running_mods()
 
 
 def test_rows_that_do_not_see_themselves(plant: Planted) -> None:
-    rules = {
+    mask_mods = {
         "all": lambda layer, h, q, kv: kv < q,
         "some": lambda layer, h, q, kv: (kv <= q) & ((q < 3) | (q > 6) | (kv == 0)),
     }
     found = {}
-    for name, rule in rules.items():
-        with own_attention(rule) as own:
+    for name, mask_mod in mask_mods.items():
+        with own_attention(mask_mod) as own:
             model = model_on(own)
-            run = lambda model=model: model(fed())  # noqa: E731
+            run = lambda model=model: model(prompt_ids())  # noqa: E731
             found[name] = one(plant(model, run, name=name), "decode.self-unseen")
     assert found["all"].sentence.startswith("No row of the prompt sees itself in all 3 layers")
     assert found["some"].positions == (3, 4, 5, 6)
@@ -230,10 +232,10 @@ def test_rows_that_do_not_see_themselves(plant: Planted) -> None:
 def test_rows_and_keys_that_are_swapped_are_no_prefix(plant: Planted) -> None:
     with own_attention(lambda layer, h, q, kv: q <= kv) as name:
         model = model_on(name)
-        swapped = one(plant(model, lambda: model(fed())), "mask.future")
+        swapped = one(plant(model, lambda: model(prompt_ids())), "mask.future")
     with own_attention(lambda layer, h, q, kv: (kv <= q) | (kv < 6)) as name:
         model = model_on(name)
-        prefix = one(plant(model, lambda: model(fed()), name="prefix"), "mask.future")
+        prefix = one(plant(model, lambda: model(prompt_ids()), name="prefix"), "mask.future")
     assert (swapped.severity, prefix.severity) == (Severity.ERROR, Severity.NOTE)
 
 
@@ -241,7 +243,7 @@ def test_segments_that_see_both_ways_and_each_other(plant: Planted) -> None:
     halves = lambda layer, h, q, kv: (kv <= q) | ((q < 11) == (kv < 11))  # noqa: E731
     with own_attention(halves) as name:
         model = model_on(name)
-        run = lambda: model(fed())  # noqa: E731
+        run = lambda: model(prompt_ids())  # noqa: E731
         found = plant(model, run, segments=[(0, 11, "one"), (11, 22, "two")])
     assert "two sees one" in one(found, "mask.leak").sentence
 
@@ -251,7 +253,7 @@ def test_segments_that_see_both_ways_and_each_other(plant: Planted) -> None:
 
 def crops(model: Any, cut: int) -> None:
     """Decode, with so many keys cut off once, as if drafts had been rejected."""
-    cache, row = DynamicCache(config=model.config), fed(9)
+    cache, row = DynamicCache(config=model.config), prompt_ids(9)
     for step in range(5):
         row = model(row, past_key_values=cache).logits[:, -1:].argmax(-1)
         if step == 2 and cut:
@@ -259,7 +261,7 @@ def crops(model: Any, cut: int) -> None:
 
 
 @pytest.mark.parametrize(("cut", "n"), [(0, 0), (2, 1)])
-def test_a_cache_that_is_cropped_while_the_text_goes_on(plant: Planted, cut: int, n: int) -> None:
+def test_a_cache_that_is_cropped_while_the_text_continues(plant: Planted, cut: int, n: int) -> None:
     model = model_on("sdpa")
     found = of(plant(model, lambda: crops(model, cut)), "cache.lost")
     assert len(found) == n
@@ -269,7 +271,7 @@ def test_a_cache_that_is_cropped_while_the_text_goes_on(plant: Planted, cut: int
 
 def test_a_forward_with_gradients_is_recorded_like_any_other(plant: Planted) -> None:
     model = model_on("sdpa").requires_grad_(True)
-    found = plant(model, lambda: model(fed()).logits.sum().backward())
+    found = plant(model, lambda: model(prompt_ids()).logits.sum().backward())
     assert of(found, "observer.incomplete") == []
     assert serious(found) == []
 
@@ -282,7 +284,7 @@ def test_a_model_without_keys_loses_no_cache(plant: Planted) -> None:
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     model = MambaForCausalLM(MambaConfig(**sizes, **tokens)).eval().requires_grad_(False)
     given = {"max_new_tokens": 5, "do_sample": False}
-    assert serious(plant(model, lambda: model.generate(fed(8), **given))) == []
+    assert serious(plant(model, lambda: model.generate(prompt_ids(8), **given))) == []
 
 
 def test_a_bias_by_distance_is_not_taken_for_another_mask(plant: Planted) -> None:
@@ -293,10 +295,10 @@ def test_a_bias_by_distance_is_not_taken_for_another_mask(plant: Planted) -> Non
     tokens = {"num_heads": 4, "decoder_start_token_id": 0, "eos_token_id": None}
     model = T5ForConditionalGeneration(T5Config(**sizes, **tokens)).eval().requires_grad_(False)
     given = {"max_new_tokens": 3, "do_sample": False}
-    assert serious(plant(model, lambda: model.generate(fed(8), **given))) == []
+    assert serious(plant(model, lambda: model.generate(prompt_ids(8), **given))) == []
 
 
-def test_a_mask_function_that_gave_no_mask_is_not_said_to_be_missing(plant: Planted) -> None:
+def test_a_mask_function_that_gave_no_mask_is_not_reported_as_missing(plant: Planted) -> None:
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -310,11 +312,11 @@ def test_a_mask_function_that_gave_no_mask_is_not_said_to_be_missing(plant: Plan
 
         AttentionInterface.register("with-masks", attention)
         model = model_on("with-masks")
-        finding = one(plant(model, lambda: model(fed())), "mask.none")
+        finding = one(plant(model, lambda: model(prompt_ids())), "mask.none")
     assert "has no mask function" not in finding.sentence
 
 
-def test_a_causal_rule_is_left_alone(plant: Planted) -> None:
+def test_a_causal_mask_mod_makes_no_finding(plant: Planted) -> None:
     with own_attention(causal) as name:
         model = model_on(name)
         assert serious(plant(model, lambda: crops(model, 0))) == []

@@ -18,16 +18,18 @@ from transformers import DynamicCache
 from flexinspect.records.finding import Severity
 from flexinspect.trace.reader import TraceReader, open_trace
 
-FED = torch.tensor([ids(14, 3)])
-N = FED.shape[1]
+INPUT_IDS = torch.tensor([ids(14, 3)])
+N = INPUT_IDS.shape[1]
 
 
-def greedy(model: Any, n: int = 6, fed: Tensor = FED, **options: Any) -> Callable[[], Any]:
+def greedy(
+    model: Any, n: int = 6, input_ids: Tensor = INPUT_IDS, **options: Any
+) -> Callable[[], Any]:
     options = {"do_sample": False, "max_new_tokens": n, **options}
-    return lambda: model.generate(fed, attention_mask=torch.ones_like(fed), **options)
+    return lambda: model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
 
 
-def spoil(module: Any, at_call: int, change: Callable[[Tensor], None]) -> Any:
+def corrupt(module: Any, at_call: int, change: Callable[[Tensor], None]) -> Any:
     """Change a module's output in place of a copy, in one call; returns the handle."""
     calls: list[int] = []
 
@@ -45,7 +47,7 @@ def spoil(module: Any, at_call: int, change: Callable[[Tensor], None]) -> Any:
 
 def test_a_nan_embedding_is_distinguished_from_the_layer_that_reads_it(tmp_path: Path) -> None:
     model = make_model("llama")
-    model.model.embed_tokens.weight.data[int(FED[0, 6])] = torch.nan
+    model.model.embed_tokens.weight.data[int(INPUT_IDS[0, 6])] = torch.nan
     found = planted(tmp_path, model, greedy(model, 1))
     finding = one(found, "numbers.nan")
     # SDPA multiplies closed values by 0, so the rows before the nonfinite one are NaN as well.
@@ -58,7 +60,7 @@ def test_a_nan_embedding_is_distinguished_from_the_layer_that_reads_it(tmp_path:
 def test_a_nan_embedding_of_a_generated_token_is_named(tmp_path: Path) -> None:
     model = make_model("llama")
     third = int(greedy(model, 3)()[0, -1])
-    assert third not in FED
+    assert third not in INPUT_IDS
     model.model.embed_tokens.weight.data[third] = torch.nan
     finding = one(planted(tmp_path, model, greedy(model)), "numbers.nan")
     assert (finding.layer, finding.step, finding.positions) == (0, 3, (N + 2,))
@@ -91,7 +93,7 @@ def test_projections_of_attention_are_distinguished(
 def test_an_mlp_is_distinguished_from_the_attention_before_it(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     layers = model.gpt_neox.layers if family == "gpt_neox" else model.model.layers
-    handle = spoil(layers[1].mlp, 4, lambda out: out[0, -1, :3].fill_(torch.nan))
+    handle = corrupt(layers[1].mlp, 4, lambda out: out[0, -1, :3].fill_(torch.nan))
     found = planted(tmp_path, model, greedy(model))
     handle.remove()
     finding = one(found, "numbers.nan")
@@ -118,22 +120,22 @@ def test_a_row_that_sees_nothing_is_named_where_eager_attention_makes_nan_of_it(
     closed = torch.full((1, 1, N, N), -torch.inf).triu(1)
     closed[..., -1, :] = -torch.inf
     finding = one(
-        planted(tmp_path, model, lambda: model(FED, attention_mask=closed)), "numbers.nan"
+        planted(tmp_path, model, lambda: model(INPUT_IDS, attention_mask=closed)), "numbers.nan"
     )
     assert (finding.layer, finding.positions) == (0, (N - 1,))
     assert finding.evidence["part"] == "row without keys"
 
 
-def test_a_batch_is_judged_by_its_first_row(tmp_path: Path) -> None:
+def test_a_batch_is_checked_by_its_first_row(tmp_path: Path) -> None:
     model = make_model("llama")
     model.model.embed_tokens.weight.data[7] = torch.nan
-    fed = torch.cat([FED, torch.full_like(FED, 7)])
-    assert serious(planted(tmp_path, model, lambda: model(fed))) == []
-    found = planted(tmp_path, model, lambda: model(fed.flip(0)), name="flipped")
+    input_ids = torch.cat([INPUT_IDS, torch.full_like(INPUT_IDS, 7)])
+    assert serious(planted(tmp_path, model, lambda: model(input_ids))) == []
+    found = planted(tmp_path, model, lambda: model(input_ids.flip(0)), name="flipped")
     assert one(found, "numbers.nan").evidence["first_row"] == 0
 
 
-def test_sick_logits_bring_the_query_that_finds_them(tmp_path: Path) -> None:
+def test_nonfinite_logits_come_with_the_query_that_finds_them(tmp_path: Path) -> None:
     model = make_model("qwen2")
     model.lm_head.weight.data[17] = torch.nan
     finding = one(planted(tmp_path, model, greedy(model, 2)), "numbers.nan")
@@ -175,10 +177,10 @@ def test_a_clean_run_is_clean_at_every_level(level: str, tmp_path: Path) -> None
 
 
 def test_a_padded_batch_whose_first_row_ends_early_is_clean(tmp_path: Path) -> None:
-    """Row 0 is fed padding from then on, whose embedding is zero."""
+    """Row 0 receives padding from then on, whose embedding is zero."""
     model = make_model("llama")
-    fed = torch.cat([FED, FED.roll(3, 1)])
-    fed[1, :4] = 0
+    input_ids = torch.cat([INPUT_IDS, INPUT_IDS.roll(3, 1)])
+    input_ids[1, :4] = 0
     first = greedy(model, 1)()[0, -1].item()
     assert (
         serious(
@@ -186,8 +188,8 @@ def test_a_padded_batch_whose_first_row_ends_early_is_clean(tmp_path: Path) -> N
                 tmp_path,
                 model,
                 lambda: model.generate(
-                    fed,
-                    attention_mask=(fed != 0).long(),
+                    input_ids,
+                    attention_mask=(input_ids != 0).long(),
                     max_new_tokens=24,
                     do_sample=False,
                     eos_token_id=first,
@@ -209,12 +211,14 @@ def test_a_loop_without_a_cache_and_one_with_chunks_are_clean(tmp_path: Path) ->
     model = make_model("llama")
 
     def run() -> None:
-        fed = FED
+        input_ids = INPUT_IDS
         for _ in range(8):
-            fed = torch.cat((fed, model(fed, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+            input_ids = torch.cat(
+                (input_ids, model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)), 1
+            )
         cache = DynamicCache(config=model.config)
-        model(FED[:, :7], past_key_values=cache)
-        model(FED[:, 7:], past_key_values=cache)
+        model(INPUT_IDS[:, :7], past_key_values=cache)
+        model(INPUT_IDS[:, 7:], past_key_values=cache)
 
     found = serious(planted(tmp_path, model, run))
     assert {finding.id for finding in found} <= {"cache.not-used"}
@@ -246,6 +250,6 @@ def test_rounding_alone_is_no_alarm() -> None:
     with open_trace(case("n02_bfloat16")) as reader:
         assert serious(reader.findings()) == []
         assert of(reader.findings(), "attention.dtype-differs") == []
-        told = ("text.near-tie", "same-prompt.rounding")
-        clean = [replace(f, sentence="") for f in reader.findings() if f.id not in told]
+        skipped = ("text.near-tie", "same-prompt.rounding")
+        clean = [replace(f, sentence="") for f in reader.findings() if f.id not in skipped]
     assert clean == []

@@ -23,9 +23,7 @@ from flexinspect.rules.numerics.nan_and_inf import find_nonfinite_part
         ([1.0, 2.0], "values"),
     ],
 )
-def test_a_float16_call_is_judged_by_those_of_its_scores_that_are_numbers(
-    lse: list[float], part: str
-) -> None:
+def test_a_float16_call_is_checked_by_its_finite_scores(lse: list[float], part: str) -> None:
     step = sample_step(3)
     call = replace(step.calls[0], dtype="float16", lse_error=np.nan)
     arrays = tuple(

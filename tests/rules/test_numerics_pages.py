@@ -1,4 +1,4 @@
-"""Each finding of numbers, attention, calls and text says how to go on, and has its page."""
+"""Each finding of numbers, attention, calls and text names the next step, and has its page."""
 
 from __future__ import annotations
 

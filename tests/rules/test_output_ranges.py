@@ -15,7 +15,7 @@ from torch import Tensor
 from flexinspect.records.finding import Finding, Severity
 
 SATURATION = "numbers.saturation"
-FED = torch.tensor([ids(14, 3)])
+INPUT_IDS = torch.tensor([ids(14, 3)])
 Change = Callable[[int, Tensor, Tensor], Tensor]
 """(number of the call from 0, the layer's input, its output) to the output that is given on."""
 
@@ -41,8 +41,12 @@ def run_changed(
 
     layers = model.gpt_neox.layers if family == "gpt_neox" else model.model.layers
     handle = layers[layer].register_forward_hook(hook)
-    options = {"attention_mask": torch.ones_like(FED), "max_new_tokens": n, "do_sample": False}
-    found = planted(tmp_path, model, lambda: model.generate(FED, **options))
+    options = {
+        "attention_mask": torch.ones_like(INPUT_IDS),
+        "max_new_tokens": n,
+        "do_sample": False,
+    }
+    found = planted(tmp_path, model, lambda: model.generate(INPUT_IDS, **options))
     handle.remove()
     return found
 
@@ -121,7 +125,7 @@ def test_a_layer_whose_weights_are_zero_adds_nothing(tmp_path: Path) -> None:
     model = make_model("mistral")
     model.model.layers[1].self_attn.o_proj.weight.data.zero_()
     model.model.layers[1].mlp.down_proj.weight.data.zero_()
-    finding = one(planted(tmp_path, model, lambda: model(FED)), SATURATION)
+    finding = one(planted(tmp_path, model, lambda: model(INPUT_IDS)), SATURATION)
     assert (finding.layer, finding.evidence["layers"]) == (1, [1])
 
 
@@ -148,8 +152,14 @@ def test_the_same_token_again_and_again_makes_no_layer_stuck(tmp_path: Path) -> 
 def test_scores_at_their_cap_are_saturated(tmp_path: Path) -> None:
     model = make_model("gemma2")
     model.model.layers[1].self_attn.q_proj.weight.data *= 1e3
-    options = {"attention_mask": torch.ones_like(FED), "max_new_tokens": 4, "do_sample": False}
-    finding = one(planted(tmp_path, model, lambda: model.generate(FED, **options)), SATURATION)
+    options = {
+        "attention_mask": torch.ones_like(INPUT_IDS),
+        "max_new_tokens": 4,
+        "do_sample": False,
+    }
+    finding = one(
+        planted(tmp_path, model, lambda: model.generate(INPUT_IDS, **options)), SATURATION
+    )
     assert (finding.layer, finding.evidence["softcap"]) == (1, 50.0)
     assert "have scores at the softcap of 50 in every head of layer 1" in finding.sentence
 
@@ -192,7 +202,7 @@ def test_large_numbers_that_no_float16_can_be_are_not_float16(tmp_path: Path) ->
     narrow = model.model.layers[2].register_forward_pre_hook(
         lambda module, args: (args[0].half().clamp(-100, 100), *args[1:])
     )
-    found = planted(tmp_path, model, lambda: model(FED), name="autocast")
+    found = planted(tmp_path, model, lambda: model(INPUT_IDS), name="autocast")
     wide.remove()
     narrow.remove()
     assert of(found, "numbers.overflow-risk") == []

@@ -60,7 +60,7 @@ def only(found: list[Finding]) -> Finding:
     return finding
 
 
-# -- decode steps that do not go on ----------------------------------------------------------------
+# -- decode steps that do not continue -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced"])
@@ -126,7 +126,9 @@ def test_own_ids_for_the_prompt_only_are_reported_at_the_first_decode_step(tmp_p
     assert finding.sentence.endswith("they count the cached keys, unlike the prompt's ids.")
 
 
-def test_the_same_ids_of_the_prompt_with_decode_steps_that_go_on_are_fine(tmp_path: Path) -> None:
+def test_the_same_ids_of_the_prompt_with_decode_steps_that_continue_are_correct(
+    tmp_path: Path,
+) -> None:
     model = make_model("llama")
 
     def both(start: int, rows: int) -> list[list[int]]:
@@ -251,11 +253,11 @@ def isolated(rows: int, keys: int) -> Any:
     owner = torch.tensor([-1, 0, 0, 0, 0, 1, 1, 1, 1])
     off = keys - rows
 
-    def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
         row, key = owner[(i + off).clamp(max=8)], owner[j.clamp(max=8)]
         return (j <= i + off) & ((key < 0) | (i + off > 8) | (row == key))
 
-    return create_block_mask(rule, None, None, rows, keys, "cpu")
+    return create_block_mask(mask_mod, None, None, rows, keys, "cpu")
 
 
 @pytest.fixture
@@ -273,7 +275,7 @@ def isolating() -> Any:
 
 
 def test_isolated_segments_without_restarted_ids_are_a_note(tmp_path: Path, isolating: Any) -> None:
-    """Told when the first row comes that sees both of them."""
+    """Reported at the first row that sees both of them."""
     run = lambda: decode(isolating, prompt(), lambda *_: None)  # noqa: E731
     found = planted(tmp_path, isolating, run, segments=SEGMENTS)
     finding = only(found)
@@ -306,7 +308,7 @@ def test_segments_that_attend_to_each_other_need_no_restarted_ids(tmp_path: Path
     assert about_positions(found) == []
 
 
-# -- healthy ---------------------------------------------------------------------------------------
+# -- correct ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shift", [0, 1, 100])
@@ -324,7 +326,7 @@ def test_padded_batches_of_all_families_are_not_reported(tmp_path: Path, family:
     assert serious(found) == about_positions(found) == []
 
 
-HEALTHY: dict[str, Callable[[Any], Any]] = {
+CORRECT: dict[str, Callable[[Any], Any]] = {
     "generate": lambda m: greedy(m, prompt()),
     "static": lambda m: greedy(m, prompt(), cache_implementation="static", disable_compile=True),
     "beams": lambda m: greedy(m, prompt(), num_beams=3),
@@ -337,10 +339,10 @@ HEALTHY: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_positions_are_not_reported(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_positions_are_not_reported(tmp_path: Path, name: str) -> None:
     model = make_model("llama")
-    found = planted(tmp_path, model, lambda: HEALTHY[name](model), level="basic")
+    found = planted(tmp_path, model, lambda: CORRECT[name](model), level="basic")
     assert about_positions(found) == []
 
 

@@ -36,7 +36,7 @@ def segments_of(found: Sequence[Finding]) -> list[str]:
     return [finding.id for finding in serious(found) if finding.id.startswith("segments.")]
 
 
-# -- words of a real tokenizer ---------------------------------------------------------------------
+# -- tokens of a real tokenizer --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def demo() -> Any:
 
 @pytest.fixture
 def ask(demo: Any, tokenizer: Any, tmp_path: Path) -> Look:
-    """Return what is found when the demo model goes on with ids, two tokens far."""
+    """Return the findings when the demo model continues the ids by two tokens."""
     numbers = count()
 
     def look(
@@ -61,8 +61,8 @@ def ask(demo: Any, tokenizer: Any, tmp_path: Path) -> Look:
         options = {"attention_mask": torch.ones_like(row), **options}
         row = options.pop("rows", row)
         run = partial(demo.generate, row, max_new_tokens=2, do_sample=False, **options)
-        words = {"tokenizer": tokenizer, "segments": segments or None}
-        return planted(tmp_path, demo, run, name=f"ask{next(numbers)}", **words)
+        options = {"tokenizer": tokenizer, "segments": segments or None}
+        return planted(tmp_path, demo, run, name=f"ask{next(numbers)}", **options)
 
     return look
 
@@ -89,7 +89,7 @@ def moved(spans: Sequence[Span], *by: int) -> list[Span]:
     return [(a + n, b + n, label) for (a, b, label), n in zip(spans, by, strict=True)]
 
 
-def test_spans_and_texts_that_are_right_are_not_complained_of(
+def test_correct_spans_and_texts_are_not_reported(
     ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
     for right in (spans, QUESTIONS, [(a, b + 1, label) for a, b, label in spans], spans[:1]):
@@ -239,8 +239,8 @@ def test_pieces_in_later_chunks_are_awaited(
             demo(torch.tensor([part]), past_key_values=cache, use_cache=True)
 
     for number, right in enumerate((QUESTIONS, spans)):
-        words = {"tokenizer": tokenizer, "segments": right, "name": f"chunks{number}"}
-        assert segments_of(planted(tmp_path, demo, run, **words)) == []
+        options = {"tokenizer": tokenizer, "segments": right, "name": f"chunks{number}"}
+        assert segments_of(planted(tmp_path, demo, run, **options)) == []
 
 
 def test_pieces_that_share_tokens_are_reported(
@@ -266,7 +266,7 @@ def test_words_between_pieces_are_a_note(ask: Look, input_ids: list[int]) -> Non
     assert of(ask(input_ids, QUESTIONS), "segments.uncovered") == []
 
 
-def test_a_bos_too_few_and_too_many_are_found(ask: Look, input_ids: list[int]) -> None:
+def test_a_missing_and_an_extra_bos_are_found(ask: Look, input_ids: list[int]) -> None:
     missing = one(ask(input_ids[1:]), "segments.bos-missing")
     assert 'begins with position 0 "What", without the BOS (id 1)' in missing.sentence
     doubled = one(ask([1, *input_ids]), "segments.bos-doubled")
@@ -323,10 +323,10 @@ class Cells:
         whole = cells if cells.dim() == 3 else cells[None]
         last = len(whole) - 1
 
-        def rule(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return whole[h.clamp(max=last), q_idx, kv_idx]
 
-        mask = create_block_mask(rule, None, heads, q.shape[2], k.shape[2], device="cpu")
+        mask = create_block_mask(mask_mod, None, heads, q.shape[2], k.shape[2], device="cpu")
         out = flex_attention(q, k, v, block_mask=mask, scale=kwargs["scaling"], enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 

@@ -30,7 +30,7 @@ APART = isolated(SPANS, CUE)
 MINE = ("reach.leak", "reach.by-design")
 
 
-def fed() -> Tensor:
+def prompt_ids() -> Tensor:
     return torch.tensor([ids(PROMPT, 3)])
 
 
@@ -66,14 +66,14 @@ def run(tmp_path: Path) -> Callable[..., list[Finding]]:
         attend_by(model, cells)
         act = loop or (lambda model, prompt: model(prompt))
         options = {"segments": LAST, **watch}
-        return planted(tmp_path, model, lambda: act(model, fed()), **options)
+        return planted(tmp_path, model, lambda: act(model, prompt_ids()), **options)
 
     return go
 
 
 def moves(cells: Any, source: int, target: int, layers: int = 3) -> bool:
     """Return whether the last hidden states of a segment change with the text of another."""
-    model, prompt = make_model("llama", num_hidden_layers=layers), fed()
+    model, prompt = make_model("llama", num_hidden_layers=layers), prompt_ids()
     attend_by(model, cells)
     other = prompt.clone()
     other[0, slice(*SPANS[source])] += 1
@@ -225,7 +225,7 @@ def test_the_reported_pairs_are_those_whose_hidden_states_change(
 # -- leaks of the declared mask --------------------------------------------------------------------
 
 
-def rule_with_open_separators() -> MaskSpec:
+def spec_with_open_separators() -> MaskSpec:
     """Return an isolating spec whose separator 1, row 6, sees all and is seen by paraphrase 2."""
     starts, head, low = (0, 1, 6, 7, 13, 19), (0, 1, 0, 1, 1, 0), (0, 1, 0, 6, 13, 0)
     return MaskSpec("own", starts, head, low)
@@ -234,9 +234,9 @@ def rule_with_open_separators() -> MaskSpec:
 def test_a_declared_mask_that_leaks_by_design_is_a_warning(
     run: Callable[..., list[Finding]],
 ) -> None:
-    rule = rule_with_open_separators()
-    whole = torch.from_numpy(rule.dense(64))
-    found = run(lambda layer, rows, keys: whole[rows, keys], mask=rule)
+    spec = spec_with_open_separators()
+    whole = torch.from_numpy(spec.dense(64))
+    found = run(lambda layer, rows, keys: whole[rows, keys], mask=spec)
     finding = one(found, "reach.by-design")
     assert (finding.severity, finding.positions, finding.layer) == (Severity.WARNING, (6,), 1)
     assert finding.sentence.startswith("Paraphrase 2 depends on paraphrase 1 from layer 1 on")
@@ -245,14 +245,14 @@ def test_a_declared_mask_that_leaks_by_design_is_a_warning(
 
 
 def test_more_than_the_declared_mask_allows_is_a_leak(run: Callable[..., list[Finding]]) -> None:
-    rule = rule_with_open_separators()
-    whole = torch.from_numpy(rule.dense(64))
+    spec = spec_with_open_separators()
+    whole = torch.from_numpy(spec.dense(64))
 
     def cells(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
         extra = ((rows == 12) & (keys < 12)) | (inside(rows, (13, 18)) & (keys == 12))
         return whole[rows, keys] | extra
 
-    finding = one(run(cells, mask=rule), "reach.leak")
+    finding = one(run(cells, mask=spec), "reach.leak")
     assert finding.severity is Severity.ERROR
     assert {tuple(pair[:2]) for pair in finding.evidence["pairs"]} == {
         ("paraphrase 3", "paraphrase 1"),
@@ -261,12 +261,12 @@ def test_more_than_the_declared_mask_allows_is_a_leak(run: Callable[..., list[Fi
 
 
 def test_the_reach_of_a_spec_is_that_of_its_cells() -> None:
-    rules = [causal_rule(), rule_with_open_separators()]
+    specs = [causal_rule(), spec_with_open_separators()]
     kind = SegmentKind.PARAPHRASE
     spans = [Segment(*span, f"p{n}", kind, n) for n, span in enumerate(SPANS)]
-    for rule in rules:
-        direct, over_layers = transitive_reach.spec_reach(rule, spans, spans)
-        cells = rule.dense(PROMPT)
+    for spec in specs:
+        direct, over_layers = transitive_reach.spec_reach(spec, spans, spans)
+        cells = spec.dense(PROMPT)
         many = np.linalg.matrix_power((cells | np.eye(PROMPT, dtype=np.bool_)).astype(float), 9) > 0
         for t, target in enumerate(spans):
             for s, source in enumerate(spans):
@@ -295,9 +295,9 @@ def test_isolating_and_causal_masks_make_no_finding(
 def test_no_preset_makes_a_finding(name: str, separators: str) -> None:
     kinds = [SegmentKind.BOS, SegmentKind.SHARED, *[SegmentKind.PARAPHRASE] * 3, SegmentKind.CUE]
     spans = [Segment(4 * n, 4 * n + 4, f"{kind} {n}", kind, n) for n, kind in enumerate(kinds)]
-    rule = preset(name, spans, separators=separators)
+    spec = preset(name, spans, separators=separators)
     targets = [s for s in spans if s.kind is SegmentKind.PARAPHRASE]
-    packed = dict.fromkeys(range(4), transitive_reach.pack_rows(rule.dense(20)[None], 20))
+    packed = dict.fromkeys(range(4), transitive_reach.pack_rows(spec.dense(20)[None], 20))
     assert transitive_reach.find_transitive_leaks(packed, targets, [*targets, spans[1]]) == []
 
 
@@ -305,7 +305,7 @@ def test_no_preset_makes_a_finding(name: str, separators: str) -> None:
 def test_sliding_windows_make_no_finding(tmp_path: Path, family: str) -> None:
     """A window closes distant keys, but passes them on from row to row by design."""
     model = make_model(family)
-    found = planted(tmp_path, model, lambda: with_cache(model, fed()), segments=LAST)
+    found = planted(tmp_path, model, lambda: with_cache(model, prompt_ids()), segments=LAST)
     assert not [f for f in found if f.id in MINE]
 
 
@@ -313,8 +313,8 @@ def test_shared_rows_that_do_not_see_the_segments_make_no_finding(
     run: Callable[..., list[Finding]],
 ) -> None:
     def cells(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
-        blind = (rows == 6) & (keys != rows)
-        return shared(0, 6, sees=[])(layer, rows, keys) & ~blind
+        empty_row = (rows == 6) & (keys != rows)
+        return shared(0, 6, sees=[])(layer, rows, keys) & ~empty_row
 
     assert not [f for f in run(cells) if f.id in MINE]
 

@@ -28,7 +28,7 @@ APART = isolated(SPANS, CUE)
 PROMPT_ROW, ISOLATED = "decode.prompt-row-generated", "decode.generated-row-isolated"
 
 
-def fed() -> Tensor:
+def prompt_ids() -> Tensor:
     return torch.tensor([ids(PROMPT, 3)])
 
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
         model = make_model(family)
         attend_by(model, cells)
         options = {"segments": LAST, **watch}
-        return planted(tmp_path, model, lambda: loop(model, fed()), **options)
+        return planted(tmp_path, model, lambda: loop(model, prompt_ids()), **options)
 
     return go
 
@@ -161,7 +161,7 @@ def test_a_packed_prompt_that_continues_its_last_document_is_a_note(
     model = make_model("llama")
     attend_by(model, isolated(SPANS, 99, bos=False))
     spans = [(1, 7, "document 1"), (7, 13, "document 2"), (13, PROMPT, "document 3")]
-    found = planted(tmp_path, model, lambda: with_cache(model, fed()), segments=spans)
+    found = planted(tmp_path, model, lambda: with_cache(model, prompt_ids()), segments=spans)
     assert one(found, ISOLATED).severity is Severity.NOTE
     assert not [f for f in serious(found) if f.id in (PROMPT_ROW, "segments.unused")]
 
@@ -181,7 +181,7 @@ def test_isolated_segments_that_generated_rows_see_make_no_finding(
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "llama"])
 def test_windows_make_no_finding(tmp_path: Path, family: str) -> None:
     model = make_model(family)
-    found = planted(tmp_path, model, lambda: with_cache(model, fed(), 8), segments=LAST)
+    found = planted(tmp_path, model, lambda: with_cache(model, prompt_ids(), 8), segments=LAST)
     assert not [f for f in found if f.id in (PROMPT_ROW, ISOLATED)]
 
 
@@ -190,16 +190,16 @@ def test_a_declared_preset_that_ran_makes_no_finding(
     run: Callable[..., Any],
     preset: str,
 ) -> None:
-    rule = preset_rule(preset)
+    spec = preset_spec(preset)
 
     def cells(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
-        whole = torch.from_numpy(rule.dense(64, 64))
+        whole = torch.from_numpy(spec.dense(64, 64))
         return whole[rows, keys]
 
     assert serious(run(cells, mask=preset)) == []
 
 
-def preset_rule(name: str) -> Any:
+def preset_spec(name: str) -> Any:
     """Return the spec that capture builds from a preset for these segments."""
     from flexinspect.masks.algebra import preset
     from flexinspect_hooks.user_code.generation_builder import (

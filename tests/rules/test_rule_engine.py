@@ -387,10 +387,10 @@ def test_an_empty_row_that_no_row_reads_is_a_note() -> None:
 def test_an_empty_row_that_generated_rows_read_becomes_a_warning() -> None:
     cells = without(5, 6)
     cells[:, :, 5:7] = False
-    blind = np.ones((1, 1, N + 1), np.bool_)
-    blind[..., 6] = False
+    empty_row = np.ones((1, 1, N + 1), np.bool_)
+    empty_row[..., 6] = False
     found = run_rule(
-        empty_rows.EmptyRowsRule(), step(0, cells=cells), step(1, cells=blind), step(2), step(3)
+        empty_rows.EmptyRowsRule(), step(0, cells=cells), step(1, cells=empty_row), step(2), step(3)
     )
     assert [(f.severity.value, f.step, f.positions) for f in found] == [
         ("note", 0, (5, 6)),
@@ -440,14 +440,14 @@ def test_a_mask_of_an_earlier_generation_is_reported_in_this_one() -> None:
 
 
 def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not() -> None:
-    rule = algebra.preset("segment-isolation", PROMPT.segments, separators="isolated")
+    spec = algebra.preset("segment-isolation", PROMPT.segments, separators="isolated")
     declared = {
         "separators": "isolated",
-        "starts": rule.starts,
-        "prefix_stops": rule.prefix_stops,
-        "local_starts": rule.local_starts,
+        "starts": spec.starts,
+        "prefix_stops": spec.prefix_stops,
+        "local_starts": spec.local_starts,
     }
-    cells = rule.dense(N)[None].copy()
+    cells = spec.dense(N)[None].copy()
     cells[:, 5] = False
     other, meant = run_rule(
         empty_rows.EmptyRowsRule(), step(0, cells=cells), of=generation(declared=declared)
@@ -734,14 +734,14 @@ def test_the_declared_mask_is_the_declared_spec_or_assumed_from_segments() -> No
         "segment-isolation",
         True,
     )
-    rule = algebra.causal()
+    spec = algebra.causal()
     declared = {
         "preset": "causal",
-        "starts": rule.starts,
-        "prefix_stops": rule.prefix_stops,
-        "local_starts": rule.local_starts,
+        "starts": spec.starts,
+        "prefix_stops": spec.prefix_stops,
+        "local_starts": spec.local_starts,
     }
     context.start_generation(generation(declared=declared))
-    assert context.declared_mask == DeclaredMask(rule)
+    assert context.declared_mask == DeclaredMask(spec)
     context.start_generation(generation(declared={"mask_mod": "package:function"}))
     assert context.declared_mask is None

@@ -13,12 +13,12 @@ from flexinspect.rules.text.same_prompt import SamePromptRule
 
 
 def second(parted: StepRecord) -> list[Finding]:
-    """Return what is said of a second generation whose step 2 is `parted`."""
-    scene, rule = RuleContext(), SamePromptRule()
+    """Return the findings of a second generation whose step 2 is `parted`."""
+    context, rule = RuleContext(), SamePromptRule()
     found: list[Finding] = []
     for number in (0, 1):
-        scene.start_generation(sample_generation(number))
-        rule.on_generation_start(scene)
+        context.start_generation(sample_generation(number))
+        rule.on_generation_start(context)
         for step in range(4):
             is_last = number == 1 and step == 2
             rule.on_step(replace(parted if is_last else sample_step(step), generation=number))
@@ -34,10 +34,10 @@ def step_2(chosen: int, *, moved: float = 0.0, order: slice = slice(None)) -> St
 
 
 def test_a_model_of_another_shape_is_no_twin() -> None:
-    scene, rule = RuleContext(), SamePromptRule()
+    context, rule = RuleContext(), SamePromptRule()
     for number in (0, 1):
-        scene.start_generation(sample_generation(number))
-        rule.on_generation_start(scene)
+        context.start_generation(sample_generation(number))
+        rule.on_generation_start(context)
         step = step_2(99, moved=0.5)
         if number:
             step = replace(step, layer_stats=step.layer_stats[:-1])
@@ -45,7 +45,7 @@ def test_a_model_of_another_shape_is_no_twin() -> None:
     assert [*rule.on_generation_end()] == []
 
 
-def test_another_token_from_the_very_same_logits_is_nothing_to_tell() -> None:
+def test_another_token_from_the_same_logits_is_not_reported() -> None:
     assert second(step_2(99)) == []
 
 

@@ -28,12 +28,12 @@ def model() -> Any:
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """Return a tokenizer that puts a BOS before every text and an EOS behind it."""
-    words = AutoTokenizer.from_pretrained(DEMO)
-    words.backend_tokenizer.post_processor = TemplateProcessing(
+    """Return a tokenizer that puts a BOS before every text and an EOS after it."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
     )
-    return words
+    return tokenizer
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def look(model: Any, tokenizer: Any, tmp_path: Path) -> Look:
 
     def look(input_ids: Sequence[int], segments: Sequence[Any] | None) -> list[Finding]:
         run = lambda: model(torch.tensor([list(input_ids)]))  # noqa: E731
-        words = {"tokenizer": tokenizer, "segments": segments}
-        return planted(tmp_path, model, run, name=f"look{next(numbers)}", **words)
+        options = {"tokenizer": tokenizer, "segments": segments}
+        return planted(tmp_path, model, run, name=f"look{next(numbers)}", **options)
 
     return look
 
@@ -81,7 +81,7 @@ def test_an_eos_that_may_be_meant_is_a_note(look: Look, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ content }}{{ eos_token }}", "{{ content }}<eos>"])
-def test_an_eos_that_ends_turns_of_a_template_is_not_complained_of(
+def test_an_eos_that_ends_turns_of_a_template_is_not_reported(
     template: str, look: Look, tokenizer: Any
 ) -> None:
     tokenizer.chat_template = template
@@ -89,12 +89,12 @@ def test_an_eos_that_ends_turns_of_a_template_is_not_complained_of(
     assert of(look(input_ids, QUESTIONS), "segments.eos-inside") == []
 
 
-def test_an_eos_of_a_tokenizer_that_adds_none_is_not_complained_of(
+def test_an_eos_of_a_tokenizer_that_adds_none_is_not_reported(
     model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     input_ids = torch.tensor([[*joined(tokenizer, QUESTIONS), 10, 11]])
-    words = {"tokenizer": AutoTokenizer.from_pretrained(DEMO), "segments": QUESTIONS}
-    found = planted(tmp_path, model, lambda: model(input_ids), **words)
+    options = {"tokenizer": AutoTokenizer.from_pretrained(DEMO), "segments": QUESTIONS}
+    found = planted(tmp_path, model, lambda: model(input_ids), **options)
     assert of(found, "segments.eos-inside") == []
 
 

@@ -25,7 +25,7 @@ APART = isolated(SPANS, CUE)
 ORPHAN, UNUSED = "mask.orphan-key", "segments.unused"
 
 
-def fed(n: int = PROMPT) -> Tensor:
+def prompt_ids(n: int = PROMPT) -> Tensor:
     return torch.tensor([ids(n, 3)])
 
 
@@ -36,7 +36,9 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     def go(cells: Any, family: str = "llama", loop: Any = with_cache, **watch: Any) -> Any:
         model = make_model(family)
         attend_by(model, cells)
-        return planted(tmp_path, model, lambda: loop(model, fed()), **{"segments": LAST, **watch})
+        return planted(
+            tmp_path, model, lambda: loop(model, prompt_ids()), **{"segments": LAST, **watch}
+        )
 
     return go
 
@@ -138,7 +140,7 @@ def test_a_segment_that_is_open_but_gets_no_attention_is_a_note(tmp_path: Path) 
     bias[..., CUE:, 7:12] -= 200
 
     def loop() -> None:
-        cache = model(fed(), attention_mask=bias).past_key_values
+        cache = model(prompt_ids(), attention_mask=bias).past_key_values
         row = torch.zeros(1, 1, 1, PROMPT + 1)
         row[..., 7:12] -= 200
         model(torch.tensor([[5]]), past_key_values=cache, attention_mask=row)
@@ -158,7 +160,7 @@ def grid(n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_makes_a_finding(tmp_path: Path, family: str) -> None:
     model = make_model(family)
-    found = planted(tmp_path, model, lambda: with_cache(model, fed(), 12), segments=LAST)
+    found = planted(tmp_path, model, lambda: with_cache(model, prompt_ids(), 12), segments=LAST)
     assert not [f for f in found if f.id in (ORPHAN, UNUSED)]
 
 
@@ -189,7 +191,7 @@ def test_a_document_mask_that_was_declared_leaves_the_first_documents_unused(
 
 
 def test_padding_makes_no_finding(tmp_path: Path) -> None:
-    model, prompt = make_model("llama"), fed()
+    model, prompt = make_model("llama"), prompt_ids()
     prompt[0, :4] = 0
     mask = (prompt != 0).long()
     found = planted(
@@ -206,7 +208,9 @@ def test_keys_that_the_caller_closes_in_the_middle_make_no_finding(tmp_path: Pat
     found = planted(
         tmp_path,
         model,
-        lambda: model.generate(fed(), attention_mask=mask, max_new_tokens=4, do_sample=False),
+        lambda: model.generate(
+            prompt_ids(), attention_mask=mask, max_new_tokens=4, do_sample=False
+        ),
     )
     assert not [f for f in found if f.id in (ORPHAN, UNUSED)]
 

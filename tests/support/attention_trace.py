@@ -50,7 +50,7 @@ def segments() -> tuple[Segment, ...]:
 
 
 @dataclass
-class Scene:
+class SyntheticGeneration:
     """A generation whose attention is made here, independently of what is tested."""
 
     layers: int = 2
@@ -62,8 +62,8 @@ class Scene:
     softcap: float | None = None
     level: str = "extreme"
     stored: tuple[int, ...] | None = None
-    gate: float | None = 3e-6
-    gate_kind: str | None = "lse"
+    lse_error: float | None = 3e-6
+    check_kind: str | None = "lse"
     change: Callable[[StepRecord], StepRecord] = field(default=lambda step: step)
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Scene:
         call = CallRecord(
             *(0, "flex uncompiled", "flexinspect", name, 1, self.heads, self.kv_heads),
             *(stop - start, stop - dropped, self.width, "float32", SCALE),
-            *(self.gate, self.gate_kind),
+            *(self.lse_error, self.check_kind),
         )
         mask = MaskRecord(
             *(name, "block", 1, 1, stop - start, stop - dropped, start, dropped),
@@ -151,7 +151,7 @@ def token(pos: int, step: int | None = None) -> TokenRecord:
     return TokenRecord(pos, pos, f"Ġw{pos}", f" w{pos}", pos, segment, step=step)
 
 
-def write(path: Path, scene: Scene) -> Source:
+def write(path: Path, synthetic: SyntheticGeneration) -> Source:
     tokens = (
         TokenRecord(0, 0, "<bos>", "", 0, 0, True),
         *(token(pos) for pos in range(1, N_PROMPT)),
@@ -161,12 +161,12 @@ def write(path: Path, scene: Scene) -> Source:
         writer.begin_generation(
             GenerationRecord(0, "s", "segment-isolation", "contiguous", segments(), tokens)
         )
-        for number in range(scene.n_steps):
-            writer.write_step(scene.step(number))
+        for number in range(synthetic.n_steps):
+            writer.write_step(synthetic.step(number))
     return Source(TraceReader(path))
 
 
-Made = Callable[..., tuple[Scene, Source]]
+Made = Callable[..., tuple[SyntheticGeneration, Source]]
 
 
 def request(
@@ -182,12 +182,12 @@ def load(source: Source, **changes: Any) -> AttentionData:
 def paint(
     source: Source, width: int, height: int, look: Theme = PLAIN, **changes: Any
 ) -> tuple[list[str], Picture]:
-    asked = request(width, height, **changes)
-    picture = PANEL.paint(PANEL.load(source, asked), asked, look)
+    drawn_request = request(width, height, **changes)
+    picture = PANEL.paint(PANEL.load(source, drawn_request), drawn_request, look)
     assert len(picture.strips) <= height
     assert {strip.cell_length for strip in picture.strips} == {width}
     return [strip.text for strip in picture.strips], picture
 
 
-def words(data: AttentionData) -> str:
+def described(data: AttentionData) -> str:
     return "\n".join(PANEL.describe(data))

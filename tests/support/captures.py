@@ -20,19 +20,19 @@ from support.warm_python import Ran, run_warm
 
 def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
     """Run a script under capture in a child that is warm, with the text of a declaration file."""
-    said = Declaration()
+    declaration = Declaration()
     if declare:
         file = out.with_suffix(".toml")
         file.write_text(declare, encoding="utf-8")
-        said = read_declaration(file)
-    job = ScriptJob(out=str(out), program=str(script), declaration=said)
+        declaration = read_declaration(file)
+    job = ScriptJob(out=str(out), program=str(script), declaration=declaration)
     file = out.with_suffix(".json")
     file.write_text(job.to_json(), encoding="utf-8")
     return run_warm(["-m", "support.captures", str(file)])
 
 
 def _answer(parent: socket.socket) -> None:
-    """Hear what the capture process says, and say that all it printed was passed on."""
+    """Answer the capture process: confirm that its output was forwarded."""
     with parent.makefile("r", encoding="utf-8") as lines:
         for line in lines:
             facts = protocol.parse_message(line)

@@ -26,18 +26,18 @@ CRASHES = "l01_compiled_crash"
 def ran_case(name: str, declare: str = "") -> tuple[Ran, Path]:
     """Capture a case as `flexinspect run` does, as declared; return how it went, and its trace.
 
-    Whichever test asks first runs it; the trace is for reading alone.
+    The first test that needs it runs it; tests only read the trace.
     """
     key = f"{name}-{hashlib.sha256(declare.encode()).hexdigest()[:12]}"
     folder = Path(os.environ[SHARED])
-    trace, said = folder / f"{key}.flextrace", folder / f"{key}.ran"
+    trace, result = folder / f"{key}.flextrace", folder / f"{key}.ran"
     with (folder / f"{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not said.exists():
+        if not result.exists():
             # What a broken heap does, depends on what the process has loaded.
             run = _captured_alone if name == CRASHES else capture
-            said.write_text(json.dumps(asdict(run(CASES / f"{name}.py", trace, declare=declare))))
-    return Ran(**json.loads(said.read_text())), trace
+            result.write_text(json.dumps(asdict(run(CASES / f"{name}.py", trace, declare=declare))))
+    return Ran(**json.loads(result.read_text())), trace
 
 
 def _captured_alone(script: Path, out: Path, *, declare: str) -> Ran:
@@ -53,7 +53,7 @@ def found_in_case(name: str, declare: str = "") -> list[Finding]:
 
 
 def found_in_trace(trace: Path) -> list[Finding]:
-    """Return the findings of a trace that no rule or hook gave up in."""
+    """Return the findings of a trace in which no rule or hook failed."""
     with open_trace(trace) as reader:
         off = [row.event.text for row in reader.events() if row.event.kind.endswith("-off")]
         assert off == []

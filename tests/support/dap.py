@@ -17,9 +17,9 @@ TIMEOUT_S = 120.0
 SETTLE_S = 1.0
 """How long an adapter is left alone after a client has gone.
 
-debugpy 1.8.22 tells its oldest session of each client that comes. Where the client of that session
-was cut off and is just being forgotten, its accepting thread ends with an exception, and nobody is
-answered any more.
+debugpy 1.8.22 notifies its oldest session of each new client. While a client of that session that
+was cut off is being removed, this ends the accepting thread with an exception, and no client is
+answered after that.
 """
 
 Message = dict[str, Any]
@@ -60,7 +60,7 @@ class DapClient:
         return self.answer(self.send(command, **arguments))
 
     def send(self, command: str, **arguments: Any) -> int:
-        """Send a request and return its number; its answer is to be asked for."""
+        """Send a request and return its number; the answer is read separately."""
         self._seq += 1
         seq = self._seq
         self._answers[seq] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class DapClient:
     def begin(
         self, configuration: Mapping[str, Any], breakpoints: Mapping[Path, list[int]]
     ) -> list[bool]:
-        """Attach or launch as a configuration of launch.json says, with source breakpoints.
+        """Attach or launch by a configuration of launch.json, with source breakpoints.
 
         Returns which breakpoints were verified, in order.
         """
@@ -149,8 +149,8 @@ class DapClient:
         self.event("initialized")
         verified = []
         for path, lines in breakpoints.items():
-            asked = [{"line": line} for line in lines]
-            body = self.request("setBreakpoints", source={"path": str(path)}, breakpoints=asked)
+            places = [{"line": line} for line in lines]
+            body = self.request("setBreakpoints", source={"path": str(path)}, breakpoints=places)
             verified += [each["verified"] for each in body["breakpoints"]]
         self.request("configurationDone")
         self.answer(begun)

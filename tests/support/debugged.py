@@ -1,4 +1,4 @@
-"""A program of a user's that is run with a debugger: a tiny model that goes on until it is told."""
+"""A user program that is run with a debugger: a tiny model that runs until it is stopped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attend(self, block_mask, hidden_states, position_embeddings, **kwargs):
     return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
-def rule(b, h, q_idx, kv_idx):
+def mask_mod(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx  # in the mask_mod
 
 
@@ -56,7 +56,7 @@ def made():
 
 
 def step(model, ids):
-    mask = create_block_mask(rule, None, None, len(ids), len(ids), device="cpu")
+    mask = create_block_mask(mask_mod, None, None, len(ids), len(ids), device="cpu")
     for layer in model.model.layers:
         layer.self_attn.forward = partial(attend, layer.self_attn, mask)
     return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -118,7 +118,7 @@ def eventually(what: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
 
 
 class Debugged:
-    """`flexinspect run` with debugpy, in a folder of its own.
+    """`flexinspect run` with debugpy, in a new folder.
 
     The processes are forked from one that has torch loaded, unless they are to be fresh: what is
     debugged is the program, and importing torch under a debugger takes most of a test's time.
@@ -127,7 +127,7 @@ class Debugged:
     def __init__(
         self,
         folder: Path,
-        *words: str,
+        *args: str,
         flags: Sequence[str] = ("--debugpy", "0"),
         fresh: bool = False,
     ) -> None:
@@ -141,7 +141,7 @@ class Debugged:
         self.errors = (folder / "errors").open("w+", encoding="utf-8")
         start = subprocess.Popen if fresh else warm_python.Popen
         self.process = start(
-            (*command, *flags, *(words or (str(self.program), "on"))),
+            (*command, *flags, *(args or (str(self.program), "on"))),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -157,13 +157,13 @@ class Debugged:
             self.process.wait()
         self.errors.close()
 
-    def said(self) -> str:
+    def stderr_text(self) -> str:
         """Return its stderr so far."""
         return (self.folder / "errors").read_text("utf-8")
 
     def port(self) -> int:
-        """Return where debugpy listens, once it is said."""
-        found = eventually(lambda: re.search(r"listens on 127\.0\.0\.1:(\d+)", self.said()))
+        """Return the port on which debugpy listens, once it is printed."""
+        found = eventually(lambda: re.search(r"listens on 127\.0\.0\.1:(\d+)", self.stderr_text()))
         return int(found[1])
 
     def attach(self) -> dict[str, Any]:
@@ -171,19 +171,19 @@ class Debugged:
         return configuration("attach to a run", connect={"host": "127.0.0.1", "port": self.port()})
 
     def count(self) -> int:
-        """Return how many steps it has made since its first words."""
+        """Return how many steps it has made since its first output."""
         try:
             return int((self.folder / "count").read_text() or 0)
         except (FileNotFoundError, ValueError):
             return 0
 
     def is_traced(self) -> bool:
-        """Say whether its main thread is traced, two steps from now."""
+        """Return whether its main thread is traced, two steps from now."""
         self.goes_on()
         return str(eventually((self.folder / "traced").read_text)) == "True"
 
     def goes_on(self) -> bool:
-        """Say whether it makes further steps."""
+        """Return whether it makes further steps."""
         before = self.count()
         return bool(eventually(lambda: self.count() > before + 1))
 
@@ -200,7 +200,7 @@ def breakpoints(program: Path, *texts: str) -> Mapping[Path, list[int]]:
 
 
 def plain_output(program: Path) -> str:
-    """Return what the program prints without us."""
+    """Return what the program prints without flexinspect."""
     done = warm_python.run(
         (sys.executable, program.name),
         cwd=program.parent,

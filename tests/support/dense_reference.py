@@ -1,4 +1,4 @@
-"""Dense attention under the same mask: the oracle that runs and records are checked against."""
+"""Dense attention under the same mask: the reference that runs and records are compared with."""
 
 from __future__ import annotations
 

@@ -49,18 +49,18 @@ class Run:
         return TokenContext(ids, (*self.prompt.position_ids, *own))
 
     def gradients(
-        self, step: int, wish: GradientSpec | None = None, **changes: Any
+        self, step: int, spec: GradientSpec | None = None, **changes: Any
     ) -> GradientRecord:
-        taker = TokenGradients(self.model, wish or GradientSpec(), compiled=False)
+        taker = TokenGradients(self.model, spec or GradientSpec(), compiled=False)
         source = changes.get("source", self.source)
         finished = FinishedBranch(0, self.prompt, self.token_ids, source)
         return taker.compute_step(finished, step, self.kept[step])
 
 
-def rule_source(prompt: Prompt, mask: str) -> SpecMaskSource:
+def preset_source(prompt: Prompt, mask: str) -> SpecMaskSource:
     """Return the mask of a preset for a prompt."""
-    rule = algebra.preset(mask, prompt.segments)
-    return SpecMaskSource(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
+    spec = algebra.preset(mask, prompt.segments)
+    return SpecMaskSource(spec, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 
 def generated(
@@ -72,7 +72,7 @@ def generated(
 ) -> Run:
     """Generate greedily, with isolated segments by default, and keep what gradients need."""
     prompt = compose_prompt(make_pieces(), max_new_tokens=n_tokens, positions=positions)
-    source = source or rule_source(prompt, "segment-isolation")
+    source = source or preset_source(prompt, "segment-isolation")
     kept: dict[int, SampledLogits] = {}
 
     def chose(choice: Choice) -> None:

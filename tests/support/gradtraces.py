@@ -17,7 +17,7 @@ PARTS = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "mlp": "mlp.up_proj",
 
 
 def gradients(step: int = 0, **changes: Any) -> GradientRecord:
-    """Return gradients of a step's token: "Emma" (7 to 9) speaks for it, the cue against it."""
+    """Return gradients of a step's token: "Emma" (7 to 9) contributes, the cue acts against it."""
     n = N_PROMPT + step
     signed = np.zeros(n, np.float32)
     signed[6:9], signed[12] = 0.2, -0.4
@@ -41,7 +41,7 @@ def gradients(step: int = 0, **changes: Any) -> GradientRecord:
 
 
 def red(step: int) -> GradientRecord:
-    """Return what is recorded behind a red gate."""
+    """Return what is recorded after a failed check."""
     return gradients(step, logits_error=0.3, stats=(), tokens=None, layers=None)
 
 
@@ -58,7 +58,7 @@ def nonfinite(step: int) -> GradientRecord:
 
 
 def grads_trace(path: Path, *records: GradientRecord, steps: int = 4) -> Path:
-    """Write a trace of one generation with these gradients behind its steps."""
+    """Write a trace of one generation with these gradients after its steps."""
     with TraceWriter.create(path, RUN) as writer:
         writer.begin_generation(sample_generation(0))
         for step in range(steps):

@@ -29,11 +29,11 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_review(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no rule look at the traces of these tests, whatever rules there are by now."""
+    """Run no rule on the traces of these tests, so that new rules change nothing."""
     if "with_review" not in request.fixturenames:
         monkeypatch.setattr(trace_session, "needs_review", lambda reader: False)
 
 
 @pytest.fixture
 def with_review() -> None:
-    """Let rules look after all."""
+    """Run the rules."""

@@ -62,23 +62,23 @@ def tokens(n: int = N_PROMPT) -> tuple[TokenRecord, ...]:
     return tuple(map(token, range(n)))
 
 
-def declared(rule: algebra.MaskSpec, separators: str = "attached") -> dict[str, Any]:
+def declared(spec: algebra.MaskSpec, separators: str = "attached") -> dict[str, Any]:
     return {
-        "preset": rule.name,
+        "preset": spec.name,
         "separators": separators,
-        "starts": rule.starts,
-        "prefix_stops": rule.prefix_stops,
-        "local_starts": rule.local_starts,
+        "starts": spec.starts,
+        "prefix_stops": spec.prefix_stops,
+        "local_starts": spec.local_starts,
     }
 
 
 @dataclass
-class Book:
-    """Writes masks and remembers, per layer, what was executed: the dense sheet."""
+class MaskedSteps:
+    """Writes masks and remembers, per layer, what was executed: the dense mask."""
 
-    rule: algebra.MaskSpec
+    spec: algebra.MaskSpec
     layers: Sequence[int] = tuple(range(7))
-    gate: float | None = 3e-6
+    lse_error: float | None = 3e-6
     compiled: bool = False
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Book:
 
     def cells(self, layer: int, q_idx: int, n_rows: int) -> Bools:
         """Return what a layer executes, (heads, rows, keys up to the last row)."""
-        dense = self.rule.dense(n_rows, q_offset=q_idx)
+        dense = self.spec.dense(n_rows, q_offset=q_idx)
         if layer == WRONG:
             dense = dense.copy()
             for row, key, value in ((9, 2, True), (10, 8, False), (16, 3, False)):
@@ -128,7 +128,7 @@ class Book:
         path = "flex compiled" if self.compiled else "flex uncompiled"
         return CallRecord(
             *(layer, path, "flexinspect", name, 1, 2, 1, n_rows, n_keys - offset, 8, "float32"),
-            *(0.25, self.gate, None if self.gate is None else "lse"),
+            *(0.25, self.lse_error, None if self.lse_error is None else "lse"),
         )
 
     def step(self, number: int, branch: int = 0, generation: int = 0) -> StepRecord:
@@ -153,38 +153,38 @@ def write(
     path: Path,
     n_steps: int = 4,
     *,
-    rule: algebra.MaskSpec | None = None,
+    spec: algebra.MaskSpec | None = None,
     about: dict[str, Any] | None = None,
-    gate: float | None = 3e-6,
+    lse_error: float | None = 3e-6,
     compiled: bool = False,
     n_generations: int = 1,
 ) -> Path:
-    rule = rule or algebra.preset("segment-isolation", SEGMENTS)
-    about = declared(rule) if about is None else about
-    with TraceWriter.create(path, {"model": "scene"}) as writer:
+    spec = spec or algebra.preset("segment-isolation", SEGMENTS)
+    about = declared(spec) if about is None else about
+    with TraceWriter.create(path, {"model": "synthetic"}) as writer:
         for number in range(n_generations):
-            book = Book(rule, gate=gate, compiled=compiled)
+            masked = MaskedSteps(spec, lse_error=lse_error, compiled=compiled)
             writer.begin_generation(
                 GenerationRecord(
-                    number, "demo", rule.name, "contiguous", SEGMENTS, tokens(), (), about, 1.0
+                    number, "demo", spec.name, "contiguous", SEGMENTS, tokens(), (), about, 1.0
                 )
             )
             for step in range(n_steps):
-                writer.write_step(book.step(step, generation=number))
+                writer.write_step(masked.step(step, generation=number))
             writer.end_generation(GenerationEnd(number, "finished", "x", SEGMENTS, "eos", 9.0))
     return path
 
 
-def sheet_of(layer: int, n_steps: int = 4, head: int = 0) -> Bools:
-    """Return the dense mask that the scene's layer executed, (rows, keys)."""
-    book = Book(algebra.preset("segment-isolation", SEGMENTS))
+def dense_mask(layer: int, n_steps: int = 4, head: int = 0) -> Bools:
+    """Return the dense mask that a layer of the trace executed, (rows, keys)."""
+    masked = MaskedSteps(algebra.preset("segment-isolation", SEGMENTS))
     n = N_PROMPT + n_steps - 1
     whole = np.zeros((n, n), np.bool_)
-    cells = book.cells(layer, 0, N_PROMPT)
+    cells = masked.cells(layer, 0, N_PROMPT)
     whole[:N_PROMPT, :N_PROMPT] = cells[min(head, len(cells) - 1)]
     for step in range(1, n_steps):
         q_idx = N_PROMPT + step - 1
-        row = book.cells(layer, q_idx, 1)
+        row = masked.cells(layer, q_idx, 1)
         row = row[min(head, len(row) - 1), 0]
         if layer == SLIDING:
             row = row.copy()
@@ -195,7 +195,7 @@ def sheet_of(layer: int, n_steps: int = 4, head: int = 0) -> Bools:
 
 @dataclass
 class Shown:
-    """A panel over a trace, asked at places."""
+    """A panel over a trace, loaded at places."""
 
     path: Path
 
@@ -231,7 +231,7 @@ class Shown:
 
 
 def sentence(shown: Shown, layer: int, q: int, kv: int, step: int = 3, **options: Any) -> str:
-    """Return what the cursor at (q, kv) says."""
-    words = describe_cell(shown.load(layer, step, q=q, kv=kv, **options))
-    assert words is not None
-    return words.sentence()
+    """Return the sentence of the cursor at (q, kv)."""
+    description = describe_cell(shown.load(layer, step, q=q, kv=kv, **options))
+    assert description is not None
+    return description.sentence()

@@ -1,4 +1,4 @@
-"""Models whose attention runs masks of a test's own, as users patch them."""
+"""Models whose attention runs masks that a test defines, as users patch them."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ SEGMENTS = [(1, 7, "first"), (7, 12, "second"), (12, 20, "third"), (20, 22, "cue
 
 PROMPT = 22
 
-Rule = Callable[[int, Any, Any, Any], Any]
+MaskMod = Callable[[int, Any, Any, Any], Any]
 """(layer, head, row, key) as positions to which cells are open."""
 
 
-def fed(n: int = PROMPT, seed: int = 3) -> Tensor:
+def prompt_ids(n: int = PROMPT, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 
 def isolated(
     spans: Sequence[tuple[int, int]] = ((0, 1), (1, 7), (7, 12), (12, 20)), reader: int = 20
-) -> Rule:
-    """Return the rule of the preset `segment-isolation` for `SEGMENTS`, or for other spans."""
+) -> MaskMod:
+    """Return the mask of the preset `segment-isolation` for `SEGMENTS`, or for other spans."""
     owner = torch.full((512,), 99)
     for number, (start, stop) in enumerate(spans):
         owner[start:stop] = number
 
-    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+    def mask_mod(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) & ((owner[q] == owner[kv]) | (q >= reader))
 
-    return rule
+    return mask_mod
 
 
 def causal(layer: int, h: Any, q: Any, kv: Any) -> Any:
     return kv <= q
 
 
-def only_in(layer: int, other: Rule, usual: Rule) -> Rule:
-    """Return a rule that is another in one layer."""
+def only_in(layer: int, other: MaskMod, usual: MaskMod) -> MaskMod:
+    """Return a mask that differs in one layer."""
     return lambda at, h, q, kv: (other if at == layer else usual)(at, h, q, kv)
 
 
 @contextmanager
-def own_attention(rule: Rule, *, heads: int | None = None, failing: Sequence[int] = ()) -> Any:
-    """Register flex with a rule; yields the name. A layer of `failing` falls back to SDPA."""
+def own_attention(
+    declared: MaskMod, *, heads: int | None = None, failing: Sequence[int] = ()
+) -> Any:
+    """Register flex with a mask; yields the name. A layer of `failing` falls back to SDPA."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         layer, offset = module.layer_idx, k.shape[2] - q.shape[2]
 
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return rule(layer, h, q_idx + offset, kv_idx)
+            return declared(layer, h, q_idx + offset, kv_idx)
 
         scale = kw.get("scaling")
         try:
@@ -80,7 +82,7 @@ def own_attention(rule: Rule, *, heads: int | None = None, failing: Sequence[int
 
 @contextmanager
 def registered(attention: Callable[..., Any]) -> Any:
-    """Register an attention function, and no mask function, under a name of its own."""
+    """Register an attention function, and no mask function, under a new name."""
     flex = sys.modules["torch.nn.attention.flex_attention"]
     AttentionInterface.register("mine", attention)
     # Without dynamo, which takes longer than all the rest.

@@ -1,4 +1,4 @@
-"""Small real things to load, and processes of their own to load them in."""
+"""Small real models and files to load, and separate processes to load them in."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def hub() -> HubMaker:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Runner:
-    """Run Python code in a process of its own, with an empty Hugging Face cache."""
+    """Run Python code in a new process, with an empty Hugging Face cache."""
 
     def run(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         packages = [Path(next(iter(p.__path__))).parent for p in (flexinspect, flexinspect_hooks)]

@@ -20,7 +20,7 @@ Cells = Callable[[int, Tensor, Tensor], Tensor]
 
 
 def attend_by(model: Any, cells: Cells, *, flex: bool = False, first_row: Any = None) -> None:
-    """Let a model attend by a mask. `first_row(q_len, kv_len)` may lie about where its rows are."""
+    """Let a model attend by a mask. `first_row(q_len, kv_len)` may return a wrong row offset."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -45,28 +45,32 @@ def _call(
     if not flex:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=cells[None], **options)
 
-    def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cells[h if len(cells) > 1 else 0, q_idx, kv_idx]
 
     heads = len(cells) if len(cells) > 1 else None
-    mask = create_block_mask(rule, None, heads, *cells.shape[1:], device="cpu")
+    mask = create_block_mask(mask_mod, None, heads, *cells.shape[1:], device="cpu")
     out: Any = flex_attention(query, key, value, block_mask=mask, **options)
     return out
 
 
-def with_cache(model: Any, fed: Tensor, n: int = 5) -> list[int]:
+def with_cache(model: Any, input_ids: Tensor, n: int = 5) -> list[int]:
     """Generate n tokens greedily, with a cache."""
     cache, chosen = DynamicCache(config=model.config), []
     for _ in range(n):
-        fed = model(fed, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-        chosen.append(int(fed[0]))
+        input_ids = (
+            model(input_ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        )
+        chosen.append(int(input_ids[0]))
     return chosen
 
 
-def without_cache(model: Any, fed: Tensor, n: int = 4) -> None:
+def without_cache(model: Any, input_ids: Tensor, n: int = 4) -> None:
     """Generate n tokens greedily, the whole sequence again each time."""
     for _ in range(n):
-        fed = torch.cat((fed, model(fed, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+        input_ids = torch.cat(
+            (input_ids, model(input_ids, use_cache=False).logits[:, -1:].argmax(-1)), 1
+        )
 
 
 def causal(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
@@ -75,7 +79,7 @@ def causal(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
 
 
 def inside(pos: Tensor, *spans: tuple[int, int]) -> Tensor:
-    """Say which positions lie in any of the spans."""
+    """Return which positions lie in any of the spans."""
     found = torch.zeros_like(pos, dtype=torch.bool)
     for start, stop in spans:
         found |= (pos >= start) & (pos < stop)

@@ -1,4 +1,4 @@
-"""An attention function of a user's, as people write them, whose faults a test chooses."""
+"""A user's attention function, whose faults a test chooses."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ def causal_from(offset: int) -> Callable[..., Any]:
 
 
 def isolating(spans: list[tuple[int, int]]) -> Callable[[int], Callable[..., Any]]:
-    """Return what makes causal rules under which spans of positions do not see each other."""
+    """Return what makes causal mask_mods under which spans of positions do not see each other."""
     owner = torch.full((512,), -1)
     for number, (start, stop) in enumerate(spans):
         owner[start:stop] = number
 
     def make(offset: int) -> Callable[..., Any]:
-        def rule(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             mine, other = owner[q_idx + offset], owner[kv_idx]
             return (kv_idx <= q_idx + offset) & ((mine < 0) | (other < 0) | (mine == other))
 
-        return rule
+        return mask_mod
 
     return make
 
 
 class Own:
-    """Runs flex under its own mask, `rule(offset)`, or what `choose` says for a layer and lengths.
+    """Runs flex under its own `mask_mod(offset)`, or what `choose` returns for a layer and lengths.
 
     "flex"; "sdpa": without any exception; "caught": it raises, and causal sdpa is run instead;
     "caught kernel": the kernel itself raises, and so on; "unmasked": it raises, and flex is run
     without a mask; "looked up": a cache of masks has a KeyError, and flex is run as always;
-    "raise": nobody catches it.
+    "raise": it is not caught.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Own:
         model: Any,
         choose: Choose = lambda layer, rows, keys: "flex",
         *,
-        rule: Callable[[int], Callable[..., Any]] = causal_from,
+        mask_mod: Callable[[int], Callable[..., Any]] = causal_from,
         heads: int | None = None,
     ) -> None:
-        self._choose, self._rule, self._heads = choose, rule, heads
+        self._choose, self._mask_mod, self._heads = choose, mask_mod, heads
         self.masks: dict[tuple[int, int], Any] = {}
         """Masks that are built once for all layers, by lengths, where `share` is set."""
         self.share = True
@@ -103,8 +103,8 @@ class Own:
             raise KeyError(lengths)
         if lengths in self.masks and self.share:
             return self.masks[lengths]
-        rule = self._rule(lengths[1] - lengths[0])
-        made = create_block_mask(rule, None, self._heads, *lengths, device="cpu")
+        mask_mod = self._mask_mod(lengths[1] - lengths[0])
+        made = create_block_mask(mask_mod, None, self._heads, *lengths, device="cpu")
         self.masks[lengths] = made
         return made
 

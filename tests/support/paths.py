@@ -1,4 +1,4 @@
-"""Where things of the repository stand, for tests at any depth."""
+"""Paths of the repository, for tests at any depth."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def prompt(seed: int = 1) -> Tensor:
 
 
 def isolated(spans: Sequence[tuple[int, int, str]] = SPANS, n: int = ROWS) -> BoolArray:
-    """Return cells (n, n): all see the BOS, paraphrases and separators only themselves beside it.
+    """Return cells (n, n): all see the BOS, paraphrases and separators only themselves besides.
 
     Rows from the end of the last span on see all before them.
     """

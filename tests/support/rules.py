@@ -1,4 +1,4 @@
-"""Rules that say what a test wants, to be asked after the fact."""
+"""Rules for tests: an offline one, one that reports at the end, one that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUERY = "SELECT * FROM steps WHERE generation = {generation} AND step = {step}"
 
 
 class Slow(Rule):
-    """Names every step of which a token is longer than three letters; a dear rule."""
+    """Names every step of which a token is longer than three letters; an offline rule."""
 
     name: ClassVar[str] = "slow"
     findings: ClassVar = {
@@ -43,35 +43,35 @@ class Slow(Rule):
 
 
 class Late(Rule):
-    """Speaks at the end only: of how many steps it has seen and what it has heard."""
+    """Reports the number of steps and the events, at the end."""
 
     name: ClassVar[str] = "late"
     findings: ClassVar = {"late.end": FindingKind(Severity.NOTE, "how much there was")}
 
-    def on_generation_start(self, scene: object) -> None:
-        super().on_generation_start(scene)  # type: ignore[arg-type]
+    def on_generation_start(self, context: object) -> None:
+        super().on_generation_start(context)  # type: ignore[arg-type]
         self.steps: list[int] = []
-        self.heard: list[str] = []
+        self.events: list[str] = []
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
         self.steps.append(step.step)
         return ()
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        self.heard.append(f"{event.text} after {self.steps[-1:]}")
+        self.events.append(f"{event.text} after {self.steps[-1:]}")
         return ()
 
     def on_generation_end(self) -> Sequence[Finding]:
-        said = f"{len(self.steps)} steps, heard {self.heard}"
+        sentence = f"{len(self.steps)} steps, heard {self.events}"
         number = self.context.generation.generation
-        return [Finding("late.end", Severity.NOTE, said, generation=number)]
+        return [Finding("late.end", Severity.NOTE, sentence, generation=number)]
 
 
 class Broken(Rule):
     """Fails at step 2."""
 
     name: ClassVar[str] = "broken"
-    findings: ClassVar = {"broken.id": FindingKind(Severity.ERROR, "never said")}
+    findings: ClassVar = {"broken.id": FindingKind(Severity.ERROR, "never reported")}
     offline_only: ClassVar[bool] = True
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:

@@ -110,13 +110,13 @@ def sample_generation(number: int) -> GenerationRecord:
         TokenRecord(pos, 10 + pos, token, text, pos, segment_of[pos], pos == 0)
         for pos, (token, text, _) in enumerate(PROMPT)
     )
-    rule = algebra.preset("segment-isolation", SEGMENTS)
+    spec = algebra.preset("segment-isolation", SEGMENTS)
     declared = {
         "preset": "segment-isolation",
         "separators": "attached",
-        "starts": list(rule.starts),
-        "prefix_stops": list(rule.prefix_stops),
-        "local_starts": list(rule.local_starts),
+        "starts": list(spec.starts),
+        "prefix_stops": list(spec.prefix_stops),
+        "local_starts": list(spec.local_starts),
     }
     return GenerationRecord(
         *(number, f"sample-{number}", "segment-isolation", "contiguous", SEGMENTS, tokens),
@@ -167,11 +167,11 @@ def sample_step(
 
 
 def _mask(step: int, generation: int) -> MaskRecord:
-    rule = algebra.preset("segment-isolation", SEGMENTS)
+    spec = algebra.preset("segment-isolation", SEGMENTS)
     rows = 1 if step else N_PROMPT
     offset = N_PROMPT + step - 1 if step else 0
     n_kv = N_PROMPT + step
-    cells = rule.dense(rows, n_kv, q_offset=offset)[None]
+    cells = spec.dense(rows, n_kv, q_offset=offset)[None]
     tables = np.ones((1, 1, 1), np.bool_)
     return MaskRecord(
         *(f"{generation:04x}{step:04x}aaaabbbb", "block", 1, 1, rows, n_kv, offset, 0, 128, 128),

@@ -91,9 +91,9 @@ def run_warm(argv: Sequence[str], *, timeout: float = 240, **options: Any) -> Ra
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-def run_command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `flexinspect words...` in a folder, without a terminal."""
-    command = [sys.executable, "-m", "flexinspect", *words]
+def run_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `flexinspect args...` in a folder, without a terminal."""
+    command = [sys.executable, "-m", "flexinspect", *args]
     return run(command, cwd=cwd, capture_output=True, text=True)
 
 
@@ -132,7 +132,7 @@ class Popen(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *given: Any) -> None:
         """Fork the process, given what `subprocess.Popen` gives (Python 3.11 to 3.14)."""
-        argv = python_words(args)
+        argv = python_args(args)
         if argv is None or preexec_fn is not None:
             super()._execute_child(args, executable, preexec_fn, *given)  # type: ignore[misc]
             return
@@ -182,14 +182,14 @@ class Popen(subprocess.Popen[Any]):
         return self.returncode
 
 
-def python_words(command: Any) -> list[str] | None:
+def python_args(command: Any) -> list[str] | None:
     """Return what follows `python` in a command that a forked process can run, None for others."""
     if isinstance(command, (str, bytes)) or os.fspath(command[0]) != sys.executable:
         return None
-    words = [os.fspath(word) for word in command[1:]]
-    after = next((i for i, word in enumerate(words) if word not in FLAGS), len(words))
-    is_known = after < len(words) and (words[after] in ("-m", "-c") or words[after][0] != "-")
-    return words if is_known else None
+    args = [os.fspath(word) for word in command[1:]]
+    after = next((i for i, word in enumerate(args) if word not in FLAGS), len(args))
+    is_known = after < len(args) and (args[after] in ("-m", "-c") or args[after][0] != "-")
+    return args if is_known else None
 
 
 _address = ""
@@ -297,7 +297,7 @@ def _report_ended(waiting: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             with waiting.pop(child) as client:
-                with suppress(OSError):  # the process that asked may have ended
+                with suppress(OSError):  # the requesting process may have ended
                     client.send(str(status).encode())
 
 

@@ -157,7 +157,7 @@ def full(tmp_path: Path) -> Iterator[TraceReader]:
 
 
 def plain(values: list[Any]) -> list[Any]:
-    """Return values with None for what is missing and a word for NaN, to be compared."""
+    """Return values with None for what is missing and a string for NaN, to be compared."""
 
     def one(value: Any) -> Any:
         if value is None or value is pandas.NA:

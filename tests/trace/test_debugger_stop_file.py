@@ -1,4 +1,4 @@
-"""The file of a debugger stop: written beside the trace, ignored when its process has died."""
+"""The file of a debugger stop: written next to the trace, ignored when its process has died."""
 
 from __future__ import annotations
 

@@ -195,15 +195,15 @@ def assert_survives(path: Path) -> None:
 
 
 def test_any_flipped_bits_are_read_or_refused(finished: Path, tmp_path: Path) -> None:
-    dice = random.Random(1)
+    rng = random.Random(1)
     whole = finished.read_bytes()
     for number in range(300):
         data = bytearray(whole)
         # Half of the flips go where the structure is: the header, the schema, starts of pages.
-        for _ in range(dice.choice([1, 1, 4, 64])):
-            page = dice.randrange(len(data) // 4096) * 4096
-            offset = page + dice.randrange(24) if number % 2 else dice.randrange(len(data))
-            data[offset] ^= 1 << dice.randrange(8)
+        for _ in range(rng.choice([1, 1, 4, 64])):
+            page = rng.randrange(len(data) // 4096) * 4096
+            offset = page + rng.randrange(24) if number % 2 else rng.randrange(len(data))
+            data[offset] ^= 1 << rng.randrange(8)
         path = tmp_path / f"flip{number}"
         path.write_bytes(data)
         assert_survives(path)
@@ -211,11 +211,11 @@ def test_any_flipped_bits_are_read_or_refused(finished: Path, tmp_path: Path) ->
 
 
 def test_any_truncation_is_read_or_refused(finished: Path, tmp_path: Path) -> None:
-    dice = random.Random(2)
+    rng = random.Random(2)
     whole = finished.read_bytes()
     path = tmp_path / "cut"
     for number in range(80):
-        size = dice.randrange(len(whole))
+        size = rng.randrange(len(whole))
         path.write_bytes(whole[: size if number % 2 else size // 4096 * 4096])
         assert_survives(path)
 
@@ -227,13 +227,13 @@ def test_any_damage_of_a_wal_is_read_or_refused(tmp_path: Path) -> None:
     for number in range(3):
         writer.write_step(step(number))
     wal = path.with_name(path.name + "-wal").read_bytes()
-    dice = random.Random(3)
+    rng = random.Random(3)
     for number in range(60):
         copy = tmp_path / f"w{number}"
         shutil.copy(path, copy)
-        data = bytearray(wal[: dice.randrange(len(wal)) if number % 3 == 0 else len(wal)])
+        data = bytearray(wal[: rng.randrange(len(wal)) if number % 3 == 0 else len(wal)])
         for _ in range(4 if data else 0):
-            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         copy.with_name(copy.name + "-wal").write_bytes(data)
         assert_survives(copy)
     writer.close()

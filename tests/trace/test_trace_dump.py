@@ -29,9 +29,9 @@ sys.exit(main(["dump", *sys.argv[1:]]))
 """
 
 
-def dumped(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    args = build_parser("dump").parse_args(["dump", *map(str, words)])
-    assert args.run(args) == 0
+def dumped(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    parsed = build_parser("dump").parse_args(["dump", *map(str, args)])
+    assert parsed.run(parsed) == 0
     return capsys.readouterr().out
 
 

@@ -91,9 +91,9 @@ def test_a_full_disk_is_reported_once_and_written_steps_stay(tmp_path: Path) -> 
     assert "the disk is full" in run["reason"]
 
 
-def child(*words: str | Path, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def child(*args: str | Path, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [*before, sys.executable, "-c", CHILD, *map(str, words)]
+    command = [*before, sys.executable, "-c", CHILD, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
 
 
@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_no_file(tmp_path: Path) -> None
 
 
 def test_a_tiny_file_system_fills_up(tmp_path: Path) -> None:
-    """A real full disk, where the kernel lets a user mount one in a name space of their own."""
+    """A real full disk, where the kernel lets a user mount one in a user namespace."""
     small, out = tmp_path / "small", tmp_path / "out"
     small.mkdir()
     out.mkdir()

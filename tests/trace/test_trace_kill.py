@@ -61,7 +61,7 @@ def reported_steps(reported: bytes) -> list[tuple[int, int]]:
 
 
 def check(path: Path, reported: list[tuple[int, int]]) -> None:
-    """Look with flexinspect first, as it may not repair anything, then ask SQLite itself."""
+    """Read with flexinspect first, as it must not repair anything, then with SQLite."""
     with open_trace(path) as reader:
         assert reader.state == "recording"
         for number, step_number in [*reported[:5], *reported[-5:]]:
@@ -81,11 +81,11 @@ def check(path: Path, reported: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_a_killed_recording_keeps_all_finished_steps(tmp_path: Path, moment: int) -> None:
-    dice = random.Random(moment)
+    rng = random.Random(moment)
     path = tmp_path / "run.flextrace"
     # Every third child folds its WAL all the time, so that kills hit that, too.
     wal_limit = 20 if moment % 3 == 0 else 16_384
-    reported = record_and_kill(path, dice.uniform(0.0, 0.25), wal_limit, dice.choice([3, 1000]))
+    reported = record_and_kill(path, rng.uniform(0.0, 0.25), wal_limit, rng.choice([3, 1000]))
     check(path, reported_steps(reported))
 
 

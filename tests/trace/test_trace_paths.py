@@ -180,7 +180,7 @@ def test_the_file_is_in_wal_mode_while_recording_and_plain_after(tmp_path: Path)
 
 @pytest.fixture
 def on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that says it is on NFS, and a local temporary folder to record to."""
+    """A folder that is reported to be on NFS, and a local temporary folder to record to."""
     target, local = tmp_path / "target", tmp_path / "local"
     target.mkdir()
     local.mkdir()

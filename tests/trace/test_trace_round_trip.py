@@ -289,11 +289,11 @@ def any_of(kind: type[Any], **fixed: st.SearchStrategy[Any]) -> st.SearchStrateg
     """Records of a kind with any values that its annotations allow."""
     values = {}
     for name in kind.__struct_fields__:
-        words = kind.__annotations__[name].split(" | ")
-        if name in fixed or words[0] not in KINDS:
+        kinds = kind.__annotations__[name].split(" | ")
+        if name in fixed or kinds[0] not in KINDS:
             continue
-        strategy = KINDS[words[0]]
-        values[name] = st.none() | strategy if "None" in words else strategy
+        strategy = KINDS[kinds[0]]
+        values[name] = st.none() | strategy if "None" in kinds else strategy
     return st.builds(kind, **(values | fixed))
 
 

@@ -106,8 +106,8 @@ def test_a_step_of_generation_has_no_training(tmp_path: Path) -> None:
 
 
 def test_both_dumps_have_the_training_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([str(path)], [str(path), "--json"]):
-        assert main(["dump", *words]) == 0
+    for args in ([str(path)], [str(path), "--json"]):
+        assert main(["dump", *args]) == 0
     text, _, json_text = capsys.readouterr().out.partition("\n{")
     assert "training loss nan (reported)  lr 0.5 0.001  detail basic" in text
     assert "origin   module 1  affected 2" in text

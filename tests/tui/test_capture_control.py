@@ -1,4 +1,4 @@
-"""Commands given from the interface: what is asked, what is said, where it leads."""
+"""Commands given from the interface: the requests, the messages, the new place."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ SIZE = (100, 30)
 
 
 class FakeCapture:
-    """Answers as a capture does, and keeps what it was asked."""
+    """Answers as a capture does, and keeps the requests."""
 
     def __init__(self) -> None:
         self.state: Any = "running"
         self.reason = self.until = ""
         self.level: Any = "advanced"
-        self.asked: list[tuple[Any, ...]] = []
-        self.book: list[BreakpointInfo] = []
+        self.requests: list[tuple[Any, ...]] = []
+        self.stored: list[BreakpointInfo] = []
         self.cost = Cost("nothing to speak of")
         self.outcome = RewindState(1, "fork", "done", "branch 1 goes on", StepRef(0, 0, 1), 0.01)
         self.is_silent = False
         self.held = ""
-        self._order: RewindState | None = None
+        self._rewind: RewindState | None = None
 
     def client(self) -> FakeCapture:
         return self
@@ -81,46 +81,48 @@ class FakeCapture:
         return StatusResponse(
             *(self.state, place, f"{self.state} now", self.reason, until),
             level=self.level,
-            last_rewind=self._order,
+            last_rewind=self._rewind,
         )
 
-    def _answer(self, said: str, **more: Any) -> CommandResponse:
-        return CommandResponse(said, self.status(), **more)
+    def _answer(self, message: str, **more: Any) -> CommandResponse:
+        return CommandResponse(message, self.status(), **more)
 
     def pause(self) -> CommandResponse:
-        self.asked.append(("pause",))
+        self.requests.append(("pause",))
         self.state = "paused"
         return self._answer("pausing after this step")
 
     def continue_(self) -> CommandResponse:
-        self.asked.append(("continue",))
+        self.requests.append(("continue",))
         self.state = "running"
         return self._answer("going on")
 
     def stop(self) -> CommandResponse:
-        self.asked.append(("stop",))
+        self.requests.append(("stop",))
         return self._answer("stopping after this step")
 
     def step(self, n: int) -> CommandResponse:
-        self.asked.append(("step", n))
+        self.requests.append(("step", n))
         return self._answer("pausing after 1 more step")
 
     def breakpoints(self) -> list[BreakpointInfo]:
-        return self.book
+        return self.stored
 
     def add_breakpoint(self, text: str) -> BreakpointInfo:
         parse(text)
-        one = BreakpointInfo(len(self.book) + 1, text)
-        self.book.append(one)
+        one = BreakpointInfo(len(self.stored) + 1, text)
+        self.stored.append(one)
         return one
 
     def enable_breakpoint(self, number: int, on: bool) -> BreakpointInfo:
-        self.book = [structs.replace(b, is_enabled=on) if b.id == number else b for b in self.book]
-        return self.book[0]
+        self.stored = [
+            structs.replace(b, is_enabled=on) if b.id == number else b for b in self.stored
+        ]
+        return self.stored[0]
 
     def remove_breakpoint(self, number: int) -> list[BreakpointInfo]:
-        self.book = [one for one in self.book if one.id != number]
-        return self.book
+        self.stored = [one for one in self.stored if one.id != number]
+        return self.stored
 
     def rewind(self, command: RewindCommand) -> CommandResponse:
         if command.dry_run:
@@ -130,13 +132,13 @@ class FakeCapture:
             further = (command.token_id, command.text)
         elif isinstance(command, EditMask):
             further = command.edits
-        self.asked.append((command.kind, command.place, *further))
-        self._order = self.outcome
+        self.requests.append((command.kind, command.place, *further))
+        self._rewind = self.outcome
         return self._answer("it will be done", rewind_number=1)
 
 
 class Driven:
-    """The interface on a growing trace, with a capture behind it that only pretends."""
+    """The interface on a growing trace, with a fake capture."""
 
     def __init__(self, app: InspectorApp, pilot: Pilot[Any], capture: FakeCapture) -> None:
         self.app, self.pilot, self.capture = app, pilot, capture
@@ -146,13 +148,13 @@ class Driven:
             while not what():
                 await self.pilot.pause(0.02)
 
-    def said(self, text: str) -> bool:
+    def shows(self, text: str) -> bool:
         return any(text in note.message for note in self.app._notifications)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A trace that this process is still writing, as far as anybody can see."""
+    """A trace that this process is still writing, as far as readers can see."""
     path = sample_trace(tmp_path / "run.flextrace", generations=1, finish=False)
     with sqlite3.connect(path) as db:
         facts = (("pid", os.getpid()), ("started_at", time.time()))
@@ -173,25 +175,25 @@ async def test_space_pauses_and_continues_and_the_header_shows_it(path: Path) ->
         here = await driven(app, pilot)
         await pilot.press("space")
         await here.until(lambda: "paused" in screen_lines(app)[0])
-        assert here.said("pausing after this step")
+        assert here.shows("pausing after this step")
         await pilot.press("space")
-        await here.until(lambda: ("continue",) in here.capture.asked)
+        await here.until(lambda: ("continue",) in here.capture.requests)
         await here.until(lambda: "paused" not in screen_lines(app)[0])
 
 
-async def test_pausing_as_asked_tells_the_keys_once_and_is_shown_by_the_header(path: Path) -> None:
+async def test_a_requested_pause_shows_the_keys_once_and_changes_the_header(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         here.capture.reason, here.capture.until = PAUSE_REQUESTED, "after this step"
         await pilot.press("space")
-        await here.until(lambda: here.said("space continues, . runs one step"))
+        await here.until(lambda: here.shows("space continues, . runs one step"))
         app.clear_notifications()
         await pilot.press("space", "space")
-        await here.until(lambda: here.capture.asked == [("pause",), ("continue",), ("pause",)])
+        await here.until(lambda: here.capture.requests == [("pause",), ("continue",), ("pause",)])
         await here.until(lambda: "paused" in screen_lines(app)[0])
         await pilot.pause(NOTIFY_AFTER_S)
-        assert not here.said("paus")
+        assert not here.shows("paus")
 
 
 async def test_the_header_names_the_level_as_it_is_by_now(path: Path) -> None:
@@ -207,33 +209,33 @@ def test_a_refusal_says_what_to_do_on_a_line_of_its_own() -> None:
     assert format_error(refused) == "It is no[t].\nDo \\x1b that."
 
 
-async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:
+async def test_a_stop_says_why_and_how_to_continue(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         here.capture.reason = "entropy is 3.4, above 3"
         here.capture.state = "paused"
-        await here.until(lambda: here.said("entropy is 3.4, above 3"))
-        assert here.said("space continues")
+        await here.until(lambda: here.shows("entropy is 3.4, above 3"))
+        assert here.shows("space continues")
 
 
-async def test_a_point_lets_the_model_make_one_token(path: Path) -> None:
+async def test_the_full_stop_key_makes_one_token(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await pilot.press("home", "full_stop")
-        await here.until(lambda: ("step", 1) in here.capture.asked)
+        await here.until(lambda: ("step", 1) in here.capture.requests)
         assert app.screen.following  # type: ignore[attr-defined]
 
 
-async def test_a_run_that_is_not_our_own_is_asked_to_stop(path: Path) -> None:
+async def test_a_run_of_another_process_is_asked_to_stop(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await here.until(lambda: app.screen.capture_status.status)  # type: ignore[attr-defined]
         await pilot.press("ctrl+c")
-        await here.until(lambda: here.said("stopping after this step"))
-        assert here.capture.asked == [("stop",)]
+        await here.until(lambda: here.shows("stopping after this step"))
+        assert here.capture.requests == [("stop",)]
 
 
 async def test_a_process_that_is_held_does_not_hold_the_interface(path: Path) -> None:
@@ -251,7 +253,7 @@ async def test_the_place_of_a_debugger_stop_is_shown(path: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         here.capture.held = "A debugger holds it in my_mask.py, line 3."
-        await here.until(lambda: here.said("my_mask.py, line 3"))
+        await here.until(lambda: here.shows("my_mask.py, line 3"))
         await here.until(lambda: "held by a debugger" in screen_lines(app)[0])
 
 
@@ -261,20 +263,20 @@ async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_pat
         await settle(pilot)
         here = Driven(app, pilot, FakeCapture())
         await pilot.press("space")
-        await here.until(lambda: here.said("No capture of this trace takes commands"))
-        assert here.said("no model can be controlled.\nA run that this interface")
+        await here.until(lambda: here.shows("No capture of this trace takes commands"))
+        assert here.shows("no model can be controlled.\nA run that this interface")
 
 
 def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     state = CaptureState(is_over=True)
-    process: Any = SimpleNamespace(state=state, interrupt=lambda: asked.append("interrupt"))
+    process: Any = SimpleNamespace(state=state, interrupt=lambda: requested.append("interrupt"))
     feed = TraceSession(process=process)
     feed.interrupt()
-    assert not asked
+    assert not requested
     state.is_over = False
     feed.interrupt()
-    assert asked
+    assert requested
 
 
 def test_a_loading_run_differs_from_one_that_takes_no_commands() -> None:
@@ -294,13 +296,13 @@ async def test_breakpoints_are_set_switched_and_removed(path: Path) -> None:
         await pilot.press("b")
         await here.until(lambda: isinstance(app.screen, BreakpointsScreen))
         await pilot.press(*"step == 12", "enter")
-        await here.until(lambda: here.capture.book)
+        await here.until(lambda: here.capture.stored)
         await here.until(lambda: "● 1  step == 12" in screen_text(app))
         app.screen.query_one("OptionList").focus()
         await pilot.press("down", "enter")
         await here.until(lambda: "○ 1  step == 12" in screen_text(app))
         await pilot.press("x")
-        await here.until(lambda: not here.capture.book)
+        await here.until(lambda: not here.capture.stored)
 
 
 async def test_a_condition_that_cannot_be_read_is_shown_with_its_place(path: Path) -> None:
@@ -312,7 +314,7 @@ async def test_a_condition_that_cannot_be_read_is_shown_with_its_place(path: Pat
         await pilot.press(*"entropie > 3", "enter")
         await here.until(lambda: "^" in screen_text(app))
         assert "entropy" in screen_text(app)
-        assert not here.capture.book
+        assert not here.capture.stored
 
 
 async def test_tab_completes_a_name(path: Path) -> None:
@@ -335,15 +337,15 @@ async def test_a_candidate_is_chosen_for_a_fork(path: Path) -> None:
         await pilot.press("home", "F")
         await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press("enter")
-        await here.until(lambda: here.capture.asked)
-        kind, place, token_id, text = here.capture.asked[0]
+        await here.until(lambda: here.capture.requests)
+        kind, place, token_id, text = here.capture.requests[0]
         assert (kind, place, text) == ("fork", StepRef(0, 0, 0), None)
         reader = app.session.reader  # type: ignore[union-attr]
         assert reader is not None
         chosen = reader.logits(0, 0).chosen_id  # type: ignore[union-attr]
         others = [one.token_id for one in reader.candidates(0, 0) if one.token_id != chosen]
         assert token_id == others[0]
-        await here.until(lambda: here.said("branch 1 goes on (10 ms)"))
+        await here.until(lambda: here.shows("branch 1 goes on (10 ms)"))
         await here.until(lambda: app.screen.place.step == 1)  # type: ignore[attr-defined]
 
 
@@ -356,8 +358,8 @@ async def test_a_fork_is_of_the_step_it_was_asked_on(path: Path) -> None:
         await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         screen.place = replace(screen.place, step=2)  # as following the model does
         await pilot.press("enter")
-        await here.until(lambda: here.capture.asked)
-        assert here.capture.asked[0][:2] == ("fork", StepRef(0, 0, 0))
+        await here.until(lambda: here.capture.requests)
+        assert here.capture.requests[0][:2] == ("fork", StepRef(0, 0, 0))
 
 
 async def test_a_typed_text_is_forced(path: Path) -> None:
@@ -369,8 +371,8 @@ async def test_a_typed_text_is_forced(path: Path) -> None:
         await pilot.press("end", "enter")
         await here.until(lambda: isinstance(app.screen, TextDialog))
         await pilot.press("space", *"Rome", "enter")
-        await here.until(lambda: here.capture.asked)
-        assert here.capture.asked[0][2:] == (None, " Rome")
+        await here.until(lambda: here.capture.requests)
+        assert here.capture.requests[0][2:] == (None, " Rome")
 
 
 async def test_an_expensive_restore_is_confirmed_first(path: Path) -> None:
@@ -382,24 +384,24 @@ async def test_an_expensive_restore_is_confirmed_first(path: Path) -> None:
         await here.until(lambda: "about 4 s" in screen_text(app))
         await pilot.press("down", "enter")
         await here.until(lambda: not isinstance(app.screen, ChoiceDialog))
-        assert not here.capture.asked
+        assert not here.capture.requests
         await pilot.press("R")
         await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press("enter")
-        await here.until(lambda: here.capture.asked == [("restore", StepRef(0, 0, 0))])
+        await here.until(lambda: here.capture.requests == [("restore", StepRef(0, 0, 0))])
 
 
-async def test_a_failed_order_says_why_and_stays(path: Path) -> None:
+async def test_a_failed_rewind_says_why_and_keeps_the_place(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         here.capture.outcome = RewindState(1, "restore", "failed", "The weights have changed.")
         await pilot.press("home", "R")
-        await here.until(lambda: here.said("The weights have changed."))
+        await here.until(lambda: here.shows("The weights have changed."))
         assert app.screen.place.step == 0  # type: ignore[attr-defined]
 
 
-async def test_a_mask_is_edited_by_small_questions(path: Path) -> None:
+async def test_a_mask_is_edited_by_dialogs(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
@@ -408,8 +410,8 @@ async def test_a_mask_is_edited_by_small_questions(path: Path) -> None:
         await pilot.press("down", "enter")
         await here.until(lambda: "Which segment is dropped?" in screen_text(app))
         await pilot.press("down", "enter")
-        await here.until(lambda: here.capture.asked)
-        assert here.capture.asked[0][2] == MaskEdit("drop", segments=(1,))
+        await here.until(lambda: here.capture.requests)
+        assert here.capture.requests[0][2] == MaskEdit("drop", segments=(1,))
 
 
 async def test_a_cell_is_named_by_row_and_key(path: Path) -> None:
@@ -421,8 +423,8 @@ async def test_a_cell_is_named_by_row_and_key(path: Path) -> None:
         await pilot.press(*["down"] * 6, "enter")
         await here.until(lambda: isinstance(app.screen, TextDialog))
         await pilot.press(*"9 4", "enter")
-        await here.until(lambda: here.capture.asked)
-        assert here.capture.asked[0][2] == MaskEdit("cell", row=9, key=4, is_open=False)
+        await here.until(lambda: here.capture.requests)
+        assert here.capture.requests[0][2] == MaskEdit("cell", row=9, key=4, is_open=False)
 
 
 async def test_one_branch_says_how_to_make_another(path: Path) -> None:
@@ -430,7 +432,7 @@ async def test_one_branch_says_how_to_make_another(path: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await pilot.press("t")
-        await here.until(lambda: here.said("F forks it"))
+        await here.until(lambda: here.shows("F forks it"))
 
 
 def test_a_number_sign_names_a_token_by_its_id() -> None:

@@ -112,7 +112,7 @@ async def test_a_run_that_cannot_begin_says_why(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.flextrace*"))
 
 
-async def test_quitting_a_live_run_asks_first(tmp_path: Path) -> None:
+async def test_quitting_a_live_run_asks_for_confirmation(tmp_path: Path) -> None:
     path = tmp_path / "run.flextrace"
     app = InspectorApp(job=job(path, **LONG))
     async with app.run_test(size=(100, 30)) as pilot:
@@ -183,7 +183,7 @@ async def test_a_trace_of_another_process_shows_when_that_is_killed(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("phase", "fraction", "said"),
+    ("phase", "fraction", "text"),
     [
         ("importing torch", None, f"importing torch (3 s)  {'━' * 6}{'╌' * 24} 2 of 5"),
         ("reading weights", 0.5, f"reading weights (3 s)  {'━' * 15}{'╌' * 15} 50 %"),
@@ -196,10 +196,10 @@ async def test_a_trace_of_another_process_shows_when_that_is_killed(tmp_path: Pa
     ],
 )
 def test_loading_has_a_bar_where_it_is_known_how_far_it_is(
-    phase: str, fraction: float | None, said: str
+    phase: str, fraction: float | None, text: str
 ) -> None:
     status = RunStatus("recording", phase=phase, fraction=fraction)
-    assert banner_text(status, 3) == (said, "busy")
+    assert banner_text(status, 3) == (text, "busy")
 
 
 SCRIPT = f"""

@@ -37,8 +37,8 @@ sys.exit(offline_rules.main(sys.argv[1:]))
 
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
-    """The words after the trace of the process that reviews; its only rule is `Slow`."""
-    words: list[str] = []
+    """The arguments after the trace of the review process; its only rule is `Slow`."""
+    args: list[str] = []
     made = {"numbers": NumbersRule, "slow": Slow}
     monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
     tests = str(TESTS)
@@ -46,9 +46,9 @@ def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
     monkeypatch.setattr(
         offline_rules,
         "review_command",
-        lambda path: [sys.executable, "-c", CHILD, str(path), *words],
+        lambda path: [sys.executable, "-c", CHILD, str(path), *args],
     )
-    return words
+    return args
 
 
 async def until(pilot: Pilot[None], text: str) -> str:
@@ -105,8 +105,8 @@ async def test_findings_that_cannot_be_stored_are_shown_with_a_note(
     async with app.run_test(size=(100, 40)) as pilot:
         await until(pilot, "2 warnings")
         await pilot.pause()
-        (told,) = [note.message for note in app._notifications]
-    assert told == f"The findings are not stored in {trace}: it is read-only."
+        (message,) = [note.message for note in app._notifications]
+    assert message == f"The findings are not stored in {trace}: it is read-only."
     assert trace.read_bytes() == before
 
 
@@ -121,8 +121,8 @@ async def test_closing_ends_the_process_of_the_review(
     ended: list[int | None] = []
     real = asyncio.create_subprocess_exec
 
-    async def noted(*words: str, **options: object) -> asyncio.subprocess.Process:
-        process = await real(*words, **options)  # type: ignore[arg-type]
+    async def noted(*args: str, **options: object) -> asyncio.subprocess.Process:
+        process = await real(*args, **options)  # type: ignore[arg-type]
         ended.append(process.pid)
         return process
 

@@ -1,4 +1,4 @@
-"""Loading in threads: the newest wish wins, and what was expected is not loaded twice."""
+"""Loading in threads: the newest request wins, and preloaded data is not loaded twice."""
 
 from __future__ import annotations
 
@@ -19,91 +19,91 @@ from flexinspect.tui.screens.trace_screen import clamp_place, extrapolate_place
 from flexinspect.tui.trace_session import RunStatus
 
 
-class Desk:
-    """A loader with a wish that the test sets, and a list of what was loaded and taken."""
+class LoaderBench:
+    """A loader with a request that the test sets, and a list of what was loaded and taken."""
 
     def __init__(self) -> None:
-        self.wish = "a"
+        self.request = "a"
         self.loaded: list[str] = []
         self.taken: list[tuple[str, str]] = []
-        self.gate = Event()
-        self.gate.set()
+        self.may_load = Event()
+        self.may_load.set()
         self.pool = ThreadPoolExecutor(1)
-        self.loader = Loader(self.pool, lambda: self.wish, self._load, self._take)
+        self.loader = Loader(self.pool, lambda: self.request, self._load, self._take)
 
-    def _load(self, wish: str) -> str:
-        self.gate.wait(10)
-        self.loaded.append(wish)
-        return wish.upper()
+    def _load(self, request: str) -> str:
+        self.may_load.wait(10)
+        self.loaded.append(request)
+        return request.upper()
 
-    def _take(self, wish: str, found: str) -> None:
-        self.taken.append((wish, found))
+    def _take(self, request: str, found: str) -> None:
+        self.taken.append((request, found))
 
-    async def shows(self, wish: str) -> None:
-        """Want something and wait until it is there."""
-        self.wish = wish
+    async def shows(self, request: str) -> None:
+        """Request something and wait until it is loaded."""
+        self.request = request
         self.loader.request_load()
         await self.loader.wait_idle()
 
 
-def at_desk(play: Callable[[Desk], Awaitable[None]]) -> Desk:
-    """Run a play with a desk whose loader is running."""
+def with_loader(scenario: Callable[[LoaderBench], Awaitable[None]]) -> LoaderBench:
+    """Run a scenario with a running loader."""
 
-    async def run() -> Desk:
-        desk = Desk()
-        task = asyncio.create_task(desk.loader.run())
-        await play(desk)
+    async def run() -> LoaderBench:
+        bench = LoaderBench()
+        task = asyncio.create_task(bench.loader.run())
+        await scenario(bench)
         task.cancel()
-        desk.pool.shutdown()
-        return desk
+        bench.pool.shutdown()
+        return bench
 
     return asyncio.run(run())
 
 
-def test_what_was_expected_is_taken_without_a_second_load() -> None:
-    async def play(desk: Desk) -> None:
-        await desk.shows("a")
-        desk.loader.preload("b")
-        await desk.shows("b")
+def test_a_preload_is_taken_without_a_second_load() -> None:
+    async def scenario(bench: LoaderBench) -> None:
+        await bench.shows("a")
+        bench.loader.preload("b")
+        await bench.shows("b")
 
-    desk = at_desk(play)
-    assert desk.loaded == ["a", "b"]
-    assert desk.taken == [("a", "A"), ("b", "B")]
-
-
-def test_what_was_expected_in_vain_is_never_taken() -> None:
-    async def play(desk: Desk) -> None:
-        await desk.shows("a")
-        desk.loader.preload("b")
-        await desk.shows("c")
-        await desk.shows("b")
-
-    assert [wish for wish, _ in at_desk(play).taken] == ["a", "c", "b"]
+    bench = with_loader(scenario)
+    assert bench.loaded == ["a", "b"]
+    assert bench.taken == [("a", "A"), ("b", "B")]
 
 
-def test_wanting_what_is_being_loaded_ahead_waits_for_that_load() -> None:
-    async def play(desk: Desk) -> None:
-        await desk.shows("a")
-        desk.gate.clear()
-        desk.loader.preload("b")
-        asyncio.get_running_loop().call_later(0.02, desk.gate.set)
-        await desk.shows("b")
+def test_an_unused_preload_is_never_taken() -> None:
+    async def scenario(bench: LoaderBench) -> None:
+        await bench.shows("a")
+        bench.loader.preload("b")
+        await bench.shows("c")
+        await bench.shows("b")
 
-    desk = at_desk(play)
-    assert desk.loaded == ["a", "b"]
-    assert desk.taken[-1] == ("b", "B")
+    assert [request for request, _ in with_loader(scenario).taken] == ["a", "c", "b"]
 
 
-def test_nothing_is_expected_while_something_is_wanted() -> None:
-    async def play(desk: Desk) -> None:
-        desk.gate.clear()
-        desk.wish = "a"
-        desk.loader.request_load()
-        desk.loader.preload("b")
-        desk.gate.set()
-        await desk.loader.wait_idle()
+def test_requesting_what_is_being_preloaded_waits_for_that_load() -> None:
+    async def scenario(bench: LoaderBench) -> None:
+        await bench.shows("a")
+        bench.may_load.clear()
+        bench.loader.preload("b")
+        asyncio.get_running_loop().call_later(0.02, bench.may_load.set)
+        await bench.shows("b")
 
-    assert at_desk(play).loaded == ["a"]
+    bench = with_loader(scenario)
+    assert bench.loaded == ["a", "b"]
+    assert bench.taken[-1] == ("b", "B")
+
+
+def test_nothing_is_preloaded_while_a_request_waits() -> None:
+    async def scenario(bench: LoaderBench) -> None:
+        bench.may_load.clear()
+        bench.request = "a"
+        bench.loader.request_load()
+        bench.loader.preload("b")
+        bench.may_load.set()
+        await bench.loader.wait_idle()
+
+    assert with_loader(scenario).loaded == ["a"]
 
 
 def test_the_next_place_continues_in_the_same_direction() -> None:
@@ -128,21 +128,22 @@ async def test_a_second_step_in_one_direction_loads_only_ahead(
         submitted: list[Any] = []
         submit = ThreadPoolExecutor.submit
 
-        def watched(pool: Any, load: Any, wish: Any) -> Any:
-            submitted.append(wish)
-            return submit(pool, load, wish)
+        def watched(pool: Any, load: Any, request: Any) -> Any:
+            submitted.append(request)
+            return submit(pool, load, request)
 
         monkeypatch.setattr(ThreadPoolExecutor, "submit", watched)
         await pilot.press("right")
         await settle(pilot)
         assert "step 3/5" in screen_lines(app)[0]
         places = [
-            wish[0] if isinstance(wish[0], TracePlace) else wish[1].place for wish in submitted
+            request[0] if isinstance(request[0], TracePlace) else request[1].place
+            for request in submitted
         ]
         assert {place.step for place in places} <= {4}
 
 
-async def test_what_is_ahead_is_forgotten_when_the_trace_grows(trace: Path) -> None:
+async def test_preloaded_data_is_dropped_when_the_trace_grows(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)

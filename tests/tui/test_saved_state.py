@@ -1,4 +1,4 @@
-"""What the interface remembers survives anything, and never stands in the way."""
+"""The saved state of the interface: an invalid file or folder never causes an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_without_a_file_there_are_defaults() -> None:
     assert saved_state.load_state() == saved_state.InterfaceState()
 
 
-def test_what_is_remembered_is_recalled_and_the_rest_kept() -> None:
+def test_saved_values_are_loaded_and_the_others_are_kept() -> None:
     saved_state.save_state(panels=("run", "mask"), slots=3)
     saved_state.save_state(theme="nord")
     assert saved_state.load_state() == saved_state.InterfaceState(("run", "mask"), 3, "nord", ())
@@ -28,7 +28,7 @@ def test_what_is_remembered_is_recalled_and_the_rest_kept() -> None:
     "text",
     ["", "{", "[]", '{"panels": 3, "slots": "x"}', '{"panels": [1], "slots": 99}', "[" * 100_000],
 )
-def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str) -> None:
+def test_an_invalid_file_gives_valid_settings(text: str) -> None:
     file = saved_state.state_file()
     assert file is not None
     file.parent.mkdir(parents=True)

@@ -43,7 +43,7 @@ async def press(pilot: Any, *keys: str) -> None:
 
 
 async def answer(pilot: Any, key: str, text: str) -> None:
-    """Press a key that asks for a text, and give it."""
+    """Press a key that opens a prompt, and type the text."""
     await settle(pilot)
     await pilot.press(key)
     await pilot.pause()
@@ -91,7 +91,7 @@ async def test_layers_and_heads_stay_within_the_model(trace: Path) -> None:
         assert (place(app).layer, place(app).head) == (LAYERS - 2, 0)
 
 
-async def test_generations_are_walked_like_steps(trace: Path) -> None:
+async def test_keys_step_through_generations(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await press(pilot, "right", ">")
@@ -118,8 +118,8 @@ async def test_a_missing_step_is_an_error_message(trace: Path) -> None:
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "g", "999")
         assert place(app).step == 5
-        said = [note.message for note in app._notifications]
-        assert said == ["Step 999 does not exist; the nearest step is shown."]
+        messages = [note.message for note in app._notifications]
+        assert messages == ["Step 999 does not exist; the nearest step is shown."]
 
 
 async def test_search_finds_tokens_of_the_prompt_and_wraps_around(trace: Path) -> None:
@@ -480,7 +480,7 @@ async def test_an_empty_trace_says_that_it_has_no_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PANELS)
-def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
+def test_before_the_first_generation_a_panel_waits_without_an_error(
     name: str, tmp_path: Path
 ) -> None:
     path = sample_trace(tmp_path / "none.flextrace", generations=0)
@@ -488,11 +488,11 @@ def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
     request = Request(TracePlace(), panel.initial_options, 80, 20)
     with open_trace(path) as reader:
         try:
-            said = panel.describe(panel.load(Source(reader), request))
+            lines = panel.describe(panel.load(Source(reader), request))
         except Missing as missing:
-            said = missing.lines()
-    assert said
-    assert str(path) not in said[0]
+            lines = missing.lines()
+    assert lines
+    assert str(path) not in lines[0]
 
 
 async def test_a_panel_that_fails_says_so_and_ends_nothing(
@@ -563,7 +563,7 @@ async def test_a_number_beyond_any_step_is_searched_as_text(trace: Path) -> None
         assert place(app).step == 0
 
 
-async def test_damage_met_by_a_search_is_reported(
+async def test_damage_found_by_a_search_is_reported(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexinspect.core.errors import TraceError

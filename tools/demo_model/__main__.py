@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from tools.demo_model.corpus import Composer, Sampler
 from tools.demo_model.dataset import build_dataset, write_dataset
-from tools.demo_model.evaluate import Examinee, main_rows, preset_rows
+from tools.demo_model.evaluate import ModelUnderTest, main_rows, preset_rows
 from tools.demo_model.facts import Fact, read_facts
 from tools.demo_model.report import TrainingRecord, missed_bars, read_record, write_page
 from tools.demo_model.tokenizer import load_tokenizer, train_tokenizer
@@ -43,7 +43,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def make(options: argparse.Namespace, facts: Sequence[Fact]) -> tuple[Examinee, TrainingRecord]:
+def make(
+    options: argparse.Namespace, facts: Sequence[Fact]
+) -> tuple[ModelUnderTest, TrainingRecord]:
     """Train a tokenizer and a model."""
     started = time.perf_counter()
     torch.manual_seed(options.seed)
@@ -62,26 +64,28 @@ def make(options: argparse.Namespace, facts: Sequence[Fact]) -> tuple[Examinee, 
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
-    return Examinee(model, tokenizer), record
+    return ModelUnderTest(model, tokenizer), record
 
 
-def load(folder: Path) -> tuple[Examinee, TrainingRecord]:
+def load(folder: Path) -> tuple[ModelUnderTest, TrainingRecord]:
     """Load the model in `folder` and the record of its training."""
     model = LlamaForCausalLM.from_pretrained(
         str(folder), dtype=torch.float32, attn_implementation="sdpa"
     )
-    return Examinee(model, load_tokenizer(folder)), read_record(folder)
+    return ModelUnderTest(model, load_tokenizer(folder)), read_record(folder)
 
 
-def save(folder: Path, examinee: Examinee, record: TrainingRecord, facts: Sequence[Fact]) -> None:
-    """Write everything that is shipped, aside first, so that an interruption spoils nothing."""
+def save(
+    folder: Path, model: ModelUnderTest, record: TrainingRecord, facts: Sequence[Fact]
+) -> None:
+    """Write everything that is shipped, aside first, so that an interruption damages nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as name:
         aside = Path(name)
-        examinee.model.save_pretrained(name)
-        examinee.tokenizer.save_pretrained(name)
+        model.model.save_pretrained(name)
+        model.tokenizer.save_pretrained(name)
         record.write(aside)
-        write_dataset(aside / "questions.jsonl", build_dataset(facts, examinee, record.seed))
+        write_dataset(aside / "questions.jsonl", build_dataset(facts, model, record.seed))
         for file in aside.iterdir():
             file.chmod(0o644)
             file.replace(folder / file.name)
@@ -92,17 +96,17 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.disable_progress_bar()
     facts = read_facts()
-    examinee, record = load(options.out) if options.evaluate_only else make(options, facts)
-    rows = main_rows(examinee, facts)
+    model, record = load(options.out) if options.evaluate_only else make(options, facts)
+    rows = main_rows(model, facts)
     missed = missed_bars(rows)
     for sentence in missed:
         print(f"bar missed: {sentence}", file=sys.stderr)
     if missed and not options.evaluate_only:
         print("Nothing was written: the model is below the bars.", file=sys.stderr)
         return 1
-    presets = preset_rows(examinee, facts)
+    presets = preset_rows(model, facts)
     if not options.evaluate_only:
-        save(options.out, examinee, record, facts)
+        save(options.out, model, record, facts)
     n_bytes = sum(file.stat().st_size for file in options.out.iterdir())
     n_countries = len({fact.country for fact in facts})
     write_page(options.page, record, rows, presets, n_countries, n_bytes)

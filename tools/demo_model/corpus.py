@@ -156,13 +156,13 @@ class Sampler:
         return collate(waiting.pop(), self.composer.pad)
 
     def example(self, n_paraphrases: int) -> Example:
-        """Return one example; among several paraphrases a minority may be spoilt."""
+        """Return one example; among several paraphrases a minority may be corrupted."""
         fact = self.random.choice(self.facts[self.random.choice(RELATIONS)])
         layout = self.layout()
         templates = self.random.sample(SEEN[fact.relation], n_paraphrases)
-        texts = [self.alter(template, spoil=0.0) for template in templates]
-        for index in self._spoilt(n_paraphrases, layout):
-            texts[index] = self._spoil(fact, texts[index])
+        texts = [self.alter(template, corrupt=0.0) for template in templates]
+        for index in self._corrupted(n_paraphrases, layout):
+            texts[index] = self._corrupt(fact, texts[index])
         paraphrases = [self.recase(fill(text, fact.country)) for text in texts]
         return self.composer.example(paraphrases, fact.answers[0], layout)
 
@@ -174,26 +174,26 @@ class Sampler:
         with_shared = self.random.random() < (0.7 if name == "shared-prefix" else 0.2)
         return Layout(name, positions, self.random.choice(SHARED_TEXTS) if with_shared else "")
 
-    def _spoilt(self, n_paraphrases: int, layout: Layout) -> list[int]:
-        """Draw the places to spoil: fewer than half of them, never the one `document` reads."""
+    def _corrupted(self, n_paraphrases: int, layout: Layout) -> list[int]:
+        """Draw the places to corrupt: fewer than half of them, never the one `document` reads."""
         most = (n_paraphrases - 1) // 2
         if not most or self.random.random() < 0.3:
             return []
         places = range(n_paraphrases - 1 if layout.preset == "document" else n_paraphrases)
         return self.random.sample(places, self.random.randint(1, most))
 
-    def _spoil(self, fact: Fact, template: str) -> str:
+    def _corrupt(self, fact: Fact, template: str) -> str:
         """Make a paraphrase useless or misleading, so that the model learns to weigh them all."""
         if self.random.random() < 0.5:
             other = self.random.choice([name for name in RELATIONS if name != fact.relation])
-            return self.alter(self.random.choice(SEEN[other]), spoil=0.0)
-        return self.alter(template, spoil=0.5)
+            return self.alter(self.random.choice(SEEN[other]), corrupt=0.0)
+        return self.alter(template, corrupt=0.5)
 
-    def alter(self, template: str, *, spoil: float) -> str:
+    def alter(self, template: str, *, corrupt: float) -> str:
         """Return a variation of a seen template that still holds `{c}` and is no held-out one."""
         draw = self.random.random
         text = self._swap(template) if draw() < 0.5 else template
-        noise = spoil or (self.random.choice((0.05, 0.1, 0.2)) if draw() < 0.4 else 0.0)
+        noise = corrupt or (self.random.choice((0.05, 0.1, 0.2)) if draw() < 0.4 else 0.0)
         text = " ".join(self._noisy(text.split(), noise)) if noise else text
         text = text.rstrip("?.") if draw() < 0.15 else text
         text = self.random.choice(OPENINGS) + text if draw() < 0.1 else text
@@ -226,7 +226,7 @@ class Sampler:
         return "".join(self.random.choices(letters, k=self.random.randint(2, 9)))
 
     def recase(self, text: str) -> str:
-        """Return the text as typed by somebody in a hurry, now and then."""
+        """Return the text sometimes with the errors of hurried typing."""
         draw = self.random.random()
         if draw < 0.06:
             return text.lower()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from tools.demo_model.evaluate import FUSED, Examinee, Question, accepted
+from tools.demo_model.evaluate import FUSED, ModelUnderTest, Question, accepted
 from tools.demo_model.facts import Fact
 from tools.demo_model.templates import HELD_OUT, SEEN, fill
 
@@ -33,7 +33,7 @@ SHOWCASE = (
 
 @dataclass(frozen=True, slots=True)
 class DatasetLine:
-    """One question of the file; `split` says whether its wordings were trained on."""
+    """One question of the file; `split` is whether its wordings were trained on."""
 
     id: str
     paraphrases: tuple[str, ...]
@@ -41,24 +41,24 @@ class DatasetLine:
     split: str
 
 
-def build_dataset(facts: Sequence[Fact], examinee: Examinee, seed: int) -> list[DatasetLine]:
+def build_dataset(facts: Sequence[Fact], model: ModelUnderTest, seed: int) -> list[DatasetLine]:
     """Return the lines: the showcase, then a seeded mixture of relations and wordings."""
     random = Random(seed)
     by_key = {(fact.country, fact.relation): fact for fact in facts}
     head = [_line(by_key[key], "held-out", 0) for key in SHOWCASE]
     others = [fact for fact in facts if (fact.country, fact.relation) not in SHOWCASE]
     tail = [_drawn(fact, random) for fact in random.sample(others, LINES - len(head))]
-    good = answered_right(head, [by_key[key] for key in SHOWCASE], examinee)
+    good = answered_right(head, [by_key[key] for key in SHOWCASE], model)
     weak = [line for line in head if line not in good]
     return [*good, *tail, *weak]
 
 
 def answered_right(
-    lines: Sequence[DatasetLine], facts: Sequence[Fact], examinee: Examinee
+    lines: Sequence[DatasetLine], facts: Sequence[Fact], model: ModelUnderTest
 ) -> list[DatasetLine]:
     """Return the lines that the model answers right with all their paraphrases fused."""
     questions = [Question(f, line.paraphrases) for f, line in zip(facts, lines, strict=True)]
-    answers = examinee.answers(questions)
+    answers = model.answers(questions)
     checked = zip(lines, facts, answers, strict=True)
     return [line for line, fact, answer in checked if accepted(answer, fact)]
 

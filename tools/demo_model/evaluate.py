@@ -43,12 +43,12 @@ class Score:
     """Exact matches among questions asked."""
 
     right: int
-    asked: int
+    n_questions: int
 
     @property
     def percent(self) -> float:
         """Return the exact match in percent."""
-        return 100 * self.right / max(1, self.asked)
+        return 100 * self.right / max(1, self.n_questions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def accepted(answer: str, fact: Fact) -> bool:
     return answer.strip() in fact.answers
 
 
-class Examinee:
+class ModelUnderTest:
     """The model with its tokenizer, answering questions greedily."""
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -119,7 +119,7 @@ class Examinee:
             yield chunk
 
     def _open_example(self, question: Question) -> Example:
-        """Return the prompt with room behind it for all the tokens that may be generated."""
+        """Return the prompt with room after it for all the tokens that may be generated."""
         prompt = self.composer.prompt(question.paraphrases, question.layout)
         n_tokens = len(prompt.ids) + MAX_NEW_TOKENS
         after = tuple(prompt.next_position(k) for k in range(MAX_NEW_TOKENS))
@@ -132,7 +132,7 @@ class Examinee:
         """Return the generated ids of each example, without EOS.
 
         Nothing is cached: the whole prompt is computed anew for each token, for the rows that have
-        not ended. Causal masks make the room behind the last token harmless.
+        not ended. Causal masks make the room after the last token harmless.
         """
         batch = collate(examples, self.composer.pad)
         starts = torch.tensor([len(e.ids) - MAX_NEW_TOKENS for e in examples])
@@ -175,11 +175,11 @@ class Examinee:
             for relation in RELATIONS
         }
         row = Row(name, Score(sum(right for _, right in marks), len(marks)), by_relation)
-        print(f"{row.name:48s} {row.score.percent:6.2f} %  of {row.score.asked}", flush=True)
+        print(f"{row.name:48s} {row.score.percent:6.2f} %  of {row.score.n_questions}", flush=True)
         return row
 
 
-def main_rows(examinee: Examinee, facts: Sequence[Fact]) -> list[Row]:
+def main_rows(model: ModelUnderTest, facts: Sequence[Fact]) -> list[Row]:
     """Return the table of the wordings: seen and held out, alone and five fused."""
     plan: dict[str, Callable[[], Iterator[Question]]] = {
         "seen wording, alone": lambda: alone(facts, SEEN),
@@ -187,10 +187,10 @@ def main_rows(examinee: Examinee, facts: Sequence[Fact]) -> list[Row]:
         "held-out wording, alone": lambda: alone(facts, HELD_OUT),
         "five held-out wordings, fused": lambda: fused(facts, HELD_OUT),
     }
-    return [examinee.row(name, list(questions())) for name, questions in plan.items()]
+    return [model.row(name, list(questions())) for name, questions in plan.items()]
 
 
-def preset_rows(examinee: Examinee, facts: Sequence[Fact]) -> list[Row]:
+def preset_rows(model: ModelUnderTest, facts: Sequence[Fact]) -> list[Row]:
     """Return one line per mask preset and positions mode, five held-out wordings each.
 
     `shared-prefix` has a shared text to look at; the other presets have none.
@@ -201,7 +201,7 @@ def preset_rows(examinee: Examinee, facts: Sequence[Fact]) -> list[Row]:
         for positions in POSITION_MODES
     ]
     return [
-        examinee.row(
+        model.row(
             f"{layout.preset}, {layout.positions}",
             list(fused(facts, HELD_OUT, layout, rounds=1)),
         )

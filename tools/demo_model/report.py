@@ -16,7 +16,7 @@ SEEN_BAR, HELD_OUT_BAR, GAIN_BAR = 97.0, 70.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """What the shipped model was made with, kept beside it as training.json."""
+    """What the shipped model was made with, kept next to it as training.json."""
 
     seed: int
     steps: int
@@ -61,7 +61,11 @@ def table(rows: Sequence[Row], first: str) -> str:
 def _table_row(row: Row) -> str:
     cells = [f"{row.by_relation[relation].percent:.1f}" for relation in RELATIONS]
     score = row.score
-    return f"| {row.name} | {score.asked} | **{score.percent:.1f}** | " + " | ".join(cells) + " |"
+    return (
+        f"| {row.name} | {score.n_questions} | **{score.percent:.1f}** | "
+        + " | ".join(cells)
+        + " |"
+    )
 
 
 def write_page(

@@ -99,7 +99,7 @@ class Recorder:
         self.writer_s = 0.0
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
-        self.judge: Any = None
+        self.evaluator: Any = None
         """The `BreakpointEvaluator` of what was written, in this thread; None without one."""
 
     @property
@@ -251,8 +251,8 @@ class Recorder:
         """Write findings that do not belong to a step, and events of rules that failed."""
         if findings := results.findings:
             self._sink.write_findings(findings)
-            if self.judge is not None:
-                self.judge.evaluate_findings(findings, findings[0].generation)
+            if self.evaluator is not None:
+                self.evaluator.evaluate_findings(findings, findings[0].generation)
         for event in results.events:
             self._sink.write_event(event)
 
@@ -265,9 +265,9 @@ class Recorder:
         except TraceWriteError as raised:
             records, error = [records[index] for index in raised.stored], raised
         self.n_steps += len(records)
-        if self.judge is not None:
+        if self.evaluator is not None:
             for record in records:
-                self.judge.evaluate(record)
+                self.evaluator.evaluate(record)
         if error is not None:
             raise error
 

@@ -67,7 +67,7 @@ def check_isolation(subject: Subject, *, seed: int = 0) -> Proof:
 
 def _provable_segments(subject: Subject) -> list[Segment]:
     """The segments that some row must not attend to. Raises `UsageError` if there is none."""
-    if subject.scene.declared_mask is None:
+    if subject.context.declared_mask is None:
         raise UsageError(
             "Nothing declares which segments are isolated.",
             hint="Name at least two segments=, or declare a mask=.",
@@ -88,7 +88,7 @@ def _provable_segments(subject: Subject) -> list[Segment]:
 
 def _closed_segments(subject: Subject) -> list[Segment]:
     """The segments; the last one, which is open, ends with the ids."""
-    *inner, last = subject.scene.segments
+    *inner, last = subject.context.segments
     return [*inner, replace(last, stop=max(subject.n_rows, last.start))]
 
 
@@ -110,7 +110,7 @@ def _rows_allowed_to_attend(subject: Subject, segment: Segment) -> BoolArray:
 
     Without a declared mask, these are all rows after it except those of other paraphrases.
     """
-    n, declared = subject.n_rows, subject.scene.declared_mask
+    n, declared = subject.n_rows, subject.context.declared_mask
     assert declared is not None
     if not declared.assumed:
         attends: BoolArray = np.any(declared.spec.dense(n)[:, segment.start : segment.stop], axis=1)
@@ -205,7 +205,7 @@ def _unread_findings(subject: Subject, results: Sequence[ChangedSegment]) -> lis
     if not unread:
         return []
     names = [printable(one.segment.label) for one in unread]
-    position = subject.scene.format_position(newest)
+    position = subject.context.format_position(newest)
     sentence = (
         f"The row that chooses the next token ({position}) does not read {join_labels(names)}, "
         "which it may attend to: its states do not change in any layer."
@@ -227,7 +227,7 @@ def _isolated_finding(states: HiddenStates, changes: Sequence[ChangedSegment]) -
 
 
 def _isolation_lines(states: HiddenStates, changes: Sequence[ChangedSegment]) -> Iterator[str]:
-    mask, noise = states.subject.scene.declared_mask, float(states.noise.max())
+    mask, noise = states.subject.context.declared_mask, float(states.noise.max())
     assert mask is not None
     declared = "assumed, as no mask was declared" if mask.assumed else "declared"
     same = f"{format_amount(noise)} apart" if noise else "bit-equal"

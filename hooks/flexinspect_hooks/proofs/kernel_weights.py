@@ -105,7 +105,7 @@ def check_kernel(subject: Subject, *, drawn: Any = None, steps: int = 3) -> Proo
             hint="Its layers call no supported kernel, or the model is compiled as a whole.",
         )
     n_layers = len({*attention_layers(subject.model).values()} or {one.layer for one in done})
-    findings = tuple(_kernel_findings(done, subject.scene, n_layers))
+    findings = tuple(_kernel_findings(done, subject.context, n_layers))
     facts = {"calls": [_comparison_facts(one) for one in done]}
     return Proof("kernel", tuple(_kernel_lines(done)), findings, facts)
 
@@ -311,13 +311,13 @@ def _crop_mask(drawn_mask: Tensor, mask: CapturedMask, heads: int) -> Tensor:
 
 
 def _kernel_findings(
-    done: Sequence[_KernelComparison], scene: RuleContext, n_layers: int
+    done: Sequence[_KernelComparison], context: RuleContext, n_layers: int
 ) -> Iterator[Finding]:
     """The findings of the comparisons, for a model of `n_layers` layers."""
     wrong = [one for one in done if one.n_wrong]
     compared = [one for one in done if not one.skip_reason]
     if wrong:
-        yield _kernel_differs(wrong, scene, n_layers)
+        yield _kernel_differs(wrong, context, n_layers)
     elif compared:
         yield _kernel_same(compared, n_layers)
     for reason in dict.fromkeys(one.skip_reason for one in done if one.skip_reason):
@@ -333,7 +333,7 @@ def _kernel_findings(
 
 
 def _kernel_differs(
-    wrong: Sequence[_KernelComparison], scene: RuleContext, n_layers: int
+    wrong: Sequence[_KernelComparison], context: RuleContext, n_layers: int
 ) -> Finding:
     one = wrong[0]
     cell = one.first
@@ -344,8 +344,8 @@ def _kernel_differs(
     later = len({other.step for other in wrong}) - 1
     sentence = (
         f"In layer {one.layer}, head {cell.head}, step {one.step}, the kernel ({one.path}) gave "
-        f"{scene.format_position(key)} {format_amount(cell.kernel)} of the weight of "
-        f"{scene.format_position(row)}, and {drawn} is drawn; {_differing_cells_text(one)}"
+        f"{context.format_position(key)} {format_amount(cell.kernel)} of the weight of "
+        f"{context.format_position(row)}, and {drawn} is drawn; {_differing_cells_text(one)}"
     )
     if len(here) > 1:
         sentence += f"; cells differ in {format_layers(here, n_layers)}"

@@ -184,7 +184,7 @@ def _leak_finding(entries: Sequence[_LeakPath], states: HiddenStates) -> Finding
         f"(largest value of the row: {format_amount(size)})"
         f"{_path_text(entry, subject)}{_heads_text(entry)}{_others_text(entries)}"
     )
-    mask = subject.scene.declared_mask
+    mask = subject.context.declared_mask
     if mask is not None and mask.assumed:
         sentence += ". No mask was declared; the segments were taken to be isolated."
     elif entry.carriers and _mask_allows_path(entry, subject):
@@ -214,7 +214,7 @@ def _leak_finding(entries: Sequence[_LeakPath], states: HiddenStates) -> Finding
 
 def _mask_allows_path(entry: _LeakPath, subject: Subject) -> bool:
     """Whether the declared mask itself opens the path of a leak."""
-    mask, segment = subject.scene.declared_mask, entry.leak.segment
+    mask, segment = subject.context.declared_mask, entry.leak.segment
     if mask is None:
         return False
     cells, carriers = mask.spec.dense(subject.n_rows), list(entry.carriers)
@@ -232,14 +232,14 @@ def _changed_text(leak: ChangedSegment) -> str:
 def _row_text(subject: Subject, batch: int, row: int) -> str:
     if batch:
         return f"position {row} of sequence {batch} of the batch"
-    segment = subject.scene.segment_at(row)
+    segment = subject.context.segment_at(row)
     inside = f" of {printable(segment.label)}" if segment is not None else ""
-    return f"{subject.scene.format_position(row)}{inside}"
+    return f"{subject.context.format_position(row)}{inside}"
 
 
 def _path_text(entry: _LeakPath, subject: Subject) -> str:
     if entry.carriers:
-        named = [subject.scene.format_position(pos) for pos in entry.carriers[:_MAX_NAMED_CARRIERS]]
+        named = [*map(subject.context.format_position, entry.carriers[:_MAX_NAMED_CARRIERS])]
         more = len(entry.carriers) - len(named)
         rows = ", ".join(named) + (f" and {plural(more, 'row')} more" if more else "")
         return f", through {rows}: with these rows restored, it does not move"

@@ -35,13 +35,13 @@ class Subject(Struct, frozen=True):
 
     `ids` (batch, rows) are on the model's device. Without `run`, the model is called with the ids
     and `arguments`. `real` (batch, rows) is false for padding. `special` are ids without text,
-    `text_of` gives the text of an id. The segments and tokens of `scene` are those of batch row 0.
+    `text_of` gives the text of an id. Segments and tokens of `context` are those of batch row 0.
     `report` is called with what is being done, and the finished part of it.
     """
 
     model: nn.Module
     ids: Tensor
-    scene: RuleContext
+    context: RuleContext
     real: BoolArray
     special: frozenset[int]
     text_of: Callable[[int], str]
@@ -104,15 +104,15 @@ def subject_of(
     )
     if builder.problems:
         raise UsageError(builder.problems[0], hint="Segments are spans or texts of ids.")
-    scene = RuleContext()
-    scene.start_generation(builder.record)
+    context = RuleContext()
+    context.start_generation(builder.record)
     padding = arguments.get("attention_mask")
     if not isinstance(padding, Tensor) or padding.shape != input_ids.shape:
         padding = torch.ones_like(input_ids)
     return Subject(
         model,
         input_ids,
-        scene,
+        context,
         real=padding.cpu().numpy().astype(np.bool_),
         special=adapter.special | config_ids(model),
         text_of=adapter.text_of,

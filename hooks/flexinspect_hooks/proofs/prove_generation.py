@@ -120,13 +120,13 @@ class _SampleProver:
 
     def _subject(self, plan: GenerationPlan, generated: Sequence[int], run: RunIds) -> Subject:
         """The prompt and generated tokens; the model has the sample's mask."""
-        scene, vocabulary = RuleContext(), self._ensemble.vocabulary
-        scene.start_generation(self._generation_record(plan, generated))
+        context, vocabulary = RuleContext(), self._ensemble.vocabulary
+        context.start_generation(self._generation_record(plan, generated))
         ids = torch.tensor([[*plan.prompt.ids, *generated]], device=self._device)
         return Subject(
             self._model,
             ids,
-            scene,
+            context,
             real=np.ones(tuple(ids.shape), np.bool_),
             special=vocabulary.special | config_ids(self._model),
             text_of=vocabulary.text_of,

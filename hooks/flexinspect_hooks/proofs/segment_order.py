@@ -40,7 +40,7 @@ def check_order(subject: Subject) -> Proof:
 
     Raises `UsageError` if no two paraphrases have the same number of tokens.
     """
-    named = [s for s in subject.scene.segments if s.kind is SegmentKind.PARAPHRASE]
+    named = [s for s in subject.context.segments if s.kind is SegmentKind.PARAPHRASE]
     swapped = []
     for one, other in combinations(named, 2):
         if len(one) == len(other):
@@ -57,7 +57,7 @@ def check_order(subject: Subject) -> Proof:
     def run(ids: Tensor) -> Tensor:
         return newest_logits(subject.model, subject.n_rows, lambda: subject.forward(ids))
 
-    positions = subject.scene.generation.positions
+    positions = subject.context.generation.positions
     return prove_order(run, subject.ids, swapped, positions, subject.text_of, subject.report)
 
 

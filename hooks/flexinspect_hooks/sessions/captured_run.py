@@ -72,7 +72,7 @@ class CapturedRun:
         """Connect the recorder with control, debugger and breakpoints."""
         self.control.barrier.stop_debugger = self._debugging.stop_between_steps
         self.control.attach_recorder(recorder)
-        recorder.judge = self._evaluator = self._breaks.begin(recorder)
+        recorder.evaluator = self._evaluator = self._breaks.begin(recorder)
 
     def attach_session(self, session: CaptureSession) -> None:
         """Let commands and breakpoints act on a session whose recorder is attached."""

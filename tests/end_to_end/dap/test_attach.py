@@ -1,6 +1,6 @@
 """An editor attaches to a running program: it stops where it should, and the run survives it all.
 
-One program serves all tests of this file, in their order; it goes on until the last one ends it.
+One program serves all tests of this file, in their order; it runs until the last one ends it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.debugged import Debugged, breakpoints, eventually, line_of, plain_o
 from flexinspect.trace.file.side_files import read_stop
 from flexinspect.trace.reader import open_trace
 
-FORWARD, RULE = "# in the patched forward", "# in the mask_mod"
+FORWARD, MASK_MOD = "# in the patched forward", "# in the mask_mod"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def client(run: Debugged) -> Iterator[DapClient]:
     with DapClient("127.0.0.1", run.port()) as one:
         yield one
         one.leave()
-    run.goes_on()  # whatever was left undone
+    run.goes_on()  # even if the test failed
 
 
 def test_nothing_is_traced_before_a_client_comes(run: Debugged) -> None:
@@ -46,7 +46,7 @@ def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapCl
     assert Path(stack[0]["source"]["path"]) == run.program
     seen = client.variables(stack[0])
     assert seen["q"]["value"].startswith("1×4×12×8 float32 cpu  min ")
-    assert "mask_mod __main__.rule" in seen["block_mask"]["value"]
+    assert "mask_mod __main__.mask_mod" in seen["block_mask"]["value"]
     assert seen["self"]["value"].startswith("LlamaAttention of layer ")
     children = {
         each["name"]: each["value"]
@@ -65,14 +65,14 @@ def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapCl
     run.goes_on()
 
 
-def test_a_breakpoint_in_the_rule_of_an_uncompiled_mask_is_hit(
+def test_a_breakpoint_in_the_mask_mod_of_an_uncompiled_mask_is_hit(
     run: Debugged, client: DapClient
 ) -> None:
-    client.begin(run.attach(), breakpoints(run.program, RULE))
+    client.begin(run.attach(), breakpoints(run.program, MASK_MOD))
     callers: set[str] = set()
     for _ in range(4):  # once while the mask is made, then in each layer's flex_attention
         thread, stack = client.stopped()
-        assert (stack[0]["name"], stack[0]["line"]) == ("rule", line_of(RULE))
+        assert (stack[0]["name"], stack[0]["line"]) == ("mask_mod", line_of(MASK_MOD))
         callers |= {frame["name"] for frame in stack} & {"create_block_mask", "flex_attention"}
         row = client.variables(stack[0])["q_idx"]["value"]
         assert "0-dim int64 cpu, one of 12 under vmap" in row
@@ -101,7 +101,7 @@ def test_a_large_tensor_is_shown_in_a_second_and_ten_kilobytes(
     client.request("continue", threadId=thread)
 
 
-def test_viewers_are_told_where_the_debugger_holds_the_run(
+def test_viewers_receive_the_place_where_the_debugger_holds_the_run(
     run: Debugged, client: DapClient
 ) -> None:
     assert read_stop(run.trace) is None
@@ -125,8 +125,8 @@ def test_a_model_event_stops_in_the_users_frame_and_says_why(
     assert Path(stack[0]["source"]["path"]) == run.program
     assert "o_proj" in run.program.read_text("utf-8").splitlines()[stack[0]["line"] - 1]
     assert "entropy > 3" in client.variables(stack[0])["flexinspect"]["value"]
-    asked = "(flexinspect.step, flexinspect.layer, flexinspect.facts['module'])"
-    assert client.evaluate(asked, stack[0]) == "(7, 1, 'o_proj')"
+    expression = "(flexinspect.step, flexinspect.layer, flexinspect.facts['module'])"
+    assert client.evaluate(expression, stack[0]) == "(7, 1, 'o_proj')"
     held = eventually(lambda: read_stop(run.trace))
     assert (held.reason, held.function) == ("entropy > 3", "attend")
 
@@ -137,7 +137,7 @@ def test_a_model_event_stops_in_the_users_frame_and_says_why(
     assert eventually((run.folder / "answer").read_text) == "True"
 
 
-def test_a_second_client_beside_the_first_disturbs_nothing(
+def test_a_second_client_next_to_the_first_changes_nothing(
     run: Debugged, client: DapClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.begin(run.attach(), {})
@@ -150,7 +150,7 @@ def test_a_second_client_beside_the_first_disturbs_nothing(
     assert client.request("threads")["threads"]
 
 
-def test_a_client_that_is_killed_at_a_stop_leaves_the_run_going(run: Debugged) -> None:
+def test_a_client_that_is_killed_at_a_stop_lets_the_run_continue(run: Debugged) -> None:
     with DapClient("127.0.0.1", run.port()) as client:
         client.begin(run.attach(), breakpoints(run.program, FORWARD))
         client.stopped()

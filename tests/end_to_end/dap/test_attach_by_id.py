@@ -1,4 +1,4 @@
-"""An editor attaches by process id to a run that has no debugger, comes back, and leaves it be."""
+"""An editor attaches by process id to a run that has no debugger, attaches again, and detaches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from flexinspect.launch.vscode_config import GDB_SYMBOL_FILTER, attach_problems
 from flexinspect.trace.file.side_files import read_stop
 from flexinspect.trace.reader import open_trace
 
-FORWARD, RULE = "# in the patched forward", "# in the mask_mod"
+FORWARD, MASK_MOD = "# in the patched forward", "# in the mask_mod"
 
 
 @pytest.mark.skipif(bool(attach_problems()), reason=" ".join(attach_problems()))
-def test_a_run_without_a_debugger_is_attached_to_twice_and_goes_on_untraced(tmp_path: Path) -> None:
+def test_a_run_without_a_debugger_is_attached_to_twice_and_continues_untraced(
+    tmp_path: Path,
+) -> None:
     with Debugged(tmp_path, flags=()) as run:
         eventually(run.count)
         (capture,) = [
@@ -26,13 +28,13 @@ def test_a_run_without_a_debugger_is_attached_to_twice_and_goes_on_untraced(tmp_
             if process.info["cwd"] == str(tmp_path) and process.pid != run.process.pid
         ]
         by_id = configuration("attach by process id", processId=capture.pid)
-        for place, name in ((RULE, "rule"), (FORWARD, "attend")):
+        for place, name in ((MASK_MOD, "mask_mod"), (FORWARD, "attend")):
             with adapter(dict([GDB_SYMBOL_FILTER])) as port, connected(port) as client:
                 assert client.begin(by_id, breakpoints(run.program, place)) == [True]
                 thread, stack = client.stopped()
                 assert (stack[0]["name"], stack[0]["line"]) == (name, line_of(place))
                 seen = client.variables(stack[0])
-                if name == "rule":
+                if name == "mask_mod":
                     assert "one of 12 under vmap" in seen["q_idx"]["value"]
                 else:
                     assert seen["q"]["value"].startswith("1×4×12×8 float32 cpu  min ")

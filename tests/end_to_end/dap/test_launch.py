@@ -24,7 +24,7 @@ from support.debugged import (
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.debugger.python_mods import COMPILED
 
-RULE = "# in the mask_mod"
+MASK_MOD = "# in the mask_mod"
 WITH_COMPILED = f"""{PROGRAM}
 
 def causal(b, h, q_idx, kv_idx):
@@ -57,9 +57,9 @@ def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path) -> No
 
     def in_terminal(request: dict[str, Any]) -> dict[str, Any]:
         """Run what the editor's terminal would run; without one, there is no interface."""
-        asked = request["arguments"]
+        given = request["arguments"]
         out, err = (tmp_path / "out").open("w"), (tmp_path / "err").open("w")
-        started.append(subprocess.Popen(asked["args"], cwd=asked["cwd"], stdout=out, stderr=err))
+        started.append(subprocess.Popen(given["args"], cwd=given["cwd"], stdout=out, stderr=err))
         return {}
 
     with adapter() as port, connected(port) as viewer:
@@ -67,9 +67,9 @@ def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path) -> No
         viewer.begin(launch, {})
         attach = viewer.event("debugpyAttach", timeout=60)
         with DapClient(attach["connect"]["host"], attach["connect"]["port"]) as client:
-            client.begin(attach, breakpoints(program, RULE))
+            client.begin(attach, breakpoints(program, MASK_MOD))
             thread, stack = client.stopped()
-            assert (stack[0]["name"], stack[0]["line"]) == ("rule", line_of(RULE))
+            assert (stack[0]["name"], stack[0]["line"]) == ("mask_mod", line_of(MASK_MOD))
             # Outside of the program's own frames there are none: ours are hidden.
             assert [frame["name"] for frame in stack][-2:] == ["main", "<module>"]
             assert "under vmap" in client.variables(stack[0])["q_idx"]["value"]

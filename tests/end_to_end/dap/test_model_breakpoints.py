@@ -14,8 +14,8 @@ LAYER, CHOICE = "layer == 1 and path == 'flex uncompiled' [once]", "entropy > 0 
 
 
 def test_events_stop_inside_the_forward_or_before_the_next_one(tmp_path: Path) -> None:
-    words = ("--break", LAYER, "--break", CHOICE)
-    with Debugged(tmp_path, flags=(*FLAGS, *words)) as run:
+    args = ("--break", LAYER, "--break", CHOICE)
+    with Debugged(tmp_path, flags=(*FLAGS, *args)) as run:
         with DapClient("127.0.0.1", run.port()) as client:
             where = {"host": "127.0.0.1", "port": run.port()}
             client.begin(configuration("attach to a run", connect=where), {})
@@ -38,5 +38,5 @@ def test_events_stop_inside_the_forward_or_before_the_next_one(tmp_path: Path) -
         _, code = run.finish()
         assert code == 0
     with open_trace(tmp_path / "t.flextrace") as reader:
-        told = [row.event for row in reader.events() if row.event.kind == "breakpoint"]
-    assert [event.data["breakpoint"] for event in told] == [1, 2]
+        events = [row.event for row in reader.events() if row.event.kind == "breakpoint"]
+    assert [event.data["breakpoint"] for event in events] == [1, 2]

@@ -23,11 +23,11 @@ PATIENCE_S = 90.0
 class Terminal:
     """A terminal with a command in it, as a user sees and types."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *args: str) -> None:
         self._ours, theirs = pty.openpty()
         self.seen = ""
         self.process = warm_python.Popen(
-            (sys.executable, "-m", "flexinspect", "run", "--pdb", "--out", "t.flextrace", *words),
+            (sys.executable, "-m", "flexinspect", "run", "--pdb", "--out", "t.flextrace", *args),
             cwd=folder,
             stdin=theirs,
             stdout=theirs,
@@ -98,7 +98,7 @@ raise RuntimeError("at the end")
 """
 
 
-def test_a_program_stops_at_a_breakpoint_steps_and_is_looked_at_where_it_died(
+def test_a_program_stops_at_a_breakpoint_steps_and_is_inspected_where_it_failed(
     tmp_path: Path, terminals: list[Terminal]
 ) -> None:
     (tmp_path / "program.py").write_text(SCRIPT, "utf-8")
@@ -135,12 +135,12 @@ n = 0
 """
 
 
-def test_our_own_generation_stops_on_the_terminal_and_the_interface_steps_aside(
+def test_our_own_generation_stops_on_the_terminal_and_the_interface_is_suspended(
     tmp_path: Path, terminals: list[Terminal]
 ) -> None:
     (tmp_path / "my_rules.py").write_text(textwrap.dedent(RULES), "utf-8")
-    words = ("--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
-    terminal = Terminal(tmp_path, *words)
+    args = ("--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
+    terminal = Terminal(tmp_path, *args)
     terminals.append(terminal)
     terminal.until("\x1b[?1049h")  # the interface has the screen
     terminal.until("\x1b[?1049l")  # and leaves it
@@ -161,8 +161,8 @@ def test_ctrl_c_at_the_prompt_is_the_prompts_and_not_the_runs(
     tmp_path: Path, terminals: list[Terminal]
 ) -> None:
     (tmp_path / "my_rules.py").write_text(textwrap.dedent(RULES), "utf-8")
-    words = ("--no-ui", "--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
-    terminal = Terminal(tmp_path, *words)
+    args = ("--no-ui", "--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
+    terminal = Terminal(tmp_path, *args)
     terminals.append(terminal)
     terminal.until("(flexinspect pdb) ")
     terminal.process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What a hit does to the gate, to a debugger, and to a run that nobody can continue."""
+"""What a hit does to the step barrier, to a debugger, and to a run that no client can continue."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def debugger(monkeypatch: pytest.MonkeyPatch) -> Debugger:
 
 
 def quietly(_: object) -> None:
-    """Say nothing."""
+    """Discard the message."""
 
 
 def context(step: int) -> StepContext:
@@ -63,17 +63,19 @@ def record(step: int) -> StepRecord:
 
 
 def begin_and_look(breaking: BreakpointEvaluator, step: int) -> None:
-    sights = breaking.begin_step(context(step))
-    breaking.evaluate_in_forward(sights, breaking.store.enabled(), sys._getframe())
+    observations = breaking.begin_step(context(step))
+    breaking.evaluate_in_forward(observations, breaking.store.enabled(), sys._getframe())
 
 
 def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     debugger: Debugger,
 ) -> None:
-    gate, events = StepBarrier(), list[EventRecord]()
-    book = BreakpointStore()
-    book.add("step == 2")
-    breaking = BreakpointEvaluator(book, PauseAction(gate, quietly, events.append), events.append)
+    barrier, events = StepBarrier(), list[EventRecord]()
+    store = BreakpointStore()
+    store.add("step == 2")
+    breaking = BreakpointEvaluator(
+        store, PauseAction(barrier, quietly, events.append), events.append
+    )
     assert breaking.stop_action.can_stop_in_forward()
     for step in range(4):
         begin_and_look(breaking, step)
@@ -83,18 +85,18 @@ def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     assert reason == "Breakpoint 1, step == 2: step 2 (decode)."
     assert (facts["step"], facts["breakpoint"], facts["condition"]) == (2, 1, "step == 2")
     assert [event.kind for event in events] == ["breakpoint"]
-    assert gate.view().reason == ""
-    assert book.list()[0].n_hits == 1
+    assert barrier.view().reason == ""
+    assert store.list()[0].n_hits == 1
 
 
 def test_what_is_known_after_the_step_stops_the_debugger_before_the_next(
     debugger: Debugger,
 ) -> None:
-    gate, events = StepBarrier(), list[EventRecord]()
-    book = BreakpointStore()
-    book.add("wall_ms > 0 and step == 1 [once]")
-    stopper = PauseAction(gate, quietly, events.append)
-    breaking = BreakpointEvaluator(book, stopper, events.append)
+    barrier, events = StepBarrier(), list[EventRecord]()
+    store = BreakpointStore()
+    store.add("wall_ms > 0 and step == 1 [once]")
+    stopper = PauseAction(barrier, quietly, events.append)
+    breaking = BreakpointEvaluator(store, stopper, events.append)
     for step in range(3):
         stopper.deliver_hits(lambda: None, sys._getframe())
         begin_and_look(breaking, step)
@@ -104,34 +106,34 @@ def test_what_is_known_after_the_step_stops_the_debugger_before_the_next(
     assert reason.startswith("Breakpoint 1, wall_ms > 0 and step == 1: step 1 (decode): wall_ms")
     assert facts["step"] == 1
     assert [(event.kind, event.step) for event in events] == [("breakpoint", 1)]
-    assert gate.view().reason == ""
+    assert barrier.view().reason == ""
 
 
-def test_without_a_client_the_gate_pauses_when_the_step_is_over(debugger: Debugger) -> None:
+def test_without_a_client_the_barrier_pauses_when_the_step_is_over(debugger: Debugger) -> None:
     debugger.attached = False
-    gate, said = StepBarrier(), list[str]()
-    book = BreakpointStore()
-    book.add("step == 0")
-    book.add("q_len == 1")
-    breaking = BreakpointEvaluator(book, PauseAction(gate, said.append, quietly))
+    barrier, messages = StepBarrier(), list[str]()
+    store = BreakpointStore()
+    store.add("step == 0")
+    store.add("q_len == 1")
+    breaking = BreakpointEvaluator(store, PauseAction(barrier, messages.append, quietly))
     assert not breaking.stop_action.can_stop_in_forward()
     breaking.begin_step(context(0))
     breaking.evaluate(record(0))
-    assert gate.view().reason == (
+    assert barrier.view().reason == (
         "breakpoint 1, step == 0: step 0 (decode); "
         "breakpoint 2, q_len == 1: step 0 (decode): q_len 1"
     )
-    assert len(said) == 1
-    assert "flexinspect ctl continue --pid" in said[0]
+    assert len(messages) == 1
+    assert "flexinspect ctl continue --pid" in messages[0]
     assert debugger.stops == []
 
 
-def test_a_client_that_leaves_just_then_lets_the_gate_pause(debugger: Debugger) -> None:
-    gate = StepBarrier()
+def test_a_client_that_leaves_just_then_lets_the_barrier_pause(debugger: Debugger) -> None:
+    barrier = StepBarrier()
     debugger.attached = False
     hit = BreakpointHit(1, "step == 0", "step == 0: step 0", step=0)
-    PauseAction(gate, quietly, quietly).stop_in_forward(hit, sys._getframe())
-    assert gate.view().reason == "breakpoint 1, step == 0: step 0"
+    PauseAction(barrier, quietly, quietly).stop_in_forward(hit, sys._getframe())
+    assert barrier.view().reason == "breakpoint 1, step == 0: step 0"
 
 
 def test_without_a_debugger_none_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,115 +143,115 @@ def test_without_a_debugger_none_is_loaded(monkeypatch: pytest.MonkeyPatch) -> N
     assert STOPPING not in sys.modules
 
 
-def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
+def test_the_barrier_waits_for_evaluation_only_while_a_breakpoint_is_on() -> None:
     n_settled = 0
 
     def settle() -> None:
         nonlocal n_settled
         n_settled += 1
 
-    gate = StepBarrier()
-    gate.drain = settle
-    book = BreakpointStore()
-    BreakpointEvaluator(book, PauseAction(gate, quietly, quietly))
+    barrier = StepBarrier()
+    barrier.drain = settle
+    store = BreakpointStore()
+    BreakpointEvaluator(store, PauseAction(barrier, quietly, quietly))
 
     def walk() -> int:
         before = n_settled
         for step in range(3):
-            gate.between_steps(StepRef(0, 0, step))
+            barrier.between_steps(StepRef(0, 0, step))
         return n_settled - before
 
     assert walk() == 0
-    book.add("step == 99")
+    store.add("step == 99")
     assert walk() == 3
-    book.enable(1, False)
+    store.enable(1, False)
     assert walk() == 0
-    book.enable(1, True)
-    book.remove(1)
+    store.enable(1, True)
+    store.remove(1)
     assert walk() == 0
 
 
-def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_judged() -> None:
-    gate, book = StepBarrier(), BreakpointStore()
-    breaking = BreakpointEvaluator(book, PauseAction(gate, quietly, quietly))
+def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_evaluated() -> None:
+    barrier, store = StepBarrier(), BreakpointStore()
+    breaking = BreakpointEvaluator(store, PauseAction(barrier, quietly, quietly))
     old = record(3)
     time.sleep(0.01)
-    book.add("q_len == 1")
+    store.add("q_len == 1")
     breaking.evaluate(old)
-    assert (gate.view().reason, book.list()[0].n_hits) == ("", 0)
+    assert (barrier.view().reason, store.list()[0].n_hits) == ("", 0)
     breaking.evaluate(record(4))
-    assert book.list()[0].n_hits == 1
+    assert store.list()[0].n_hits == 1
 
 
-def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
-    gate, events = StepBarrier(), list[EventRecord]()
-    book = BreakpointStore()
-    book.add("q_len == 1")
-    stopper = EndRunAction(gate, quietly, events.append)
-    breaking = BreakpointEvaluator(book, stopper)
+def test_a_run_that_no_client_can_continue_is_stopped_once() -> None:
+    barrier, events = StepBarrier(), list[EventRecord]()
+    store = BreakpointStore()
+    store.add("q_len == 1")
+    stopper = EndRunAction(barrier, quietly, events.append)
+    breaking = BreakpointEvaluator(store, stopper)
     breaking.evaluate(record(0))
     breaking.evaluate(record(1))
     assert [hit.step for hit in stopper.hits] == [0]
     assert [(event.kind, event.step) for event in events] == [("breakpoint", 0)]
     with pytest.raises(KeyboardInterrupt):
-        gate.between_steps(StepRef(0, 0, 1))
+        barrier.between_steps(StepRef(0, 0, 1))
 
 
-def test_a_run_that_somebody_has_commanded_pauses_instead() -> None:
-    gate, events = StepBarrier(), list[EventRecord]()
-    gate.has_received_command = True
-    book = BreakpointStore()
-    book.add("q_len == 1")
-    stopper = EndRunAction(gate, quietly, events.append)
-    BreakpointEvaluator(book, stopper).evaluate(record(0))
+def test_a_run_that_has_received_a_command_pauses_instead() -> None:
+    barrier, events = StepBarrier(), list[EventRecord]()
+    barrier.has_received_command = True
+    store = BreakpointStore()
+    store.add("q_len == 1")
+    stopper = EndRunAction(barrier, quietly, events.append)
+    BreakpointEvaluator(store, stopper).evaluate(record(0))
     assert stopper.hits == ()
-    assert gate.view().reason.startswith("breakpoint 1, q_len == 1: step 0")
+    assert barrier.view().reason.startswith("breakpoint 1, q_len == 1: step 0")
 
 
 def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses_when_it_does() -> (
     None
 ):
-    said, events, told = list[str](), list[EventRecord](), list[str]()
-    gate = StepBarrier()
-    gate.record_event = lambda kind, text, place, facts: told.append(kind)
-    book = BreakpointStore()
-    book.add("finding text.*")
-    book.add("entropy > 3")
+    messages, events, kinds = list[str](), list[EventRecord](), list[str]()
+    barrier = StepBarrier()
+    barrier.record_event = lambda kind, text, place, facts: kinds.append(kind)
+    store = BreakpointStore()
+    store.add("finding text.*")
+    store.add("entropy > 3")
     breaking = BreakpointEvaluator(
-        book, PauseAction(gate, said.append, events.append), events.append
+        store, PauseAction(barrier, messages.append, events.append), events.append
     )
     found = Finding("text.stopped-at-once", Severity.WARNING, "It said nothing.", generation=2)
     breaking.evaluate_findings([found], 2)
     assert [(event.generation, event.step) for event in events] == [(2, None)]
     assert "the end of generation 2: text.stopped-at-once: It said nothing" in events[0].text
-    assert said == []
-    model = threading.Thread(target=gate.between_steps, args=(StepRef(2, 0, 0),))
+    assert messages == []
+    model = threading.Thread(target=barrier.between_steps, args=(StepRef(2, 0, 0),))
     model.start()
-    wait_for(lambda: gate.view().state == "paused")
-    assert [line.partition(", ")[0] for line in said] == ["Paused at breakpoint 1"]
-    gate.continue_()
+    wait_for(lambda: barrier.view().state == "paused")
+    assert [line.partition(", ")[0] for line in messages] == ["Paused at breakpoint 1"]
+    barrier.continue_()
     model.join(PATIENCE_S)
-    assert told == ["paused", "resumed"]
+    assert kinds == ["paused", "resumed"]
 
 
-def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_gate_waiting() -> None:
-    gate, book = StepBarrier(), BreakpointStore()
+def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_barrier_waiting() -> None:
+    barrier, store = StepBarrier(), BreakpointStore()
     arming, going_on = threading.Event(), threading.Event()
 
     class Slow(PauseAction):
         def arm(self, on: bool) -> None:
-            if not on and book.version:
+            if not on and store.version:
                 arming.set()
                 going_on.wait(1)
             armed.append(on)
 
     armed: list[bool] = []
-    breaking = BreakpointEvaluator(book, Slow(gate, quietly, quietly))
-    book.add("step == 0 [once]")
+    breaking = BreakpointEvaluator(store, Slow(barrier, quietly, quietly))
+    store.add("step == 0 [once]")
     writer = threading.Thread(target=breaking.evaluate, args=(record(0),))
     writer.start()
     assert arming.wait(5)
-    server = threading.Thread(target=book.add, args=("step == 5",))
+    server = threading.Thread(target=store.add, args=("step == 5",))
     server.start()
     server.join(0.1)
     going_on.set()

@@ -33,7 +33,7 @@ QUESTION = "Which city is the seat of government of France?"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: its exit code, what it said of that, the steps that it had recorded."""
+    """How a run ended: its exit code, its error messages, the steps that it recorded."""
 
     code: int
     error: str
@@ -50,15 +50,15 @@ def _as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Run the demo model in this process, where nobody can continue it."""
+    """Run the demo model in this process, where no client can continue it."""
 
     def run(*breakpoints: str, **job: Any) -> Ended:
         out = tmp_path / "run.flextrace"
         about: dict[str, Any] = {"prompts": (QUESTION,), "control": False, "overwrite": True}
         made = Job(out=str(out), breakpoints=breakpoints, on_break="stop", **{**about, **job})
         code = CaptureRun(made).run()
-        said = [protocol.parse_message(line) for line in capsys.readouterr().out.split("\n")]
-        errors = [one["message"] for one in said if one and one["kind"] == protocol.ERROR]
+        messages = [protocol.parse_message(line) for line in capsys.readouterr().out.split("\n")]
+        errors = [one["message"] for one in messages if one and one["kind"] == protocol.ERROR]
         with open_trace(out) as reader:
             steps = tuple(row.step for row in reader.steps(0))
         return Ended(code, " ".join(errors), steps, out)
@@ -70,12 +70,12 @@ def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[LoadedModel], None
     """Let a fault be planted in the model as soon as it is loaded."""
     load = capture_process.load_model
 
-    def spoilt(*job: Any) -> Any:
+    def corrupted(*job: Any) -> Any:
         loaded = load(*job)
         plant(loaded)
         return loaded
 
-    monkeypatch.setattr(capture_process, "load_model", spoilt)
+    monkeypatch.setattr(capture_process, "load_model", corrupted)
 
 
 def answer(run: Callable[..., Ended]) -> list[tuple[str, float]]:
@@ -87,7 +87,7 @@ def answer(run: Callable[..., Ended]) -> list[tuple[str, float]]:
     return [(s.tokens[0].text, math.exp(s.logits.chosen_logprob)) for s in steps if s and s.logits]
 
 
-def test_nothing_is_met_without_breakpoints(run: Callable[..., Ended]) -> None:
+def test_nothing_is_evaluated_without_breakpoints(run: Callable[..., Ended]) -> None:
     ended = run()
     assert (ended.code, ended.error) == (0, "")
     assert len(ended.steps) > 2
@@ -133,10 +133,10 @@ def test_a_planted_nan_in_attention(
     run: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plant(loaded: LoadedModel) -> None:
-        def spoil(module: Any, args: Any, output: Any) -> None:
+        def corrupt(module: Any, args: Any, output: Any) -> None:
             output[0][0, 3, 0] = float("nan")
 
-        loaded.model.model.layers[2].self_attn.register_forward_hook(spoil)
+        loaded.model.model.layers[2].self_attn.register_forward_hook(corrupt)
 
     planted(monkeypatch, plant)
     ended = run("nan @ layers.*.self_attn")
@@ -265,5 +265,5 @@ def _wait_until(holds: Callable[[], bool]) -> None:
 
 
 def _kinds(reader: TraceReader) -> list[str]:
-    told = ("breakpoint", "resumed", "paused")
-    return [row.event.kind for row in reader.events() if row.event.kind in told]
+    kinds = ("breakpoint", "resumed", "paused")
+    return [row.event.kind for row in reader.events() if row.event.kind in kinds]

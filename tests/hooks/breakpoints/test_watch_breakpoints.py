@@ -53,18 +53,18 @@ def steps(hits: list[BreakpointHit]) -> list[int | None]:
 
 
 @contextmanager
-def spoilt(module: nn.Module, value: float, *, row: int = 2, forward: int = 0) -> Any:
+def corrupted(module: nn.Module, value: float, *, row: int = 2, forward: int = 0) -> Any:
     """Write a value into one row of a module's output, in one forward."""
     seen = 0
 
-    def spoil(module: nn.Module, args: Any, output: Any) -> None:
+    def corrupt(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal seen
         tensor = output[0] if isinstance(output, tuple) else output
         if seen == forward:
             tensor[0, row % tensor.shape[1], 0] = value
         seen += 1
 
-    handle = module.register_forward_hook(spoil)
+    handle = module.register_forward_hook(corrupt)
     yield
     handle.remove()
 
@@ -72,7 +72,7 @@ def spoilt(module: nn.Module, value: float, *, row: int = 2, forward: int = 0) -
 # -- after a step ------------------------------------------------------------------------------
 
 
-def test_a_step_is_met_by_its_number_before_the_next_begins(tmp_path: Path, model: Any) -> None:
+def test_a_step_is_hit_by_its_number_before_the_next_begins(tmp_path: Path, model: Any) -> None:
     n_forwards = 0
 
     def count(*_: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_step_is_met_by_its_number_before_the_next_begins(tmp_path: Path, mode
     assert seen == [(1, 3), (5, 6)]
 
 
-def test_values_of_the_choice_are_judged_and_told(tmp_path: Path, model: Any) -> None:
+def test_values_of_the_chosen_token_are_evaluated_and_reported(tmp_path: Path, model: Any) -> None:
     (hit,) = hits_of(tmp_path, model, "entropy > 0.01 and step > 2 [once]")
     assert hit.step == 3
     assert hit.values["entropy"] > 0.01  # type: ignore[operator]
@@ -100,7 +100,7 @@ def test_values_of_the_choice_are_judged_and_told(tmp_path: Path, model: Any) ->
     assert "; it chose " in hit.reason
 
 
-def test_a_token_is_met_by_its_text(tmp_path: Path, model: Any) -> None:
+def test_a_token_is_hit_by_its_text(tmp_path: Path, model: Any) -> None:
     chosen = generate(model)[0, N_PROMPT:].tolist()
     wanted = chosen[2]
     # Without a tokenizer an id and a space are the text.
@@ -110,7 +110,7 @@ def test_a_token_is_met_by_its_text(tmp_path: Path, model: Any) -> None:
     assert len(hits) == chosen.count(wanted)
 
 
-def test_a_probability_is_met(tmp_path: Path, model: Any) -> None:
+def test_a_probability_is_hit(tmp_path: Path, model: Any) -> None:
     low = hits_of(tmp_path, model, "prob < 0.5")
     high = hits_of(tmp_path / "again", model, "prob >= 0.5")
     assert sorted(steps([*low, *high])) == list(range(N_NEW))  # type: ignore[type-var]
@@ -132,21 +132,21 @@ def test_log_leaves_an_event_and_stops_nothing(tmp_path: Path, model: Any) -> No
     assert (event.step, event.data["condition"]) == (2, "step == 2")
 
 
-def test_what_the_level_does_not_record_is_told_once(tmp_path: Path, model: Any) -> None:
+def test_what_the_level_does_not_record_is_reported_once(tmp_path: Path, model: Any) -> None:
     assert hits_of(tmp_path, model, "norm > 0", level="basic") == []
     with open_trace(tmp_path / "run.flextrace") as reader:
-        told = [
+        events = [
             row.event for row in reader.events() if row.event.kind == "breakpoint-not-evaluated"
         ]
-    assert len(told) == 1
-    assert "norm is not known there" in told[0].text
+    assert len(events) == 1
+    assert "norm is not known there" in events[0].text
 
 
 # -- inside a forward --------------------------------------------------------------------------
 
 
-def test_a_nan_is_met_in_the_module_that_made_it(tmp_path: Path, model: Any) -> None:
-    with spoilt(model.model.layers[1].self_attn, float("nan"), row=3):
+def test_a_nan_is_hit_in_the_module_that_made_it(tmp_path: Path, model: Any) -> None:
+    with corrupted(model.model.layers[1].self_attn, float("nan"), row=3):
         (hit,) = hits_of(tmp_path, model, "nan @ layers.*.self_attn [once]")
     assert (hit.step, hit.layer, hit.is_in_forward) == (0, 1, True)
     assert hit.reason == (
@@ -155,10 +155,10 @@ def test_a_nan_is_met_in_the_module_that_made_it(tmp_path: Path, model: Any) -> 
     )
 
 
-def test_a_nan_is_met_while_its_forward_runs(tmp_path: Path, model: Any) -> None:
+def test_a_nan_is_hit_while_its_forward_runs(tmp_path: Path, model: Any) -> None:
     later: list[str] = []
     model.model.layers[2].register_forward_hook(lambda *_: later.append("layer 2"))
-    with spoilt(model.model.layers[1].mlp, float("nan"), forward=2):
+    with corrupted(model.model.layers[1].mlp, float("nan"), forward=2):
         with flexinspect.watch(
             model,
             out=tmp_path / "run.flextrace",
@@ -170,14 +170,14 @@ def test_a_nan_is_met_while_its_forward_runs(tmp_path: Path, model: Any) -> None
 
 
 def test_an_infinity_is_no_nan(tmp_path: Path, model: Any) -> None:
-    with spoilt(model.model.layers[0].input_layernorm, float("inf")):
+    with corrupted(model.model.layers[0].input_layernorm, float("inf")):
         hits = hits_of(
             tmp_path, model, "nan @ layers.0.input_layernorm", "inf @ layers.0.input_layernorm"
         )
     assert [(hit.id, hit.step) for hit in hits] == [(2, 0)]
 
 
-def test_a_nan_of_the_attention_is_met_in_the_users_own_frame(tmp_path: Path, model: Any) -> None:
+def test_a_nan_of_the_attention_is_hit_in_the_users_own_frame(tmp_path: Path, model: Any) -> None:
     frames: list[str] = []
 
     def notice(hit: BreakpointHit) -> None:
@@ -214,26 +214,26 @@ def test_a_nan_of_the_attention_is_met_in_the_users_own_frame(tmp_path: Path, mo
 def test_a_missing_module_is_reported(tmp_path: Path, model: Any) -> None:
     assert hits_of(tmp_path, model, "nan @ layers.*.self_atn") == []
     with open_trace(tmp_path / "run.flextrace") as reader:
-        (told,) = [
+        (events,) = [
             row.event for row in reader.events() if row.event.kind == "breakpoint-not-evaluated"
         ]
-    assert "no module of the model has a matching name" in told.text
-    assert "model.layers.0.self_attn" in told.text
+    assert "no module of the model has a matching name" in events.text
+    assert "model.layers.0.self_attn" in events.text
 
 
-def blind(offset: int) -> Callable[..., Any]:
-    """A causal rule under which position 4 sees nothing."""
+def empty_row(offset: int) -> Callable[..., Any]:
+    """A causal mask_mod under which position 4 sees nothing."""
     return lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx + offset) & (q_idx + offset != 4)
 
 
-def test_an_empty_row_is_met_at_the_call(tmp_path: Path, model: Any) -> None:
-    Own(model, rule=blind)
+def test_an_empty_row_is_hit_at_the_call(tmp_path: Path, model: Any) -> None:
+    Own(model, mask_mod=empty_row)
     (hit,) = hits_of(tmp_path, model, "empty-row [once]")
     assert (hit.step, hit.layer, hit.is_in_forward) == (0, 0, True)
     assert "row 4 attends to no key" in hit.reason
 
 
-def test_an_empty_row_of_a_dense_mask_is_met(tmp_path: Path, model: Any) -> None:
+def test_an_empty_row_of_a_dense_mask_is_hit(tmp_path: Path, model: Any) -> None:
     hits: list[BreakpointHit] = []
     prompt = torch.tensor([[0, 0, *ids(6, 5)]])
     with flexinspect.watch(
@@ -243,40 +243,40 @@ def test_an_empty_row_of_a_dense_mask_is_met(tmp_path: Path, model: Any) -> None
     assert ["rows 0, 1 attend to no key" in hit.reason for hit in hits] == [True]
 
 
-def test_rows_that_see_keys_are_no_empty_ones(tmp_path: Path, model: Any) -> None:
+def test_rows_that_see_keys_are_not_empty(tmp_path: Path, model: Any) -> None:
     Own(model)
     assert hits_of(tmp_path, model, "empty-row", "fallback", 'path == "sdpa"') == []
 
 
-def test_a_fallback_is_met_where_an_exception_was_swallowed(tmp_path: Path, model: Any) -> None:
+def test_a_fallback_is_hit_where_an_exception_was_swallowed(tmp_path: Path, model: Any) -> None:
     Own(model, lambda layer, rows, keys: "caught" if (layer, rows) == (1, 1) else "flex")
     (hit,) = hits_of(tmp_path, model, "fallback [once]")
     assert (hit.step, hit.layer) == (1, 1)
     assert "layer 1 ran sdpa, after RuntimeError: expected all tensors" in hit.reason
 
 
-def test_a_fallback_is_met_where_a_layer_just_left_flex(tmp_path: Path, model: Any) -> None:
+def test_a_fallback_is_hit_where_a_layer_just_left_flex(tmp_path: Path, model: Any) -> None:
     Own(model, lambda layer, rows, keys: "sdpa" if layer == 2 and rows == 1 else "flex")
     (hit,) = hits_of(tmp_path, model, "fallback @ layers.2.self_attn [once]")
     assert (hit.step, hit.layer) == (1, 2)
     assert "where it ran FlexAttention before" in hit.reason
 
 
-def test_a_path_is_met_in_its_layer(tmp_path: Path, model: Any) -> None:
+def test_a_path_is_hit_in_its_layer(tmp_path: Path, model: Any) -> None:
     Own(model, lambda layer, rows, keys: "sdpa" if layer == 1 else "flex")
     hits = hits_of(tmp_path, model, 'path == "sdpa" and layer != 1', 'path == "sdpa"')
     assert [(hit.id, hit.layer) for hit in hits] == [(2, 1)] * N_NEW
 
 
-def test_a_planted_leak_is_met_as_a_finding(tmp_path: Path, model: Any) -> None:
-    Own(model, rule=isolating([(1, 6), (6, 9)]))  # position 5 is in the wrong one
-    said: dict[str, Any] = {"segments": [(1, 5, "paraphrase 1"), (5, 9, "paraphrase 2")]}
-    hits = hits_of(tmp_path, model, "finding mask.* >= warning", **said)
+def test_a_planted_leak_is_hit_as_a_finding(tmp_path: Path, model: Any) -> None:
+    Own(model, mask_mod=isolating([(1, 6), (6, 9)]))  # position 5 is in the wrong one
+    declared: dict[str, Any] = {"segments": [(1, 5, "paraphrase 1"), (5, 9, "paraphrase 2")]}
+    hits = hits_of(tmp_path, model, "finding mask.* >= warning", **declared)
     assert hits[0].step == 0
     assert "mask.leak: " in hits[0].reason
     tidy = make_model("llama")
-    Own(tidy, rule=isolating([(1, 5), (5, 9)]))
-    assert hits_of(tmp_path / "again", tidy, "finding mask.* >= warning", **said) == []
+    Own(tidy, mask_mod=isolating([(1, 5), (5, 9)]))
+    assert hits_of(tmp_path / "again", tidy, "finding mask.* >= warning", **declared) == []
 
 
 # -- who is stopped ----------------------------------------------------------------------------
@@ -364,14 +364,14 @@ def test_a_forward_that_a_breakpoint_refused_may_be_run_again(tmp_path: Path, mo
     def refuse(hit: BreakpointHit) -> None:
         raise RuntimeError("enough")
 
-    out, fed = tmp_path / "run.flextrace", torch.tensor([ids(N_PROMPT, 5)])
+    out, input_ids = tmp_path / "run.flextrace", torch.tensor([ids(N_PROMPT, 5)])
     cache = DynamicCache(config=model.config)
     with flexinspect.watch(model, out=out, breakpoints=["step == 1 [once]"], on_break=refuse):
         for number in range(4):
             if number == 2:
                 with pytest.raises(RuntimeError, match="enough"):
-                    model(fed, past_key_values=cache)
-            fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+                    model(input_ids, past_key_values=cache)
+            input_ids = model(input_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
     with open_trace(out) as reader:
         assert len(reader.generations()) == 1
         assert [step.step for step in reader.steps(0)] == [0, 1, 2, 3]
@@ -425,7 +425,7 @@ def test_what_cannot_be_read_is_refused_before_anything_runs(tmp_path: Path, mod
     assert not out.exists()
 
 
-def test_what_stops_once_in_the_last_step_is_not_missed_when_it_is_judged_at_once(
+def test_a_once_breakpoint_in_the_last_step_is_not_missed_when_it_is_evaluated_at_once(
     tmp_path: Path, model: Any
 ) -> None:
     hits: list[BreakpointHit] = []
@@ -443,5 +443,5 @@ def test_what_stops_once_in_the_last_step_is_not_missed_when_it_is_judged_at_onc
 
         session._tracker.end = judged_first  # type: ignore[method-assign]
         generate(model)
-        assert left[-1] == 0  # it was met, and switched off, before anybody passed
+        assert left[-1] == 0  # it was hit and disabled before any of them was evaluated
         assert steps(hits) == [N_NEW - 1]

@@ -89,7 +89,7 @@ def capture(
     prompt: Prompt,
     *,
     level: str = "advanced",
-    rule: algebra.MaskSpec | None = None,
+    spec: algebra.MaskSpec | None = None,
     hooks: Sequence[Any] | None = None,
     layers: Sequence[int] | None = None,
     sampling: SamplingOptions | None = None,
@@ -97,8 +97,8 @@ def capture(
     compiled: bool = False,
 ) -> tuple[MemorySink, list[torch.Tensor]]:
     sink, logits = MemorySink(), []
-    rule = rule or algebra.preset("segment-isolation", prompt.segments)
-    source = SpecMaskSource(rule, length=128, device=CPU, compiled=compiled)
+    spec = spec or algebra.preset("segment-isolation", prompt.segments)
+    source = SpecMaskSource(spec, length=128, device=CPU, compiled=compiled)
     session = CaptureSession(model, sink, level=level, hooks=hooks, layers=layers)
     options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": sampling}
     with session:
@@ -116,9 +116,9 @@ def capture(
 def test_outputs_are_bit_equal_with_and_without_capture(
     llama: Any, prompt: Prompt, level: str
 ) -> None:
-    rule = algebra.preset("segment-isolation", prompt.segments)
+    spec = algebra.preset("segment-isolation", prompt.segments)
     plain: list[torch.Tensor] = []
-    with FlexPatch(llama, SpecMaskSource(rule, length=128, device=CPU, compiled=False)):
+    with FlexPatch(llama, SpecMaskSource(spec, length=128, device=CPU, compiled=False)):
         generate(
             llama, prompt, max_new_tokens=NEW, on_choice=lambda c: plain.append(c.logits.clone())
         )
@@ -179,13 +179,13 @@ def test_steps_have_phase_lengths_token_and_path(llama: Any, prompt: Prompt) -> 
 def test_the_executed_mask_equals_the_mask_mod_and_is_stored_once(
     llama: Any, prompt: Prompt
 ) -> None:
-    rule = algebra.preset("segment-isolation", prompt.segments)
-    sink, _ = capture(llama, prompt, rule=rule)
+    spec = algebra.preset("segment-isolation", prompt.segments)
+    sink, _ = capture(llama, prompt, spec=spec)
     first = sink.steps[0].masks
     assert len(first) == 1
     assert first[0].kind == "block"
     assert first[0].cells is not None
-    assert (first[0].cells[0] == rule.dense(len(prompt.ids))).all()
+    assert (first[0].cells[0] == spec.dense(len(prompt.ids))).all()
     assert len({c.mask for c in sink.steps[0].calls}) == 1
     row = sink.steps[3].masks[0]
     assert row.cells is not None
@@ -293,21 +293,21 @@ def test_keys_modified_meanwhile_give_no_row_and_an_event(
     """As with a cache that is reset; in a model with two masks only calls with one are lost."""
     model, waiting = make_model(family), segment_attention._defer_tensors
 
-    def spoiled(refs: Any) -> Any:
+    def corrupted(refs: Any) -> Any:
         found = waiting(refs)
         if found is not None and refs[0].layer == 0:
             refs[0].key.zero_()
         return found
 
-    monkeypatch.setattr(segment_attention, "_defer_tensors", spoiled)
+    monkeypatch.setattr(segment_attention, "_defer_tensors", corrupted)
     sink, _ = capture(model, prompt)
     lost = lost if is_held(request) else []
     for step in sink.steps:
         kinds = {call.layer: call.check_kind for call in step.calls}
         assert kinds == {layer: None if layer in lost else "lse" for layer in range(3)}
-        gates = {call.layer: call.lse_error for call in step.calls}
-        assert [layer for layer, gate in gates.items() if gate is None] == lost
-        assert max(gate or 0.0 for gate in gates.values()) < 1e-4
+        lse_errors = {call.layer: call.lse_error for call in step.calls}
+        assert [layer for layer, lse_error in lse_errors.items() if lse_error is None] == lost
+        assert max(lse_error or 0.0 for lse_error in lse_errors.values()) < 1e-4
         events = [event for event in step.events if event.kind == "cache-overwritten"]
         assert [event.data["layers"] for event in events] == ([lost] if lost else [])
     assert sink.events == []
@@ -345,8 +345,8 @@ def test_keys_of_another_model_may_be_deferred_while_the_limit_is_checked() -> N
 def test_segment_attention_equals_the_reference_row_summed_by_segment(
     llama: Any, prompt: Prompt, held: list[int]
 ) -> None:
-    rule = algebra.preset("shared-prefix", prompt.segments)
-    sink, _ = capture(llama, prompt, level="extreme", rule=rule)
+    spec = algebra.preset("shared-prefix", prompt.segments)
+    sink, _ = capture(llama, prompt, level="extreme", spec=spec)
     for layer in range(3):
         keys = np.concatenate([array_of(s, "k", layer) for s in sink.steps], axis=1)
         for step in sink.steps:
@@ -356,7 +356,7 @@ def test_segment_attention_equals_the_reference_row_summed_by_segment(
                 torch.tensor(array_of(step, "q", layer)[:, -1:]),
                 torch.tensor(keys[:, :kv]),
                 scale=call.scale or 0.0,
-                visible=torch.tensor(rule.dense(1, kv, q_offset=kv - 1)),
+                visible=torch.tensor(spec.dense(1, kv, q_offset=kv - 1)),
             )[:, 0]
             mass = array_of(step, "attention.mass")[layer]
             for index, segment in enumerate(prompt.segments):

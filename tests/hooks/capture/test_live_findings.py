@@ -55,8 +55,8 @@ def record_run(
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[str]:
     """Generate into a trace; returns the texts of events "rule-disabled"."""
-    rule = algebra.preset("segment-isolation", prompt.segments)
-    source = source or SpecMaskSource(rule, length=128, device=CPU, compiled=False)
+    spec = algebra.preset("segment-isolation", prompt.segments)
+    source = source or SpecMaskSource(spec, length=128, device=CPU, compiled=False)
     record = GenerationRecord(
         0, "s", source.name, "contiguous", prompt.segments, _tokens(prompt), (), declared or {}
     )
@@ -101,7 +101,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "t.flextrace"
 
 
-# -- healthy runs ----------------------------------------------------------------------------------
+# -- correct runs ----------------------------------------------------------------------------------
 
 
 def run_demo(out: Path, **options: Any) -> list[Finding]:
@@ -118,7 +118,7 @@ def run_demo(out: Path, **options: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced", "extreme"])
-def test_a_healthy_run_of_the_demo_has_no_findings(out: Path, level: str) -> None:
+def test_a_correct_run_of_the_demo_has_no_findings(out: Path, level: str) -> None:
     assert run_demo(out, level=level) == []
     with open_trace(out) as reader:
         assert all(reader.n_steps(row.generation) >= 2 for row in reader.generations())
@@ -178,14 +178,14 @@ def inf_at_step_3(llama: Any) -> Iterator[Any]:
     """A model whose layer 1 has one Inf in its output in step 3 only."""
     calls = []
 
-    def spoil(module: Any, args: Any, output: Tensor) -> Tensor:
+    def corrupt(module: Any, args: Any, output: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == 4:
             output = output.clone()
             output[0, -1, 7] = torch.inf
         return output
 
-    handle = llama.model.layers[1].register_forward_hook(spoil)
+    handle = llama.model.layers[1].register_forward_hook(corrupt)
     yield llama
     handle.remove()
 

@@ -40,7 +40,7 @@ sys.exit(main())
 
 
 class Seen:
-    """A judge that records which steps it evaluated."""
+    """An evaluator that records which steps it evaluated."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -51,17 +51,17 @@ class Seen:
     def evaluate_findings(self, findings: object, generation: int) -> None: ...
 
 
-@pytest.mark.parametrize("spoiled", ["an array of objects", "a step written before"])
+@pytest.mark.parametrize("corrupted", ["an array of objects", "a step written before"])
 def test_a_step_that_cannot_be_stored_does_not_affect_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corrupted: str
 ) -> None:
     steps = [sample_step(number) for number in range(4)]
     objects = (ArrayRecord("odd", np.array([object()])),)
-    steps[2] = replace(steps[2], arrays=objects) if spoiled.endswith("objects") else steps[1]
+    steps[2] = replace(steps[2], arrays=objects) if corrupted.endswith("objects") else steps[1]
     with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
         writer.begin_generation(sample_generation(0))
         recorder, seen = Recorder(writer), Seen()
-        recorder.judge = seen
+        recorder.evaluator = seen
         monkeypatch.setattr(recorder, "_records", lambda items: steps)
         with pytest.raises(TraceWriteError):
             recorder._write_steps([])
@@ -74,12 +74,12 @@ def test_the_error_names_the_first_lost_record_and_counts_all(
     tmp_path: Path,
 ) -> None:
     objects = (ArrayRecord("odd", np.array([object()])),)
-    spoiled = [replace(sample_step(1), arrays=objects), sample_step(0)]
+    corrupted = [replace(sample_step(1), arrays=objects), sample_step(0)]
     with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
         recorder = Recorder(writer)
         recorder.start()
         recorder.put(lambda: writer.begin_generation(sample_generation(0)))
-        recorder.put(lambda: writer.write_steps([sample_step(0), *spoiled]))
+        recorder.put(lambda: writer.write_steps([sample_step(0), *corrupted]))
         recorder.stop()
         assert recorder.failure is None
         failure = recording_error(recorder, writer)

@@ -47,10 +47,10 @@ while True:
 class Run:
     """A run in the background."""
 
-    def __init__(self, *words: str, cwd: Path) -> None:
+    def __init__(self, *args: str, cwd: Path) -> None:
         self.trace = cwd / "run.flextrace"
         self.process = Popen(
-            [*FLEXINSPECT, "run", "--no-ui", "--out", str(self.trace), *words],
+            [*FLEXINSPECT, "run", "--no-ui", "--out", str(self.trace), *args],
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -90,10 +90,10 @@ def held(tmp_path: Path) -> Iterator[tuple[Run, ControlClient]]:
     run.process.communicate()
 
 
-def ctl(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def ctl(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     """Run `flexinspect ctl` in this process; return its exit code and output."""
     capsys.readouterr()
-    code = main(["ctl", *words])
+    code = main(["ctl", *args])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 
@@ -230,7 +230,7 @@ def test_a_held_run_is_reachable_over_tcp_and_ctrl_c_releases_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("args", "why"),
     [
         (("--serve", "0.0.0.0:8421"), "other machines"),
         (("--serve", "nowhere"), "not HOST:PORT"),
@@ -240,9 +240,9 @@ def test_a_held_run_is_reachable_over_tcp_and_ctrl_c_releases_it(tmp_path: Path)
     ],
 )
 def test_invalid_control_flags_are_refused(
-    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+    args: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--no-ui", *words]) == 2
+    assert main(["run", "--no-ui", *args]) == 2
     assert why in capsys.readouterr().err
 
 

@@ -302,7 +302,7 @@ def test_breakpoints_can_be_added_disabled_listed_and_removed(served: Any) -> No
 
 
 class _TrainingCounter:
-    """The example of the mission: 1000 steps of training with 5 anomalies."""
+    """The example of the specification: 1000 steps of training with 5 anomalies."""
 
     counts_now = AnomalyCounts(
         total_anomalies=5,

@@ -96,18 +96,18 @@ def test_without_code_of_the_users_inside_it_is_in_the_layers_forward() -> None:
 def test_a_stop_in_a_mask_mod_is_in_the_mask_mod() -> None:
     found: list[FrameType] = []
 
-    def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         found.append(frame_to_stop_in(sys._getframe()))
         return q_idx >= kv_idx
 
-    create_block_mask(rule, None, None, 4, 4, device="cpu")
-    assert found[0].f_code is rule.__code__
+    create_block_mask(mask_mod, None, None, 4, 4, device="cpu")
+    assert found[0].f_code is mask_mod.__code__
 
 
 def test_between_two_forwards_it_is_where_the_users_loop_is() -> None:
     made: dict[str, Any] = {"sys": sys}
-    exec(compile("def gate():\n    return sys._getframe()", "/x/site-packages/y.py", "exec"), made)
-    assert frame_to_stop_in(made["gate"]()) is sys._getframe()
+    exec(compile("def stop():\n    return sys._getframe()", "/x/site-packages/y.py", "exec"), made)
+    assert frame_to_stop_in(made["stop"]()) is sys._getframe()
 
 
 def test_without_a_debugger_nothing_stops() -> None:
@@ -157,17 +157,17 @@ def test_a_tensor_without_values_is_described() -> None:
 
 
 def test_under_vmap_and_in_a_mode_the_real_values_are_shown() -> None:
-    said: list[str] = []
+    described: list[str] = []
 
-    def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        said.append(describe_tensor(q_idx))
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        described.append(describe_tensor(q_idx))
         return q_idx >= kv_idx
 
-    create_block_mask(rule, None, None, 3, 3, device="cpu")
-    assert said == ["0-dim int64 cpu, one of 3 under vmap  min 0 mean 1 max 2  [0, 1, 2]"]
+    create_block_mask(mask_mod, None, None, 3, 3, device="cpu")
+    assert described == ["0-dim int64 cpu, one of 3 under vmap  min 0 mean 1 max 2  [0, 1, 2]"]
 
 
-def test_a_mask_is_a_picture_of_its_rule_and_of_its_blocks() -> None:
+def test_a_mask_is_a_picture_of_its_mask_mod_and_of_its_blocks() -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
     assert render_blocks(mask) == ["▒··", "█▒·", "▒▒▒"]
     rows = render_mask_mod(mask)
@@ -197,7 +197,7 @@ def test_a_cache_a_module_and_a_container_are_one_line() -> None:
     assert value_descriptions.describe_container([1, 2]) is None
 
 
-# -- what viewers are told ---------------------------------------------------------------------
+# -- what viewers receive ----------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rules that run as Python while somebody debugs: hit, equal, and no gradient is lost."""
+"""mask_mods that run as Python under a debugger: hit, equal, and no gradient is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexinspect_hooks.observers.attention.kernel_calls import KernelCall, obser
 
 
 class Anybody:
-    """Somebody who observes, so that calls are seen."""
+    """An observer, so that calls are seen."""
 
     def accepts(self, name: str) -> bool:
         return False
@@ -33,7 +33,7 @@ class Anybody:
 
 
 @pytest.fixture
-def told() -> Iterator[list[str]]:
+def messages() -> Iterator[list[str]]:
     texts: list[str] = []
     remove = observe_kernels(Anybody())
     python_mods.run_mods_as_python(texts.append)
@@ -60,18 +60,18 @@ def called(**more: object) -> Tensor:
     return flex_attention(q, k, v, block_mask=mask, **more)  # type: ignore[arg-type, return-value]
 
 
-def test_a_mask_mod_run_as_python_gives_the_same_output(told: list[str]) -> None:
+def test_a_mask_mod_run_as_python_gives_the_same_output(messages: list[str]) -> None:
     with torch.no_grad():
         debugged = called()
         assert ran == ["causal"]
         python_mods.stop_running_mods()
         plain = called()
     assert torch.equal(debugged, plain)
-    assert told == []
+    assert messages == []
 
 
-def test_where_a_score_rule_may_need_gradients_torch_does_as_always_and_it_is_said(
-    told: list[str],
+def test_a_score_mod_that_may_need_gradients_is_left_to_torch_and_reported(
+    messages: list[str],
 ) -> None:
     bias = torch.zeros(2, requires_grad=True)
 
@@ -80,16 +80,16 @@ def test_where_a_score_rule_may_need_gradients_torch_does_as_always_and_it_is_sa
 
     called(score_mod=score)
     called(score_mod=score)
-    assert told == [python_mods.WITH_GRADIENTS]
+    assert messages == [python_mods.WITH_GRADIENTS]
     with torch.no_grad():
         called(score_mod=score)
     assert ran == ["causal"]
 
 
-def test_a_compiled_call_is_reported_once(told: list[str]) -> None:
+def test_a_compiled_call_is_reported_once(messages: list[str]) -> None:
     python_mods.on_compiled_call()
     python_mods.on_compiled_call()
-    assert told == [python_mods.COMPILED]
+    assert messages == [python_mods.COMPILED]
 
 
 def test_nothing_changes_without_a_debugger() -> None:
@@ -97,7 +97,7 @@ def test_nothing_changes_without_a_debugger() -> None:
     python_mods.on_compiled_call()
 
 
-def test_no_debugger_stops_in_a_rule_that_is_evaluated_to_be_read() -> None:
+def test_no_debugger_stops_in_a_mask_mod_that_is_evaluated_to_be_read() -> None:
     hooked, seen = sys.breakpointhook, []
 
     def rule() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.dense_reference import additive_mask, eager_attention
-from support.differentiated import Run, by_name, generated, rule_source
+from support.differentiated import Run, by_name, generated, preset_source
 from support.tiny import FAMILIES, make_model
 from torch import Tensor, nn
 
@@ -121,7 +121,7 @@ def test_the_logits_check_passes_for_the_executed_mask_and_fails_for_another(
     assert record.n_unreached == 0
     assert record.tokens is not None
     assert np.isfinite(record.tokens).all()
-    other = run.gradients(2, source=rule_source(run.prompt, "causal"))
+    other = run.gradients(2, source=preset_source(run.prompt, "causal"))
     assert other.logits_error > 4 * other.tolerance
     assert (other.stats, other.tokens, other.layers) == ((), None, None)
     assert [finding.id for finding in GradientsRule().on_gradients(other)] == [
@@ -192,8 +192,8 @@ def test_nothing_of_the_model_is_changed(run: Run) -> None:
     backend = model.config._attn_implementation
     generated(model).gradients(0)
     for name, parameter in model.named_parameters():
-        asked, value = before[name]
-        assert parameter.requires_grad == asked, name
+        requested, value = before[name]
+        assert parameter.requires_grad == requested, name
         assert torch.equal(parameter, value), name
         assert not parameter._backward_hooks, name
     assert torch.equal(some.grad, torch.full_like(some, 7.0))
@@ -243,9 +243,9 @@ def test_parameters_are_named_by_layer_and_part() -> None:
 # -- planted ---------------------------------------------------------------------------------------
 
 
-def ids_of(run: Run, step: int = 1, **wish: Any) -> dict[str, Any]:
-    """Return what the rule says of a step, by id."""
-    found = GradientsRule().on_gradients(run.gradients(step, GradientSpec(**wish)))
+def ids_of(run: Run, step: int = 1, **changes: Any) -> dict[str, Any]:
+    """Return the findings of the rule for a step, by id."""
+    found = GradientsRule().on_gradients(run.gradients(step, GradientSpec(**changes)))
     return {finding.id: finding for finding in found}
 
 
@@ -274,7 +274,7 @@ def test_a_layer_of_zeros_is_dead_and_is_named() -> None:
     assert "of layer 1:" in found["gradient.dead"].sentence
 
 
-def test_a_gate_of_zero_makes_the_mlp_behind_it_dead() -> None:
+def test_a_gate_of_zero_makes_its_mlp_dead() -> None:
     model = make_model("llama")
     model.model.layers[2].mlp.gate_proj.weight.data.zero_()
     finding = ids_of(generated(model))["gradient.dead"]

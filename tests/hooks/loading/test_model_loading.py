@@ -206,8 +206,8 @@ def test_too_little_memory_is_refused_with_the_figures_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(placement, "available_ram", lambda: 3_000_000_000)
     error = assert_refused(resolve("llama3.2_3b_it"), weights="random", device="cpu")
-    for words in ("12.9 GB weights", "float32", "3.0 GB of RAM are free", "2048 tokens"):
-        assert words in error.message
+    for part in ("12.9 GB weights", "float32", "3.0 GB of RAM are free", "2048 tokens"):
+        assert part in error.message
     assert "--dtype bfloat16" in str(error.hint)
     assert "flexinspect models" in str(error.hint)
 

@@ -1,4 +1,4 @@
-"""Rows recomputed in numpy from a real capture at level extreme equal the dense oracle's."""
+"""Rows recomputed in numpy from a capture at level extreme equal those of the dense reference."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ NEW = 5
 
 def record(path: Path, model: Any, prompt: Prompt, *, patch: bool = True) -> Source:
     """Generate under segment isolation (or the model's own mask) and return the trace."""
-    rule = algebra.preset("segment-isolation", prompt.segments)
-    source = SpecMaskSource(rule, length=128, device=CPU, compiled=False)
+    spec = algebra.preset("segment-isolation", prompt.segments)
+    source = SpecMaskSource(spec, length=128, device=CPU, compiled=False)
     with TraceWriter.create(path, {"model": "tiny"}) as writer:
         session = CaptureSession(model, writer, level="extreme")
 
@@ -64,10 +64,10 @@ def show(
     return load_attention(source, Request(TracePlace(**place), AttentionOptions(measure, row)))
 
 
-def oracle(
+def reference(
     source: Source, step: int, layer: int, q_idx: int, cells: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """Return the dense oracle's weights of a row, (heads, keys), from the recorded tensors."""
+    """Return a row's weights in the dense reference, (heads, keys), from the recorded tensors."""
     reader = source.reader
     about = reader.step(0, step)
     assert about is not None
@@ -89,16 +89,16 @@ def wide_prompt() -> Prompt:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_rows_of_every_step_layer_and_head_equal_the_oracles(
+def test_rows_of_every_step_layer_and_head_equal_the_reference(
     tmp_path: Path, wide_prompt: Prompt, family: str
 ) -> None:
     source = record(tmp_path / "a.flextrace", make_model(family), wide_prompt)
-    rule = algebra.preset("segment-isolation", wide_prompt.segments)
+    spec = algebra.preset("segment-isolation", wide_prompt.segments)
     for step in (0, 1, NEW - 1):
         q_idx = len(wide_prompt.ids) + step - 1
-        cells = rule.dense(1, q_idx + 1, q_offset=q_idx)
+        cells = spec.dense(1, q_idx + 1, q_offset=q_idx)
         for layer in range(3):
-            expected = oracle(source, step, layer, q_idx, cells)
+            expected = reference(source, step, layer, q_idx, cells)
             for head in range(4):
                 data = show(source, step=step, layer=layer, head=head)
                 assert data.tokens is not None, data.missing_reason or data.mismatch
@@ -111,13 +111,13 @@ def test_rows_of_every_step_layer_and_head_equal_the_oracles(
                 np.testing.assert_allclose(data.segment_attention, sums, atol=2e-5)
 
 
-def test_every_row_of_the_prefill_equals_the_oracles(tmp_path: Path, wide_prompt: Prompt) -> None:
+def test_every_row_of_the_prefill_equals_the_reference(tmp_path: Path, wide_prompt: Prompt) -> None:
     source = record(tmp_path / "a.flextrace", make_model("llama"), wide_prompt)
-    rule = algebra.preset("segment-isolation", wide_prompt.segments)
+    spec = algebra.preset("segment-isolation", wide_prompt.segments)
     n = len(wide_prompt.ids)
     for q_idx in range(n - 1):
-        cells = rule.dense(1, n, q_offset=q_idx)
-        expected = oracle(source, 0, 1, q_idx, cells)
+        cells = spec.dense(1, n, q_offset=q_idx)
+        expected = reference(source, 0, 1, q_idx, cells)
         data = show(source, step=0, layer=1, head=3, row=q_idx)
         assert data.tokens is not None
         assert data.q_idx == q_idx
@@ -132,7 +132,7 @@ def test_without_an_lse_of_the_kernel_the_output_is_checked(
 ) -> None:
     source = record(tmp_path / "a.flextrace", make_model("llama"), wide_prompt, patch=False)
     q_idx = len(wide_prompt.ids) + 1
-    expected = oracle(source, 2, 0, q_idx, np.ones((1, q_idx + 1), np.bool_))
+    expected = reference(source, 2, 0, q_idx, np.ones((1, q_idx + 1), np.bool_))
     data = show(source, step=2, layer=0, head=1)
     assert data.tokens is not None
     np.testing.assert_allclose(data.tokens.weights, expected[1], atol=2e-5)
@@ -158,7 +158,7 @@ def test_keys_of_a_sliding_cache_are_those_in_the_layers_window(
 
 
 @pytest.mark.parametrize("patch", [True, False])
-def test_rows_of_a_capped_model_equal_the_oracles(
+def test_rows_of_a_capped_model_equal_the_reference(
     tmp_path: Path, wide_prompt: Prompt, patch: bool
 ) -> None:
     model = make_model("gemma2", attn_logit_softcapping=0.5)
@@ -171,10 +171,10 @@ def test_rows_of_a_capped_model_equal_the_oracles(
             mask = source.reader.mask(call.mask or "")
             assert mask is not None
             assert mask.cells is not None
-            # Sliding layers may have dropped their oldest keys, which the oracle still has.
+            # Sliding layers may have dropped their oldest keys, which the reference still has.
             cells = np.zeros((1, q_idx + 1), np.bool_)
             cells[:, q_idx + 1 - call.kv_len :] = mask.cells[0, -1]
-            expected = oracle(source, step, layer, q_idx, cells)
+            expected = reference(source, step, layer, q_idx, cells)
             for head in range(4):
                 data = show(source, step=step, layer=layer, head=head)
                 assert data.tokens is not None, data.missing_reason or data.mismatch

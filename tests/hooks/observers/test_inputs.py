@@ -190,12 +190,12 @@ def test_no_cache_is_kept_alive(does_fail: bool, watch: Out) -> None:
 def test_the_first_row_with_nan_is_named(n_rows: int, watch: Out) -> None:
     model, row = make_model("llama"), n_rows // 2
 
-    def spoil(module: Any, args: Any, output: Tensor) -> Tensor:
+    def corrupt(module: Any, args: Any, output: Tensor) -> Tensor:
         output = output.clone()
         output[0, row:, 3] = torch.nan
         return output
 
-    model.model.layers[1].register_forward_hook(spoil)
+    model.model.layers[1].register_forward_hook(corrupt)
     with watch(model) as trace:
         model(input_ids(n_rows), use_cache=False)
     with trace.reader() as reader:
@@ -232,8 +232,8 @@ def test_no_model_is_kept_alive() -> None:
 
 
 def test_inputs_of_the_built_in_generation_are_recorded_too(llama: Any, prompt: Prompt) -> None:
-    rule, n = algebra.preset("segment-isolation", prompt.segments), len(prompt.ids)
-    source = SpecMaskSource(rule, length=128, device=torch.device("cpu"), compiled=False)
+    spec, n = algebra.preset("segment-isolation", prompt.segments), len(prompt.ids)
+    source = SpecMaskSource(spec, length=128, device=torch.device("cpu"), compiled=False)
     sink = Steps()
     with CaptureSession(llama, sink, hooks=[InputsHook()]) as session:
         record = GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ())

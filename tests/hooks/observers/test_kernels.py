@@ -183,10 +183,10 @@ def test_an_exception_of_a_kernel_is_unchanged(observer: Listener) -> None:
 
 
 def recorded(
-    model: nn.Module, path: Path, play: Callable[[], object], level: str = "advanced"
+    model: nn.Module, path: Path, run: Callable[[], object], level: str = "advanced"
 ) -> TraceReader:
     with flexinspect.watch(model, out=path, level=level) as trace:
-        play()
+        run()
     return trace.reader()
 
 
@@ -296,11 +296,11 @@ def test_a_kernel_that_raises_is_an_event_with_lengths_even_if_the_step_is_lost(
     interface("wrong", wrong)
     model = llama("wrong")
 
-    def play() -> None:
+    def run() -> None:
         with pytest.raises((ValueError, RuntimeError)):
             model(model_input())
 
-    reader = recorded(model, tmp_path / "a", play)
+    reader = recorded(model, tmp_path / "a", run)
     (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
     facts = ("layer", "kernel", "q_len", "kv_len", "mask_q", "mask_kv")
     assert [event.data[name] for name in facts] == [0, "flex_attention", 9, 9, 9, 8]

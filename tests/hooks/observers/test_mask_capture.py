@@ -67,11 +67,11 @@ def unlike_blocks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor
     return (kv_idx <= q_idx) & near & early
 
 
-def by_heads(rule: MaskMod, n_q: int, n_kv: int, q_offset: int = 0) -> np.ndarray[Any, Any]:
+def by_heads(mask_mod: MaskMod, n_q: int, n_kv: int, q_offset: int = 0) -> np.ndarray[Any, Any]:
     """Evaluate a mask_mod for all heads without vmap, bool (heads, n_q, n_kv)."""
     shape = (HEADS, n_q, n_kv)
     h, q, kv = (torch.from_numpy(i) for i in np.indices(shape))
-    return rule(torch.tensor(0), h, q + q_offset, kv).expand(shape).numpy()
+    return mask_mod(torch.tensor(0), h, q + q_offset, kv).expand(shape).numpy()
 
 
 class MemorySink:
@@ -133,15 +133,15 @@ def capture(
     return sink, logits
 
 
-def own(rule: MaskMod) -> UserMaskSource:
-    return UserMaskSource(rule, name="mine", device=CPU)
+def own(mask_mod: MaskMod) -> UserMaskSource:
+    return UserMaskSource(mask_mod, name="mine", device=CPU)
 
 
 def worst_gate(sink: MemorySink) -> float:
-    gates = [call.lse_error for step in sink.steps for call in step.calls]
-    assert len(gates) == NEW * LAYERS
-    assert None not in gates
-    return max(gate or 0.0 for gate in gates)
+    lse_errors = [call.lse_error for step in sink.steps for call in step.calls]
+    assert len(lse_errors) == NEW * LAYERS
+    assert None not in lse_errors
+    return max(lse_error or 0.0 for lse_error in lse_errors)
 
 
 def array_of(step: StepRecord, stream: str, layer: int | None = None) -> np.ndarray[Any, Any]:
@@ -158,20 +158,20 @@ def long_prompt() -> Prompt:
 # -- mask_mods that depend on the head -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [third_forgets, unlike_blocks])
+@pytest.mark.parametrize("mask_mod", [third_forgets, unlike_blocks])
 def test_an_uncompiled_mask_mod_is_recorded_for_every_head_and_passes_the_check(
-    llama: Any, long_prompt: Prompt, rule: MaskMod
+    llama: Any, long_prompt: Prompt, mask_mod: MaskMod
 ) -> None:
-    sink, _ = capture(llama, long_prompt, own(rule))
+    sink, _ = capture(llama, long_prompt, own(mask_mod))
     for step in sink.steps:
-        expected = by_heads(rule, step.q_len, step.kv_after, step.kv_before)
+        expected = by_heads(mask_mod, step.q_len, step.kv_after, step.kv_before)
         for call in step.calls:
             assert sink.cells_of(call).shape == (HEADS, step.q_len, step.kv_after)
             assert (sink.cells_of(call) == expected).all()
     assert worst_gate(sink) < 1e-4
 
 
-def test_attention_by_segment_of_each_head_equals_the_dense_oracle(
+def test_attention_by_segment_of_each_head_equals_the_dense_reference(
     llama: Any, prompt: Prompt
 ) -> None:
     sink, _ = capture(llama, prompt, own(third_forgets))
@@ -216,7 +216,7 @@ def test_outputs_with_a_mask_mod_by_head_are_bit_equal_with_and_without_capture(
 
 
 @pytest.mark.parametrize(
-    "rule",
+    "mask_mod",
     [
         lambda b, h, q, kv: kv <= q,
         lambda b, h, q, kv: (kv <= q) & (h >= 0),
@@ -224,8 +224,10 @@ def test_outputs_with_a_mask_mod_by_head_are_bit_equal_with_and_without_capture(
     ],
     ids=["ignores the head", "compares it", "looks it up"],
 )
-def test_heads_that_are_all_equal_are_stored_once(llama: Any, prompt: Prompt, rule: Any) -> None:
-    sink, _ = capture(llama, prompt, own(rule))
+def test_heads_that_are_all_equal_are_stored_once(
+    llama: Any, prompt: Prompt, mask_mod: Any
+) -> None:
+    sink, _ = capture(llama, prompt, own(mask_mod))
     for step in sink.steps:
         cells = sink.cells_of(step.calls[0])
         assert cells.shape == (1, step.q_len, step.kv_after)
@@ -258,8 +260,8 @@ def test_presets_are_not_evaluated_by_head(
 ) -> None:
     monkeypatch.setattr(mask_capture, "head_groups", None)
     monkeypatch.setattr(mask_source, "head_groups", None)
-    rule = algebra.preset("segment-isolation", prompt.segments)
-    sink, _ = capture(llama, prompt, SpecMaskSource(rule, length=128, device=CPU, compiled=False))
+    spec = algebra.preset("segment-isolation", prompt.segments)
+    sink, _ = capture(llama, prompt, SpecMaskSource(spec, length=128, device=CPU, compiled=False))
     assert worst_gate(sink) < 1e-4
 
 
@@ -409,16 +411,16 @@ class SharedTables:
     name = "shared"
 
     def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
-        rule = shift_mask_mod(unlike_blocks, window)
-        return create_block_mask(rule, None, None, window.q_len, window.kv_len, device="cpu")
+        shifted = shift_mask_mod(unlike_blocks, window)
+        return create_block_mask(shifted, None, None, window.q_len, window.kv_len, device="cpu")
 
 
 def as_tables_say(step: StepRecord) -> np.ndarray[Any, Any]:
     """The cells of `SharedTables` that a compiled call executes."""
-    rule = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
-    chunks = (rule[0, a:b] for a, b in algebra.row_chunks(step.q_len))
+    cells = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
+    chunks = (cells[0, a:b] for a, b in algebra.row_chunks(step.q_len))
     tables, size = algebra.stack_block_rows(chunks), (algebra.BLOCK_SIZE, algebra.BLOCK_SIZE)
-    return np.stack([executed_mask(head, tables, size, compiled=True) for head in rule])
+    return np.stack([executed_mask(head, tables, size, compiled=True) for head in cells])
 
 
 @NEEDS_A_COMPILER
@@ -440,17 +442,17 @@ def test_a_compiled_mask_mod_by_head_with_tables_of_one_head_is_recorded_as_exec
 
 def test_the_formula_of_a_compiled_call_is_applied_to_every_head() -> None:
     window = ForwardWindow(300, 300, 0)
-    rule = torch.from_numpy(by_heads(unlike_blocks, 300, 300))
+    cells = torch.from_numpy(by_heads(unlike_blocks, 300, 300))
     step: Any = SimpleNamespace(q_len=300, kv_after=300, kv_before=0)
-    shared = mask_capture._compiled_cells(rule, SharedTables().block_mask(window, None), HEADS)
+    shared = mask_capture._compiled_cells(cells, SharedTables().block_mask(window, None), HEADS)
     assert shared is not None
     assert (shared.numpy() == as_tables_say(step)).all()
     per_head = create_block_mask(unlike_blocks, 1, HEADS, 300, 300, device="cpu")
-    own_tables = mask_capture._compiled_cells(rule, per_head, HEADS)
+    own_tables = mask_capture._compiled_cells(cells, per_head, HEADS)
     assert own_tables is not None
     assert own_tables.equal(create_mask(unlike_blocks, 1, HEADS, 300, 300, device="cpu")[0])
     two = create_block_mask(unlike_blocks, 1, 2, 300, 300, device="cpu")
-    assert mask_capture._compiled_cells(rule, two, HEADS) is None
+    assert mask_capture._compiled_cells(cells, two, HEADS) is None
 
 
 # -- dense masks -----------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "loose.flextrace")
+    made = Bench(tmp_path / "standalone.flextrace")
     yield made
     made.session.remove_hooks()
 
@@ -91,7 +91,7 @@ def test_a_decode_row_without_its_offset_shows_one_key_of_nine(bench: Bench) -> 
     assert seen == [1, 9]
 
 
-def test_a_compiled_call_is_recorded_by_its_tables_and_an_uncompiled_one_by_its_rule(
+def test_a_compiled_call_is_recorded_by_its_tables_and_an_uncompiled_one_by_its_mask_mod(
     bench: Bench,
 ) -> None:
     segment = torch.arange(256) // 128
@@ -100,7 +100,7 @@ def test_a_compiled_call_is_recorded_by_its_tables_and_an_uncompiled_one_by_its_
         return segment[i] == segment[j]
 
     made = mask(same, 256, 256)
-    segment.zero_()  # the tables are of before, the rule is of now
+    segment.zero_()  # the tables are from before, the mask_mod reads the new values
     q, k, v = qkv(256, 256)
     flex_attention(q, k, v, block_mask=made, enable_gqa=True)
     compiled = torch.compile(flex_attention, backend="eager")
@@ -133,7 +133,7 @@ def test_a_call_that_fails_is_an_event_with_its_lengths(bench: Bench) -> None:
     )
 
 
-def test_calls_of_a_model_that_is_watched_are_not_loose(bench: Bench, tmp_path: Path) -> None:
+def test_calls_of_a_model_that_is_watched_are_not_standalone(bench: Bench, tmp_path: Path) -> None:
     model = make_model("llama")
     with flexinspect.watch(model, out=tmp_path / "own.flextrace"):
         model(torch.tensor([ids(5, 1)]))
@@ -207,7 +207,7 @@ def test_masks_built_in_a_models_layer_are_its_own_though_another_is_watched(
     assert other.reader().builds(0, 0) == []
 
 
-def test_a_call_after_a_models_forward_failed_is_loose(bench: Bench, tmp_path: Path) -> None:
+def test_a_call_after_a_models_forward_failed_is_standalone(bench: Bench, tmp_path: Path) -> None:
     model = make_model("llama")
 
     def refuse(module: Any, args: Any) -> None:

@@ -28,14 +28,14 @@ def cache(model: Any, **options: Any) -> Proof:
     return proof
 
 
-def stepwise(model: Any, *, after: int = 99, spoil: Any = None) -> Any:
-    """Return a run that decodes with a cache, which `spoil` changes before step `after`."""
+def stepwise(model: Any, *, after: int = 99, corrupt: Any = None) -> Any:
+    """Return a run that decodes with a cache, which `corrupt` changes before step `after`."""
 
     def run(input_ids: Tensor) -> None:
         kv_cache = DynamicCache(config=model.config)
         for step in range(NEW + 1):
             if step == after:
-                spoil(kv_cache)
+                corrupt(kv_cache)
             input_ids = model(input_ids, past_key_values=kv_cache).logits[:, -1:].argmax(-1)
 
     return run
@@ -140,10 +140,12 @@ def test_a_layer_that_receives_no_cache_is_named() -> None:
 def test_a_cache_corrupted_at_a_step_differs_from_that_step_on(step: int, every: int) -> None:
     model = model_of()
 
-    def spoil(kv_cache: DynamicCache) -> None:
+    def corrupt(kv_cache: DynamicCache) -> None:
         kv_cache.layers[1].keys[:, :, 5] = 0
 
-    differs = only(cache(model, run=stepwise(model, after=step, spoil=spoil), every=every), DIFFERS)
+    differs = only(
+        cache(model, run=stepwise(model, after=step, corrupt=corrupt), every=every), DIFFERS
+    )
     assert (differs.step, differs.layer) == (step, 1)
     assert differs.positions == (19 + step,)
     assert differs.evidence["steps_that_differ"] == list(range(step, NEW + 1))

@@ -250,8 +250,8 @@ def test_a_mask_open_to_the_future_moves_earlier_rows() -> None:
 
 def test_a_decode_step_with_too_many_keys_is_found_in_its_row() -> None:
     model = model_of()
-    rule = MaskSpec("own", (0, 18), (0, 0), (0, 9))  # rows from 18 on begin at position 9
-    cells = rule.dense(ROWS)
+    spec = MaskSpec("own", (0, 18), (0, 0), (0, 9))  # rows from 18 on begin at position 9
+    cells = spec.dense(ROWS)
 
     def run(input_ids: Tensor, *, offset: int) -> None:
         whole = mask_for(model, cells)
@@ -263,17 +263,17 @@ def test_a_decode_step_with_too_many_keys_is_found_in_its_row() -> None:
             ).past_key_values
 
     # What rows 9 to 17 read of paraphrase 1 reaches row 18 through them, from layer 1 on.
-    reached = only(proved(model, run=lambda input_ids: run(input_ids, offset=1), mask=rule), LEAK)
+    reached = only(proved(model, run=lambda input_ids: run(input_ids, offset=1), mask=spec), LEAK)
     assert (reached.layer, reached.positions) == (1, (18, 19))
     assert "the declared mask itself allows that path" in reached.sentence
-    leaky = proved(model, run=lambda input_ids: run(input_ids, offset=0), mask=rule)
+    leaky = proved(model, run=lambda input_ids: run(input_ids, offset=0), mask=spec)
     assert (only(leaky, LEAK).layer, only(leaky, LEAK).positions) == (0, (18, 19))
 
 
 # -- chance ----------------------------------------------------------------------------------------
 
 
-def test_a_nondeterministic_run_is_judged_above_its_noise() -> None:
+def test_a_nondeterministic_run_is_evaluated_above_its_noise() -> None:
     model = model_of()
     noise = lambda out: out + 1e-6 * torch.randn_like(out)  # noqa: E731
     with hooked(model.model.layers[0], noise):
@@ -296,19 +296,19 @@ def experts() -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
-def rounded_by_company(out: Tensor) -> Tensor:
-    """Let all rows have a say in the last bits of each.
+def batch_dependent_rounding(out: Tensor) -> Tensor:
+    """Perturb the last bits of each row depending on all rows.
 
-    Experts do so where the kernel of a product hangs on how many rows were routed along, which is
-    not so on every processor.
+    Expert layers do this on some processors, where the kernel depends on how many rows are routed
+    together.
     """
-    company = int(out.double().sum() * 2**20) % 16
-    return out * (1 + company * torch.finfo(out.dtype).eps)
+    combined = int(out.double().sum() * 2**20) % 16
+    return out * (1 + combined * torch.finfo(out.dtype).eps)
 
 
 def test_rounding_in_expert_layers_is_not_a_leak() -> None:
     model = experts()
-    with hooked(model.model.layers[0].mlp, rounded_by_company):
+    with hooked(model.model.layers[0].mlp, batch_dependent_rounding):
         proof = proved(model, isolated(), mask="segment-isolation")
         assert serious(proof) == []
         noise = only(proof, "proof.unstable")
@@ -375,7 +375,7 @@ def test_an_unknown_proof_names_the_known_ones() -> None:
         flexinspect.prove("isolate", model_of(), prompt())
 
 
-# -- words -----------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------
 
 
 def test_segments_as_texts_are_located_and_rows_have_token_texts() -> None:

@@ -59,11 +59,11 @@ def flex_with(cells: np.ndarray, compiled: bool = False, **kernel_given: Any) ->
     call = torch.compile(flex_attention) if compiled else flex_attention
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **kwargs: Any) -> Any:
-        def rule(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             return allowed[h if len(allowed) > 1 else 0, q_idx + k.shape[2] - q.shape[2], kv_idx]
 
         n_heads = len(allowed) if len(allowed) > 1 else None
-        mask = create_block_mask(rule, None, n_heads, q.shape[2], k.shape[2], device="cpu")
+        mask = create_block_mask(mask_mod, None, n_heads, q.shape[2], k.shape[2], device="cpu")
         scale = kwargs["scaling"]
         out = call(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, **kernel_given)
         return out.transpose(1, 2).contiguous(), None
@@ -180,7 +180,7 @@ def test_a_patched_forward_that_calls_the_kernel_itself_is_seen() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_kernel_is_drawn_by_its_tables_and_its_rule(own_name: Any) -> None:
+def test_a_compiled_kernel_is_drawn_by_its_tables_and_its_mask_mod(own_name: Any) -> None:
     cells = isolated()
     model = model_of("llama", num_hidden_layers=1)
     model.set_attn_implementation(own_name(flex_with(cells, compiled=True)))

@@ -14,15 +14,15 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Severity
 
 SPANS = ((1, 6, "a"), (6, 11, "b"))
-FED = [1, *ids(5, 1), *ids(5, 2), *ids(2, 3)]
+INPUT_IDS = [1, *ids(5, 1), *ids(5, 2), *ids(2, 3)]
 RESET = [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
 
 
 def order(**options: Any) -> Proof:
     model = model_of()
-    cells = isolated(SPANS, len(FED))
+    cells = isolated(SPANS, len(INPUT_IDS))
     arguments = {"attention_mask": mask_for(model, cells), "segments": SPANS, **options}
-    proof: Proof = flexinspect.prove("order", model, FED, **arguments)
+    proof: Proof = flexinspect.prove("order", model, INPUT_IDS, **arguments)
     return proof
 
 

@@ -72,15 +72,15 @@ def test_a_program_without_a_suitable_call_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (("--model", "demo"), "--model applies to generations of flexinspect"),
         (("--cache-check", "2"), "--cache-check goes with prove cache"),
     ],
 )
 def test_flags_that_do_not_go_with_a_program_are_refused(
-    tmp_path: Path, flags: tuple[str, ...], words: str
+    tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
     ran = prove(tmp_path, "isolation", CASES / "c1_plain_causal_prompt.py", *flags)
     assert ran.code == 2
-    assert words in ran.err
+    assert message in ran.err

@@ -144,7 +144,7 @@ COMMANDS = (
 )
 
 
-def test_the_base_is_never_touched(new_run: Callable[..., Run]) -> None:
+def test_the_base_is_never_changed(new_run: Callable[..., Run]) -> None:
     run, hashes = new_run(level="extreme"), []
 
     def look() -> None:
@@ -210,7 +210,7 @@ def test_commands_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
         events[kind].text for kind in ("forked", "mask-edited", "restored")
     ]
     assert barrier.results[-1][1] == at(6)
-    # Asked for before a step that the trace holds already, and that is not written again.
+    # Requested before a step that the trace holds already, and that is not written again.
     assert (events["level"].generation, events["level"].step) == (0, 7)
     assert events["level"].data == {"level": "basic", "before": "advanced"}
 
@@ -303,7 +303,7 @@ def test_invalid_commands_are_answered_and_change_nothing(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nand more")])
-def test_a_command_that_fails_in_the_model_is_answered_and_the_run_goes_on(
+def test_a_command_that_fails_in_the_model_is_answered_and_the_run_continues(
     new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     run = new_run()
@@ -411,13 +411,13 @@ def test_a_replayed_step_that_differs_is_evaluated_with_its_observations(
     )
     run.session.break_on(breaking)
 
-    def spoil() -> None:
+    def corrupt() -> None:
         run.session.recorder.drain()  # as the step barrier does if there are breakpoints
         with torch.no_grad():
             head.weight.copy_(before * 1.5)
 
     try:
-        reader = run.go(ScriptedBarrier(Restore(at(3)), then=spoil))
+        reader = run.go(ScriptedBarrier(Restore(at(3)), then=corrupt))
     finally:
         with torch.no_grad():
             head.weight.copy_(before)

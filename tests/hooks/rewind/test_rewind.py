@@ -55,7 +55,7 @@ def run(small: Any) -> Iterator[BranchingRun]:
 # -- restore ---------------------------------------------------------------------------------------
 
 
-def test_sampling_goes_on_with_equal_bits_from_20_restored_steps(llama: Any) -> None:
+def test_sampling_continues_with_equal_bits_from_20_restored_steps(llama: Any) -> None:
     with branching_run(llama, prompt_of(32)) as run:
         tokens = run.advance()
         assert len(set(tokens)) > 8  # it does sample
@@ -124,7 +124,7 @@ def test_greedy_decoding_is_restored_too(small: Any) -> None:
         assert run.advance() == tokens
 
 
-def test_a_generation_goes_on_past_what_is_recorded_after_a_restore(small: Any) -> None:
+def test_a_generation_continues_past_what_is_recorded_after_a_restore(small: Any) -> None:
     whole, _ = fresh_run(small, prompt_of(8), preset_source(prompt_of(8)), {})
     with branching_run(small, prompt_of(8)) as run:
         run.advance(5)
@@ -145,20 +145,20 @@ def test_a_restored_generation_ends_once_in_the_trace(run: BranchingRun) -> None
 
 
 @pytest.mark.parametrize(
-    ("spoil", "why"),
+    ("corrupt", "why"),
     [
         (lambda model: model.lm_head.weight.mul_(1.01), "The weights of the model have changed."),
         (lambda model: model.train(), "The model is now in training mode."),
     ],
 )
 def test_a_replayed_step_that_differs_begins_a_branch_with_the_reason(
-    spoil: Callable[[Any], object], why: str
+    corrupt: Callable[[Any], object], why: str
 ) -> None:
     model = make_model("llama", attention_dropout=0.0)
     with branching_run(model, prompt_of(5)) as run:
         run.advance()
         run.branching.restore(0, 1)
-        spoil(model)
+        corrupt(model)
         if why.startswith("The model is now"):
             with torch.no_grad():
                 model.lm_head.weight.data = model.lm_head.weight.data * 1.01

@@ -114,7 +114,7 @@ def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path
 
 
 @pytest.mark.parametrize(
-    ("producer", "words"),
+    ("producer", "ending"),
     [
         (AnomalyOrigin("loss", ""), "; the loss is not finite."),
         (AnomalyOrigin("module", "head"), "; the output of head is not finite."),
@@ -122,14 +122,14 @@ def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path
     ],
 )
 def test_steps_skipped_by_the_scaler_have_the_nonfinite_gradient_as_origin(
-    producer: AnomalyOrigin, words: str
+    producer: AnomalyOrigin, ending: str
 ) -> None:
     rule = TrainingRule()
     rule.on_generation_start(SimpleNamespace())  # type: ignore[arg-type]
     training = TrainingStepRecord(1.0, "reported", (), is_skipped=True, anomaly_origin=producer)
     findings = [finding for n in range(10) for finding in rule.on_step(step_of(n, training))]
     assert findings[-1].id == "training.scaler-skips"
-    assert findings[-1].sentence.endswith(words)
+    assert findings[-1].sentence.endswith(ending)
 
 
 class Slow(torch.autograd.Function):

@@ -95,8 +95,12 @@ def test_every_output_is_checked_before_the_loss_is_named(
 
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             wide = self.head(x).repeat(1, 10_000)
-            spoilt = wide.index_fill(1, torch.tensor([39_999]), math.nan)
-            return {"first": wide, **({"loss": spoilt.mean()} if has_loss else {}), "last": spoilt}
+            corrupted = wide.index_fill(1, torch.tensor([39_999]), math.nan)
+            return {
+                "first": wide,
+                **({"loss": corrupted.mean()} if has_loss else {}),
+                "last": corrupted,
+            }
 
     if remote:
         on_an_accelerator(monkeypatch)

@@ -124,7 +124,7 @@ def test_a_training_that_tries_a_smaller_batch_gets_a_numbered_trace(tmp_path: P
         assert reader.state == "failed"
 
 
-def test_of_several_processes_only_the_first_records(tmp_path: Path) -> None:
+def test_only_the_first_of_several_processes_records(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     callback = TrainerCallback(tmp_path / "a.flextrace")

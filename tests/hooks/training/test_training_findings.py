@@ -158,7 +158,7 @@ def test_widely_scattered_losses_of_small_batches_are_not_spikes() -> None:
 
 
 @pytest.mark.parametrize("level", ["basic", "extreme"])
-def test_a_healthy_run_of_500_steps_has_no_finding(path: Path, level: str) -> None:
+def test_a_correct_run_of_500_steps_has_no_finding(path: Path, level: str) -> None:
     found, steps = trained(path, mlp(8, 32, 32, 1), steps=500, level=level)
     assert found == []
     assert len(steps) == 500

@@ -307,8 +307,8 @@ def test_only_modules_whose_outputs_a_level_keeps_have_hooks(path: Path) -> None
 def test_above_its_band_capture_reduces_detail_and_reports_it(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge = Governor.on_step
-    monkeypatch.setattr(Governor, "on_step", lambda self, own_s, wall_s: judge(self, 0.5, 1.0))
+    evaluate = Governor.on_step
+    monkeypatch.setattr(Governor, "on_step", lambda self, own_s, wall_s: evaluate(self, 0.5, 1.0))
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, level="extreme", band=1.5) as trace:
@@ -374,7 +374,7 @@ def test_a_capture_failure_ends_capture_and_not_the_training(
         assert "RuntimeError: ours" in events[0].text
 
 
-def test_the_programs_exception_goes_on_and_ends_the_trace(path: Path) -> None:
+def test_the_programs_exception_propagates_and_ends_the_trace(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
     with pytest.raises(ZeroDivisionError):

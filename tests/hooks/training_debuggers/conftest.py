@@ -15,7 +15,7 @@ from flexinspect_hooks.training_debuggers import switch_board
 
 @pytest.fixture(autouse=True)
 def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
-    """Give each test a common board and providers of its own, and leave autograd as it was."""
+    """Give each test a new common board and new providers, and leave autograd as it was."""
     monkeypatch.setattr(switch_board, "_common_boards", [switch_board.SwitchBoard()])
     monkeypatch.setattr(control_protocols, "_counters", {})
     yield

@@ -1,4 +1,4 @@
-"""`AsyncTrainingLogger`: the loop of the mission, and an event loop that is not blocked."""
+"""`AsyncTrainingLogger`: the specified loop, and an event loop that is not blocked."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_parameters_with_nonfinite_gradients_are_named() -> None:
     assert found.exploding == ["weight"]
 
 
-async def test_checks_run_in_a_thread_and_the_event_loop_goes_on(
+async def test_checks_run_in_a_thread_and_the_event_loop_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log, seen = logger(), []
@@ -153,7 +153,7 @@ def test_invalid_arguments_are_refused() -> None:
         logger().log_warning("x", "lunch")
 
 
-async def test_the_loop_of_the_mission_skips_bad_losses_and_raises_what_is_raised(
+async def test_the_specified_loop_skips_bad_losses_and_raises_what_is_raised(
     lines: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)

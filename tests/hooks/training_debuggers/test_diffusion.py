@@ -77,7 +77,7 @@ def parameters(*modules: nn.Module) -> int:
 
 
 @torch.no_grad()
-def denoise(pipeline: Any, debugger: Any, steps: int = 6, spoil: Any = None) -> list[Any]:
+def denoise(pipeline: Any, debugger: Any, steps: int = 6, corrupt: Any = None) -> list[Any]:
     torch.manual_seed(1)
     latents = torch.randn(1, 4, 8, 8)
     hidden = pipeline.text_encoder(torch.arange(7)[None]).last_hidden_state
@@ -87,8 +87,8 @@ def denoise(pipeline: Any, debugger: Any, steps: int = 6, spoil: Any = None) -> 
         timestep = torch.tensor([t])
         noise = pipeline.unet(latents, timestep, encoder_hidden_states=hidden).sample
         latents = pipeline.scheduler.step(noise, latents)
-        if spoil is not None:
-            latents = spoil(step, latents)
+        if corrupt is not None:
+            latents = corrupt(step, latents)
         found.append(debugger.monitor_diffusion_step(pipeline, step, latents))
     return found
 
@@ -145,7 +145,7 @@ def test_an_object_without_modules_is_refused() -> None:
 
 
 @pytest.mark.parametrize("level", list(DebugLevel))
-def test_a_healthy_image_has_no_anomaly(level: DebugLevel) -> None:
+def test_a_correct_image_has_no_anomaly(level: DebugLevel) -> None:
     debugger = DiffusionModelDebugger(level)
     found = denoise(Pipeline(), debugger) + denoise(Pipeline(), debugger)
     assert [one.step for one in found] == [0, 1, 2, 3, 4, 5] * 2
@@ -168,7 +168,7 @@ def test_the_change_is_how_far_the_latents_moved() -> None:
 
 def test_nan_is_found_at_the_first_bad_step() -> None:
     debugger = DiffusionModelDebugger(DebugLevel.BASIC)
-    found = denoise(Pipeline(), debugger, spoil=lambda step, x: x * math.nan if step == 3 else x)
+    found = denoise(Pipeline(), debugger, corrupt=lambda step, x: x * math.nan if step == 3 else x)
     bad = [one.step for one in found if one.anomalies]
     assert bad == [3, 4, 5]
     assert found[3].anomalies[0].sentence.startswith("NaN in latents of step 3 ")
@@ -177,7 +177,7 @@ def test_nan_is_found_at_the_first_bad_step() -> None:
 def test_a_jump_of_the_spread_is_found_from_advanced_on() -> None:
     for level, kinds in ((DebugLevel.BASIC, []), (DebugLevel.ADVANCED, ["jump"])):
         debugger = DiffusionModelDebugger(level)
-        found = denoise(Pipeline(), debugger, spoil=lambda step, x: x * 20 if step == 2 else x)
+        found = denoise(Pipeline(), debugger, corrupt=lambda step, x: x * 20 if step == 2 else x)
         assert [one.kind for one in found[2].anomalies] == kinds
         assert all(found[step].anomalies == () for step in (0, 1, 3, 4, 5))
 

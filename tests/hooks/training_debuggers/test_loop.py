@@ -62,7 +62,7 @@ def test_a_dict_with_labels_goes_with_a_loss_function() -> None:
     assert loop.train_epoch(batches).samples == 32
 
 
-def test_a_spoilt_batch_is_an_anomaly_of_the_epoch(classifier: nn.Module) -> None:
+def test_a_corrupted_batch_is_an_anomaly_of_the_epoch(classifier: nn.Module) -> None:
     loop = loop_of(classifier, nn.functional.mse_loss)
     good, bad = (torch.ones(2, 4), torch.zeros(2, 2)), (torch.ones(2, 4), torch.full((2, 2), 1e9))
     assert loop.train_epoch([good, good]).anomaly_steps == 0
@@ -152,7 +152,7 @@ def test_evaluation_leaves_each_module_in_its_own_mode() -> None:
     assert not model[1].training
 
 
-def test_a_condition_that_raises_turns_its_switch_off_and_training_goes_on() -> None:
+def test_a_condition_that_raises_turns_its_switch_off_and_training_continues() -> None:
     loop = loop_of(nn.Linear(2, 2), nn.functional.mse_loss)
     loop.enable_debugging("forward_pass", when=lambda step: 1 // step > 0)
     info = loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))])
@@ -165,10 +165,10 @@ def test_all_conditions_get_the_number_of_the_step_in_the_run(each: str) -> None
     model = nn.Linear(2, 2)
     loop = loop_of(model, nn.functional.mse_loss, scheduler_each=each)
     loop._scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, step_size=1)
-    asked: dict[str, list[int]] = {}
+    requested: dict[str, list[int]] = {}
 
     def asks(switch: str) -> Callable[[int], bool]:
-        return lambda step: bool(asked.setdefault(switch, []).append(step))
+        return lambda step: bool(requested.setdefault(switch, []).append(step))
 
     switches = ["data_loading", "forward_pass", "gradient_norms", "lr_scheduling"]
     for switch in switches:
@@ -176,13 +176,15 @@ def test_all_conditions_get_the_number_of_the_step_in_the_run(each: str) -> None
     for _ in range(2):
         loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))] * 3)
     steps = list(range(6))
-    assert asked == dict.fromkeys(switches[:3], steps) | {
+    assert requested == dict.fromkeys(switches[:3], steps) | {
         "lr_scheduling": steps if each == "batch" else [2, 5]
     }
 
 
 @pytest.mark.parametrize("is_said", [False, True])
-def test_a_rate_that_the_optimizer_does_not_tell_stops_no_training(is_said: bool) -> None:
+def test_a_learning_rate_that_the_optimizer_does_not_report_stops_no_training(
+    is_said: bool,
+) -> None:
     class Relative(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             pass

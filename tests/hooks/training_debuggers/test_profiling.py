@@ -127,7 +127,7 @@ def test_the_loop_profiles_forward_and_backward_and_keeps_the_weights(
     assert model.weight.grad is None
 
 
-def test_the_defaults_are_those_of_the_mission() -> None:
+def test_the_defaults_are_those_of_the_specification() -> None:
     for function in (profile_model_performance, TrainingLoop.profile_model_performance):
         parameters = inspect.signature(function).parameters
         assert parameters["num_batches"].default == 10

@@ -20,13 +20,13 @@ NAMES = [
 ]
 
 
-def test_every_name_of_the_mission_is_had_from_flexinspect() -> None:
+def test_every_specified_name_is_exported() -> None:
     for name in NAMES:
         assert name in flexinspect.__all__
         assert getattr(flexinspect, name).__name__ == name
 
 
-def test_what_flexinspect_has_is_what_the_doors_have() -> None:
+def test_both_packages_export_the_same_names() -> None:
     for name in training_debuggers.__all__:
         assert getattr(flexinspect, name) is getattr(training_debuggers, name)
         assert inspect.getdoc(getattr(training_debuggers, name))

@@ -190,7 +190,7 @@ def test_memory_is_the_bytes_of_parameters_gradients_and_buffers() -> None:
     assert memory["process"] > memory["total"]
 
 
-def test_a_sound_model_is_valid_and_its_parts_are_listed(classifier: nn.Module) -> None:
+def test_a_correct_model_is_valid_and_its_parts_are_listed(classifier: nn.Module) -> None:
     report = PyTorchDebugger(DebugLevel.ADVANCED).validate_model(classifier, torch.ones(3, 4))
     assert (report.is_valid, report.problems) == (True, ())
     assert {name: part.parameters for name, part in report.components.items()} == {

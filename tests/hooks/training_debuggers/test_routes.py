@@ -54,7 +54,7 @@ def test_a_level_from_outside_reaches_every_debugger() -> None:
     assert (training.level, general.level) == (DebugLevel.ADVANCED, DebugLevel.ADVANCED)
 
 
-def test_who_counted_before_counts_again_when_a_debugger_is_gone() -> None:
+def test_an_earlier_counter_counts_again_when_a_debugger_is_gone() -> None:
     class Fixed:
         def counts(self) -> AnomalyCounts:
             return AnomalyCounts(total_anomalies=7)
@@ -116,7 +116,7 @@ print(json.dumps([answer["total_steps"], answer["loss_anomaly_rate"], debugger.l
 """
 
 
-def test_a_training_without_transformers_is_answered_for_too(tmp_path: Path) -> None:
+def test_the_routes_work_without_transformers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ASKS_ITSELF)
     done = subprocess.run(
         [sys.executable, "-m", "flexinspect", "run", "--no-ui", "train.py"],

@@ -102,7 +102,7 @@ SAID = {
 }
 
 
-def test_the_switches_have_the_names_of_the_mission_and_are_off() -> None:
+def test_the_switches_have_the_specified_names_and_are_off() -> None:
     assert list(SWITCHES) == NAMES
     assert SwitchBoard().get_debugging_status() == dict.fromkeys(NAMES, False)
     assert list(SAID) == [short_name(name) for name in NAMES]
@@ -232,7 +232,7 @@ def test_a_condition_selects_the_steps_in_which_a_switch_acts(
     assert len(lines.messages) == 4
 
 
-def test_a_switch_that_fails_is_turned_off_and_the_training_goes_on(
+def test_a_switch_that_fails_is_turned_off_and_the_training_continues(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexinspect_hooks.training_debuggers import switch_board
@@ -259,7 +259,7 @@ def test_training_is_bit_equal_with_all_switches(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-# -- what the lines say ---------------------------------------------------------------------------
+# -- the text of the lines ------------------------------------------------------------------------
 
 
 def log_records(

@@ -28,7 +28,7 @@ FIGURES = [
 
 
 class Training:
-    """A tiny regression that learns, and whose steps can be spoilt."""
+    """A tiny regression that learns, and whose steps can be corrupted."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -44,7 +44,7 @@ class Training:
         return loss
 
 
-SPOILT = {
+CORRUPTED = {
     100: {"scale": math.nan},
     300: {"scale": math.nan},
     500: {"scale": 1e6, "plus": math.inf},  # an infinite loss whose gradients are finite, and huge
@@ -56,10 +56,10 @@ SPOILT = {
 def run(debugger: Any, steps: int = 1000) -> Training:
     training = Training()
     for step in range(steps):
-        spoilt = SPOILT.get(step)
-        loss = training.loss(**(spoilt or {}))
+        changes = CORRUPTED.get(step)
+        loss = training.loss(**(changes or {}))
         debugger.monitor_training_step(training.model, loss, step)
-        if spoilt is None:
+        if changes is None:
             training.optimizer.step()
     return training
 
@@ -109,7 +109,7 @@ def test_the_anomalies_name_step_and_parameter() -> None:
     assert by_kind == {"loss": 3, "nan": 4, "explosion": 4, "vanishing": 1}
 
 
-def test_a_healthy_run_has_no_anomaly() -> None:
+def test_a_correct_run_has_no_anomaly() -> None:
     debugger, training = TrainingDebugger(DebugLevel.ADVANCED), Training()
     for step in range(500):
         debugger.monitor_training_step(training.model, training.loss(), step)
@@ -121,7 +121,7 @@ def test_a_healthy_run_has_no_anomaly() -> None:
 def test_training_is_bit_equal_with_monitoring() -> None:
     class Nothing:
         def monitor_training_step(self, *args: Any) -> None:
-            """Look at nothing."""
+            """Do nothing."""
 
     monitored, plain = run(TrainingDebugger(DebugLevel.EXTREME), 300), run(Nothing(), 300)
     assert torch.equal(monitored.model.weight, plain.model.weight)
@@ -234,11 +234,11 @@ def test_a_user_metric_is_measured_until_it_fails(lines: pytest.LogCaptureFixtur
 
 
 def test_a_later_run_is_compared_with_a_baseline(tmp_path: Path) -> None:
-    training, healthy = Training(), TrainingDebugger()
+    training, reference = Training(), TrainingDebugger()
     for step in range(10):
-        healthy.monitor_training_step(training.model, training.loss(), step)
-    healthy.save_baseline(tmp_path / "good.json")
-    assert healthy.compare_with_baseline(tmp_path / "good.json") == []
+        reference.monitor_training_step(training.model, training.loss(), step)
+    reference.save_baseline(tmp_path / "good.json")
+    assert reference.compare_with_baseline(tmp_path / "good.json") == []
     anomalous = TrainingDebugger()
     for step in range(10):
         scale = math.nan if step == 4 else 1.0
@@ -259,7 +259,7 @@ def test_a_step_without_gradients_is_a_step() -> None:
     assert debugger.get_training_summary().total_steps == 1
 
 
-def test_a_debugger_failure_is_logged_and_the_training_goes_on(
+def test_a_debugger_failure_is_logged_and_the_training_continues(
     lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexinspect_hooks.training_debuggers import training_debugger

@@ -46,7 +46,7 @@ def spans(segments: Sequence[Segment]) -> list[tuple[int, int, str]]:
     return [(one.start, one.stop, one.label) for one in segments]
 
 
-def test_without_wishes_the_prompt_is_one_segment() -> None:
+def test_without_declarations_the_prompt_is_one_segment() -> None:
     assert laid(None) == [(0, 10, "prompt"), (10, 11, "generated")]
 
 

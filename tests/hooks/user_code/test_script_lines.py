@@ -1,4 +1,4 @@
-"""The lines between a program under inspection and whoever started it."""
+"""The lines between a program under inspection and the process that started it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexinspect.records import protocol
 from flexinspect_hooks.user_code.script.script_run import LauncherConnection
 
 
-def test_what_comes_in_one_piece_with_the_job_is_heard() -> None:
+def test_messages_in_the_same_packet_as_the_job_are_received() -> None:
     starter, ours = socket.socketpair()
     control = LauncherConnection(os.dup(ours.fileno()))
     ours.close()

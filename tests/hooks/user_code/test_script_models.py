@@ -1,4 +1,4 @@
-"""Models of an unchanged program: found by themselves, told apart, and the same in every bit."""
+"""Models of an unchanged program: detected, distinguished, and the same in every bit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from support.tiny import ids, make_model
 torch.set_num_threads(2)
 def tell(**facts): print(json.dumps(facts), flush=True)
 def prompt(n=7): return torch.tensor([ids(n, 3)])
-def greedy(model, fed=None, n=4, **options):
-    fed = prompt() if fed is None else fed
-    return model.generate(fed, max_new_tokens=n, do_sample=False, **options)
+def greedy(model, input_ids=None, n=4, **options):
+    input_ids = prompt() if input_ids is None else input_ids
+    return model.generate(input_ids, max_new_tokens=n, do_sample=False, **options)
 """
 
 
@@ -82,11 +82,11 @@ for model in (first, second, first):
     time.sleep(0.2)  # what is printed is placed by the time at which it is read
 torch.manual_seed(3)
 tell(sampled=second.generate(prompt(), max_new_tokens=3, do_sample=True)[0].tolist())
-fed = prompt()
+input_ids = prompt()
 for _ in range(3):  # a loop of one's own, without a cache, on the base model and a head
-    hidden = first.model(fed, use_cache=False).last_hidden_state[:, -1]
-    fed = torch.cat((fed, first.lm_head(hidden).argmax(-1, keepdim=True)), 1)
-tell(own=fed[0].tolist())
+    hidden = first.model(input_ids, use_cache=False).last_hidden_state[:, -1]
+    input_ids = torch.cat((input_ids, first.lm_head(hidden).argmax(-1, keepdim=True)), 1)
+tell(own=input_ids[0].tolist())
 warnings.warn("still heard")
 try:
     first(torch.tensor([[10_000]]))
@@ -102,7 +102,7 @@ again = torch.load(saved, weights_only=False)
 tell(bytes=len(pickle.dumps(first)), hooks=len(again._forward_hooks))
 tell(copied=greedy(copy.deepcopy(first))[0].tolist(), loaded=greedy(again)[0].tolist())
 whole = torch.compile(make_model("llama"), backend="eager")
-best = lambda model, fed: model(fed).logits.argmax(-1)
+best = lambda model, input_ids: model(input_ids).logits.argmax(-1)
 part = torch.compile(best, backend="eager", fullgraph=True)
 tell(whole=whole(prompt()).logits[0, -1].argmax().item(), part=part(second, prompt())[0].tolist())
 import os, weakref
@@ -136,7 +136,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return ran(tmp_path_factory.mktemp("several"), SEVERAL, fresh=True)
 
 
-def test_output_is_the_same_in_every_bit_and_warnings_are_heard(several: Ran) -> None:
+def test_output_is_the_same_in_every_bit_and_warnings_are_reported(several: Ran) -> None:
     assert several.plain.returncode == 9, several.plain.stderr
     assert several.mine.stdout == several.plain.stdout
     assert several.mine.returncode == 9
@@ -146,7 +146,7 @@ def test_output_is_the_same_in_every_bit_and_warnings_are_heard(several: Ran) ->
     assert "UserWarning: still heard" in several.mine.stderr
 
 
-def test_our_frames_are_in_no_traceback_of_theirs(several: Ran) -> None:
+def test_our_frames_are_not_in_user_tracebacks(several: Ran) -> None:
     assert '"files": []' in several.mine.stdout
 
 
@@ -267,8 +267,8 @@ def test_a_program_that_only_tokenizes_does_not_import_torch(tmp_path: Path) -> 
     script = f"""
     import sys
     from transformers import PreTrainedTokenizerFast
-    words = PreTrainedTokenizerFast.from_pretrained({str(DEMO)!r})
-    print(words("one two").input_ids, "torch" in sys.modules)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained({str(DEMO)!r})
+    print(tokenizer("one two").input_ids, "torch" in sys.modules)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
     arguments = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
@@ -283,17 +283,17 @@ FAILS = """
 from transformers import AutoTokenizer
 model = make_model("llama", vocab_size=2560)
 tokenizer = AutoTokenizer.from_pretrained({demo!r})
-fed = tokenizer(["What is the capital of France? And of Peru?"], return_tensors="pt").input_ids
+tokens = tokenizer(["What is the capital of France? And of Peru?"], return_tensors="pt").input_ids
 import flexinspect
 with flexinspect.watch(model, out="inner.flextrace"):
-    greedy(model, fed, n=2)
+    greedy(model, tokens, n=2)
 calls = 0
 def hook(module, args):
     global calls
     calls += 1
     if calls == 3: raise RuntimeError("the user's own")
 model.model.layers[1].register_forward_pre_hook(hook)
-greedy(model, fed, n=8)
+greedy(model, tokens, n=8)
 """
 
 DECLARED = """

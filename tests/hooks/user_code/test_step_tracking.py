@@ -107,7 +107,7 @@ def test_a_cache_of_another_length_begins_a_generation_with_a_note() -> None:
 
 
 def test_two_caches_of_one_length_are_distinguished() -> None:
-    """Two interleaved prompts of one length do not take tokens of each other."""
+    """Two interleaved prompts of one length do not mix their tokens."""
     following = StepTracker()
     found = [following.locate(*one) for one in (forward_input([5, 6]), forward_input([7, 8]))]
     found.append(following.locate(1, 2, never, owner=0))

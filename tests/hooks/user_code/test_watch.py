@@ -688,8 +688,8 @@ def test_an_id_is_not_found_in_the_digits_of_others(llama: Any, out: Path) -> No
 
 
 def test_a_mask_spec_may_be_declared_instead_of_a_preset(llama: Any, out: Path) -> None:
-    rule = algebra.MaskSpec("mine", (0, 4), (0, 0), (0, 4))
-    with flexinspect.watch(llama, out=out, mask=rule) as trace:
+    spec = algebra.MaskSpec("mine", (0, 4), (0, 0), (0, 4))
+    with flexinspect.watch(llama, out=out, mask=spec) as trace:
         llama(prompt_of())
     with trace.reader() as reader:
         assert reader.generation(0).mask == "mine"

@@ -72,7 +72,7 @@ def overlapping(model: Any, forwards: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def test_of_simultaneous_forwards_one_is_recorded_with_an_event(out: Path) -> None:
+def test_one_of_simultaneous_forwards_is_recorded_with_an_event(out: Path) -> None:
     model = make_model("llama")
     inputs = {"a": prompt_of(5), "b": prompt_of(8)}
     alone = {name: model(row).logits for name, row in inputs.items()}

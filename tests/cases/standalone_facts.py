@@ -12,7 +12,7 @@ from flexinspect.records.step import CallRecord
 from flexinspect.trace.reader import TraceReader
 
 
-def loose(trace: TraceReader) -> list[CallRecord]:
+def standalone(trace: TraceReader) -> list[CallRecord]:
     """Return the calls outside of a model, which are a generation of one step and one call each."""
     found = [calls(trace, step) for step in steps(trace) if inputs_of(trace, step) is None]
     assert all(len(made) == 1 for made in found)
@@ -20,13 +20,13 @@ def loose(trace: TraceReader) -> list[CallRecord]:
 
 
 def graphs(trace: TraceReader) -> list[tuple[str, ...]]:
-    """Return what each step says of graphs that were built in it, one after the other."""
-    told = [
+    """Return, for each step, the events of graphs that were built in it, in order."""
+    reported = [
         tuple(row.event.kind for row in trace.events(generation=step.generation, step=step.step))
         for step in steps(trace)
     ]
-    assert {kind for kinds in told for kind in kinds} <= {"compiled", "recompiled"}
-    return told
+    assert {kind for kinds in reported for kind in kinds} <= {"compiled", "recompiled"}
+    return reported
 
 
 def rows_up_to(n_open: int, n_rows: int, n_keys: int) -> Cells:
@@ -34,19 +34,19 @@ def rows_up_to(n_open: int, n_rows: int, n_keys: int) -> Cells:
 
 
 def facts_k03(trace: TraceReader) -> None:
-    for call, n_open in zip(loose(trace), (32, 12), strict=True):
+    for call, n_open in zip(standalone(trace), (32, 12), strict=True):
         assert (call.path, call.q_len, call.kv_len) == (FLEX, 1, 32)
         assert np.array_equal(executed(trace, call), rows_up_to(n_open, 1, 32))
 
 
 def facts_b02(trace: TraceReader) -> None:
-    """Uncompiled flex goes by the rule, compiled flex by the tables: two blocks are missing."""
+    """Uncompiled flex follows the mask_mod, compiled flex the tables: two blocks are missing."""
     owner = np.arange(512) // 256
-    rule = causal(512) & (owner[:, None] == owner[None])
-    plain, compiled = loose(trace)
+    cells = causal(512) & (owner[:, None] == owner[None])
+    plain, compiled = standalone(trace)
     assert (plain.path, compiled.path) == (FLEX, "flex compiled")
-    assert np.array_equal(executed(trace, plain), rule)
-    blocks = rule.reshape(4, 128, 4, 128).any((1, 3))
+    assert np.array_equal(executed(trace, plain), cells)
+    blocks = cells.reshape(4, 128, 4, 128).any((1, 3))
     for call in (plain, compiled):
         found = mask(trace, call)
         assert (found.block_q, found.block_kv, found.full) == (128, 128, None)
@@ -54,11 +54,11 @@ def facts_b02(trace: TraceReader) -> None:
         assert (blocks & ~found.partial[0]).nonzero()[0].tolist() == [1, 3]
         assert (blocks & ~found.partial[0]).nonzero()[1].tolist() == [0, 2]
     tables = np.eye(4, dtype=np.bool_).repeat(128, 0).repeat(128, 1)
-    assert np.array_equal(executed(trace, compiled), rule & tables)
+    assert np.array_equal(executed(trace, compiled), cells & tables)
 
 
 def facts_b06(trace: TraceReader) -> None:
-    (call,) = loose(trace)
+    (call,) = standalone(trace)
     found = mask(trace, call)
     assert np.array_equal(executed(trace, call), causal(40))
     assert (found.block_q, found.block_kv) == (128, 128)
@@ -67,16 +67,16 @@ def facts_b06(trace: TraceReader) -> None:
 
 
 def facts_p02(trace: TraceReader) -> None:
-    told = graphs(trace)
-    assert told[:5] == [("compiled",), *[("recompiled",)] * 4]
-    assert told[5:10] == told[10:] == [*[("recompiled",)] * 2, *[()] * 3]
-    rules = [str(mask(trace, call).mask_mod) for call in loose(trace)]
+    reported = graphs(trace)
+    assert reported[:5] == [("compiled",), *[("recompiled",)] * 4]
+    assert reported[5:10] == reported[10:] == [*[("recompiled",)] * 2, *[()] * 3]
+    mask_mods = [str(mask(trace, call).mask_mod) for call in standalone(trace)]
     names = (
         "rule",
         *(f"__main__.over_a_{what}.<locals>.<lambda>" for what in ("number", "tensor")),
     )
-    assert rules == [name for name in names for _ in range(5)]
-    sources = {mask(trace, call).mask_mod_source for call in loose(trace)[:5]}
+    assert mask_mods == [name for name in names for _ in range(5)]
+    sources = {mask(trace, call).mask_mod_source for call in standalone(trace)[:5]}
     assert sources == {"<string>:1"}
 
 
@@ -95,7 +95,7 @@ def facts_p03(trace: TraceReader) -> None:
 
 
 def facts_n01(trace: TraceReader) -> None:
-    grouped, by_head = loose(trace)
+    grouped, by_head = standalone(trace)
     assert {(call.q_heads, call.kv_heads) for call in (grouped, by_head)} == {(4, 2)}
     cells = mask(trace, by_head).cells
     assert cells is not None
@@ -114,7 +114,7 @@ def facts_o03(trace: TraceReader) -> None:
     for event in (inside, after):
         assert event.data["kernel"] == "flex_attention"
         assert (event.data["layer"], event.data["q_len"], event.data["kv_len"]) == (None, 8, 8)
-    first, last = loose(trace)
+    first, last = standalone(trace)
     assert first == last
     assert np.array_equal(executed(trace, first), rows_up_to(8, 8, 8))
     ids_ = [row.id for row in trace.events() if row.event in (inside, after)]
@@ -123,21 +123,21 @@ def facts_o03(trace: TraceReader) -> None:
 
 
 def facts_l01_crash(trace: TraceReader) -> None:
-    """The end of a process that compiled code took down: how it ended, and what it said before."""
+    """The end of a process that compiled code took down: its reason and its last output."""
     assert re.match(r"The program was ended by SIG(ABRT|SEGV|BUS)", trace.run()["reason"])
-    said = [(row.output.stream, row.output.text) for row in trace.output()]
-    assert "".join(text for stream, text in said if stream == "stdout") == (
+    output = [(row.output.stream, row.output.text) for row in trace.output()]
+    assert "".join(text for stream, text in output if stream == "stdout") == (
         "entering compiled flex\n"
-    ), said
+    ), output
 
 
 def facts_c4(trace: TraceReader) -> None:
     assert graphs(trace) == [("compiled",), ("recompiled",), *[()] * 6]
-    assert {call.path for call in loose(trace)} == {"flex compiled"}
+    assert {call.path for call in standalone(trace)} == {"flex compiled"}
 
 
 def facts_c6(trace: TraceReader) -> None:
-    (call,) = loose(trace)
+    (call,) = standalone(trace)
     found = mask(trace, call)
     assert (found.batch, found.heads, call.batch, call.q_heads) == (1, 1, 8, 32)
     assert np.array_equal(executed(trace, call), causal(16))
@@ -146,15 +146,15 @@ def facts_c6(trace: TraceReader) -> None:
 
 
 def facts_c7(trace: TraceReader) -> None:
-    """NaN behind closed cells leaves a gate that holds; among the values nothing can be said."""
-    in_keys, in_values = loose(trace)
+    """NaN in closed keys passes the LSE check; NaN in values leaves nothing to check."""
+    in_keys, in_values = standalone(trace)
     assert np.array_equal(executed(trace, in_keys), rows_up_to(12, 4, 16))
     assert in_values.mask == in_keys.mask
     assert in_values.lse_error is not None
     assert np.isnan(in_values.lse_error)
 
 
-LOOSE_FACTS: dict[str, Callable[[TraceReader], None]] = {
+STANDALONE_FACTS: dict[str, Callable[[TraceReader], None]] = {
     "k03_empty_cache_slots": facts_k03,
     "b02_stale_tables": facts_b02,
     "b06_blocks_for_tokens": facts_b06,
