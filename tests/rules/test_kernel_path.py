@@ -227,7 +227,7 @@ def test_an_unchanged_mask_that_is_built_for_each_sequence(tmp_path: Path) -> No
     assert paths(planted(tmp_path, model, loop(False), name="kept")) == []
 
 
-# -- clean twins -----------------------------------------------------------------------------------
+# -- correct runs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

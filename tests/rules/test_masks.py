@@ -258,11 +258,8 @@ def test_isolated_segments_have_no_finding_without_a_declared_mask(tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("declared", [{}, {"mask": "causal", "segments": SEGMENTS}])
-def test_plain_generation_has_no_finding_in_any_family(
-    tmp_path: Path, family: str, declared: dict[str, Any]
-) -> None:
-    model = make_model(family)
+def test_plain_generation_has_no_finding_in_any_family(tmp_path: Path, family: str) -> None:
+    model, declared = make_model(family), {"mask": "causal", "segments": SEGMENTS}
     found = planted(tmp_path, model, lambda: generated(model, prompt_ids(30), 12), **declared)
     assert serious(found) == []
     assert of_masks(found) == []
