@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.trace_samples import same, step
+from support.warm_python import Popen
 
 from flexinspect.trace.reader import open_trace
 
@@ -40,7 +41,7 @@ MOMENTS = 24
 def record_and_kill(path: Path, after_s: float, wal_limit: int, steps_each: int) -> bytes:
     """Let a child write until it is killed; return what it reported."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen(
+    child = Popen(
         [sys.executable, "-c", CHILD, path, str(wal_limit), str(steps_each)],
         stdout=subprocess.PIPE,
         env=environ,

@@ -10,6 +10,7 @@ import pytest
 from support.model_samples import COMMIT, HubMaker, Runner
 
 from flexinspect.inputs.model_names import resolve
+from flexinspect_hooks.loading.model_loader import load
 
 FETCH = """
 import sys
@@ -110,8 +111,14 @@ def test_offline_mode_is_named_as_the_reason(run_python: Runner) -> None:
 
 
 def test_a_download_is_reported_and_then_cached(
-    hub: HubMaker, run_python: Runner, tiny_llama: Path
+    hub: HubMaker,
+    run_python: Runner,
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from huggingface_hub import constants
+
     with hub(folder=tiny_llama) as server:
         done = run_python(LOAD, "org/tiny", HF_ENDPOINT=server.url)
         assert done.returncode == 0, done.stderr
@@ -124,8 +131,11 @@ def test_a_download_is_reported_and_then_cached(
         last = [data for phase, data in seen["phases"] if phase == "downloading"][-1]
         assert last["fraction"] == 1.0
         server.requests.clear()
-        again = run_python(LOAD, "org/tiny", HF_ENDPOINT=server.url)
-        assert json.loads(again.stdout)["where"] == "cached", again.stderr
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        cached = resolve("org/tiny")
+        assert cached.where == "cached"
+        assert load(cached, device="cpu").n_parameters == seen["parameters"]
         assert server.requests == []
     assert done.stderr == ""
 
