@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.earlier_traces import EXPECTED, NAMES, trace_digests, unpack
-from support.traces import sample_trace
 
 from flexinspect.analysis.offline_rules import pending_tasks
 from flexinspect.analysis.proof_results import PROOF_FINDINGS
 from flexinspect.cli.live_run import RunProgress
-from flexinspect.core.errors import TraceWriteError
-from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.training_step import LOSS_REPORTED
 from flexinspect.rules.engine import load_rules
 from flexinspect.trace.file.earlier_versions import (
@@ -29,10 +26,8 @@ from flexinspect.trace.file.earlier_versions import (
     OLD_COLUMNS,
 )
 from flexinspect.trace.file.salvage import is_repairable, repair_copy
-from flexinspect.trace.file.writer import RuleReview, append_reviews, review_statements
 from flexinspect.trace.queries import finding_groups
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.schema import VERSION
 from flexinspect.trace.trace_dump import DumpSelection, dump_json
 
 EXPECTED_DIGESTS: dict[str, Any] = json.loads(EXPECTED.read_text("utf-8"))
@@ -142,53 +137,6 @@ def test_findings_of_an_earlier_trace_have_the_ids_of_today(name: str, tmp_path:
         assert ids == [NEW_NAMES.get(id_, id_) for id_ in stored]
         assert {*ids} <= {*load_rules().finding_kinds, *PROOF_FINDINGS}
         assert {group.id for group in finding_groups(reader)} == {*ids}
-
-
-def test_earlier_names_in_a_trace_of_this_version_are_read_as_those_of_today(
-    tmp_path: Path,
-) -> None:
-    path = sample_trace(tmp_path / "sample.flextrace")
-    evidence = '{"tokens alone and fed":[[3,2]],"fed":["fed"]}'
-    with closing(sqlite3.connect(path)) as db, db:
-        for fact in (("rules", '["fed","call facts","own"]'), ("argv", '["fed"]')):
-            db.execute("INSERT OR REPLACE INTO run VALUES (?, ?)", fact)
-        for rule in ("twins", "same_prompt"):
-            db.execute("INSERT INTO reviews VALUES (?, 0, 1.0, 1.0)", (rule,))
-        db.execute("UPDATE findings SET id = 'observer.gate', evidence = ?", (evidence,))
-    found = Finding("same-prompt.differ", Severity.NOTE, "Something.")
-    own = Finding("own.rule", Severity.NOTE, "Something.")
-    reviews = [
-        RuleReview(rule, 0, (one,), (), 1.0, 1.0)
-        for rule, one in (("same_prompt", found), ("own", own))
-    ]
-    append_reviews(path, reviews)
-    with open_trace(path) as reader:
-        assert reader.format_version == VERSION
-        assert reader.run()["rules"] == ["prompt", "call_facts", "own"]
-        assert reader.run()["argv"] == ["fed"]
-        assert {*reader.reviews()} == {("own", 0), ("same_prompt", 0)}
-        *earlier, last = reader.findings()
-        assert {finding.id for finding in earlier} == {"observer.check-failed"}
-        assert earlier[0].evidence == {"tokens alone and in the prompt": [[3, 2]], "fed": ["fed"]}
-        assert last.id == "own.rule"
-        reader.add_reviews(review_statements(reviews))
-        assert reader.findings() == [*earlier, last]
-
-
-def test_findings_of_version_1_are_shown_but_not_stored(tmp_path: Path) -> None:
-    path = unpack("generation", tmp_path)
-    before = path.read_bytes()
-    found = Finding("own.rule", Severity.NOTE, "Something.")
-    review = RuleReview("own", 0, (found,), (), 1.0, 1.0)
-    with pytest.raises(TraceWriteError, match="has version 1 of the format, which is only read"):
-        append_reviews(path, [review])
-    assert path.read_bytes() == before
-    with open_trace(path) as reader:
-        n_findings = len(reader.findings())
-        reader.add_reviews(review_statements([review]))
-        assert [each.id for each in reader.findings()][n_findings:] == ["own.rule"]
-        assert ("own", 0) in reader.reviews()
-        assert not {row.event.kind for row in reader.events()} & {*NEW_EVENT_KINDS}
 
 
 def _print_between_reads(progress: RunProgress, text: str) -> None:

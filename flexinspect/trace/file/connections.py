@@ -220,7 +220,7 @@ def _apply_overlay(db: sqlite3.Connection, overlay: Overlay) -> None:
     for table in (FINDINGS, REVIEWS, EVENTS) if overlay else ():
         whole = older.pop(table.name, f"SELECT * FROM main.{table.name}")
         db.execute(table.create_sql().replace("CREATE TABLE", "CREATE TEMP TABLE", 1))
-        db.execute(f"INSERT OR IGNORE INTO temp.{table.name} {whole}")  # two names of one rule
+        db.execute(f"INSERT INTO temp.{table.name} {whole}")
     for name, whole in older.items():
         db.execute(f"CREATE TEMP VIEW {name} AS {whole}")
     done = set(db.execute("SELECT rule, generation FROM temp.reviews")) if overlay else set()

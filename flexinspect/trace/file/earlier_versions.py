@@ -58,7 +58,7 @@ NEW_NAMES = _pairs(
     "twins: same_prompt, twins.differ: same-prompt.differ, twins.rounding: same-prompt.rounding, "
     "twins.same: same-prompt.same"
 )
-"""The name of a rule, or id of a finding, today, by its earlier one in a trace of any version."""
+"""The name of a rule, or id of a finding, today, by that in version 1."""
 
 _NEW_DECLARED_KEYS = _pairs(
     "pieces: segments, words: tokenizer, rule: mask_mod, head: prefix_stops, low: local_starts"
@@ -68,6 +68,8 @@ NEW_VALUES: Mapping[tuple[str, str], Names] = {
         "mask.averaged: mask.uniform_rows, mask.ruled: mask.mask_mod_blocks"
     ),
     ("events", "kind"): NEW_EVENT_KINDS,
+    ("findings", "id"): NEW_NAMES,
+    ("reviews", "rule"): NEW_NAMES,
     ("training_steps", "loss_source"): {"told": "reported"},
 }
 """By table and column: the value of today, by that of version 1."""
@@ -78,7 +80,8 @@ NEW_JSON_KEYS: Mapping[tuple[str, str], Names] = {
     ("findings", "evidence"): _pairs(
         "bar: tolerance, fed: received, gate: check_error, handed: mask_passed_to_layer, "
         "producer: anomaly_origin, rule: mask_mod, said: anomaly_message, "
-        "swallowed: suppressed_exception, told by: reported_by"
+        "swallowed: suppressed_exception, told by: reported_by, "
+        "tokens alone and fed: tokens alone and in the prompt"
     ),
     ("generations", "declared"): _NEW_DECLARED_KEYS,
     ("training_steps", "anomaly_origin"): {"n_carriers": "n_affected"},
@@ -116,11 +119,7 @@ def _column_sql(table: Table, column: str, stored: set[str], *, is_old: bool) ->
     sql = name if name in stored else _DEFAULT_LITERALS.get(table.kinds[column], "NULL")
     place = (table.name, column)
     values, keys = (each.get(place, {}) if is_old else {} for each in (NEW_VALUES, NEW_JSON_KEYS))
-    if place in (("findings", "id"), ("reviews", "rule")):
-        values = NEW_NAMES
-    elif place == ("findings", "evidence"):
-        keys = {**keys, "tokens alone and fed": "tokens alone and in the prompt"}
-    elif place == ("run", "value"):
+    if is_old and place == ("run", "value"):
         sql = f"CASE key WHEN 'rules' THEN {_replace_strings(sql, NEW_NAMES)} ELSE {sql} END"
     if values:
         cases = (f"WHEN '{old}' THEN '{new}'" for old, new in values.items())

@@ -25,7 +25,6 @@ from flexinspect.records.prompt import Segment
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import connections, location
-from flexinspect.trace.file.earlier_versions import NEW_NAMES
 from flexinspect.trace.file.salvage import is_repaired_copy
 
 WAL_TIDY_BYTES = 4 << 20  # size of the WAL above which it is folded in between two generations
@@ -400,8 +399,7 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
         with closing(db):
             db.execute("PRAGMA trusted_schema = OFF")
             with connections.transaction(db):
-                rows = db.execute("SELECT rule, generation FROM reviews")
-                done = {(NEW_NAMES.get(rule, rule), number) for rule, number in rows}
+                done = set(db.execute("SELECT rule, generation FROM reviews"))
                 for key, statements in review_statements(reviews).items():
                     connections.execute_all(db, () if key in done else statements)
     except sqlite3.Error as error:
