@@ -604,12 +604,6 @@ def decode_output(row: SqlRow) -> OutputRow:
     return OutputRow(decode_int(row[0]), _OUTPUT_ROWS.decode(row[1:]))
 
 
-def decode_array_info(row: SqlRow) -> query_results.ArrayInfo:
-    """Return an array's facts from a row of `schema.LIST_ARRAYS`."""
-    kinds = ("int", "text", "int?", "text", "ints", "text", "int")
-    return query_results.ArrayInfo(*decode_values(kinds, row, "arrays"))
-
-
 def decode_chunk(row: SqlRow) -> ArrayChunk:
     """Return a chunk from its number, dtype, item, shape (as text), codec, checksum and data."""
     from flexinspect.trace.arrays import ArrayChunk

@@ -330,8 +330,9 @@ class TraceReader:
 
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[results.ArrayInfo]:
         """Return the arrays of a step without their data; arrays of masks are not listed."""
-        key = (generation, branch, step)
-        return self._read(codec.decode_array_info, schema.LIST_ARRAYS, key)
+        kinds = ("int", "text", "int?", "text", "ints", "text", "int")
+        rows = self._read_values(kinds, schema.LIST_ARRAYS, (generation, branch, step), "arrays")
+        return [results.ArrayInfo(*row) for row in rows]
 
     def array(
         self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
