@@ -343,8 +343,7 @@ def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
     """Return one text, or a list of texts, as a tuple. Raises `DatasetError` for an empty text."""
     value, what = [value] if isinstance(value, str) else value, f"{where}: `{name}`"
     if not isinstance(value, list | tuple):
-        kind = type(value).__name__
-        raise DatasetError(f"{what} must be a text or a list of texts, not {kind}.")
+        raise DatasetError(f"{what} must be a text or a list of texts, not {type(value).__name__}.")
     for index, text in enumerate(value):
         if not isinstance(text, str) or not text.strip():
             raise DatasetError(f"{what} number {index} must be a non-empty text, not {text!r}.")

@@ -241,8 +241,7 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
             )
         lengths = {row.step: row.q_len for row in queries.step_range(reader, *span)}
         kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
-        wanted = (kind for kind in (request.options.module, "", *kinds) if kind in kinds)
-        kind = next(wanted, "")
+        kind = next((one for one in (request.options.module, "", *kinds) if one in kinds), "")
         shown = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
         layers = tuple(sorted({cell.layer for cell in shown}))
         values, n_bad = stat_arrays(shown, window, layers)

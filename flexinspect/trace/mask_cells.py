@@ -94,8 +94,7 @@ def read_packed_rows(
     source.skip((head * cells.n_rows + start) * n_keys)
     step = max(1, min(at_most, MAX_UNPACKED_CELLS // max(n_keys, 1)))
     for row in range(start, stop, step):
-        n_rows = min(step, stop - row)
-        yield row, source.read_rows(n_rows, n_keys)
+        yield row, source.read_rows(min(step, stop - row), n_keys)
     if head == cells.heads - 1 and stop == cells.n_rows:
         source.check_end()
 

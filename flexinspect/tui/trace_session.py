@@ -312,8 +312,7 @@ class CaptureClient:
         stop = read_stop(self._session.path) if self._session.path is not None else None
         debugger_stop = "" if stop is None else f"The model is {stop.sentence_without_time()}."
         try:
-            client = self.client()
-            quick = ControlClient(client.address, timeout_s=POLL_TIMEOUT_S)
+            quick = ControlClient(self.client().address, timeout_s=POLL_TIMEOUT_S)
             return CaptureStatus(quick.status(), debugger_stop=debugger_stop)
         except ControlError as error:
             is_unresponsive = isinstance(error.__cause__, TimeoutError)

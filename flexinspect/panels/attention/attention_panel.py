@@ -247,8 +247,7 @@ def draw_attention(
     row_pen = pen.resize(pen.width - layout.width - _COLUMN_GAP)
     row = _draw_row(data, height, row_pen, with_segments=not below)
     grid += [grid_pen.line()] * (height - len(grid))
-    plain = pen.style("text")
-    return join_blocks(grid[:height], row[:height], plain, gap=_COLUMN_GAP)
+    return join_blocks(grid[:height], row[:height], pen.style("text"), gap=_COLUMN_GAP)
 
 
 # -- the grid -------------------------------------------------------------------------------------

@@ -131,8 +131,7 @@ class StepView(Struct, frozen=True):
 
         def read() -> Bools | None:
             name = str(call.mask)
-            found = read_mask_arrays(self.source.reader, [name], "mask.uniform_rows")
-            return dict(found).get(name)
+            return dict(read_mask_arrays(self.source.reader, [name], "mask.uniform_rows")).get(name)
 
         averaged = self.source.get_or_create(("attention.uniform_rows", call.mask), read)
         if averaged is None:

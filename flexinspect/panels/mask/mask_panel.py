@@ -223,8 +223,7 @@ def _draw_segment_at(data: MaskData, number: int, width: int, pen: Pen) -> Named
         return align_right(str(position), width), style
     if number == 0 or data.segment(_middle_position(data, number - 1)) is not segment:
         return clip_text(_shorten_label(escape_unprintable(segment.label), width), width), style
-    text = str(position) if number % 8 == 4 and width >= 5 else ""
-    return align_right(text, width), style
+    return align_right(str(position) if number % 8 == 4 and width >= 5 else "", width), style
 
 
 def _middle_position(data: MaskData, number: int) -> int:

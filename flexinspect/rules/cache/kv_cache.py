@@ -58,8 +58,7 @@ class _LayerLengths(NamedTuple):
 
     def name_layers(self, which: Sequence[int]) -> str:
         """Return `Layer 3`, or `All 8 layers`."""
-        n_layers = len(self.called) or len(self.inputs.cached_after)
-        return capitalize(format_layers(which, n_layers))
+        return capitalize(format_layers(which, len(self.called) or len(self.inputs.cached_after)))
 
 
 class CacheRule(Rule):

@@ -210,8 +210,7 @@ def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | N
 
 def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
     """All ids that end a text, from the generation config or else from the tokenizer."""
-    config = getattr(loaded.model, "generation_config", None)
-    eos = getattr(config, "eos_token_id", None)
+    eos = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = vocabulary.tokenizer.eos_token_id
     ids = eos if isinstance(eos, Iterable) else (eos,)

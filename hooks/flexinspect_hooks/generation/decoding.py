@@ -121,8 +121,7 @@ class Decoder:
         # the position ids.
         ids, positions = self._rows(int(self.cache.get_seq_length()))
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache}
-        output = forward(**inputs, use_cache=True, **self._extra)
-        return cast(Tensor, output.logits[0, -1])
+        return cast(Tensor, forward(**inputs, use_cache=True, **self._extra).logits[0, -1])
 
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
         """The ids and position ids, both (1, rows), of the rows from `start` on."""

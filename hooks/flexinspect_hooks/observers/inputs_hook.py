@@ -203,8 +203,7 @@ class InputRows:
 
     def _read(self) -> dict[str, list[int]]:
         if self._lists is None:
-            values = self._buffer.values()
-            self._lists = {name: array.tolist() for name, array in values.items()}
+            self._lists = {name: array.tolist() for name, array in self._buffer.values().items()}
         return self._lists
 
 

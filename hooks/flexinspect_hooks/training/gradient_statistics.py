@@ -252,8 +252,7 @@ def count_nonfinite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 def stack_nonfinite_counts(tensors: Sequence[Tensor]) -> Tensor:
     """The numbers of NaN and of Inf in each tensor, (tensors, 2), on their device."""
-    counts = [torch.stack([one.isnan().sum(), one.isinf().sum()]) for one in tensors]
-    return torch.stack(counts)
+    return torch.stack([torch.stack([one.isnan().sum(), one.isinf().sum()]) for one in tensors])
 
 
 class TensorFacts(NamedTuple):

@@ -512,8 +512,7 @@ class PyTorchDebugger(BaseDebugger):
         problems = tuple(measurements.weight_problems(parts.values()))
         problems += tuple(measurements.nonfinite_problems(output, ""))
         self._record_problems("model", problems)
-        memory = measurements.memory_of(model)
-        return ModelReport(not problems, problems, parts, memory, output)
+        return ModelReport(not problems, problems, parts, measurements.memory_of(model), output)
 
     def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:
         argument_checks.check_module(model, f"check_gradient_{kind}")
