@@ -396,12 +396,11 @@ def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> 
             what = f"{row.where}: there is neither `obj_aliases` nor another object field."
             raise DatasetError(what)
         subject, relation = _subject_and_relation(row.fields)
-        n_manual = len(dict.fromkeys(manual))
         yield Sample(
             id=key,
             paraphrases=tuple(dict.fromkeys((*manual, *automatic))),
             answers=tuple(dict.fromkeys(check_texts(answers, row.where, "answers"))),
-            meta={"relation": relation, "subject": subject, "manual": n_manual},
+            meta={"relation": relation, "subject": subject, "manual": len({*manual})},
         )
 
 

@@ -157,8 +157,7 @@ def _load_previews(
     for number, segment in outside[:MAX_PREVIEWS]:
         stop = min(segment.stop, segment.start + PREVIEW_TOKENS)
         read = partial(read_tokens, source.reader, *branch, segment.start, stop)
-        key = ("beginning", *branch, segment.start, stop)
-        previews[number] = source.get_or_create(key, read)
+        previews[number] = source.get_or_create(("beginning", *branch, segment.start, stop), read)
     return previews
 
 

@@ -199,8 +199,7 @@ def read_mask_arrays(
     for start in range(0, len(names), _MASKS_PER_QUERY):
         some = names[start : start + _MASKS_PER_QUERY]
         sql = _MASK_ARRAYS_SQL.format(", ".join("?" * len(some)))
-        rows = reader._read(make, sql, (*some, stream))
-        for name, group in groupby(rows, key=itemgetter(0)):
+        for name, group in groupby(reader._read(make, sql, (*some, stream)), key=itemgetter(0)):
             where = f"{stream!r} of mask {name!r} in {reader.path}"
             yield name, arrays.decode_array([chunk for _, chunk in group], where)[0]
 

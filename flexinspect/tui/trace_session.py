@@ -344,8 +344,7 @@ async def review_in_background(session: TraceSession, pool: Executor) -> str | N
     reader = session.reader
     if reader is None:
         return None
-    loop = asyncio.get_running_loop()
-    if not await loop.run_in_executor(pool, needs_review, reader):
+    if not await asyncio.get_running_loop().run_in_executor(pool, needs_review, reader):
         return None
     result = await _run_review(reader)
     if result.unstored:

@@ -256,8 +256,7 @@ def _draw_segment_header(data: MaskData, pen: Pen) -> Strip:
         width = len(own) * layout.cell_width
         label = escape_unprintable(data.segments[number].label) if number >= 0 else str(own[0])
         text = bar + _shorten_label(label, width - len(bar)) if width > 3 else bar
-        style = token_style(_blank_cell(data, own[0]), pen.theme)
-        spans.append((clip_text(text, width), style))
+        spans.append((clip_text(text, width), token_style(_blank_cell(data, own[0]), pen.theme)))
     return pen.line(*spans)
 
 

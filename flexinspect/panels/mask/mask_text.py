@@ -302,8 +302,7 @@ def _closed_reason(data: MaskData, row: int, key: int, *, declared: bool | None)
     if own is None or other is None:
         return by
     owners = [data.segments[s.owner] for s in (own, other) if 0 <= s.owner < len(data.segments)]
-    paraphrases = {o.start for o in owners if o.kind is SegmentKind.PARAPHRASE}
-    if len(paraphrases) == 2:
+    if len({o.start for o in owners if o.kind is SegmentKind.PARAPHRASE}) == 2:
         return f"another paraphrase, {by}"
     names = (escape_unprintable(segment.label) for segment in (other, own))
     return f"{' is closed to '.join(names)} by {spec_name(data)}"

@@ -131,9 +131,8 @@ class FailuresRule(Rule):
             sizes = f"{data['mask_q']} x {data['mask_kv']}" if data.get("mask_kv") else ""
             mask = f", mask made for {sizes}" if sizes else ""
             what += f" ({plural(data['q_len'], 'row')}, {plural(data['kv_len'], 'key')}{mask})"
-        failed = {"failed": n_failed}
         return self._event_finding(
-            event, finding_id, f"{what}.", severity=severity, evidence=failed
+            event, finding_id, f"{what}.", severity=severity, evidence={"failed": n_failed}
         )
 
     def _event_finding(self, event: EventRecord, id_: str, text: str, **options: Any) -> Finding:

@@ -439,8 +439,7 @@ class CacheRule(Rule):
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))
-    return len(list(equal))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))))
 
 
 def _candidate_ids(step: StepRecord) -> list[int]:

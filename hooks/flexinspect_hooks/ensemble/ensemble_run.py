@@ -163,8 +163,7 @@ class EnsembleRunner:
             text = f"compiling FlexAttention ({kind})"
             session.recorder.put(EventRecord("phase", text, time.time()))
 
-        compiled = self._compiled
-        patch = FlexPatch(self._model, plan.source, compiled=compiled, on_compile=on_compile)
+        patch = FlexPatch(self._model, plan.source, compiled=self._compiled, on_compile=on_compile)
         recorder = TraceBranchRecorder(
             session, prompt, generation, self.vocabulary, self._gradients, one_line=one_line
         )

@@ -65,8 +65,7 @@ class Sampler:
         if self._processors is None:
             return logits.argmax(), None
         scores = self._processors(self._empty, logits[None].float())[0]
-        p = torch.softmax(scores, -1)
-        return torch.multinomial(p, 1, generator=self._generator)[0], scores
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0], scores
 
     def state(self) -> Tensor | None:
         """Return a copy of the random state (uint8; 5 kB on CPU, 16 bytes on CUDA)."""

@@ -95,8 +95,7 @@ class SpecMaskSource(MaskSource):
         """The mask of the window; a decode step computes its one row."""
         tables = window_block_tables(self.spec, window)
         mask_mod = self.mask_mod(window)
-        identity = f"{self.spec}@{window.q_offset},{window.kv_offset}"
-        set_identity(mask_mod, identity, broadcasts=True)
+        set_identity(mask_mod, f"{self.spec}@{window.q_offset},{window.kv_offset}", broadcasts=True)
         mask_mod.flexinspect_name = self.name  # type: ignore[attr-defined]
         if overlay is not None:
             mask_mod = with_overlay(mask_mod, overlay, window)
