@@ -421,9 +421,8 @@ def _add_paraphrases(
         return
     templates = _first_field(fields, "templates", "template")
     if templates is None or not isinstance(subject, str):
-        hint = f"The fields are {', '.join(fields) or 'none'}."
         what = f"{where}: `template` and `sub_ent` (or `subject`) are needed."
-        raise DatasetError(what, hint=hint)
+        raise DatasetError(what, hint=f"The fields are {', '.join(fields) or 'none'}.")
     is_manual = str(fields.get("is_manual", True)).lower() in ("true", "1")
     texts = manual if is_manual else automatic
     for template in check_texts(templates, where, "template"):

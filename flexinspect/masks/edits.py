@@ -275,6 +275,5 @@ def _segment_spans(number: int, segments: Segments) -> list[tuple[int, int]]:
     for segment in (s for index, s in enumerate(segments) if number in (index, s.owner)):
         stop = OPEN_END if segment.kind is SegmentKind.GENERATED else segment.stop
         is_adjacent = bool(spans) and spans[-1][1] == segment.start
-        start = spans.pop()[0] if is_adjacent else segment.start
-        spans.append((start, stop))
+        spans.append((spans.pop()[0] if is_adjacent else segment.start, stop))
     return spans

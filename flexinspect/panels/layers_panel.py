@@ -107,9 +107,7 @@ class LayersData(Struct, frozen=True):
 def module_kind(layer: int, module: str) -> str:
     """Return a module's name within its layer: "" for "model.layers.3", "mlp" for "...3.mlp"."""
     parts = module.split(".")
-    if str(layer) not in parts:
-        return module
-    return ".".join(parts[parts.index(str(layer)) + 1 :])
+    return module if str(layer) not in parts else ".".join(parts[parts.index(str(layer)) + 1 :])
 
 
 def format_kind(kind: str) -> str:
@@ -169,9 +167,8 @@ def _with_details(
 def stat_table(data: LayersData) -> list[str]:
     """Return all modules of the current step as a table between empty lines."""
     if not data.step_stats:
-        step = data.window.current
         hint = "level basic records only layers with NaN or Inf"
-        return [f"No layer statistics are recorded at step {step}; {hint}."]
+        return [f"No layer statistics are recorded at step {data.window.current}; {hint}."]
     names = ("norm", "norm/row", "min", "max", "mean", "std")
     lines = [f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"]
     for stat in data.step_stats:

@@ -340,7 +340,6 @@ def _read_origin(value: Mapping[str, Any]) -> AnomalyOrigin:
 _FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
 _CHOSEN_COLUMN = schema.STEPS.names.index("chosen_id")
 _HISTOGRAM_COLUMNS = schema.STEPS.names.index("histogram_min")
-_N_LOGITS_COLUMNS = len(schema.STEPS.names) - _FIRST_LOGITS_COLUMN
 
 GENERATION_ROWS = RowFormat(query_results.GenerationRow, schema.GENERATIONS)
 BRANCH_ROWS = RowFormat(BranchRow, schema.BRANCHES)
@@ -405,7 +404,7 @@ def encode_step(record: step_records.StepRecord, known_masks: Collection[str]) -
     logits, training = record.logits, record.training
     positions = [token.pos for token in record.tokens]
     row = [*_step_values(record), min(positions, default=None), max(positions, default=None)]
-    row += _LOGITS_ROWS.encode(logits) if logits else (None,) * _N_LOGITS_COLUMNS
+    row += _LOGITS_ROWS.encode(logits) if logits else (None,) * (len(schema.STEPS.names) - len(row))
     out = _insert_values(schema.STEPS, row)
     for rows, records in (
         (TOKEN_ROWS, record.tokens),

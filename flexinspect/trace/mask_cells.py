@@ -239,8 +239,7 @@ def read_step_calls(
     """
     found: list[StepCalls] = []
     kinds = ("int", "int", "int", "int", "int?", "text?", "int?")
-    params = (generation, branch, start, stop)
-    rows = reader._read_values(kinds, _STEP_CALLS_SQL, params, "calls")
+    rows = reader._read_values(kinds, _STEP_CALLS_SQL, (generation, branch, start, stop), "calls")
     for step, q_len, before, after, layer, mask, kv_len in rows:
         if not found or found[-1].step != step:
             found.append(StepCalls(step, q_len, before, after, {}))

@@ -440,9 +440,8 @@ class TraceReader:
         """
         conditions = {"event > ?": after_id, "generation = ?": generation, "step = ?": step}
         used = {sql: value for sql, value in conditions.items() if value is not None}
-        params = [*used.values(), limit]
         rest = f"WHERE {' AND '.join(used)} ORDER BY event LIMIT ?"
-        return self._select(codec.decode_event, schema.EVENTS, rest, params)
+        return self._select(codec.decode_event, schema.EVENTS, rest, [*used.values(), limit])
 
     def output(self, after_id: int = 0, *, limit: int = -1) -> list[results.OutputRow]:
         """Return the pieces of printed output whose number is above `after_id`, in order."""

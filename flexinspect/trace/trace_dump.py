@@ -202,10 +202,6 @@ def _step_dict(reader: TraceReader, row: StepRow) -> dict[str, Any]:
     }
 
 
-_QUOTED_FIELDS = ("token", "text", "answer", "anomaly")
-"""Fields that are quoted, because spaces in them count."""
-
-
 def dump_text(what: DumpSelection) -> Iterator[str]:
     """Yield the lines of the text, each with its newline.
 
@@ -420,7 +416,7 @@ def _record_table(title: str, names: str, records: Iterable[Any], *, indent: int
 
 
 def _field_cell(name: str, value: Any) -> Any:
-    if name in _QUOTED_FIELDS:
+    if name in ("token", "text", "answer", "anomaly"):  # spaces in them count
         return quote_visible(value)
     if isinstance(value, Mapping):
         return plain_json(dict(value))

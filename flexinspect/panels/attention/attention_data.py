@@ -38,7 +38,6 @@ _GROUPED_KINDS = {
     SegmentKind.CUE: "cue",
     SegmentKind.GENERATED: "generated",
 }
-_KIND_ORDER = (SegmentKind.PARAPHRASE, *_GROUPED_KINDS)
 
 
 class AttentionOptions(Struct, frozen=True):
@@ -220,7 +219,7 @@ def measure_groups(segments: Sequence[Segment]) -> dict[str, list[int]]:
     Every paraphrase is a measure of its own; segments of other kinds are grouped by kind.
     """
     groups: dict[str, list[int]] = {}
-    for kind in _KIND_ORDER:
+    for kind in (SegmentKind.PARAPHRASE, *_GROUPED_KINDS):
         for index, segment in enumerate(segments):
             if segment.kind is kind:
                 groups.setdefault(_GROUPED_KINDS.get(kind, segment.label), []).append(index)

@@ -384,8 +384,7 @@ def _draw_segment_attention(data: AttentionData, height: int, pen: Pen) -> list[
 
 def _segment_cell(data: AttentionData, number: int, pen: Pen) -> TokenCell:
     """Return a blank cell in the colour of a segment; without colours neighbours alternate."""
-    parity = number if pen.theme.no_color else 0
-    return TokenCell(parity, "", segment_color(number, data.segments))
+    return TokenCell(number if pen.theme.no_color else 0, "", segment_color(number, data.segments))
 
 
 def _bar_line(spans: Sequence[NamedSpan], used: int, value: float, high: float, pen: Pen) -> Strip:

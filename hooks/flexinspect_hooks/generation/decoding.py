@@ -126,12 +126,11 @@ class Decoder:
         """The ids and position ids, both (1, rows), of the rows from `start` on."""
         prompt, n_prompt = self.prompt, len(self.prompt.ids)
         following = (prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step))
-        positions = [*prompt.position_ids[start:], *following]
         if self._last_token is not None and start == n_prompt + self.step - 1:
             ids: Tensor = self._last_token.view(1, 1)
         else:
             ids = torch.tensor([[*prompt.ids, *self.token_ids][start:]], device=self._device)
-        return ids, torch.tensor([positions], device=self._device)
+        return ids, torch.tensor([[*prompt.position_ids[start:], *following]], device=self._device)
 
     @torch.no_grad()
     def choose(self, logits: Tensor, forced: int | None = None) -> Choice:

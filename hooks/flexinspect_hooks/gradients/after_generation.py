@@ -335,8 +335,7 @@ def dense_attention(
         scores = softcap * torch.tanh(scores / softcap)
     # The lowest float, not -Inf: the softmax of a row of -Inf would have no gradient.
     closed = scores.masked_fill(~visible, torch.finfo(wide).min)
-    weights = torch.softmax(closed, -1).masked_fill(~visible, 0.0)
-    return weights.to(value.dtype) @ value
+    return torch.softmax(closed, -1).masked_fill(~visible, 0.0).to(value.dtype) @ value
 
 
 def flex_has_backward(device: torch.device) -> bool:

@@ -529,8 +529,7 @@ class PyTorchDebugger(BaseDebugger):
 
     def _record_analyses(self, infos: Mapping[str, Any], anomalies: list[Anomaly]) -> None:
         """Count an analysis of many tensors; its history has all of them at EXTREME."""
-        is_extreme = self.level is DebugLevel.EXTREME
-        self._record_analysis(infos.values() if is_extreme else (), anomalies)
+        self._record_analysis(infos.values() if self.level is DebugLevel.EXTREME else (), anomalies)
 
 
 def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

@@ -316,8 +316,7 @@ class GenerationBuilder:
             position = positions[n] if positions else self._next_position
             self._next_position, self._n_tokens = position + 1, pos + n + 1
             text = self._added_text(id_)
-            segment = prompt_records.segment_index(self.record.segments, pos + n)
-            place = (position, segment, step)
+            place = (position, prompt_records.segment_index(self.record.segments, pos + n), step)
             records.append(token_record(self._tokenizer, pos + n, id_, text, *place))
         return tuple(records)
 
