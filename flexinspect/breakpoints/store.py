@@ -208,8 +208,7 @@ class BreakpointStore:
 
 
 def _evaluation_note(expression: grammar.Expression) -> str:
-    observations = grammar.observations_in(expression)
-    if any(one.is_checked_by_name for one in observations):
+    if any(one.is_checked_by_name for one in grammar.observations_in(expression)):
         return "evaluated at each of these modules, and after each step"
     if grammar.needs_calls(expression):
         return "evaluated at each attention call, and after each step"

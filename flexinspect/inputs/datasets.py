@@ -423,8 +423,7 @@ def _add_paraphrases(
     if templates is None or not isinstance(subject, str):
         what = f"{where}: `template` and `sub_ent` (or `subject`) are needed."
         raise DatasetError(what, hint=f"The fields are {', '.join(fields) or 'none'}.")
-    is_manual = str(fields.get("is_manual", True)).lower() in ("true", "1")
-    texts = manual if is_manual else automatic
+    texts = manual if str(fields.get("is_manual", True)).lower() in ("true", "1") else automatic
     for template in check_texts(templates, where, "template"):
         texts.append(template.replace("[X]", subject).replace("[Y]", "[MASK]"))
 

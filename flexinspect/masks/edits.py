@@ -161,8 +161,7 @@ def apply_edits(edits: Sequence[Edit], mask: PatchedMask, segments: Segments) ->
         if any(_changes_cells(after, patch) for patch in patches):
             after = PatchedMask(after.base, (*after.patches, *patches))
     if after is mask:
-        listed = "; ".join(str(edit) for edit in edits)
-        raise MaskError(f"'{listed}' does not change the mask.")
+        raise MaskError(f"'{'; '.join(map(str, edits))}' does not change the mask.")
     return after
 
 

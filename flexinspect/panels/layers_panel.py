@@ -172,8 +172,7 @@ def stat_table(data: LayersData) -> list[str]:
     names = ("norm", "norm/row", "min", "max", "mean", "std")
     lines = [f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"]
     for stat in data.step_stats:
-        per_row = stat.norm / data.rows**0.5
-        values = (stat.norm, per_row, stat.min, stat.max, stat.mean, stat.std)
+        values = (stat.norm, stat.norm / data.rows**0.5, stat.min, stat.max, stat.mean, stat.std)
         figures = "".join(f" {format_number(value, 9)}" for value in values)
         counts = f"{stat.n_nan:>8}{stat.n_inf:>8}"
         lines.append(f"{stat.layer:>5}{figures}{counts}  {escape_unprintable(stat.module)}")

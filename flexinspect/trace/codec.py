@@ -591,11 +591,9 @@ def decode_finding(row: SqlRow) -> FindingRow:
 
 def decode_event(row: SqlRow) -> EventRow:
     """Return an event from all its columns."""
-    number, generation, branch, step = decode_values(_EVENT_KEY_KINDS, row[:4], "events")
+    kinds = ("int", "int?", "int?", "int?")
+    number, generation, branch, step = decode_values(kinds, row[:4], "events")
     return EventRow(number, branch, _EVENT_ROWS.decode(row[4:], generation=generation, step=step))
-
-
-_EVENT_KEY_KINDS = tuple(schema.EVENTS.kinds.values())[:4]
 
 
 def decode_output(row: SqlRow) -> OutputRow:

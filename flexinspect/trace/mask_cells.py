@@ -132,8 +132,7 @@ class _BitStream:
         whole = np.frombuffer(data, np.uint8)
         if start == 0 and n_keys % 8 == 0:
             return whole.reshape(n_rows, n_keys // 8)
-        bits = np.unpackbits(whole, count=end)[start:]
-        return np.packbits(bits.reshape(n_rows, n_keys), axis=1)
+        return np.packbits(np.unpackbits(whole, count=end)[start:].reshape(n_rows, n_keys), axis=1)
 
     def check_end(self) -> None:
         """Raise `TraceError` if bytes are left."""

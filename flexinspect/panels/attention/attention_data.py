@@ -243,9 +243,7 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
         (name, every[at[0]][1], sum(segment_attention[i] for i in at))
         for name, at in measure_groups(data.segments).items()
     ]
-    if len(kinds) <= most:
-        return kinds
-    return sorted(kinds, key=lambda part: -part[2])[: max(most, 0)]
+    return kinds if len(kinds) <= most else sorted(kinds, key=lambda part: -part[2])[: max(most, 0)]
 
 
 # -- the row --------------------------------------------------------------------------------------

@@ -343,8 +343,7 @@ def _draw_row(
             reason = []
         segments = _draw_segment_attention(data, left - len(reason), pen)
         return [*strips, *segments, *reason][:height]
-    n_open = int(data.tokens.open_keys.sum())
-    n_segments = min(len(data.segments) + 2, left - min(n_open + 1, 8))
+    n_segments = min(len(data.segments) + 2, left - min(int(data.tokens.open_keys.sum()) + 1, 8))
     if not with_segments or n_segments < _TIGHT_HEIGHT:
         return [*strips, *_draw_tokens(data, data.tokens, left, pen)]
     strips += [*_draw_tokens(data, data.tokens, left - n_segments, pen), pen.line()]

@@ -311,8 +311,7 @@ def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
         rest = (cell.reason, cell.style) if cell.reason else (counts, "text")
     if data.layout.footer > 2 and pen.width < 2 * NARROW_WIDTH:
         return [pen.line(first), pen.line(rest), pen.line(*legend)]
-    gap = ("  " if rest[0] else "", "text")
-    return [pen.line(first), pen.line(rest, gap, *legend), pen.line()]
+    return [pen.line(first), pen.line(rest, ("  " if rest[0] else "", "text"), *legend), pen.line()]
 
 
 EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)

@@ -126,10 +126,9 @@ def _describe_segments(data: MaskData) -> list[str]:
     width = max(map(len, names)) + 4
     rows = [(" " * width, [*map(str, range(len(names)))])]
     rows += [(f"{row:>2} {names[row]:<{width - 3}}", texts) for row, texts in shares.items()]
-    lines = [name + "".join(f"{text:>7}" for text in texts[: len(names)]) for name, texts in rows]
     return [
         "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
-        *lines,
+        *(name + "".join(f"{text:>7}" for text in texts[: len(names)]) for name, texts in rows),
     ]
 
 

@@ -252,8 +252,7 @@ def arithmetic_mask_mod(spec: MaskSpec, window: ForwardWindow) -> MaskMod:
     if window.q_len == 1:
         return _row_mask_mod(spec, window)
     q_offset, kv_offset = window.q_offset, window.kv_offset
-    last = spec.region(q_offset + window.q_len - 1)
-    regions = range(spec.region(q_offset), last + 1)
+    regions = range(spec.region(q_offset), spec.region(q_offset + window.q_len - 1) + 1)
     steps = [(spec.starts[r], spec.prefix_stops[r], spec.local_starts[r]) for r in regions]
     lows = _steps([(start, low) for start, _, low in steps])
     heads = _steps(_free_heads(steps))
