@@ -37,8 +37,7 @@ def build_broken_runs(paths: Mapping[str, Path]) -> None:
 
     Raises `FlexInspectError` for the first one that failed.
     """
-    errors = list(_build_in_process(paths, lambda name: None))
-    for name, error in errors:
+    for name, error in list(_build_in_process(paths, lambda name: None)):
         raise FlexInspectError(f"The broken run {name} could not be built: {error}.")
 
 

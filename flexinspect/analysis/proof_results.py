@@ -116,8 +116,7 @@ def format_amount(value: float) -> str:
 
 def _with_generation(finding: Finding, generation: int) -> Finding:
     before, now = f"generation = {finding.generation}", f"generation = {generation}"
-    query = finding.query.replace(before, now)
-    return replace(finding, generation=generation, query=query)
+    return replace(finding, generation=generation, query=finding.query.replace(before, now))
 
 
 def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
@@ -128,8 +127,7 @@ def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) ->
             if row.sample_id == sample:
                 return row.generation
         what = f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored."
-        hint = "Use the trace of a run with the same data and --max-samples."
-        raise UsageError(what, hint=hint)
+        raise UsageError(what, hint="Use the trace of a run with the same data and --max-samples.")
     for number in numbers if prompt_hash else ():
         ids = [token.token_id for token in reader.tokens(number) if token.step is None]
         joined = ",".join(map(str, ids)).encode()

@@ -257,10 +257,9 @@ def hit_reason(
 ) -> str:
     """Return where an expression holds, and why."""
     layer, evaluator = result.layer, _Evaluator(observations, result.layer)
-    first = (next(evaluator.evidence(leaf), None) for leaf in grammar.leaves(expression))
     texts = (
         found.text if isinstance(found, Observation) else f"{found.id}: {found.sentence}"
-        for found in first
+        for found in (next(evaluator.evidence(leaf), None) for leaf in grammar.leaves(expression))
         if found is not None
     )
     reasons = [text for text in dict.fromkeys(text.rstrip(".") for text in texts) if text]

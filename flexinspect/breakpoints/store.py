@@ -18,10 +18,6 @@ from flexinspect.breakpoints.evaluation import EvaluationResult, StepObservation
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.core.text import did_you_mean
 
-_BRACKETS = re.compile(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$")
-_OPTION = re.compile(r"[^\s,]+")
-
-
 _SWITCHES = {"once": ("once", True), "log": ("log_only", True), "off": ("is_enabled", False)}
 """The field of `BreakpointInfo` that each option without a number sets, and its value."""
 
@@ -31,11 +27,11 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 
     Raises `ExpressionError`.
     """
-    brackets = _BRACKETS.search(text)
+    brackets = re.search(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$", text)
     if brackets is None:
         return text, {}
     options: dict[str, Any] = {}
-    for word in _OPTION.finditer(brackets[1]):
+    for word in re.finditer(r"[^\s,]+", brackets[1]):
         place = brackets.start(1) + word.start(), brackets.start(1) + word.end()
         name, equals, number = word[0].partition("=")
         if not equals and name in _SWITCHES:
@@ -212,8 +208,7 @@ class BreakpointStore:
 
 
 def _evaluation_note(expression: grammar.Expression) -> str:
-    observations = grammar.observations_in(expression)
-    if any(one.is_checked_by_name for one in observations):
+    if any(one.is_checked_by_name for one in grammar.observations_in(expression)):
         return "evaluated at each of these modules, and after each step"
     if grammar.needs_calls(expression):
         return "evaluated at each attention call, and after each step"

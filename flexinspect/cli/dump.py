@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
     with open_trace(args.trace) as reader, reader.snapshot():
         selection = DumpSelection(reader, generation=args.generation, step=args.step)
-        pieces = dump_json(selection) if args.json else dump_text(selection)
-        sys.stdout.writelines(pieces)
+        sys.stdout.writelines(dump_json(selection) if args.json else dump_text(selection))
         sys.stdout.flush()
     return 0

@@ -156,7 +156,6 @@ class RunProgress:
     ) -> None:
         self.console, self.verbose, self._quiet = console, verbose, quiet
         self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
-        self._drawn_at = 0.0
         self._phase = ""
         self._fraction: float | None = None
         self.reader: TraceReader | None = None
@@ -198,7 +197,7 @@ class RunProgress:
             self.print_line(event.text)
         elif event.kind not in ("error", "breakpoint"):
             self.print_line(f"{event.kind}: {event.text}")
-        self._draw(now=True)
+        self._draw()
 
     def _on_phase(self, event: EventRecord) -> None:
         fraction = event.data.get("fraction")
@@ -228,7 +227,7 @@ class RunProgress:
             self.on_event(row.event)
         for line in lines:
             self.print_line(line)
-        self._draw(now=True)
+        self._draw()
 
     def stop_following(self) -> None:
         """Close the trace; the next one is shown from its beginning."""
@@ -260,10 +259,8 @@ class RunProgress:
         self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
         return True
 
-    def _draw(self, *, now: bool = False) -> None:
-        """Redraw at most ten times per second, or `now`."""
-        if self._live is not None and (now or time.monotonic() - self._drawn_at > 0.1):
-            self._drawn_at = time.monotonic()
+    def _draw(self) -> None:
+        if self._live is not None:
             self._live.update(self._render(), refresh=True)
 
     def _render(self) -> RenderableType:

@@ -38,8 +38,7 @@ def is_loopback(host: str) -> bool:
 
 def bind_problem(host: str, port: int) -> str | None:
     """Return why no server can listen there, None if one can; port 0 is always free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as trial:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
         if os.name == "posix":
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

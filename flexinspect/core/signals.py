@@ -137,10 +137,7 @@ def _arm_timer() -> bool:
     if not hasattr(signal, "setitimer"):
         return False
 
-    def raise_again(number: int, frame: FrameType | None) -> None:
-        _raise_if_requested()
-
-    signal.signal(signal.SIGALRM, raise_again)
+    signal.signal(signal.SIGALRM, lambda number, frame: _raise_if_requested())
     signal.setitimer(signal.ITIMER_REAL, GRACE_S, RETRY_INTERVAL_S)
     return True
 

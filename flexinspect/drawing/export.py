@@ -323,8 +323,7 @@ def find_monospace() -> tuple[str, tuple[str, ...]] | None:
     for stem, family in _FONTS.items():
         if stem in files:
             file = files[stem]
-            prefix = file.stem.split("-")[0]
-            return family, tuple(sorted(map(str, file.parent.glob(f"{prefix}*"))))
+            return family, tuple(sorted(map(str, file.parent.glob(file.stem.split("-")[0] + "*"))))
     return None
 
 

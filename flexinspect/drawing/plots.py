@@ -124,8 +124,7 @@ def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | 
     columns: list[float | None] = []
     for start, stop in pairwise(edges):
         known = [value for value in values[start:stop] if value is not None]
-        highest = max(known, default=None)
-        columns.append(highest if all(map(math.isfinite, known)) else math.nan)
+        columns.append(max(known, default=None) if all(map(math.isfinite, known)) else math.nan)
     return columns
 
 

@@ -93,8 +93,7 @@ def _shorten_segments(segments: list[Segment], text: str, style: Style, left: in
     if left or not segments:
         return [*segments, Segment(clip_text(text, left), style)] if left else segments
     *before, last = segments
-    cut = set_cell_size(last.text, last.cell_length - 1) + "…"
-    return [*before, Segment(cut, last.style)]
+    return [*before, Segment(set_cell_size(last.text, last.cell_length - 1) + "…", last.style)]
 
 
 def merge_spans(spans: Iterable[tuple[str, S]]) -> list[tuple[str, S]]:

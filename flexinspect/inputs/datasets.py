@@ -343,8 +343,7 @@ def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
     """Return one text, or a list of texts, as a tuple. Raises `DatasetError` for an empty text."""
     value, what = [value] if isinstance(value, str) else value, f"{where}: `{name}`"
     if not isinstance(value, list | tuple):
-        kind = type(value).__name__
-        raise DatasetError(f"{what} must be a text or a list of texts, not {kind}.")
+        raise DatasetError(f"{what} must be a text or a list of texts, not {type(value).__name__}.")
     for index, text in enumerate(value):
         if not isinstance(text, str) or not text.strip():
             raise DatasetError(f"{what} number {index} must be a non-empty text, not {text!r}.")
@@ -397,12 +396,11 @@ def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> 
             what = f"{row.where}: there is neither `obj_aliases` nor another object field."
             raise DatasetError(what)
         subject, relation = _subject_and_relation(row.fields)
-        n_manual = len(dict.fromkeys(manual))
         yield Sample(
             id=key,
             paraphrases=tuple(dict.fromkeys((*manual, *automatic))),
             answers=tuple(dict.fromkeys(check_texts(answers, row.where, "answers"))),
-            meta={"relation": relation, "subject": subject, "manual": n_manual},
+            meta={"relation": relation, "subject": subject, "manual": len({*manual})},
         )
 
 
@@ -423,11 +421,9 @@ def _add_paraphrases(
         return
     templates = _first_field(fields, "templates", "template")
     if templates is None or not isinstance(subject, str):
-        hint = f"The fields are {', '.join(fields) or 'none'}."
         what = f"{where}: `template` and `sub_ent` (or `subject`) are needed."
-        raise DatasetError(what, hint=hint)
-    is_manual = str(fields.get("is_manual", True)).lower() in ("true", "1")
-    texts = manual if is_manual else automatic
+        raise DatasetError(what, hint=f"The fields are {', '.join(fields) or 'none'}.")
+    texts = manual if str(fields.get("is_manual", True)).lower() in ("true", "1") else automatic
     for template in check_texts(templates, where, "template"):
         texts.append(template.replace("[X]", subject).replace("[Y]", "[MASK]"))
 

@@ -36,8 +36,6 @@ ALIASES: Mapping[str, str] = {
     "qwen3_4b": "Qwen/Qwen3-4B",
     "qwen3_8b": "Qwen/Qwen3-8B",
 }
-# Their owners require users to accept a licence before the first download.
-_GATED = ("meta-llama/", "google/gemma")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -128,7 +126,8 @@ def _hub(repo_id: str) -> ModelSource:
     alias = next((alias for alias, target in ALIASES.items() if target == repo_id), None)
     config = None if alias is None else ARCHITECTURES / f"{alias}.json"
     path, where = (snapshot, "cached") if complete else (None, "download")
-    is_gated = repo_id.startswith(_GATED)
+    # Their owners require users to accept a licence before the first download.
+    is_gated = repo_id.startswith(("meta-llama/", "google/gemma"))
     return ModelSource(repo_id, "hub", repo_id, path, config, where, gated=is_gated)
 
 

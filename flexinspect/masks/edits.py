@@ -161,8 +161,7 @@ def apply_edits(edits: Sequence[Edit], mask: PatchedMask, segments: Segments) ->
         if any(_changes_cells(after, patch) for patch in patches):
             after = PatchedMask(after.base, (*after.patches, *patches))
     if after is mask:
-        listed = "; ".join(str(edit) for edit in edits)
-        raise MaskError(f"'{listed}' does not change the mask.")
+        raise MaskError(f"'{'; '.join(map(str, edits))}' does not change the mask.")
     return after
 
 
@@ -275,6 +274,5 @@ def _segment_spans(number: int, segments: Segments) -> list[tuple[int, int]]:
     for segment in (s for index, s in enumerate(segments) if number in (index, s.owner)):
         stop = OPEN_END if segment.kind is SegmentKind.GENERATED else segment.stop
         is_adjacent = bool(spans) and spans[-1][1] == segment.start
-        start = spans.pop()[0] if is_adjacent else segment.start
-        spans.append((start, stop))
+        spans.append((spans.pop()[0] if is_adjacent else segment.start, stop))
     return spans

@@ -172,8 +172,7 @@ def draw_beside(
     if left_width == pen.width:
         return [*left, *timelines][:height]
     empty = [pen.resize(n_columns).line()] * (height - len(timelines))
-    plain = pen.style("text")
-    return join_blocks(left, [*timelines, *empty], plain, gap=COLUMN_GAP)[:height]
+    return join_blocks(left, [*timelines, *empty], pen.style("text"), gap=COLUMN_GAP)[:height]
 
 
 def draw_timeline(

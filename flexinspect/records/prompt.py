@@ -108,9 +108,8 @@ def compose_prompt(
 
 
 def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
-    n_prompt = segments[-1].start
     if positions == "contiguous":
-        return list(range(n_prompt))
+        return list(range(segments[-1].start))
     prefix = sum(len(s) for s in segments if s.kind in (SegmentKind.BOS, SegmentKind.SHARED))
     out: list[int] = []
     longest = here = prefix

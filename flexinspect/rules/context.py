@@ -111,8 +111,7 @@ class RuleContext:
 
     def segment_at(self, pos: int) -> Segment | None:
         """Return the segment that holds a position, or None."""
-        holders = (s for s in self.segments if s.start <= pos < self._stop_of(s))
-        return next(holders, None)
+        return next((s for s in self.segments if s.start <= pos < self._stop_of(s)), None)
 
     def _stop_of(self, segment: Segment) -> int:
         """Return where a segment ends; the last one has no end."""

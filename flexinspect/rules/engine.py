@@ -51,8 +51,7 @@ class FindingKind(Struct, frozen=True):
 
 @cache
 def _read_findings_file() -> dict[str, dict[str, Any]]:
-    path = Path(__file__).with_name("findings.toml")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name("findings.toml").read_text(encoding="utf-8"))
 
 
 def finding_kinds(*ids: str) -> dict[str, FindingKind]:

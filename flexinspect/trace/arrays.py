@@ -95,8 +95,7 @@ def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, 
     if first.codec != "raw":
         return _decode_bits(data, first.codec, shape, array_name), first.dtype
     if len(data) != math.prod(shape) * item.itemsize:
-        what = f"{len(data)} bytes are not {list(shape)} of {item.name}"
-        raise damaged_array(array_name, what)
+        raise damaged_array(array_name, f"{len(data)} bytes are not {list(shape)} of {item.name}")
     array = np.frombuffer(data, item).reshape(shape)
     return array.astype(item.newbyteorder("="), copy=False), first.dtype
 

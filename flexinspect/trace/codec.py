@@ -340,7 +340,6 @@ def _read_origin(value: Mapping[str, Any]) -> AnomalyOrigin:
 _FIRST_LOGITS_COLUMN = schema.STEPS.names.index("entropy")
 _CHOSEN_COLUMN = schema.STEPS.names.index("chosen_id")
 _HISTOGRAM_COLUMNS = schema.STEPS.names.index("histogram_min")
-_N_LOGITS_COLUMNS = len(schema.STEPS.names) - _FIRST_LOGITS_COLUMN
 
 GENERATION_ROWS = RowFormat(query_results.GenerationRow, schema.GENERATIONS)
 BRANCH_ROWS = RowFormat(BranchRow, schema.BRANCHES)
@@ -405,7 +404,7 @@ def encode_step(record: step_records.StepRecord, known_masks: Collection[str]) -
     logits, training = record.logits, record.training
     positions = [token.pos for token in record.tokens]
     row = [*_step_values(record), min(positions, default=None), max(positions, default=None)]
-    row += _LOGITS_ROWS.encode(logits) if logits else (None,) * _N_LOGITS_COLUMNS
+    row += _LOGITS_ROWS.encode(logits) if logits else (None,) * (len(schema.STEPS.names) - len(row))
     out = _insert_values(schema.STEPS, row)
     for rows, records in (
         (TOKEN_ROWS, record.tokens),
@@ -592,22 +591,14 @@ def decode_finding(row: SqlRow) -> FindingRow:
 
 def decode_event(row: SqlRow) -> EventRow:
     """Return an event from all its columns."""
-    number, generation, branch, step = decode_values(_EVENT_KEY_KINDS, row[:4], "events")
+    kinds = ("int", "int?", "int?", "int?")
+    number, generation, branch, step = decode_values(kinds, row[:4], "events")
     return EventRow(number, branch, _EVENT_ROWS.decode(row[4:], generation=generation, step=step))
-
-
-_EVENT_KEY_KINDS = tuple(schema.EVENTS.kinds.values())[:4]
 
 
 def decode_output(row: SqlRow) -> OutputRow:
     """Return a piece of output from all its columns."""
     return OutputRow(decode_int(row[0]), _OUTPUT_ROWS.decode(row[1:]))
-
-
-def decode_array_info(row: SqlRow) -> query_results.ArrayInfo:
-    """Return an array's facts from a row of `schema.LIST_ARRAYS`."""
-    kinds = ("int", "text", "int?", "text", "ints", "text", "int")
-    return query_results.ArrayInfo(*decode_values(kinds, row, "arrays"))
 
 
 def decode_chunk(row: SqlRow) -> ArrayChunk:

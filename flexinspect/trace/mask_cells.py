@@ -94,8 +94,7 @@ def read_packed_rows(
     source.skip((head * cells.n_rows + start) * n_keys)
     step = max(1, min(at_most, MAX_UNPACKED_CELLS // max(n_keys, 1)))
     for row in range(start, stop, step):
-        n_rows = min(step, stop - row)
-        yield row, source.read_rows(n_rows, n_keys)
+        yield row, source.read_rows(min(step, stop - row), n_keys)
     if head == cells.heads - 1 and stop == cells.n_rows:
         source.check_end()
 
@@ -133,8 +132,7 @@ class _BitStream:
         whole = np.frombuffer(data, np.uint8)
         if start == 0 and n_keys % 8 == 0:
             return whole.reshape(n_rows, n_keys // 8)
-        bits = np.unpackbits(whole, count=end)[start:]
-        return np.packbits(bits.reshape(n_rows, n_keys), axis=1)
+        return np.packbits(np.unpackbits(whole, count=end)[start:].reshape(n_rows, n_keys), axis=1)
 
     def check_end(self) -> None:
         """Raise `TraceError` if bytes are left."""
@@ -200,8 +198,7 @@ def read_mask_arrays(
     for start in range(0, len(names), _MASKS_PER_QUERY):
         some = names[start : start + _MASKS_PER_QUERY]
         sql = _MASK_ARRAYS_SQL.format(", ".join("?" * len(some)))
-        rows = reader._read(make, sql, (*some, stream))
-        for name, group in groupby(rows, key=itemgetter(0)):
+        for name, group in groupby(reader._read(make, sql, (*some, stream)), key=itemgetter(0)):
             where = f"{stream!r} of mask {name!r} in {reader.path}"
             yield name, arrays.decode_array([chunk for _, chunk in group], where)[0]
 
@@ -241,8 +238,7 @@ def read_step_calls(
     """
     found: list[StepCalls] = []
     kinds = ("int", "int", "int", "int", "int?", "text?", "int?")
-    params = (generation, branch, start, stop)
-    rows = reader._read_values(kinds, _STEP_CALLS_SQL, params, "calls")
+    rows = reader._read_values(kinds, _STEP_CALLS_SQL, (generation, branch, start, stop), "calls")
     for step, q_len, before, after, layer, mask, kv_len in rows:
         if not found or found[-1].step != step:
             found.append(StepCalls(step, q_len, before, after, {}))

@@ -330,8 +330,9 @@ class TraceReader:
 
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[results.ArrayInfo]:
         """Return the arrays of a step without their data; arrays of masks are not listed."""
-        key = (generation, branch, step)
-        return self._read(codec.decode_array_info, schema.LIST_ARRAYS, key)
+        kinds = ("int", "text", "int?", "text", "ints", "text", "int")
+        rows = self._read_values(kinds, schema.LIST_ARRAYS, (generation, branch, step), "arrays")
+        return [results.ArrayInfo(*row) for row in rows]
 
     def array(
         self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
@@ -439,9 +440,8 @@ class TraceReader:
         """
         conditions = {"event > ?": after_id, "generation = ?": generation, "step = ?": step}
         used = {sql: value for sql, value in conditions.items() if value is not None}
-        params = [*used.values(), limit]
         rest = f"WHERE {' AND '.join(used)} ORDER BY event LIMIT ?"
-        return self._select(codec.decode_event, schema.EVENTS, rest, params)
+        return self._select(codec.decode_event, schema.EVENTS, rest, [*used.values(), limit])
 
     def output(self, after_id: int = 0, *, limit: int = -1) -> list[results.OutputRow]:
         """Return the pieces of printed output whose number is above `after_id`, in order."""

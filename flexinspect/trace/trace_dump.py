@@ -134,17 +134,15 @@ def dump_json(what: DumpSelection) -> Iterator[str]:
         for branch in branches
         for number, row in enumerate(reader.segments(branch.generation, branch.branch))
     )
-    masks = (_fields(mask, without=MASK_ARRAYS) | mask_facts(mask) for mask in what.masks())
-    events = ({"id": r.id} | _fields(r.event) | {"branch": r.branch} for r in what.events())
     sections: dict[str, Iterable[dict[str, Any]]] = {
         "generations": map(_fields, what.generations()),
         "branches": map(_fields, branches),
         "segments": segments,
         "tokens": (_place(b) | _fields(row) for b in branches for row in what.tokens(b)),
         "steps": (_step_dict(reader, row) for branch in branches for row in what.steps(branch)),
-        "masks": masks,
+        "masks": (_fields(m, without=MASK_ARRAYS) | mask_facts(m) for m in what.masks()),
         "findings": map(_fields, what.findings()),
-        "events": events,
+        "events": ({"id": r.id} | _fields(r.event) | {"branch": r.branch} for r in what.events()),
         "output": ({"id": r.id} | _fields(r.output) for r in what.output()),
     }
     yield f'{{"run": {plain_json(reader.run())}'
@@ -202,10 +200,6 @@ def _step_dict(reader: TraceReader, row: StepRow) -> dict[str, Any]:
         "training": training and to_builtins(training),
         "arrays": list(map(_fields, reader.arrays(*key))),
     }
-
-
-_QUOTED_FIELDS = ("token", "text", "answer", "anomaly")
-"""Fields that are quoted, because spaces in them count."""
 
 
 def dump_text(what: DumpSelection) -> Iterator[str]:
@@ -422,7 +416,7 @@ def _record_table(title: str, names: str, records: Iterable[Any], *, indent: int
 
 
 def _field_cell(name: str, value: Any) -> Any:
-    if name in _QUOTED_FIELDS:
+    if name in ("token", "text", "answer", "anomaly"):  # spaces in them count
         return quote_visible(value)
     if isinstance(value, Mapping):
         return plain_json(dict(value))

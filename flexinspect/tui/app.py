@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter
+from textual.keys import format_key
 from textual.screen import Screen
 
 from flexinspect.core.errors import TraceError, UsageError
@@ -152,13 +153,7 @@ class InspectorApp(App[None]):
         default = next((key.keys for key in all_keys() if key.id == name), ())
         override = self._keymap_overrides.get(name)
         names: Sequence[str] = override.split(",") if override else default
-        return " ".join(self.get_key_display_of(key) for key in names)
-
-    def get_key_display_of(self, key: str) -> str:
-        """Return a key as it is labelled on a keyboard."""
-        from textual.keys import format_key
-
-        return "+".join(format_key(part) for part in key.strip().split("+"))
+        return " ".join("+".join(map(format_key, key.strip().split("+"))) for key in names)
 
     def _repaint_all(self, theme: object) -> None:
         saved_state.save_state(theme=self.theme)

@@ -106,8 +106,7 @@ class PanelView(LoadedCanvas, can_focus=True):
 
     def preload(self, place: TracePlace) -> None:
         if not self._is_hidden():
-            version = self.trace_screen.version
-            self.loader.preload((self.panel, self._make_request(place), version))
+            self.loader.preload((self.panel, self._make_request(place), self.trace_screen.version))
 
     def _make_request(self, place: TracePlace | None = None) -> Request[Any]:
         width, height = max(self.size.width, 1), max(self.size.height, 1)

@@ -71,8 +71,7 @@ def save_state(**changes: Any) -> None:
 def add_recent_trace(path: Path) -> None:
     """Save a trace as the one opened last."""
     mine = str(path.absolute())
-    others = [name for name in load_state().recent if name != mine]
-    save_state(recent=(mine, *others)[:N_RECENT])
+    save_state(recent=tuple(dict.fromkeys((mine, *load_state().recent)))[:N_RECENT])
 
 
 def known_traces(folder: Path | None = None) -> Sequence[Path]:

@@ -289,9 +289,8 @@ def draw_token_strip(
     cells = token_cells(window, "probability")
     index = len(cells) - 1 if window.current is None else window.current - window.start
     row = row_around(cells, index, width)
-    spans = row.spans(theme, current=window.current)
     return [
-        line(spans, width, theme.style("text")),
+        line(row.spans(theme, current=window.current), width, theme.style("text")),
         line(_draw_labels(row, window, width, theme), width, theme.style("text")),
     ], row
 

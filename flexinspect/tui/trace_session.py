@@ -312,8 +312,7 @@ class CaptureClient:
         stop = read_stop(self._session.path) if self._session.path is not None else None
         debugger_stop = "" if stop is None else f"The model is {stop.sentence_without_time()}."
         try:
-            client = self.client()
-            quick = ControlClient(client.address, timeout_s=POLL_TIMEOUT_S)
+            quick = ControlClient(self.client().address, timeout_s=POLL_TIMEOUT_S)
             return CaptureStatus(quick.status(), debugger_stop=debugger_stop)
         except ControlError as error:
             is_unresponsive = isinstance(error.__cause__, TimeoutError)
@@ -345,8 +344,7 @@ async def review_in_background(session: TraceSession, pool: Executor) -> str | N
     reader = session.reader
     if reader is None:
         return None
-    loop = asyncio.get_running_loop()
-    if not await loop.run_in_executor(pool, needs_review, reader):
+    if not await asyncio.get_running_loop().run_in_executor(pool, needs_review, reader):
         return None
     result = await _run_review(reader)
     if result.unstored:

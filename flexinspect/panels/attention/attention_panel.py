@@ -247,8 +247,7 @@ def draw_attention(
     row_pen = pen.resize(pen.width - layout.width - _COLUMN_GAP)
     row = _draw_row(data, height, row_pen, with_segments=not below)
     grid += [grid_pen.line()] * (height - len(grid))
-    plain = pen.style("text")
-    return join_blocks(grid[:height], row[:height], plain, gap=_COLUMN_GAP)
+    return join_blocks(grid[:height], row[:height], pen.style("text"), gap=_COLUMN_GAP)
 
 
 # -- the grid -------------------------------------------------------------------------------------
@@ -344,8 +343,7 @@ def _draw_row(
             reason = []
         segments = _draw_segment_attention(data, left - len(reason), pen)
         return [*strips, *segments, *reason][:height]
-    n_open = int(data.tokens.open_keys.sum())
-    n_segments = min(len(data.segments) + 2, left - min(n_open + 1, 8))
+    n_segments = min(len(data.segments) + 2, left - min(int(data.tokens.open_keys.sum()) + 1, 8))
     if not with_segments or n_segments < _TIGHT_HEIGHT:
         return [*strips, *_draw_tokens(data, data.tokens, left, pen)]
     strips += [*_draw_tokens(data, data.tokens, left - n_segments, pen), pen.line()]
@@ -385,8 +383,7 @@ def _draw_segment_attention(data: AttentionData, height: int, pen: Pen) -> list[
 
 def _segment_cell(data: AttentionData, number: int, pen: Pen) -> TokenCell:
     """Return a blank cell in the colour of a segment; without colours neighbours alternate."""
-    parity = number if pen.theme.no_color else 0
-    return TokenCell(parity, "", segment_color(number, data.segments))
+    return TokenCell(number if pen.theme.no_color else 0, "", segment_color(number, data.segments))
 
 
 def _bar_line(spans: Sequence[NamedSpan], used: int, value: float, high: float, pen: Pen) -> Strip:

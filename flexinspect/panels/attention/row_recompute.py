@@ -131,8 +131,7 @@ class StepView(Struct, frozen=True):
 
         def read() -> Bools | None:
             name = str(call.mask)
-            found = read_mask_arrays(self.source.reader, [name], "mask.uniform_rows")
-            return dict(found).get(name)
+            return dict(read_mask_arrays(self.source.reader, [name], "mask.uniform_rows")).get(name)
 
         averaged = self.source.get_or_create(("attention.uniform_rows", call.mask), read)
         if averaged is None:
@@ -225,8 +224,7 @@ class StepView(Struct, frozen=True):
         if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
             raise RowNotRecordedError("")
         groups = [kv_head_of(head, len(lse), len(first)) for head in range(len(lse))]
-        keys = (first[group][None] for group in groups)
-        pairs = zip(query[:, 0], keys, strict=True)
+        pairs = zip(query[:, 0], (first[group][None] for group in groups), strict=True)
         scores = np.array([row_scores(q, k, call.scale, call.softcap)[0] for q, k in pairs])
         with np.errstate(all="ignore"):
             weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)

@@ -223,8 +223,7 @@ def _draw_segment_at(data: MaskData, number: int, width: int, pen: Pen) -> Named
         return align_right(str(position), width), style
     if number == 0 or data.segment(_middle_position(data, number - 1)) is not segment:
         return clip_text(_shorten_label(escape_unprintable(segment.label), width), width), style
-    text = str(position) if number % 8 == 4 and width >= 5 else ""
-    return align_right(text, width), style
+    return align_right(str(position) if number % 8 == 4 and width >= 5 else "", width), style
 
 
 def _middle_position(data: MaskData, number: int) -> int:
@@ -257,8 +256,7 @@ def _draw_segment_header(data: MaskData, pen: Pen) -> Strip:
         width = len(own) * layout.cell_width
         label = escape_unprintable(data.segments[number].label) if number >= 0 else str(own[0])
         text = bar + _shorten_label(label, width - len(bar)) if width > 3 else bar
-        style = token_style(_blank_cell(data, own[0]), pen.theme)
-        spans.append((clip_text(text, width), style))
+        spans.append((clip_text(text, width), token_style(_blank_cell(data, own[0]), pen.theme)))
     return pen.line(*spans)
 
 
@@ -313,8 +311,7 @@ def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
         rest = (cell.reason, cell.style) if cell.reason else (counts, "text")
     if data.layout.footer > 2 and pen.width < 2 * NARROW_WIDTH:
         return [pen.line(first), pen.line(rest), pen.line(*legend)]
-    gap = ("  " if rest[0] else "", "text")
-    return [pen.line(first), pen.line(rest, gap, *legend), pen.line()]
+    return [pen.line(first), pen.line(rest, ("  " if rest[0] else "", "text"), *legend), pen.line()]
 
 
 EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)

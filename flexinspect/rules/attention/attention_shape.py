@@ -245,9 +245,6 @@ class AttentionShapeRule(Rule):
         return self.finding(step, id_, sentence, positions=at, series=series, **options)
 
 
-_compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
-
-
 class _CallFact(NamedTuple):
     """One argument of a call that is compared, and how it is formatted."""
 
@@ -292,7 +289,7 @@ class CallFactsRule(Rule):
         """Compare the calls of a step with each other and with those of the previous step."""
         if not step.calls:
             return
-        facts = list(map(_compared_fields, step.calls))
+        facts = list(map(attrgetter("scale", "head_dim", "softcap", "dtype", "layer"), step.calls))
         known = self._last_calls.get(step.branch)
         if known is not None and known[0] == facts:
             return

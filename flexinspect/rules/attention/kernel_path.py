@@ -160,8 +160,7 @@ class KernelPathRule(Rule):
         self, step: StepRecord, call: CallRecord, kernel: str, peers: Sequence[CallRecord]
     ) -> bool:
         """Whether the call after an exception took another path than the one that raised."""
-        others = {peer.path for peer in peers}
-        if others.union(self._paths_before(call.layer)) - {call.path}:
+        if {peer.path for peer in peers}.union(self._paths_before(call.layer)) - {call.path}:
             return True
         if kernel in ("flex_attention", "create_block_mask"):  # building a mask is part of it
             return not _is_flex(call.path)

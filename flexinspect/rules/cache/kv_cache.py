@@ -58,8 +58,7 @@ class _LayerLengths(NamedTuple):
 
     def name_layers(self, which: Sequence[int]) -> str:
         """Return `Layer 3`, or `All 8 layers`."""
-        n_layers = len(self.called) or len(self.inputs.cached_after)
-        return capitalize(format_layers(which, n_layers))
+        return capitalize(format_layers(which, len(self.called) or len(self.inputs.cached_after)))
 
 
 class CacheRule(Rule):
@@ -440,8 +439,7 @@ class CacheRule(Rule):
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))
-    return len(list(equal))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))))
 
 
 def _candidate_ids(step: StepRecord) -> list[int]:

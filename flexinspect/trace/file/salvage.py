@@ -223,8 +223,7 @@ def _schema_page_numbers(first: bytes) -> list[int] | None:
         return [1]
     n_cells = _read_int(first, HEADER_BYTES + 3, 2)
     cells = (_read_int(first, HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells))
-    last = _read_int(first, HEADER_BYTES + 8, 4)
-    return [*(_read_int(first, cell, 4) for cell in cells), last]
+    return [*(_read_int(first, cell, 4) for cell in cells), _read_int(first, HEADER_BYTES + 8, 4)]
 
 
 def _read_int(page: bytes, start: int, size: int) -> int:

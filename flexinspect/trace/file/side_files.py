@@ -134,8 +134,7 @@ class DebuggerStop(Struct, frozen=True):
 
     def sentence(self, now: float | None = None) -> str:
         """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3"."""
-        seconds = max((now or time.time()) - self.since, 0)
-        return self._sentence(f" for {seconds:.0f} s")
+        return self._sentence(f" for {max((now or time.time()) - self.since, 0):.0f} s")
 
     def sentence_without_time(self) -> str:
         """Return the sentence without the duration, so that it does not change with time."""

@@ -104,8 +104,7 @@ HitCallback = Callable[[BreakpointHit, FrameType], None]
 def hit_callback(on_break: OnBreakOption) -> HitCallback:
     """Return the function to call at a hit. Raises `UsageError` for an invalid `on_break`."""
     if on_break is None:
-        has_terminal = sys.stdin is not None and sys.stdin.isatty()
-        return _stop_in_pdb if has_terminal else _print_hit
+        return _stop_in_pdb if sys.stdin is not None and sys.stdin.isatty() else _print_hit
     if on_break == "pdb":
         return _stop_in_pdb
     if not callable(on_break):

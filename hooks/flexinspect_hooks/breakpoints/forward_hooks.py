@@ -49,8 +49,7 @@ class ModelBreakpoints:
 
     def on_step_start(self, step: StepContext) -> None:
         """Prepare for a step, in the model's thread. A stop is not part of the step's time."""
-        is_changed = self.evaluator.store.version != self._version
-        if not is_changed and not self._breakpoints:
+        if self.evaluator.store.version == self._version and not self._breakpoints:
             return  # as in most runs, at the cost of one comparison
         stop_started = time.perf_counter()
         self.deliver_hits()

@@ -126,8 +126,7 @@ class BrokenRunSetup(Struct, dict=True):
         """Generate greedily in a loop of its own, without `generate`."""
         input_ids = self.input_ids
         for _ in range(n_steps):
-            logits = self.model(input_ids, **options).logits
-            input_ids = torch.argmax(logits[:, -1:], -1)
+            input_ids = torch.argmax(self.model(input_ids, **options).logits[:, -1:], -1)
 
     @contextmanager
     def recorded(self, **declared: Any) -> Iterator[None]:
@@ -191,8 +190,7 @@ def causal(q: Any, kv: Any) -> Any:
 
 def additive_mask(allowed: Tensor) -> Tensor:
     """Cells (rows, keys) as a mask (1, 1, rows, keys): 0 where open, the lowest float elsewhere."""
-    lowest = torch.finfo(torch.float32).min
-    return torch.zeros(1, 1, *allowed.shape).masked_fill(~allowed, lowest)
+    return torch.zeros(1, 1, *allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
 
 
 def attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

@@ -71,8 +71,7 @@ def lost_cache(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """A patched forward passes the cache on under a name that transformers no longer uses."""
     _log_attention(setup.model.model.layers[1].self_attn, repaired=repaired)
     with setup.recorded(segments=[], mask=None):
-        cache = DynamicCache(config=setup.model.config)
-        setup.decode(past_key_values=cache, use_cache=True)
+        setup.decode(past_key_values=DynamicCache(config=setup.model.config), use_cache=True)
 
 
 def _log_attention(attention: Any, *, repaired: bool) -> None:

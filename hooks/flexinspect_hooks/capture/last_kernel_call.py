@@ -37,8 +37,7 @@ def begin_kernel_call(place: CallPlace, query: Any, key: Any, score_mod: Any, ma
     `query` is (B, H, rows, D) and `key` (B, H, keys, D).
     """
     if _call_files:
-        description = _describe_call(score_mod, mask)
-        _call_files[0].enter(place, query.size(-2), key.size(-2), description)
+        _call_files[0].enter(place, query.size(-2), key.size(-2), _describe_call(score_mod, mask))
 
 
 def end_kernel_call() -> None:
@@ -57,8 +56,7 @@ def _describe_call(score_mod: Any, block_mask: Any) -> str:
         if score_mod is not None:
             parts.append(f"score_mod{_captured_tensors_text(score_mod)}")
         if mask_mod is not None:
-            name = mask_mod_name(mask_mod)
-            parts.append(f"mask_mod {name}{_captured_tensors_text(mask_mod)}")
+            parts.append(f"mask_mod {mask_mod_name(mask_mod)}{_captured_tensors_text(mask_mod)}")
         _descriptions[key] = f"flex ({', '.join(parts)})"
     return _descriptions[key]
 

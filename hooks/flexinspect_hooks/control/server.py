@@ -100,8 +100,7 @@ class CaptureControl:
         """Record commands as events of the trace, and let pauses wait for its writer."""
 
         def record(kind: str, text: str, place: StepRef, facts: Mapping[str, Any]) -> None:
-            has_step = place.step >= 0
-            generation, step = (place.generation, place.step) if has_step else (None, None)
+            generation, step = (place.generation, place.step) if place.step >= 0 else (None, None)
             data = {"branch": place.branch, **facts} if place.branch else facts
             recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
 

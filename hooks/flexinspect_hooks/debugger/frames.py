@@ -109,10 +109,6 @@ def _package_folders(*packages: str) -> tuple[str, ...]:
     return tuple(os.path.join(path, "") for paths in locations for path in paths or ())  # noqa: PTH118
 
 
-_USES_MONITORING = sys.version_info >= (3, 12)
-"""Whether pydevd uses `sys.monitoring` instead of tracing."""
-
-
 @contextmanager
 def breakpoints_disabled() -> Iterator[None]:
     """Context manager in which neither breakpoints nor `breakpoint()` stop this thread."""
@@ -129,7 +125,7 @@ def breakpoints_disabled() -> Iterator[None]:
             if debugger is None:
                 if trace is not None:
                     sys.settrace(trace)
-            elif trace is not None or _USES_MONITORING:
+            elif trace is not None or sys.version_info >= (3, 12):  # pydevd uses `sys.monitoring`
                 debugger.enable_tracing()
 
 

@@ -76,8 +76,7 @@ def _stop_pydevd(frame: FrameType) -> None:
     from _pydevd_bundle.pydevd_comm_constants import CMD_SET_BREAK
 
     debugger, thread = active_pydevd(), threading.current_thread()
-    info = set_additional_thread_info(thread)
-    info.pydev_original_step_cmd = CMD_SET_BREAK
+    set_additional_thread_info(thread).pydev_original_step_cmd = CMD_SET_BREAK
     debugger.set_suspend(thread, CMD_SET_BREAK)
     debugger.disable_tracing()  # expressions that the client evaluates must not stop
     try:
@@ -152,8 +151,7 @@ class Terminal:
             # Two streams, as a stream for both reading and writing would have to be seekable.
             path = Path(self._name)
             reads = path.open(encoding="utf-8")
-            writes = path.open("w", encoding="utf-8")
-            self._pdb = TerminalPdb(self, reads, writes)
+            self._pdb = TerminalPdb(self, reads, path.open("w", encoding="utf-8"))
         return self._pdb
 
     def acquire(self) -> None:

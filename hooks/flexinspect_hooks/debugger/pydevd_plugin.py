@@ -166,7 +166,6 @@ def _cache_children(cache: Any) -> list[Child]:
     found: list[Child] = []
     for n, layer in enumerate(list(getattr(cache, "layers", ()))[:MAX_SLICES]):
         for part in ("keys", "values"):
-            name = f".layers[{n}].{part}"
-            found.append((f"layer {n} {part}", getattr(layer, part, None), name))
+            found.append((f"layer {n} {part}", getattr(layer, part, None), f".layers[{n}].{part}"))
     found.append(("layers", getattr(cache, "layers", None), ".layers"))
     return found or list(defaultResolver.get_contents_debug_adapter_protocol(cache))

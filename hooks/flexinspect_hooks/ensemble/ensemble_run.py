@@ -163,8 +163,7 @@ class EnsembleRunner:
             text = f"compiling FlexAttention ({kind})"
             session.recorder.put(EventRecord("phase", text, time.time()))
 
-        compiled = self._compiled
-        patch = FlexPatch(self._model, plan.source, compiled=compiled, on_compile=on_compile)
+        patch = FlexPatch(self._model, plan.source, compiled=self._compiled, on_compile=on_compile)
         recorder = TraceBranchRecorder(
             session, prompt, generation, self.vocabulary, self._gradients, one_line=one_line
         )
@@ -210,8 +209,7 @@ def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | N
 
 def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
     """All ids that end a text, from the generation config or else from the tokenizer."""
-    config = getattr(loaded.model, "generation_config", None)
-    eos = getattr(config, "eos_token_id", None)
+    eos = getattr(getattr(loaded.model, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = vocabulary.tokenizer.eos_token_id
     ids = eos if isinstance(eos, Iterable) else (eos,)

@@ -65,8 +65,7 @@ class Sampler:
         if self._processors is None:
             return logits.argmax(), None
         scores = self._processors(self._empty, logits[None].float())[0]
-        p = torch.softmax(scores, -1)
-        return torch.multinomial(p, 1, generator=self._generator)[0], scores
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0], scores
 
     def state(self) -> Tensor | None:
         """Return a copy of the random state (uint8; 5 kB on CPU, 16 bytes on CUDA)."""
@@ -121,19 +120,17 @@ class Decoder:
         # the position ids.
         ids, positions = self._rows(int(self.cache.get_seq_length()))
         inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": self.cache}
-        output = forward(**inputs, use_cache=True, **self._extra)
-        return cast(Tensor, output.logits[0, -1])
+        return cast(Tensor, forward(**inputs, use_cache=True, **self._extra).logits[0, -1])
 
     def _rows(self, start: int) -> tuple[Tensor, Tensor]:
         """The ids and position ids, both (1, rows), of the rows from `start` on."""
         prompt, n_prompt = self.prompt, len(self.prompt.ids)
         following = (prompt.next_position(i) for i in range(max(start - n_prompt, 0), self.step))
-        positions = [*prompt.position_ids[start:], *following]
         if self._last_token is not None and start == n_prompt + self.step - 1:
             ids: Tensor = self._last_token.view(1, 1)
         else:
             ids = torch.tensor([[*prompt.ids, *self.token_ids][start:]], device=self._device)
-        return ids, torch.tensor([positions], device=self._device)
+        return ids, torch.tensor([[*prompt.position_ids[start:], *following]], device=self._device)
 
     @torch.no_grad()
     def choose(self, logits: Tensor, forced: int | None = None) -> Choice:

@@ -95,8 +95,7 @@ class SpecMaskSource(MaskSource):
         """The mask of the window; a decode step computes its one row."""
         tables = window_block_tables(self.spec, window)
         mask_mod = self.mask_mod(window)
-        identity = f"{self.spec}@{window.q_offset},{window.kv_offset}"
-        set_identity(mask_mod, identity, broadcasts=True)
+        set_identity(mask_mod, f"{self.spec}@{window.q_offset},{window.kv_offset}", broadcasts=True)
         mask_mod.flexinspect_name = self.name  # type: ignore[attr-defined]
         if overlay is not None:
             mask_mod = with_overlay(mask_mod, overlay, window)
@@ -253,8 +252,7 @@ def arithmetic_mask_mod(spec: MaskSpec, window: ForwardWindow) -> MaskMod:
     if window.q_len == 1:
         return _row_mask_mod(spec, window)
     q_offset, kv_offset = window.q_offset, window.kv_offset
-    last = spec.region(q_offset + window.q_len - 1)
-    regions = range(spec.region(q_offset), last + 1)
+    regions = range(spec.region(q_offset), spec.region(q_offset + window.q_len - 1) + 1)
     steps = [(spec.starts[r], spec.prefix_stops[r], spec.local_starts[r]) for r in regions]
     lows = _steps([(start, low) for start, _, low in steps])
     heads = _steps(_free_heads(steps))

@@ -203,8 +203,7 @@ class InputRows:
 
     def _read(self) -> dict[str, list[int]]:
         if self._lists is None:
-            values = self._buffer.values()
-            self._lists = {name: array.tolist() for name, array in values.items()}
+            self._lists = {name: array.tolist() for name, array in self._buffer.values().items()}
         return self._lists
 
 
@@ -230,8 +229,7 @@ class ArgumentNames:
 
 def input_ids_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the token ids (batch, rows): by name, else the first argument that looks like them."""
-    first = next(iter(arguments.values()), None)
-    return _as_id_table(arguments.get("input_ids", first))
+    return _as_id_table(arguments.get("input_ids", next(iter(arguments.values()), None)))
 
 
 def _as_id_table(value: Any) -> Tensor | None:

@@ -58,8 +58,7 @@ class ModuleHook(Hook):
             return []
         rows = [output[0] for _, output in kept]
         if step.q_len == 1:
-            stack = torch.stack(rows).flatten(1).float()
-            buffer.defer(partial(_statistics, on_cpu, 1), rows=stack)
+            buffer.defer(partial(_statistics, on_cpu, 1), rows=torch.stack(rows).flatten(1).float())
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
             per_layer = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]

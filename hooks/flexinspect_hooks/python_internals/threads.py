@@ -10,9 +10,7 @@ from threading import Lock, Thread
 
 def available_cores() -> int:
     """Return the number of cores that this process may run on; a container may limit it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def background_thread(name: str, target: Callable[..., object], *args: object) -> Thread:

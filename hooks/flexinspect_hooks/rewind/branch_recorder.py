@@ -112,8 +112,7 @@ class TraceBranchRecorder:
     ) -> None:
         """Record an event after a step of a branch."""
         place, data = (self._generation.generation, step), {"branch": branch.number, **facts}
-        event = records.EventRecord(kind, text, time.time(), *place, data)
-        self._session.recorder.put(event)
+        self._session.recorder.put(records.EventRecord(kind, text, time.time(), *place, data))
 
     def _token_record(
         self, step: int, token_id: int, text: str, *, is_prompt: bool = False

@@ -289,9 +289,8 @@ class CaptureSession:
             return
         self._applied = level, requested = request
         if level != step.level:
-            facts = {"level": level, "before": step.level}
             text = f"level {level} from step {step.step} on, {step.level} before"
-            step.events.append((LEVEL_EVENT, text, facts))
+            step.events.append((LEVEL_EVENT, text, {"level": level, "before": step.level}))
         self.level = step.level = level
         if requested is None:
             return
@@ -487,9 +486,6 @@ LEVEL_EVENT = "level"
 
 RECOMPILE_LIMIT = "recompile-limit"
 
-_GUARDED_CODE = re.compile(r"([\w.\[\]'\"]+)\.__code__")
-"""The name of a function in a guard that failed because the function's code is another."""
-
 _GUARDED_MODS = (("mask_mod", "args[4]"), ("score_mod", "args[3]"))
 """Names of mask_mod and score_mod in guards: of a compiled call, and of an uncompiled one."""
 
@@ -545,7 +541,8 @@ def _newest_compilations(n: int) -> Mapping[str, Any]:
         if reasons:  # of the newest the first line, without the comment at its end
             reason = reasons[-1].partition("\n")[0].partition("  #")[0].strip()
             facts["reason"] = reason
-            if guarded := _GUARDED_CODE.search(reason):
+            # The guard of a function fails when the function's code is another.
+            if guarded := re.search(r"([\w.\[\]'\"]+)\.__code__", reason):
                 name = guarded[1]
                 mods = (mod for mod, argument in _GUARDED_MODS if mod in name or argument in name)
                 facts["guard"] = f"{next(mods, name)} code object"

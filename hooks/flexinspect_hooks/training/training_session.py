@@ -157,8 +157,7 @@ class TrainingStepDraft(StepPasses):
             return training_step.AnomalyOrigin("loss", "", n_affected)
         if origin is None or origin.kind != "backward":
             return origin
-        output_norms = [float(norm) for norm in self.output_gradient_norms]
-        if all(map(math.isfinite, output_norms)):
+        if all(math.isfinite(float(norm)) for norm in self.output_gradient_norms):
             return origin
         detail = f"{origin.detail}; it arrives at the model's output, so the loss makes it"
         return training_step.AnomalyOrigin(origin.kind, origin.name, origin.n_affected, detail)
@@ -382,8 +381,7 @@ class TrainingSession:
         now, detail = self._current, self._governor.detail
         self._forwards.count_pending()
         if (change := self._meter.refresh()) is not None:
-            groups = {"groups": [*self._meter.groups]}
-            now.notes.append(("parameters-changed", change, groups))
+            now.notes.append(("parameters-changed", change, {"groups": [*self._meter.groups]}))
         if detail.measures(now.number):
             self._synchronize()
             # Read the results of the device, before the optimizer gives it more work.

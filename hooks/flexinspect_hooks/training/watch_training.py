@@ -109,8 +109,7 @@ def watch_training(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that requires gradients.")
     path = watch_trace.free_path(out, "training")
-    governor = Governor(check_level(level), band)
-    return TrainingWatch(model, optimizer, path, governor, quiet=quiet)
+    return TrainingWatch(model, optimizer, path, Governor(check_level(level), band), quiet=quiet)
 
 
 class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):

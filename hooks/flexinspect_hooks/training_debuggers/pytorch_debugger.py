@@ -512,8 +512,7 @@ class PyTorchDebugger(BaseDebugger):
         problems = tuple(measurements.weight_problems(parts.values()))
         problems += tuple(measurements.nonfinite_problems(output, ""))
         self._record_problems("model", problems)
-        memory = measurements.memory_of(model)
-        return ModelReport(not problems, problems, parts, memory, output)
+        return ModelReport(not problems, problems, parts, measurements.memory_of(model), output)
 
     def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:
         argument_checks.check_module(model, f"check_gradient_{kind}")
@@ -530,8 +529,7 @@ class PyTorchDebugger(BaseDebugger):
 
     def _record_analyses(self, infos: Mapping[str, Any], anomalies: list[Anomaly]) -> None:
         """Count an analysis of many tensors; its history has all of them at EXTREME."""
-        is_extreme = self.level is DebugLevel.EXTREME
-        self._record_analysis(infos.values() if is_extreme else (), anomalies)
+        self._record_analysis(infos.values() if self.level is DebugLevel.EXTREME else (), anomalies)
 
 
 def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

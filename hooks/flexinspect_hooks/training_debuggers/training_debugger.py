@@ -159,8 +159,7 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
             self.switch_log.log_precision(step, model, scaler, autocast)
             self.switch_log.log_placement(step, model)
         except Exception as error:
-            kind = type(error).__name__
-            log.warning("Step %d could not be checked: %s: %s", step, kind, error)
+            log.warning("Step %d could not be checked: %s: %s", step, type(error).__name__, error)
             return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 

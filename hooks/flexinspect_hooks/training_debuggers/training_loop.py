@@ -159,8 +159,7 @@ class TrainingLoop(HasSwitches):
         finally:
             for module, was_training in modes:
                 module.training = was_training
-        accuracy = right / judged if judged else None
-        info = EvaluationInfo(*_summarize(losses), accuracy)
+        info = EvaluationInfo(*_summarize(losses), right / judged if judged else None)
         self._switch_log.log_validation(0, info, self.model)
         return info
 
@@ -249,8 +248,7 @@ class TrainingLoop(HasSwitches):
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
         dtype = self._autocast
-        context = nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
-        with context:
+        with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype):
             if self.loss_fn is not None:
                 inputs, labels = _split_batch(batch)
                 output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)

@@ -282,7 +282,6 @@ class GenerationBuilder:
         self._n_tokens = prompt.stop
         special = keep_written_special(facts, ids, texts)
         is_contiguous = all(b - a == 1 for a, b in pairwise(positions[n_pads:]))
-        tokens = enumerate(zip(ids, texts, positions, strict=False), place.pos)
         self.record = GenerationRecord(
             generation=place.generation,
             sample_id=f"forward {place.generation}",
@@ -291,7 +290,7 @@ class GenerationBuilder:
             segments=segments,
             tokens=tuple(
                 token_record(tokenizer, pos, *token, prompt_records.segment_index(segments, pos))
-                for pos, token in tokens
+                for pos, token in enumerate(zip(ids, texts, positions, strict=False), place.pos)
             ),
             declared={
                 **declared_prompt.mask_entries(segments),
@@ -317,8 +316,7 @@ class GenerationBuilder:
             position = positions[n] if positions else self._next_position
             self._next_position, self._n_tokens = position + 1, pos + n + 1
             text = self._added_text(id_)
-            segment = prompt_records.segment_index(self.record.segments, pos + n)
-            place = (position, segment, step)
+            place = (position, prompt_records.segment_index(self.record.segments, pos + n), step)
             records.append(token_record(self._tokenizer, pos + n, id_, text, *place))
         return tuple(records)
 

@@ -40,8 +40,7 @@ def run_program(program: str, args: tuple[str, ...], *, is_module: bool) -> None
     sys.argv[:] = [program, *args]
     _put_first(os.path.dirname(os.path.realpath(program)))  # noqa: PTH120
     path = os.path.abspath(program)  # noqa: PTH100 (a symbolic link keeps its name)
-    loader = SourceFileLoader("__main__", path)
-    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    vars(main).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     with io.open_code(path) as file:
         source = file.read()
     exec(compile(source, path, "exec", dont_inherit=True), vars(main))

@@ -130,8 +130,7 @@ class StepTracker:
         if place is None:
             note = (OTHER_CACHE if is_other else UNKNOWN_CACHE) if cached else ""
             owner = owner if note == OTHER_CACHE else None
-            number = next(self._numbers)
-            place = StepPlace(number, 0, True, cached, n_rows, note=note, owner=owner)
+            place = StepPlace(next(self._numbers), 0, True, cached, n_rows, note=note, owner=owner)
         is_whole = place.begins_generation or state.whole is not None
         self._before = state
         known, length = whole if is_whole else None, cached + n_rows

@@ -87,8 +87,7 @@ class WatchedTrace(ABC, Generic[S]):
 
         facts: dict[str, Any] = {"model": model_facts(self._model), **self._facts}
         facts["threads"] = torch.get_num_threads()
-        git = git_state(Path.cwd())
-        writer = create_trace(self.path, sys.argv, self._level, git, **facts)
+        writer = create_trace(self.path, sys.argv, self._level, git_state(Path.cwd()), **facts)
         try:
             self._session = self._begin(writer)
         except BaseException:
@@ -254,8 +253,7 @@ class Watch(WatchedTrace[WatchSession]):
         session.watch_generate()
         put, action = session.recorder.put, None
         if self._is_controlled:
-            stored_layers = ",".join(map(str, session.context.layers))
-            levels = SessionLevels(session.level, stored_layers)
+            levels = SessionLevels(session.level, ",".join(map(str, session.context.layers)))
             title, trace = type(self._model).__name__, str(writer.recording_path)
             targets = ControlTargets("watch", title, trace, levels, breakpoints=self.breakpoints)
             self._running = running = CaptureControl(targets, print_message)

@@ -248,8 +248,7 @@ def main(number: int) -> int:
     """Run the job of the socket with this descriptor; return the exit code, unless it exits."""
     control = LauncherConnection(number)
     try:
-        job = ScriptJob.from_json(control.first_line())
-        run = ProgramCapture(job, control)
+        run = ProgramCapture(ScriptJob.from_json(control.first_line()), control)
     except FlexInspectError as error:
         return send_error(control.send, error)
     run.run()
