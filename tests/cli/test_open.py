@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sqlite3
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.traces import sample_trace
 
+from flexinspect.cli import interface
 from flexinspect.cli.main import main
 from flexinspect.core.errors import TraceError
 from flexinspect.trace import schema
@@ -41,6 +43,20 @@ def test_without_a_terminal_open_says_what_does_without_one(tmp_path: Path) -> N
     assert "The interface needs a terminal" in done.stderr
     assert "flexinspect show" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_garbage_collection_is_off_only_while_the_interface_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    try:
+        interface._make_app()
+        assert not gc.isenabled()
+        monkeypatch.setattr("flexinspect.inputs.config.load_config", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            interface._make_app()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_alone_without_a_terminal_it_prints_its_help() -> None:
