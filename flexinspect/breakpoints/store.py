@@ -18,6 +18,10 @@ from flexinspect.breakpoints.evaluation import EvaluationResult, StepObservation
 from flexinspect.control.messages import BreakpointInfo
 from flexinspect.core.text import did_you_mean
 
+_BRACKETS = re.compile(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$")
+_OPTION = re.compile(r"[^\s,]+")
+
+
 _SWITCHES = {"once": ("once", True), "log": ("log_only", True), "off": ("is_enabled", False)}
 """The field of `BreakpointInfo` that each option without a number sets, and its value."""
 
@@ -27,11 +31,11 @@ def split_options(text: str) -> tuple[str, dict[str, Any]]:
 
     Raises `ExpressionError`.
     """
-    brackets = re.search(r"(?:^|\s)\[([^\[\]\"']*)\]\s*$", text)
+    brackets = _BRACKETS.search(text)
     if brackets is None:
         return text, {}
     options: dict[str, Any] = {}
-    for word in re.finditer(r"[^\s,]+", brackets[1]):
+    for word in _OPTION.finditer(brackets[1]):
         place = brackets.start(1) + word.start(), brackets.start(1) + word.end()
         name, equals, number = word[0].partition("=")
         if not equals and name in _SWITCHES:
@@ -208,7 +212,8 @@ class BreakpointStore:
 
 
 def _evaluation_note(expression: grammar.Expression) -> str:
-    if any(one.is_checked_by_name for one in grammar.observations_in(expression)):
+    observations = grammar.observations_in(expression)
+    if any(one.is_checked_by_name for one in observations):
         return "evaluated at each of these modules, and after each step"
     if grammar.needs_calls(expression):
         return "evaluated at each attention call, and after each step"

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _table_line(entry: CaptureEntry) -> str:
     try:
-        state = ControlClient(Address(entry.address.socket), timeout_s=1.0).status().description
+        client = ControlClient(Address(entry.address.socket), timeout_s=1.0)
+        state = client.status().description
     except ControlError:
         state = "does not answer"
     line = f"{entry.pid:>8}  {_format_age(entry.started_at):>8}  {state:<28}  {entry.title}"

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(merged.text)
     lines = [f"added  {name}" for name in merged.added] + [f"kept   {name}" for name in merged.kept]
     end = "nothing to add" if not merged.added else "not written" if args.dry_run else "written"
-    print("\n".join([*lines, f"{path}: {end}"]), file=sys.stderr if args.dry_run else sys.stdout)
+    out = sys.stderr if args.dry_run else sys.stdout
+    print("\n".join([*lines, f"{path}: {end}"]), file=out)
     for note in attach_notes() if merged.added else ():
         print(f"flexinspect: {note}", file=sys.stderr)
     return 0

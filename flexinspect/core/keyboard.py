@@ -104,6 +104,7 @@ KEY_SYNTAX = (
 FIXED_KEYS = {"app.palette": "ctrl+p", "app.quit": "ctrl+q"}
 """Keys that Textual itself binds to an action, in addition to the user's."""
 
+_MODIFIERS = ("alt", "ctrl", "shift")
 _EQUIVALENT_KEYS = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+left_square_bracket": "escape"}
 """Keys for which a terminal sends the same code as for another key."""
 
@@ -119,7 +120,7 @@ def parse_key(text: str) -> str | None:
     if match is None or base is None:
         return None
     modifiers = match[1].lower().split("+")[:-1]
-    if len(set(modifiers)) < len(modifiers) or not set(modifiers) <= {"alt", "ctrl", "shift"}:
+    if len(set(modifiers)) < len(modifiers) or not set(modifiers) <= set(_MODIFIERS):
         return None
     if modifiers == ["shift"] and len(base) == 1:
         return base.upper() if base.isalpha() else None  # a terminal sends the shifted character

@@ -29,6 +29,8 @@ Positions: TypeAlias = "npt.NDArray[np.intp]"
 MAX_LISTED_POSITIONS = 32
 """Positions that a finding lists; its sentence and evidence count all of them."""
 
+_CONTROL_SIGNS = {"\n": "↵", "\t": "⇥"}
+
 
 def printable(text: str) -> str:
     """Return text of a model for a sentence, on one line.
@@ -38,7 +40,7 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        c if c.isprintable() else {"\n": "↵", "\t": "⇥"}.get(c, f"<U+{ord(c):04X}>") for c in text
+        c if c.isprintable() else _CONTROL_SIGNS.get(c, f"<U+{ord(c):04X}>") for c in text
     )
 
 

@@ -244,7 +244,8 @@ def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, MergedLa
         data = (old[: len(old) - len(text)] + merged.text).encode()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, data, target.stat().st_mode & 0o7777 if target.exists() else 0o644)
+            mode = target.stat().st_mode & 0o7777 if target.exists() else 0o644
+            replace_file(target, data, mode)
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
     return path, merged

@@ -345,7 +345,8 @@ def _draw_attribution(data: GradientsData, height: int, pen: Pen, *, by_norm: bo
 
     def target(x: int, y: int) -> Navigate | None:
         line = y - len(bars) - 1
-        return data.window.navigate_to(shown[line].cell_at(x) if 0 <= line < len(shown) else None)
+        at = shown[line].cell_at(x) if 0 <= line < len(shown) else None
+        return data.window.navigate_to(at)
 
     blank = max(height - len(strips) - len(caveat), 0)
     return Picture([*strips, *[pen.line()] * blank, *caveat], target=target)

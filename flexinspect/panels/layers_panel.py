@@ -107,7 +107,9 @@ class LayersData(Struct, frozen=True):
 def module_kind(layer: int, module: str) -> str:
     """Return a module's name within its layer: "" for "model.layers.3", "mlp" for "...3.mlp"."""
     parts = module.split(".")
-    return module if str(layer) not in parts else ".".join(parts[parts.index(str(layer)) + 1 :])
+    if str(layer) not in parts:
+        return module
+    return ".".join(parts[parts.index(str(layer)) + 1 :])
 
 
 def format_kind(kind: str) -> str:
@@ -167,12 +169,14 @@ def _with_details(
 def stat_table(data: LayersData) -> list[str]:
     """Return all modules of the current step as a table between empty lines."""
     if not data.step_stats:
+        step = data.window.current
         hint = "level basic records only layers with NaN or Inf"
-        return [f"No layer statistics are recorded at step {data.window.current}; {hint}."]
+        return [f"No layer statistics are recorded at step {step}; {hint}."]
     names = ("norm", "norm/row", "min", "max", "mean", "std")
     lines = [f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"]
     for stat in data.step_stats:
-        values = (stat.norm, stat.norm / data.rows**0.5, stat.min, stat.max, stat.mean, stat.std)
+        per_row = stat.norm / data.rows**0.5
+        values = (stat.norm, per_row, stat.min, stat.max, stat.mean, stat.std)
         figures = "".join(f" {format_number(value, 9)}" for value in values)
         counts = f"{stat.n_nan:>8}{stat.n_inf:>8}"
         lines.append(f"{stat.layer:>5}{figures}{counts}  {escape_unprintable(stat.module)}")
@@ -237,7 +241,8 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
             )
         lengths = {row.step: row.q_len for row in queries.step_range(reader, *span)}
         kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
-        kind = next((one for one in (request.options.module, "", *kinds) if one in kinds), "")
+        wanted = (kind for kind in (request.options.module, "", *kinds) if kind in kinds)
+        kind = next(wanted, "")
         shown = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
         layers = tuple(sorted({cell.layer for cell in shown}))
         values, n_bad = stat_arrays(shown, window, layers)

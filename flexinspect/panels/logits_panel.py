@@ -382,7 +382,8 @@ def _draw_row(
     room = max(spare - name - 1, 0)
     columns = (has_logits, True, has_logits and processed, processed)
     widths = (*(_NUMBER_WIDTH,) * 3, _NUMBER_WIDTH + 2)
-    styles = ("muted", style, "muted", "muted" if numbers[3] == "filtered" else style)
+    after_style = "muted" if numbers[3] == "filtered" else style
+    styles = ("muted", style, "muted", after_style)
     cells = [
         (" " + align_right(number, n), number_style)
         for number, n, number_style in zip(numbers, widths, styles, strict=True)

@@ -236,7 +236,8 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
 
 
 def _cell_width(data: PathData, width: int) -> int:
-    return max(1, min((width - _LABEL_WIDTH - _LSE_CHECK_WIDTH) // len(data.window), 3))
+    fits = (width - _LABEL_WIDTH - _LSE_CHECK_WIDTH) // len(data.window)
+    return max(1, min(fits, 3))
 
 
 def _axis(data: PathData, pen: Pen) -> Strip:
@@ -402,7 +403,8 @@ def format_mask(mask: MaskRecord | None) -> str:
 
 def short_mask_mod(name: str) -> str:
     """Shorten the qualified name of a mask_mod to its module and outermost function."""
-    return escape_unprintable(".".join(name.split(".<locals>")[0].split(".")[-2:]))
+    outer = name.split(".<locals>")[0]
+    return escape_unprintable(".".join(outer.split(".")[-2:]))
 
 
 def _describe_mask_change(data: PathData) -> str:

@@ -291,6 +291,9 @@ _FIRST_KEYS = (
 )
 """Keys of the manifest that are shown first; all others follow in their order."""
 
+_FORMATTED_KEYS = ("argv", "state", "started_at", "ended_at")
+"""Keys that are formatted separately."""
+
 
 class RunOptions(Struct, frozen=True):
     """`offset` is the number of lines above the visible ones."""
@@ -461,7 +464,7 @@ def manifest_rows(facts: RunFacts) -> list[tuple[str, str]]:
         if key in run:
             found.append((key, _format_time(run[key])))
     for key in dict.fromkeys((*_FIRST_KEYS, *run)):
-        if key in run and key not in ("argv", "state", "started_at", "ended_at"):
+        if key in run and key not in _FORMATTED_KEYS:
             found += _flatten(key, run[key])
     shown = [
         (escape_unprintable(name), escape_unprintable(_truncate(value, _MAX_VALUE_CHARS)))

@@ -153,7 +153,8 @@ def load_token_cells(
     needed = {pos for pos in positions if 0 <= pos <= (-1 if last is None else last)}
     found: dict[int, TokenCell] = {}
     for number in sorted({pos // CHUNK_TOKENS for pos in needed}):
-        cells = _chunk_cells(_load_chunk(source, place, number, last or 0), segments, "segment")
+        chunk = _load_chunk(source, place, number, last or 0)
+        cells = _chunk_cells(chunk, segments, "segment")
         found |= {cell.pos: cell for cell in cells if cell.pos in needed}
     return found
 

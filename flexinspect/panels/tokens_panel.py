@@ -140,7 +140,8 @@ def _partial_answer(
 ) -> str:
     """Return the beginning of an answer that is still being generated."""
     starts = (s.start for s in window.segments if s.kind == SegmentKind.GENERATED)
-    tokens = read_tokens(source.reader, *branch, next(starts, window.start), limit=MAX_TEXT_CHARS)
+    start = next(starts, window.start)
+    tokens = read_tokens(source.reader, *branch, start, limit=MAX_TEXT_CHARS)
     text = "".join(t.text for t in tokens if t.step is not None and not t.special).strip()
     cut = bool(tokens) and tokens[-1].pos + 1 < window.n_tokens
     return f"{text}…" if cut else text
@@ -156,7 +157,8 @@ def _load_previews(
     for number, segment in outside[:MAX_PREVIEWS]:
         stop = min(segment.stop, segment.start + PREVIEW_TOKENS)
         read = partial(read_tokens, source.reader, *branch, segment.start, stop)
-        previews[number] = source.get_or_create(("beginning", *branch, segment.start, stop), read)
+        key = ("beginning", *branch, segment.start, stop)
+        previews[number] = source.get_or_create(key, read)
     return previews
 
 

@@ -176,11 +176,12 @@ def compare_steps(
     masks_a, masks_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
     shared = () if lengths else masks_a.keys() & masks_b.keys()
     pairs = _layers_by_pair(masks_a, masks_b, shared, None)
+    masks = (_mask_difference(*pair, find_masks, a, real) for pair in pairs)
     difference = StepDifference(
         step=a.step,
         lengths=lengths,
         positions=_compare_positions(a, b),
-        masks=tuple(filter(None, (_mask_difference(*pair, find_masks, a, real) for pair in pairs))),
+        masks=tuple(filter(None, masks)),
         paths=tuple(PathDifference(layers, *pair) for pair, layers in paths),
         layers=() if lengths else _compare_layers(a, b, real),
     )

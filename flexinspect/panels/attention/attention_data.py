@@ -38,6 +38,7 @@ _GROUPED_KINDS = {
     SegmentKind.CUE: "cue",
     SegmentKind.GENERATED: "generated",
 }
+_KIND_ORDER = (SegmentKind.PARAPHRASE, *_GROUPED_KINDS)
 
 
 class AttentionOptions(Struct, frozen=True):
@@ -219,7 +220,7 @@ def measure_groups(segments: Sequence[Segment]) -> dict[str, list[int]]:
     Every paraphrase is a measure of its own; segments of other kinds are grouped by kind.
     """
     groups: dict[str, list[int]] = {}
-    for kind in (SegmentKind.PARAPHRASE, *_GROUPED_KINDS):
+    for kind in _KIND_ORDER:
         for index, segment in enumerate(segments):
             if segment.kind is kind:
                 groups.setdefault(_GROUPED_KINDS.get(kind, segment.label), []).append(index)
@@ -243,7 +244,9 @@ def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, flo
         (name, every[at[0]][1], sum(segment_attention[i] for i in at))
         for name, at in measure_groups(data.segments).items()
     ]
-    return kinds if len(kinds) <= most else sorted(kinds, key=lambda part: -part[2])[: max(most, 0)]
+    if len(kinds) <= most:
+        return kinds
+    return sorted(kinds, key=lambda part: -part[2])[: max(most, 0)]
 
 
 # -- the row --------------------------------------------------------------------------------------

@@ -126,9 +126,10 @@ def _describe_segments(data: MaskData) -> list[str]:
     width = max(map(len, names)) + 4
     rows = [(" " * width, [*map(str, range(len(names)))])]
     rows += [(f"{row:>2} {names[row]:<{width - 3}}", texts) for row, texts in shares.items()]
+    lines = [name + "".join(f"{text:>7}" for text in texts[: len(names)]) for name, texts in rows]
     return [
         "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
-        *(name + "".join(f"{text:>7}" for text in texts[: len(names)]) for name, texts in rows),
+        *lines,
     ]
 
 
@@ -301,7 +302,8 @@ def _closed_reason(data: MaskData, row: int, key: int, *, declared: bool | None)
     if own is None or other is None:
         return by
     owners = [data.segments[s.owner] for s in (own, other) if 0 <= s.owner < len(data.segments)]
-    if len({o.start for o in owners if o.kind is SegmentKind.PARAPHRASE}) == 2:
+    paraphrases = {o.start for o in owners if o.kind is SegmentKind.PARAPHRASE}
+    if len(paraphrases) == 2:
         return f"another paraphrase, {by}"
     names = (escape_unprintable(segment.label) for segment in (other, own))
     return f"{' is closed to '.join(names)} by {spec_name(data)}"

@@ -24,6 +24,8 @@ NOT_RETURNED_EVENT = "kernel-did-not-return"
 CRASHED_EVENT = "crashed"
 """Events of a process that crashed: `NOT_RETURNED_EVENT` in a kernel call, the other elsewhere."""
 
+_FORWARD_END_EVENTS = ("forward-failed", "error")
+
 _BUILD_ERRORS = (
     *("InductorError", "CppCompileError", "BackendCompilerFailed", "LoweringException"),
     *("CompilationError", "NoTritonConfigsError"),
@@ -69,7 +71,7 @@ class FailuresRule(Rule):
             yield from self._on_kernel_failed(event)
         elif event.kind in (NOT_RETURNED_EVENT, CRASHED_EVENT):
             yield self._event_finding(event, "observer.crash", event.text)
-        elif event.kind in ("forward-failed", "error"):
+        elif event.kind in _FORWARD_END_EVENTS:
             yield from self.on_generation_end()
 
     def on_generation_end(self) -> Findings:
@@ -129,8 +131,9 @@ class FailuresRule(Rule):
             sizes = f"{data['mask_q']} x {data['mask_kv']}" if data.get("mask_kv") else ""
             mask = f", mask made for {sizes}" if sizes else ""
             what += f" ({plural(data['q_len'], 'row')}, {plural(data['kv_len'], 'key')}{mask})"
+        failed = {"failed": n_failed}
         return self._event_finding(
-            event, finding_id, f"{what}.", severity=severity, evidence={"failed": n_failed}
+            event, finding_id, f"{what}.", severity=severity, evidence=failed
         )
 
     def _event_finding(self, event: EventRecord, id_: str, text: str, **options: Any) -> Finding:

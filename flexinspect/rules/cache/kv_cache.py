@@ -58,7 +58,8 @@ class _LayerLengths(NamedTuple):
 
     def name_layers(self, which: Sequence[int]) -> str:
         """Return `Layer 3`, or `All 8 layers`."""
-        return capitalize(format_layers(which, len(self.called) or len(self.inputs.cached_after)))
+        n_layers = len(self.called) or len(self.inputs.cached_after)
+        return capitalize(format_layers(which, n_layers))
 
 
 class CacheRule(Rule):
@@ -439,7 +440,8 @@ class CacheRule(Rule):
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))))
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(ids, other_ids, strict=False))
+    return len(list(equal))
 
 
 def _candidate_ids(step: StepRecord) -> list[int]:

@@ -87,7 +87,8 @@ def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
         return torch.inf
     if not bool(finite.any()):
         return 0.0
-    return float((new - old)[finite].abs().max()) / (float(old[finite].abs().max()) or 1.0)
+    largest = float(old[finite].abs().max())
+    return float((new - old)[finite].abs().max()) / (largest or 1.0)
 
 
 class GradientSpec(Struct, frozen=True):
@@ -215,7 +216,8 @@ class TokenGradients:
             if distance <= sampled.tolerance:
                 inputs = [*observer.parameters, *observer.leaves]
                 gradients = torch.autograd.grad(logits, inputs, unit, allow_unused=True)
-                n_unreached = sum(one is None for one in gradients[: len(observer.parameters)])
+                of_parameters = gradients[: len(observer.parameters)]
+                n_unreached = sum(one is None for one in of_parameters)
                 observer.note_unreached_layers()
         factor = scale if 0 < scale < math.inf else 1.0  # from the unit vector's gradients
         return GradientRecord(
@@ -335,7 +337,8 @@ def dense_attention(
         scores = softcap * torch.tanh(scores / softcap)
     # The lowest float, not -Inf: the softmax of a row of -Inf would have no gradient.
     closed = scores.masked_fill(~visible, torch.finfo(wide).min)
-    return torch.softmax(closed, -1).masked_fill(~visible, 0.0).to(value.dtype) @ value
+    weights = torch.softmax(closed, -1).masked_fill(~visible, 0.0)
+    return weights.to(value.dtype) @ value
 
 
 def flex_has_backward(device: torch.device) -> bool:

@@ -184,7 +184,8 @@ def gradient_facts(
     grads = [grad for _, grad in pairs]
     norms = norms_of(grads)
     nonfinite = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
-    counts = dict(zip(nonfinite, count_nonfinite([grads[at] for at in nonfinite]), strict=True))
+    each = count_nonfinite([grads[at] for at in nonfinite])
+    counts = dict(zip(nonfinite, each, strict=True))
     for at in [at for at, count in counts.items() if count == (0, 0)]:
         norms[at] = float(gradient_norm(grads[at]))  # the squares overflow float32
         del counts[at]
@@ -251,7 +252,8 @@ def count_nonfinite(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 def stack_nonfinite_counts(tensors: Sequence[Tensor]) -> Tensor:
     """The numbers of NaN and of Inf in each tensor, (tensors, 2), on their device."""
-    return torch.stack([torch.stack([one.isnan().sum(), one.isinf().sum()]) for one in tensors])
+    counts = [torch.stack([one.isnan().sum(), one.isinf().sum()]) for one in tensors]
+    return torch.stack(counts)
 
 
 class TensorFacts(NamedTuple):

@@ -158,7 +158,9 @@ def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -
     ) -> Tensor:
         nonlocal last
         last = None if error_if_nonfinite else measure_clipping(tensors, norm_type, foreach)
-        return norm(tensors, norm_type, error_if_nonfinite, foreach) if last is None else last.total
+        if last is None:
+            return norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return last.total
 
     @functools.wraps(clip)
     def clip_grads(parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any) -> None:
