@@ -23,15 +23,15 @@ setup: $(STAMP) ## make the virtual environment, and compile the sources to byte
 demo: setup ## answer two questions with the shipped model and step through what ran
 	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --overwrite --out demo.flextrace
 
-# Two processes side by side: one thread of torch in each, that does not spin while it waits. Tests
-# that need more threads ask for them. Bytecode is written even where the environment says not to:
+# Three processes on two cores, because tests also wait, for other processes and for timers; one
+# thread of torch in each, that does not spin while it waits. Tests that need more threads ask. Bytecode is written even where the environment says not to:
 # the suite starts hundreds of processes, and each would compile the sources again.
 test: setup ## run the test suite
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
-		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test-fast: setup ## run the tests that load no torch and start no process
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --fast
+test-fast: setup ## run the quick tests that load no torch and start no process
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --fast
 
 check: setup ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .

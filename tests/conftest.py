@@ -30,8 +30,8 @@ SLOW_FOLDERS = ("cases", "cli", "docs", "end_to_end", "hooks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--fast`, which collects only files that load no torch and start no process."""
-    parser.addoption("--fast", action="store_true", help="skip files that load torch")
+    """Add `--fast`: only files that load no torch and start no process, without slow tests."""
+    parser.addoption("--fast", action="store_true", help="skip slow tests and files with torch")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -42,8 +42,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that start processes, so that no worker ends with a long one."""
+    if config.getoption("--fast"):
+        items[:] = [item for item in items if item.get_closest_marker("slow") is None]
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SLOW_FOLDERS)
 
 

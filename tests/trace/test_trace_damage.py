@@ -194,6 +194,7 @@ def assert_survives(path: Path) -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_any_flipped_bits_are_read_or_refused(finished: Path, tmp_path: Path) -> None:
     rng = random.Random(1)
     whole = finished.read_bytes()
