@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from support import warm_python
-from support.cases import SHARED
-from support.paths import TESTS
+from support.paths import SHARED, TESTS
 
 RUNS_MODELS = re.compile(
     r"^\s*(?:import|from) (?:torch|transformers|subprocess|pty|flexinspect_hooks"
@@ -52,7 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder that the processes of these tests share; workers inherit its name."""
     if not hasattr(config, "workerinput"):
-        os.environ[SHARED] = tempfile.mkdtemp(prefix="flexinspect-tests-")
+        folder = os.environ[SHARED] = tempfile.mkdtemp(prefix="flexinspect-tests-")
+        Path(folder, "pid").write_text(str(os.getpid()), "utf-8")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

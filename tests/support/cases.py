@@ -12,11 +12,8 @@ from pathlib import Path
 from flexinspect.records.finding import Finding
 from flexinspect.trace.reader import open_trace
 from support.captures import capture
-from support.paths import CASES
+from support.paths import CASES, SHARED
 from support.warm_python import Ran, run_alone
-
-SHARED = "FLEXINSPECT_TESTS_SHARED"
-"""The variable that names the folder which all processes of one run of the tests share."""
 
 COMPILES = ("b02_stale_tables", "l01_compiled_crash", "l01_compiled_does_not_build")
 

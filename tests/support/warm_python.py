@@ -13,6 +13,7 @@ so is a command that this module does not know, which `Popen` passes on.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import gc
 import importlib
@@ -24,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flexinspect.core import plugins
-from support.paths import TESTS
+from support.paths import SHARED, TESTS
 
 IMPORTS = (
     "torch",
@@ -202,41 +202,45 @@ def _server_address() -> str:
 
 @functools.cache
 def _start_server() -> str:
-    folder = tempfile.TemporaryDirectory(prefix="flexinspect-warm-")
-    address = f"{folder.name}/socket"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address)
-    listener.listen()
+    """Return the address of the server of this run of the tests; the first process starts it."""
+    folder = Path(os.environ[SHARED])
+    address = folder / "warm.socket"
+    with (folder / "warm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind(str(address))
+            listener.listen()
+            _spawn_server(listener, folder)
+            listener.close()
+    return str(address)
+
+
+def _spawn_server(listener: socket.socket, folder: Path) -> None:
     code = "from support import warm_python; warm_python.serve()"
     process = subprocess.Popen(
-        [sys.executable, *DEBUGGED, "-c", code, str(listener.fileno()), address],
-        stdin=subprocess.PIPE,
+        [sys.executable, *DEBUGGED, "-c", code, str(listener.fileno()), listener.getsockname()],
+        stdin=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
+        start_new_session=True,  # it is not the one who started it that ends it
         # One thread, so that there is no thread pool that a fork would lose.
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
             **OFFLINE,
-            "HF_HOME": folder.name,
+            "HF_HOME": str(folder / "hugging-face"),
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # it compiles in the forked process itself
         },
     )
-    listener.close()
-
-    def stop() -> None:
-        process.communicate(timeout=60)
-        folder.cleanup()
-
-    atexit.register(stop)
-    return address
+    process.returncode = 0  # nobody here waits for it
 
 
 # -- the server ------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Fork a process for each request, and report its end, until stdin is closed."""
+    """Fork a process for each request, and report its end, until the run of the tests ends."""
     global _address
     listener = socket.socket(fileno=int(sys.argv[1]))
     _address = sys.argv[2]
@@ -253,17 +257,24 @@ def serve() -> None:
     signal.set_wakeup_fd(wake.fileno())
     waiting: dict[int, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
-        for source in (0, listener, woken):
+        for source in (listener, woken):
             selector.register(source, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj == 0:
-                    return
+        while _are_tests_running():
+            for key, _ in selector.select(timeout=1):
                 if key.fileobj is listener:
                     _accept(listener, waiting)
                 else:
                     woken.recv(4096)
             _report_ended(waiting)
+
+
+def _are_tests_running() -> bool:
+    """Tell whether pytest's first process runs and has not removed the shared folder."""
+    try:
+        os.kill(int((Path(os.environ[SHARED]) / "pid").read_text("utf-8")), 0)
+    except OSError:
+        return False
+    return True
 
 
 def _trace_attention() -> None:
@@ -325,8 +336,6 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
 
 def _take_fds(fds: Sequence[int], targets: Sequence[int]) -> None:
     """Give received file descriptors their numbers, and close all others."""
-    import fcntl
-
     above = max(*fds, *targets) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
     os.closerange(_FIRST_FD, min(moved))
