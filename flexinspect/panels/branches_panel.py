@@ -9,7 +9,7 @@ from msgspec import Struct
 from textual.strip import Strip
 
 from flexinspect.analysis import branch_comparison
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.text_lines import Pen, align_right, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import base
@@ -244,6 +244,6 @@ def _describe_masks(masks: branch_comparison.MaskChange, place: TracePlace) -> s
         return f"Masks: the same in all {masks.n_rows} rows that both computed {where}."
     row, key = (*masks.opened, *masks.closed)[0]
     return (
-        f"Masks: {masks.n_opened} cells opened, {masks.n_closed} closed, "
+        f"Masks: {plural(masks.n_opened, 'cell')} opened, {masks.n_closed} closed, "
         f"the first at row {row}, key {key} {where}."
     )

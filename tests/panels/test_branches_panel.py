@@ -9,7 +9,9 @@ from msgspec.structs import replace
 from support.traces import N_PROMPT, SEGMENTS, sample_step, sample_trace
 from support.tui import screen_text, settle
 
+from flexinspect.analysis.branch_comparison import MaskChange
 from flexinspect.drawing.theme import Theme
+from flexinspect.panels import branches_panel
 from flexinspect.panels.base import Navigate, NoOptions, Request, TracePlace
 from flexinspect.panels.branches_panel import BranchesData, BranchesPanel
 from flexinspect.panels.panel_source import Source
@@ -183,3 +185,18 @@ async def test_a_branch_is_shown_at_its_first_step_as_at_any_other(forked: Path)
         lines = screen_text(app).splitlines()
         assert "branch 1 · step 0/" in lines[0]
         assert "Emily" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("opened", "closed", "text"),
+    [
+        ((), (), "Masks: the same in all 9 rows"),
+        (((4, 1),), (), "Masks: 1 cell opened, 0 closed, the first at row 4, key 1"),
+        ((), ((5, 2),), "Masks: 0 cells opened, 1 closed, the first at row 5, key 2"),
+    ],
+)
+def test_masks_are_the_same_only_without_opened_and_closed_cells(
+    opened: tuple[tuple[int, int], ...], closed: tuple[tuple[int, int], ...], text: str
+) -> None:
+    change = MaskChange(3, 1, 9, len(opened), len(closed), opened, closed)
+    assert branches_panel._describe_masks(change, TracePlace(layer=1)).startswith(text)

@@ -447,6 +447,7 @@ async def test_a_trace_cut_short_says_what_can_still_be_read_and_is_copied_when_
         await pilot.pause()
         assert "cut short" in screen_text(app)
         assert "Readable in it:" in screen_text(app)
+        assert not app.screen.query_one("#copying").display
         assert not list(copies.iterdir())
         await pilot.press("tab", "enter")
         while not isinstance(app.screen, TraceScreen):

@@ -54,6 +54,15 @@ async def test_nan_and_inf_of_a_tensor_are_reported() -> None:
         assert found.is_anomaly == (has_nan or has_inf)
 
 
+@pytest.mark.parametrize("name", ["params_with_nan_grad", "params_with_inf_grad"])
+def test_one_list_with_an_entry_is_an_anomaly(name: str) -> None:
+    lists: dict[str, list[str]] = {"params_with_nan_grad": [], "params_with_inf_grad": []}
+    empty = async_logger.GradientAnomalies(1.0, **lists, exploding=[], vanishing=[])
+    assert not empty.is_anomaly
+    lists[name] = ["0.weight"]
+    assert async_logger.GradientAnomalies(1.0, **lists, exploding=[], vanishing=[]).is_anomaly
+
+
 async def test_parameters_with_nonfinite_gradients_are_named() -> None:
     log, model = logger(), nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()

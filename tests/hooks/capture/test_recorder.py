@@ -1,0 +1,36 @@
+"""What the writer thread passes to the rules of a branch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.traces import sample_generation
+
+from flexinspect.records.step import BranchRecord
+from flexinspect.rules.engine import RuleRunner
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect_hooks.capture import recorder as recorder_module
+from flexinspect_hooks.capture.recorder import Recorder
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_rules_of_a_branch_see_its_parents_unless_it_begins_with_the_whole_sequence(
+    recomputed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[tuple[int, int]] = []
+
+    def replay(path: Path, generation: int, branch: int, rules: RuleRunner) -> list[object]:
+        replayed.append((generation, branch))
+        return []
+
+    monkeypatch.setattr(recorder_module, "replay_parents_from_path", replay)
+    record = BranchRecord(0, 1, 0, 1, {"kind": "mask"}, recomputed=recomputed)
+    with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
+        recorder = Recorder(writer)
+        recorder.start()
+        recorder.begin_generation(sample_generation(0), RuleRunner([]))
+        recorder.begin_branch(record, sample_generation(0), RuleRunner([]))
+        recorder.drain()
+        recorder.stop()
+    assert replayed == ([] if recomputed else [(0, 1)])
