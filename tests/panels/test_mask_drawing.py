@@ -91,6 +91,7 @@ def test_without_colours_a_difference_has_letters(shown: Shown) -> None:
     assert text[14].startswith("         place ██············██--██")
 
 
+@pytest.mark.slow
 def test_every_size_is_filled_and_never_exceeded(shown: Shown) -> None:
     for look in (Theme(), Theme("256"), PLAIN):
         for width in (1, 2, 3, 5, 7, 12, 20, 34, 38, 56, 80, 120, 200):

@@ -211,6 +211,7 @@ def test_any_flipped_bits_are_read_or_refused(finished: Path, tmp_path: Path) ->
         path.unlink()
 
 
+@pytest.mark.slow
 def test_any_truncation_is_read_or_refused(finished: Path, tmp_path: Path) -> None:
     rng = random.Random(2)
     whole = finished.read_bytes()
