@@ -169,7 +169,7 @@ class TransitiveReachRule(Rule):
         self._checked: set[tuple[tuple[int, str], ...]] = set()
         segments = self.context.segments
         self._targets = self._sources = mask_views.paraphrase_segments(segments)
-        if self.context.declared_spec is not None:  # it says who may see shared text
+        if self.context.declared_spec is not None:  # it defines which rows may see shared text
             no_source, shared = mask_views.NON_PROMPT_LABELS, SegmentKind.SHARED
             others = [s for s in segments if s.kind is shared and s.label not in no_source]
             self._sources = sorted(self._targets + others, key=lambda segment: segment.start)
