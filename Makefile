@@ -23,9 +23,10 @@ setup: $(STAMP) ## make the virtual environment, and compile the sources to byte
 demo: setup ## answer two questions with the shipped model and step through what ran
 	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --overwrite --out demo.flextrace
 
-# Three processes on two cores, because tests also wait, for other processes and for timers; one
-# thread of torch in each, that does not spin while it waits. Tests that need more threads ask. Bytecode is written even where the environment says not to:
-# the suite starts hundreds of processes, and each would compile the sources again.
+# Three processes suit two cores, because tests also wait for other processes and for timers. Each
+# process has one thread of torch, which does not spin while it waits; tests that need more threads
+# set them. Bytecode is written even if the environment forbids it: the suite starts hundreds of
+# processes, and each would compile the sources again.
 test: setup ## run the test suite
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 		$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

@@ -204,7 +204,7 @@ def sandwiched(
 
 STEADY = 0.06
 """By how much the plain blocks of a sandwich may differ: past that, the machine changed its speed
-in between, and what lies there says nothing. What is measured has no part in the choice."""
+in between, and the blocks are not comparable. The measured ratio has no part in this choice."""
 
 
 def compared(blocks: Sequence[Sandwich], clock: str, steadied_by: str = "") -> dict[str, float]:

@@ -76,10 +76,10 @@ def _commands(client: ControlClient, rounds: int, trace: Path) -> dict[str, Any]
         client.continue_()
         time.sleep(0.05)
     return {
-        "status": _said(asks),
-        "pause to answer": _said(answers),
-        "pause to paused": _said(stops),
-        "continue to running": _said(_delays(sent, trace)),
+        "status": _percentiles(asks),
+        "pause to answer": _percentiles(answers),
+        "pause to paused": _percentiles(stops),
+        "continue to running": _percentiles(_delays(sent, trace)),
         "a step by itself": _step_ms(trace),
     }
 
@@ -87,14 +87,14 @@ def _commands(client: ControlClient, rounds: int, trace: Path) -> dict[str, Any]
 def _delays(sent: Sequence[float], trace: Path) -> list[float]:
     """Return how long after each command the model's thread continued, by the trace."""
     with TraceReader(trace) as reader:
-        went = [row.event.at for row in reader.events() if row.event.kind == "resumed"]
-    return [(at - requested) * 1e3 for requested, at in zip(sent, went, strict=True)]
+        resumed_at = [row.event.at for row in reader.events() if row.event.kind == "resumed"]
+    return [(at - requested) * 1e3 for requested, at in zip(sent, resumed_at, strict=True)]
 
 
 def _step_ms(trace: Path) -> dict[str, float]:
     """Return a decode step's time, which a pause has to wait for."""
     with TraceReader(trace) as reader:
-        return _said([step.wall_ms for step in reader.steps(0) if step.phase == "decode"])
+        return _percentiles([step.wall_ms for step in reader.steps(0) if step.phase == "decode"])
 
 
 def _ms(call: Callable[[], Any]) -> float:
@@ -103,7 +103,7 @@ def _ms(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def _said(values: Sequence[float]) -> dict[str, float]:
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
     return {
         "median": round(statistics.median(values), 3),
         "p95": round(sorted(values)[int(0.95 * (len(values) - 1))], 3),

@@ -30,7 +30,7 @@ ROUNDS = 11
 WARM = SamplingOptions(do_sample=True, temperature=1.2, top_k=50)
 
 
-class Nobody:
+class NullRecorder:
     """A branch recorder that records nothing."""
 
     def set_next_step(self, branch: int, step: int) -> None: ...
@@ -58,9 +58,9 @@ def measure() -> dict[str, Any]:
     )
     prompt = _prompt(loaded)
     with FlexPatch(loaded.model, flex_source(prompt, "cpu", compiled=False)) as patch:
-        journey = _journey(loaded, prompt, patch)
-        steps = [_timed(journey.advance) for _ in range(len(prompt.segments[-1]))]
-        facts = _journeys(journey, len(steps) - 2)
+        decoder = _decoder(loaded, prompt, patch)
+        steps = [_timed(decoder.advance) for _ in range(len(prompt.segments[-1]))]
+        facts = _operation_times(decoder, len(steps) - 2)
         plain = _plain_step(loaded, prompt)
     return {
         "threads": 1,
@@ -85,38 +85,38 @@ def _prompt(loaded: LoadedModel) -> Prompt:
     return made(TOKENS + 2 - len(made(1).ids))
 
 
-def _journey(loaded: LoadedModel, prompt: Prompt, patch: FlexPatch) -> BranchingDecoder:
+def _decoder(loaded: LoadedModel, prompt: Prompt, patch: FlexPatch) -> BranchingDecoder:
     decoder = Decoder(loaded.model, prompt, sampling=WARM)
     limits = StopCriteria(len(prompt.segments[-1]))
-    recorder: Any = Nobody()
+    recorder: Any = NullRecorder()
     return BranchingDecoder(loaded.model, decoder, patch, recorder, limits)
 
 
-def _journeys(journey: BranchingDecoder, step: int) -> Mapping[str, Any]:
+def _operation_times(decoder: BranchingDecoder, step: int) -> Mapping[str, Any]:
     """Restore, fork and edit at the step before the last, from its cache and from nothing."""
-    base = journey.branches[0]
-    rows = len(journey._decoder.prompt.ids) + step
-    cropped = [_timed(lambda: journey.restore(0, step)) for _ in range(ROUNDS)]
-    assert n_rows_of(journey._decoder.cache) == rows
+    base = decoder.branches[0]
+    rows = len(decoder._decoder.prompt.ids) + step
+    cropped = [_timed(lambda: decoder.restore(0, step)) for _ in range(ROUNDS)]
+    assert n_rows_of(decoder._decoder.cache) == rows
     onward = []
     for _ in range(ROUNDS):
-        journey.restore(0, step)
-        onward.append(_timed(journey.advance))
+        decoder.restore(0, step)
+        onward.append(_timed(decoder.advance))
     again = []
     for _ in range(3):
-        journey._decoder.set_state([], type(journey._decoder.cache)())
-        journey._cache_store.clear()
-        again.append(_timed(lambda: journey.restore(0, step)))
+        decoder._decoder.set_state([], type(decoder._decoder.cache)())
+        decoder._cache_store.clear()
+        again.append(_timed(lambda: decoder.restore(0, step)))
     forks, edits = [], []
     for number in range(ROUNDS):
         token = (base.checkpoint(step).token_id + 1 + number) % 300
-        forks.append(_timed(functools.partial(journey.fork, 0, step, [token])))
+        forks.append(_timed(functools.partial(decoder.fork, 0, step, [token])))
     for _ in range(3):
         edit = [maskedits.parse_edit("drop paraphrase 2")]
 
         def edit_and_advance(edit: list[maskedits.Edit] = edit) -> None:
-            journey.edit_mask(0, step, edit)
-            journey.advance()
+            decoder.edit_mask(0, step, edit)
+            decoder.advance()
 
         edits.append(_timed(edit_and_advance))
     return {

@@ -40,7 +40,7 @@ FIRST_LOAD_S = 2.0
 
 
 def measure(folder: Path | None = None, *, steps: int = 100_000, tokens: int = 32_768) -> Any:
-    """Return all figures; the big traces are made in `folder` unless they lie there already."""
+    """Return all figures; the big traces are made in `folder` unless they exist."""
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="flexinspect-bench-")
     traces = make_traces(folder or Path(tempfile.gettempdir()) / "flexinspect-bench", steps, tokens)
     return {

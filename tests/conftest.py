@@ -25,12 +25,12 @@ RUNS_MODELS = re.compile(
 """What a test file imports that loads torch or starts a process."""
 
 
-SLOW_FOLDERS = ("cases", "cli", "docs", "end_to_end", "hooks")
+SLOW_FOLDERS = ("cases", "cli", "docs", "end_to_end", "hooks", "tui")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--fast`: only files that load no torch and start no process, without slow tests."""
-    parser.addoption("--fast", action="store_true", help="skip slow tests and files with torch")
+    parser.addoption("--fast", action="store_true", help="skip what is slow or loads torch")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -5,7 +5,7 @@ cache is a static one. With a dynamic cache the override is passed over in silen
 see each other. Run it both ways: the answers differ, and the trace shows why.
 
     python generate_segments.py                   # the mask that was meant
-    python generate_segments.py --cache dynamic   # the mask that nobody asked for
+    python generate_segments.py --cache dynamic   # the model's own causal mask instead
     python generate_segments.py --cache dynamic --watch odd.flextrace
 """
 
@@ -73,10 +73,10 @@ def main() -> None:
             model, tokenizer, out=options.watch, segments=spans, mask="segment-isolation"
         )
     with watching as trace:
-        fed = torch.tensor([ids], device=model.device)
+        input_ids = torch.tensor([ids], device=model.device)
         output = model.generate(
-            fed,
-            attention_mask=torch.ones_like(fed),
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             cache_implementation=options.cache,

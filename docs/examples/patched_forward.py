@@ -81,9 +81,9 @@ def segment_mask(spans: list[Span], n: int, device: torch.device):
 def generate(model, ids: list[int], spans: list[Span]) -> list[int]:
     answer: list[int] = []
     for _ in range(NEW_TOKENS):
-        fed = torch.tensor([ids + answer], device=model.device)
-        with patched(model, segment_mask(spans, fed.shape[1], model.device)):
-            answer.append(int(model(fed, use_cache=False).logits[0, -1].argmax()))
+        input_ids = torch.tensor([ids + answer], device=model.device)
+        with patched(model, segment_mask(spans, input_ids.shape[1], model.device)):
+            answer.append(int(model(input_ids, use_cache=False).logits[0, -1].argmax()))
         if answer[-1] == model.generation_config.eos_token_id:
             break
     return answer

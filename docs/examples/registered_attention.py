@@ -92,10 +92,10 @@ def main() -> None:
             model, tokenizer, out=options.watch, segments=spans, mask="segment-isolation"
         )
     with watching as trace:
-        fed = torch.tensor([ids], device=model.device)
+        input_ids = torch.tensor([ids], device=model.device)
         output = model.generate(
-            fed,
-            attention_mask=torch.ones_like(fed),
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
         )

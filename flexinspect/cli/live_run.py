@@ -161,6 +161,8 @@ class RunProgress:
         self.reader: TraceReader | None = None
         self._last_event = self._generation = self._next_step = 0
         self._is_announced = False
+        self._lines: list[str] = []
+        """What was read and is not yet printed: Ctrl-C may come between the two."""
         self._begin_generation()
 
     def _begin_generation(self) -> None:
@@ -215,28 +217,31 @@ class RunProgress:
         """Show what is new in a trace that is being recorded; cheap when nothing is."""
         if self.reader is None:
             self.reader = TraceReader(recording)
-        elif not self.reader.changed():
+        elif not self.reader.changed() and not self._lines:
             return
-        lines: list[str] = []
         with self.reader.snapshot():  # printed after it: a terminal that blocks would hold it open
             events = list(self.reader.events(self._last_event))
-            while self._read_generation(self.reader, lines):
+            while self._read_generation(self.reader):
                 pass
         for row in events:
             self._last_event = row.id
             self.on_event(row.event)
-        for line in lines:
-            self.print_line(line)
+        self._print_lines()
         self._draw()
+
+    def _print_lines(self) -> None:
+        while self._lines:
+            self.print_line(self._lines.pop(0))
 
     def stop_following(self) -> None:
         """Close the trace; the next one is shown from its beginning."""
         if self.reader is not None:
             self.reader.close()
+        self._print_lines()
         self.reader, self._last_event = None, 0
         self._generation, self._next_step, self._is_announced = 0, 0, False
 
-    def _read_generation(self, reader: TraceReader, lines: list[str]) -> bool:
+    def _read_generation(self, reader: TraceReader) -> bool:
         """Add the new lines of the current generation; True when it ended and a next may follow."""
         rows = reader.generations()
         if len(rows) <= self._generation:
@@ -244,8 +249,8 @@ class RunProgress:
         row = rows[self._generation]
         if not self._is_announced:
             self._begin_generation()
+            self._lines.append(f"generation {row.generation}: {_question(row, reader)}")
             self._is_announced = True
-            lines.append(f"generation {row.generation}: {_question(row, reader)}")
         for step in reader.steps(self._generation, start=self._next_step):
             self._next_step = step.step + 1
             tokens = reader.step_tokens(self._generation, step.step)
@@ -253,7 +258,7 @@ class RunProgress:
             self._text += "".join(token.text for token in tokens if not token.special)
             self._capture_ms += step.capture_ms
             self._wall_ms += step.wall_ms if step.step else 0.0
-            lines += _step_lines(step, reader) if self.verbose else ()
+            self._lines += _step_lines(step, reader) if self.verbose else ()
         if row.state == "recording":
             return False
         self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
@@ -321,9 +326,9 @@ def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
 def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
     """Start a generation, or follow a program that was started, and print the result at its end.
 
-    The result of a generation goes to stdout, everything else to stderr; so does the summary of a
-    program, except with `as_json`. Returns the exit code: that of the process, or 1 when a signal
-    killed our own generation.
+    The result of a generation goes to stdout. Everything else goes to stderr, also the summary of
+    a program, unless `as_json`: then it is a JSON object on stdout. Returns the exit code: that of
+    the process, or 1 when a signal killed our own generation.
     """
     console, is_own = stderr_console(), isinstance(run, Job)
     quiet = as_json if is_own else not verbose

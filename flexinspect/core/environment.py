@@ -18,12 +18,13 @@ _GIT_TIMEOUT_S = 2.0
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return commit, branch and whether files have changed; None without a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    head = _git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+    if head is None:
         return None
+    commit, branch = head.split("\n")
     return {
         "commit": commit,
-        "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "branch": branch,
         "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no")),
     }
 

@@ -221,7 +221,7 @@ def _draw_row(drawing: _Drawing, strip: Strip, y: int) -> None:
 def _split_pieces(text: str) -> list[str]:
     """Return runs of one block character, single wide characters, and runs of narrow text.
 
-    A zero-width mark belongs to the character before it.
+    A zero-width mark belongs to the character before it; after a block it is left out.
     """
     pieces: list[str] = []
     last = None

@@ -112,7 +112,7 @@ def check_preset(name: str) -> None:
     near = difflib.get_close_matches(name, PRESETS, n=1)
     raise MaskError(
         f"The mask '{name}' is unknown; the presets are {', '.join(PRESETS)}.",
-        hint=f"Did you mean --mask {near[0]}?"
+        hint=f"Did you mean {near[0]}?"
         if near
         else "Pass your own mask_mod as --mask package.module:function.",
     )

@@ -137,7 +137,7 @@ class Slots(Container):
         self._maximized = _index_of(state.alone, state.panels[:MAX_SLOTS])
         self._is_training = False
         self.loaded = asyncio.Event()
-        """Whether the first frame is painted and the panels are loaded."""
+        """Set when the panels are loaded: after the first frame, or before a key acts."""
 
     def compose(self) -> ComposeResult:
         """Yield `MAX_SLOTS` frames; `lay_out` shows those that fit."""

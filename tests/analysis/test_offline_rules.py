@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,19 +252,22 @@ def test_reviews_that_cannot_be_stored_are_returned_with_the_reason(
     assert findings_of(path, "slow.long-token") == []
 
 
-def test_a_trace_that_cannot_grow_is_unchanged(path: Path) -> None:
+def test_a_trace_that_cannot_grow_is_unchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_trace(path) as reader:
         held = review(reader, [Slow()], store=False).unstored
     many = [replace(held[0], findings=held[0].findings * 5000)]
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+    connect = sqlite3.connect
+
+    def full(*args: Any, **options: Any) -> sqlite3.Connection:
+        db = connect(*args, **options)
         n_pages = db.execute("PRAGMA page_count").fetchone()[0]
         db.execute(f"PRAGMA max_page_count = {n_pages}")
-        (statements,) = append.review_statements(many).values()
-        with (
-            pytest.raises(sqlite3.OperationalError, match="full"),
-            append.connections.transaction(db),
-        ):
-            append.connections.execute_all(db, statements)
+        return db
+
+    with monkeypatch.context() as patched:
+        patched.setattr(append.sqlite3, "connect", full)
+        with pytest.raises(TraceWriteError, match="the disk is full"):
+            append.append_reviews(path, many)
     assert findings_of(path, "slow.long-token") == []
     append.append_reviews(path, held)
     assert len(findings_of(path, "slow.long-token")) == 2

@@ -1,11 +1,10 @@
-"""Each case script shows, on its own, the fault that it stands for."""
+"""Each case script shows, under capture, the fault that it stands for."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from facts import FACTS
 from standalone_facts import STANDALONE_FACTS
 from support.cases import COMPILES, CRASHES, ran_case
 from support.planting import serious
-from support.warm_python import Ran, run_alone, run_warm
+from support.warm_python import Ran, run_warm
 
 from flexinspect.trace.reader import open_trace
 
@@ -106,7 +105,7 @@ PRINTS: dict[str, tuple[str, ...]] = {
         "blocks in the tables: 4 of the rule: 6",
     ),
     "b06_blocks_for_tokens": (
-        "to_dense: (1, 1, 1, 1)",
+        "to_dense: (1, 1, 1, 1) sparsity makes sense: False",
         "cells: (1, 1, 40, 40) open: 820 causal: True",
     ),
     "p02_graph_every_step": (
@@ -172,27 +171,15 @@ PRINTS: dict[str, tuple[str, ...]] = {
         "NaN in masked values: rows with NaN: [0, 1, 2, 3]",
     ),
 }
-"""What each script prints, line by line; `#` stands for a number, and a line may continue."""
+"""What each script prints without capture, line by line: `python tests/cases/NAME.py`.
+
+`#` stands for a number.
+"""
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="compiled flex on a CPU needs a C++ compiler",
 )
-
-
-@pytest.fixture(scope="module")
-def plain() -> Callable[[str], Ran]:
-    """Return what a script did without capture, run once."""
-    done: dict[str, Ran] = {}
-
-    def get(name: str) -> Ran:
-        if name not in done:
-            # What a broken heap does, depends on what the process has loaded.
-            run = run_alone if name == CRASHES else run_warm
-            done[name] = run([str(HERE / f"{name}.py")])
-        return done[name]
-
-    return get
 
 
 def scripts() -> list[str]:
@@ -212,7 +199,7 @@ def check_prints(name: str, ran: Ran) -> None:
     assert len(ran.lines) == len(expected), ran
     for line, start in zip(ran.lines, expected, strict=True):
         pattern = re.escape(start).replace(r"\#", r"\d+")
-        assert re.match(pattern, line), ran
+        assert re.fullmatch(pattern, line), ran
 
 
 def test_every_script_is_checked_and_none_knows_of_flexinspect() -> None:
@@ -221,42 +208,28 @@ def test_every_script_is_checked_and_none_knows_of_flexinspect() -> None:
         assert "flexinspect" not in (HERE / f"{name}.py").read_text().split('"""', 2)[2]
 
 
-@pytest.mark.parametrize("name", cases([name for name in PRINTS if name != CRASHES]))
-def test_a_case_shows_its_fault(name: str, plain: Callable[[str], Ran]) -> None:
-    ran = plain(name)
-    assert ran.code == 0, ran
-    check_prints(name, ran)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_a_captured_tensor_indexed_link_by_link_kills_the_process(
-    plain: Callable[[str], Ran],
-) -> None:
-    ran = plain(CRASHES)
-    assert ran.code < 0, ran
-    check_prints(CRASHES, ran)
-
-
 DEADLY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
 
 
 @pytest.mark.parametrize("name", cases([*PRINTS]))
-def test_under_capture_a_case_prints_and_ends_the_same(
-    name: str,
-    plain: Callable[[str], Ran],
-) -> None:
-    alone, (ran, path) = plain(name), ran_case(name)
-    assert ran.out == alone.out, ran
-    if alone.code < 0:
+def test_under_capture_a_case_shows_its_fault(name: str) -> None:
+    ran, path = ran_case(name)
+    check_prints(name, ran)
+    if name == CRASHES:
         # A shell says of a program killed by a signal 128 and its number; which of them a broken
         # heap ends in, changes from run to run.
-        assert -alone.code in DEADLY
-        assert ran.code - 128 in DEADLY
+        assert ran.code - 128 in DEADLY, ran
     else:
-        assert ran.code == alone.code
+        assert ran.code == 0, ran
     with open_trace(path) as trace:
         assert trace.state == ("finished" if ran.code == 0 else "failed")
+
+
+# Without capture, these print a number that differs between machines.
+@pytest.mark.parametrize("name", [name for name in PRINTS if "#" in "".join(PRINTS[name])])
+def test_a_case_prints_the_same_without_capture(name: str) -> None:
+    alone = run_warm([str(HERE / f"{name}.py")])
+    assert (alone.code, alone.out) == (0, ran_case(name)[0].out), alone
 
 
 @pytest.mark.parametrize("name", cases([*FACTS, *STANDALONE_FACTS]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +27,12 @@ SHORT = "ticked-picture"
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Iterator[Mapping[str, BrokenRunCheck]]:
+def verdicts() -> Mapping[str, BrokenRunCheck]:
     """The --check results of all broken runs, built once, in forked processes."""
     warm = SimpleNamespace(**{**vars(subprocess), "Popen": warm_python.Popen})
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(broken_run_check, "subprocess", warm)
-        yield {check.name: check for check in check_broken_runs()}
+        return {check.name: check for check in check_broken_runs()}
 
 
 @pytest.mark.slow

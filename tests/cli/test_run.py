@@ -449,7 +449,7 @@ def test_a_reader_that_has_gone_ends_a_command_quietly() -> None:
 BAD = {
     "unknown model": (["--model", "llama3.2_3b_itt"], "llama3.2_3b_it"),
     "no such folder": (["--model", "./nowhere"], "nowhere"),
-    "unknown mask": (["--mask", "segment-isolatoin"], "--mask segment-isolation?"),
+    "unknown mask": (["--mask", "segment-isolatoin"], "Did you mean segment-isolation?"),
     "no such rule": (["--mask", "no_module_here:f"], "cannot be loaded"),
     "unknown dataset": (["--dataset", "wikipedia"], "wikipedia"),
     "no dataset file": (["--dataset", "absent.jsonl"], "absent.jsonl"),

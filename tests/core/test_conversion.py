@@ -36,4 +36,6 @@ def test_another_form_is_refused_with_the_field(data: Any, message: str, hint: s
     with pytest.raises(UsageError) as refused:
         convert(Place, data, "The place")
     assert message in str(refused.value)
-    assert hint in (refused.value.hint or "")
+    found = refused.value.hint or ""
+    assert hint in found
+    assert bool(found) == bool(hint)

@@ -128,7 +128,7 @@ def test_isolated_separators_are_empty_rows_that_later_rows_attend_to(prompt: Pr
 def test_an_unknown_name_suggests_the_nearest_one(prompt: Prompt) -> None:
     with pytest.raises(MaskError) as caught:
         algebra.preset("shared-prefx", prompt.segments)
-    assert "--mask shared-prefix?" in caught.value.sentence()
+    assert "Did you mean shared-prefix?" in caught.value.sentence()
     with pytest.raises(MaskError, match="attached or isolated"):
         algebra.preset("causal", prompt.segments, separators="none")
 

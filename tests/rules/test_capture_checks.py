@@ -253,7 +253,7 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("_fresh_dynamo", "flex_with_dynamo")
 def test_a_logger_around_one_step_breaks_the_steps_after_it(tmp_path: Path) -> None:
     model = make_model("llama")
     _bare(model, return_lse=False)

@@ -20,22 +20,22 @@ from flexinspect.trace.reader import open_trace
 
 
 @pytest.fixture(autouse=True)
-def _no_graphs() -> Iterator[None]:
+def _no_graphs(flex_with_dynamo: None) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-Rule = Callable[[Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
-def by_exec(offset: int) -> Rule:
-    made: dict[str, Rule] = {}
-    exec(f"def rule(b, h, q, k): return k <= q + {offset}", made)
-    return made["rule"]
+def by_exec(offset: int) -> MaskMod:
+    made: dict[str, MaskMod] = {}
+    exec(f"def mask_mod(b, h, q, k): return k <= q + {offset}", made)
+    return made["mask_mod"]
 
 
-def over_a_number(offset: int) -> Rule:
+def over_a_number(offset: int) -> MaskMod:
     return lambda b, h, q, k: k <= q + offset
 
 
@@ -43,17 +43,17 @@ class Growing:
     """Composes its mask_mod with one more mask_mod at each call."""
 
     def __init__(self) -> None:
-        self._rule = over_a_number(1000)
+        self._mask_mod = over_a_number(1000)
 
-    def __call__(self, offset: int) -> Rule:
-        self._rule = and_masks(self._rule, over_a_number(offset + 900))
-        return self._rule
+    def __call__(self, offset: int) -> MaskMod:
+        self._mask_mod = and_masks(self._mask_mod, over_a_number(offset + 900))
+        return self._mask_mod
 
 
 class Compiled:
     """An attention function around compiled flex, whose mask_mod is made anew for each length."""
 
-    def __init__(self, model: Any, name: str, make: Callable[[int], Rule], **how: Any) -> None:
+    def __init__(self, model: Any, name: str, make: Callable[[int], MaskMod], **how: Any) -> None:
         self._call: Any = torch.compile(flex_attention, backend="eager", **how)
         self._make, self._masks = make, dict[tuple[int, int], Any]()
         AttentionInterface.register(name, self)
@@ -68,7 +68,7 @@ class Compiled:
         return self._call(query, key, value, **given).transpose(1, 2).contiguous(), None
 
 
-def run(tmp_path: Path, make: Callable[[int], Rule], new: int, **how: Any) -> list[Finding]:
+def run(tmp_path: Path, make: Callable[[int], MaskMod], new: int, **how: Any) -> list[Finding]:
     model = make_model("llama", num_hidden_layers=2)
     Compiled(model, f"compiled_{len(how)}_{new}", make, **how)
     input_ids = torch.tensor([ids(9, 1)])
@@ -145,7 +145,7 @@ def test_two_graphs_and_none_after_are_correct(tmp_path: Path, make: Any) -> Non
     assert serious(found) == []
 
 
-def _over_a_tensor(offset: int) -> Rule:
+def _over_a_tensor(offset: int) -> MaskMod:
     held = torch.tensor(offset)
     return lambda b, h, q, k: k <= q + held
 

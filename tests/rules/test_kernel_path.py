@@ -21,12 +21,6 @@ SEGMENTS = [(1, 7, "question 1"), (9, 15, "question 2")]
 ISOLATED = {"segments": SEGMENTS, "mask": "segment-isolation"}
 
 
-@pytest.fixture(autouse=True)
-def _plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let uncompiled flex run without dynamo, which would cost most of these tests' time."""
-    monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
 def prompt(n: int = PROMPT) -> torch.Tensor:
     return torch.tensor([ids(n, 1)])
 

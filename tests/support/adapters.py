@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
-from support.dap import TIMEOUT_S, DapClient
+from support.dap import TIMEOUT_S
 from support.debugged import eventually
 
 
 @contextmanager
 def adapter(env: Mapping[str, str] | None = None) -> Iterator[int]:
     """Yield the port on which an adapter waits for its client."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = int(trial.getsockname()[1])
-    command = (sys.executable, "-m", "debugpy.adapter", "--host", "127.0.0.1", "--port", str(port))
+    command = (sys.executable, "-m", "debugpy.adapter", "--host", "127.0.0.1", "--port", "0")
     patient = {"DEBUGPY_PROCESS_SPAWN_TIMEOUT": str(TIMEOUT_S)}  # gdb is slow on a busy machine
-    process = subprocess.Popen(command, env={**os.environ, **patient, **(env or {})})
-    try:
-        yield port
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def connected(port: int) -> DapClient:
-    """Return a client of the adapter, once that listens."""
-
-    def attempt() -> DapClient | None:
+    with tempfile.TemporaryDirectory() as folder:
+        # debugpy 1.8 never answers a client that connects before this file is written.
+        endpoints = Path(folder, "endpoints.json")
+        written = {**patient, "DEBUGPY_ADAPTER_ENDPOINTS": str(endpoints), **(env or {})}
+        process = subprocess.Popen(command, env={**os.environ, **written})
         try:
-            return DapClient("127.0.0.1", port)
-        except ConnectionRefusedError:
-            return None
-
-    client = eventually(attempt)
-    assert isinstance(client, DapClient)
-    return client
+            text = eventually(lambda: endpoints.exists() and endpoints.read_text("utf-8"))
+            yield int(json.loads(text)["client"]["port"])
+        finally:
+            process.terminate()
+            process.wait()

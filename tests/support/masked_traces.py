@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,14 +82,10 @@ def own_attention(
 @contextmanager
 def registered(attention: Callable[..., Any]) -> Any:
     """Register an attention function, and no mask function, under a new name."""
-    flex = sys.modules["torch.nn.attention.flex_attention"]
     AttentionInterface.register("mine", attention)
-    # Without dynamo, which takes longer than all the rest.
-    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
         yield "mine"
     finally:
-        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
         AttentionInterface._global_mapping.pop("mine")
 
 

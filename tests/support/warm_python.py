@@ -37,6 +37,10 @@ from flexinspect.core import plugins
 from support.paths import SHARED, TESTS
 
 IMPORTS = (
+    "numpy.ma",
+    "rich.live",
+    "rich.progress_bar",
+    "rich.table",
     "torch",
     "torch._dynamo",
     "torch._dynamo.testing",
@@ -46,11 +50,29 @@ IMPORTS = (
     "transformers",
     "transformers.integrations.flex_attention",
     "transformers.masking_utils",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
+    "uvicorn.lifespan.off",
+    "uvicorn.protocols.http.h11_impl",
+    "flexinspect.analysis.summary",
+    "flexinspect.cli.live_run",
+    "flexinspect.cli.main",
     "flexinspect.cli.run",
+    "flexinspect.trace.replay",
+    "flexinspect_hooks.control.http_app",
     "flexinspect_hooks.ensemble.capture_process",
+    "flexinspect_hooks.ensemble.ensemble_run",
+    "flexinspect_hooks.gradients.after_generation",
+    "flexinspect_hooks.loading.model_loader",
+    "flexinspect_hooks.loading.random_weights",
+    "flexinspect_hooks.rewind.branching_decoder",
+    "flexinspect_hooks.sessions.standalone_calls",
+    "flexinspect_hooks.user_code.model_discovery",
     "flexinspect_hooks.user_code.script.script_run",
+    "flexinspect_hooks.user_code.watch_trace",
 )
+"""What most processes import, so that each need not read it again."""
 PLUGINS = (plugins.HOOKS, plugins.RULES)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 """No process asks the hub, nor uses models of the user's cache: both are read at import."""
@@ -252,7 +274,7 @@ def serve() -> None:
     gc.freeze()  # the processes need not search what they were forked with
     woken, wake = socket.socketpair()
     wake.setblocking(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for what was forked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a forked process gets its own
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno())
     waiting: dict[int, socket.socket] = {}
@@ -266,6 +288,9 @@ def serve() -> None:
                 else:
                     woken.recv(4096)
             _report_ended(waiting)
+    for child in waiting:  # of a worker that died
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def _are_tests_running() -> bool:
@@ -293,13 +318,19 @@ def _trace_attention() -> None:
 
 def _accept(listener: socket.socket, waiting: dict[int, socket.socket]) -> None:
     client, _ = listener.accept()
-    data, fds, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, _MAX_FDS)
+    data, fds = b"", list[int]()
+    with suppress(OSError):
+        data, fds, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, _MAX_FDS)
+    if not data:  # the requesting process ended before it asked
+        client.close()
+        return
     child = os.fork()
     if not child:
         _become(json.loads(data), fds)
     for fd in fds:
         os.close(fd)
-    client.send(str(child).encode())
+    with suppress(OSError):  # it may have ended meanwhile
+        client.send(str(child).encode())
     waiting[child] = client
 
 

@@ -17,6 +17,8 @@ from support.earlier_traces import EXPECTED, NAMES, trace_digests, unpack
 from flexinspect.analysis.offline_rules import pending_tasks
 from flexinspect.analysis.proof_results import PROOF_FINDINGS
 from flexinspect.cli.live_run import RunProgress
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.training_step import LOSS_REPORTED
 from flexinspect.rules.engine import load_rules
 from flexinspect.trace.file.earlier_versions import (
@@ -26,6 +28,7 @@ from flexinspect.trace.file.earlier_versions import (
     OLD_COLUMNS,
 )
 from flexinspect.trace.file.salvage import is_repairable, repair_copy
+from flexinspect.trace.file.writer import RuleReview, append_reviews, review_statements
 from flexinspect.trace.queries import finding_groups
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.trace_dump import DumpSelection, dump_json
@@ -137,6 +140,21 @@ def test_findings_of_an_earlier_trace_have_the_ids_of_today(name: str, tmp_path:
         assert ids == [NEW_NAMES.get(id_, id_) for id_ in stored]
         assert {*ids} <= {*load_rules().finding_kinds, *PROOF_FINDINGS}
         assert {group.id for group in finding_groups(reader)} == {*ids}
+
+
+def test_findings_of_version_1_are_shown_but_not_stored(tmp_path: Path) -> None:
+    path = unpack("generation", tmp_path)
+    before = path.read_bytes()
+    found = Finding("own.rule", Severity.NOTE, "Something.")
+    review = RuleReview("own", 0, (found,), (), 1.0, 1.0)
+    with pytest.raises(TraceWriteError, match="has version 1 of the format, which is only read"):
+        append_reviews(path, [review])
+    assert path.read_bytes() == before
+    with open_trace(path) as reader:
+        n_findings = len(reader.findings())
+        reader.add_reviews(review_statements([review]))
+        assert [each.id for each in reader.findings()][n_findings:] == ["own.rule"]
+        assert ("own", 0) in reader.reviews()
 
 
 def _print_between_reads(progress: RunProgress, text: str) -> None:

@@ -143,6 +143,23 @@ async def test_a_second_step_in_one_direction_loads_only_ahead(
         assert {place.step for place in places} <= {4}
 
 
+async def test_a_complete_frame_loads_the_next_place(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A frame that is late, on a busy machine, does without.
+    monkeypatch.setattr("flexinspect.tui.screens.trace_screen.FRAME_S", 60.0)
+    app: Any = InspectorApp(trace)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        loader = app.screen.slots.views()[0].loader
+        await pilot.press("right")
+        for _ in range(500):
+            await pilot.pause(0.01)
+            if loader._preloaded is not None:
+                break
+        assert loader._preloaded[0][1].place.step == 2
+
+
 async def test_preloaded_data_is_dropped_when_the_trace_grows(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=(120, 40)) as pilot:

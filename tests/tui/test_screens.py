@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,22 @@ async def test_tab_moves_between_panels_and_digits_change_them(
         assert again.screen.query_one(Slots).views()[0].panel.name == "layers"
 
 
-async def test_keys_typed_before_the_first_frame_act_on_the_real_panels(trace: Path) -> None:
+async def test_garbage_collection_is_on_after_the_first_frame(trace: Path) -> None:
+    gc.disable()
+    try:
+        async with InspectorApp(trace).run_test(size=SMALL) as pilot:
+            await settle(pilot)
+            await pilot.pause()
+            assert gc.isenabled()
+    finally:
+        gc.enable()
+
+
+async def test_keys_typed_before_the_first_frame_act_on_the_real_panels(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect.tui.panel_layout.LOAD_WITHIN_S", 600)
+    monkeypatch.setattr(Slots, "on_resize", lambda self, event: self.lay_out())
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         assert isinstance(app.screen, TraceScreen)

@@ -226,7 +226,7 @@ class Sampler:
         return "".join(self.random.choices(letters, k=self.random.randint(2, 9)))
 
     def recase(self, text: str) -> str:
-        """Return the text sometimes with the errors of hurried typing."""
+        """Return the text, sometimes changed as in hurried typing."""
         draw = self.random.random()
         if draw < 0.06:
             return text.lower()

@@ -127,7 +127,7 @@ class StepView(Struct, frozen=True):
         return mask_row
 
     def _is_row_averaged(self, call: CallRecord, head: int, row: int) -> bool:
-        """Whether the mask leaves nothing of a row's scores (see `MaskRecord.averaged`)."""
+        """Whether the mask leaves nothing of a row's scores (see `MaskRecord.uniform_rows`)."""
 
         def read() -> Bools | None:
             name = str(call.mask)

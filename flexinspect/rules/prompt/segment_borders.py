@@ -35,8 +35,9 @@ HeadBorders = tuple[tuple[int, ...], Borders]  # by heads of a mask; () if all h
 
 
 class BorderFault(NamedTuple):
-    """A fault in the borders of some heads of a mask: `offsets` from the declared ones,
-    or segments without a border.
+    """A fault in the borders of some heads of a mask.
+
+    `offsets` are the distances from the declared borders; `missing` are segments without a border.
     """
 
     id: str

@@ -98,10 +98,13 @@ _DEFAULT_LITERALS |= dict.fromkeys(("texts", "ints", "floats", "runs"), "'[]'")
 
 def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
     """Return for each table with differences, by name, the SELECT that gives it today's form."""
+    is_old = db.execute("PRAGMA main.user_version").fetchone()[0] < schema.VERSION
+    stored_sql = {sql for (sql,) in db.execute("SELECT sql FROM main.sqlite_schema")}
+    if not is_old and stored_sql.issuperset(each.create_sql() for each in schema.TABLES):
+        return {}
     columns: dict[str, set[str]] = {}
     for table, column in db.execute(_COLUMNS_SQL):
         columns.setdefault(table, set()).add(column)
-    is_old = db.execute("PRAGMA main.user_version").fetchone()[0] < schema.VERSION
     selects: dict[str, str] = {}
     for each in schema.TABLES:
         stored = columns.get(each.name, set())

@@ -1,7 +1,7 @@
 """Checks of arguments of the Python interface.
 
 Each function raises `UsageError` with a message that names the call (`caller`) or the parameter
-(`name`); those of a number or of batches return it.
+(`name`); those of a number return the number, `check_batches` returns the batches.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class SessionLevels:
         self.level, self.request = level, (level, self.request[1])
 
     def set_layers(self, layers: str) -> None:
-        """Store other layers from the next step on. Raises `UsageError` for unknown ones."""
+        """Store other layers from the next step on. Raises `UsageError` as `parse_layers` does."""
         parse_layers(layers, max(self.known_layers, default=_MAX_LAYERS - 1) + 1)
         self.layers, self.request = layers, (self.level, layers)
 

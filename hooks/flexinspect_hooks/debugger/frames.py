@@ -54,7 +54,7 @@ def is_user_frame(frame: FrameType) -> bool:
 
 
 def _walk_up(frame: FrameType | None) -> Iterator[FrameType]:
-    # Not by `traceback`: capture loads no module before the program that the program may replace.
+    # Without the module `traceback`: the program may have a traceback.py, and must get that one.
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -21,7 +21,7 @@ from flexinspect.records.prompt import Prompt
 
 
 class Choice(Struct, frozen=True):
-    """A chosen token.
+    """A chosen token, whose id is on the host.
 
     `logits` are (V,); `scores` (V,) are what the token was drawn from, None with greedy decoding.
     """

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from support.adapters import adapter, connected
+from support.adapters import adapter
 from support.dap import DapClient
 from support.debugged import (
     PROGRAM,
@@ -62,7 +62,7 @@ def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path) -> No
         started.append(subprocess.Popen(given["args"], cwd=given["cwd"], stdout=out, stderr=err))
         return {}
 
-    with adapter() as port, connected(port) as viewer:
+    with adapter() as port, DapClient("127.0.0.1", port) as viewer:
         viewer.on_request = in_terminal
         viewer.begin(launch, {})
         attach = viewer.event("debugpyAttach", timeout=60)

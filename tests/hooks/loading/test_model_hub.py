@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.model_samples import COMMIT, HubMaker, Runner
@@ -130,13 +131,14 @@ def test_a_download_is_reported_and_then_cached(
         assert order == sorted(order)
         last = [data for phase, data in seen["phases"] if phase == "downloading"][-1]
         assert last["fraction"] == 1.0
-        server.requests.clear()
+        connected: list[Any] = []
+        monkeypatch.setattr(socket.socket, "connect", lambda _, address: connected.append(address))
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         cached = resolve("org/tiny")
         assert cached.where == "cached"
         assert load(cached, device="cpu").n_parameters == seen["parameters"]
-        assert server.requests == []
+        assert connected == []
     assert done.stderr == ""
 
 

@@ -152,6 +152,19 @@ def test_everything_is_restored_when_the_last_observer_is_removed() -> None:
     assert globals()["sdpa"] is built_in
 
 
+attend: Any = None
+
+
+def test_a_variable_bound_while_kernels_are_observed_is_restored() -> None:
+    global attend
+    remove = observe_kernels(Listener())
+    attend = functional.scaled_dot_product_attention
+    assert attend is not torch._C._nn.scaled_dot_product_attention
+    remove()
+    assert attend is torch._C._nn.scaled_dot_product_attention
+    assert functional.scaled_dot_product_attention is attend
+
+
 def test_only_the_newest_observer_that_accepts_a_call_receives_it(observer: Listener) -> None:
     listener = Listener(wants=lambda call: call.name == "flex_attention")
     remove = observe_kernels(listener)

@@ -298,7 +298,9 @@ def test_a_compiled_model_is_unchanged_and_reported_as_not_recorded(
     def graphs() -> tuple[int, Tensor]:
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounter()
-        compiled = torch.compile(make_model("llama"), backend=counter, fullgraph=fullgraph)
+        compiled = torch.compile(
+            make_model("llama", num_hidden_layers=1), backend=counter, fullgraph=fullgraph
+        )
         with flexinspect.watch(compiled._orig_mod, out=out) if watched else nullcontext():
             logits: Tensor = compiled(inputs, use_cache=False).logits
         return counter.frame_count, logits
@@ -316,7 +318,7 @@ def test_a_compiled_model_is_unchanged_and_reported_as_not_recorded(
 
 
 def test_a_compiled_forward_is_one_step_without_attention(out: Path) -> None:
-    model = make_model("llama")
+    model = make_model("llama", num_hidden_layers=1)
     model.forward = torch.compile(model.forward, backend="eager")
     plain = model(prompt_of(), use_cache=False).logits
     with flexinspect.watch(model, out=out) as trace:
@@ -324,7 +326,7 @@ def test_a_compiled_forward_is_one_step_without_attention(out: Path) -> None:
     with trace.reader() as reader:
         assert reader.n_steps(0) == 1
         assert reader.calls(0, 0) == []
-        assert "0 of 3 layers" in events(reader, "not-recorded")[0]
+        assert "0 of 1 layers" in events(reader, "not-recorded")[0]
 
 
 def test_beam_search_is_reported_as_not_followed(llama: Any, out: Path) -> None:

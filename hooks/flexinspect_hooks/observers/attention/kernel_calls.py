@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import repeat
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -268,37 +266,36 @@ def _rebind(function: Callable[..., Any]) -> Remove:
 
     torch_private.skip_code(scaled_dot_product_attention.__code__)
     functools.update_wrapper(scaled_dot_product_attention, function)
+    n_own_references = sys.getrefcount(scaled_dot_product_attention)
     places = list(_references(function))
     for module, name in places:
         setattr(module, name, scaled_dot_product_attention)
-    sizes = {id(module): len(vars(module)) for module in _modules()}
 
     def restore() -> None:
-        # Modules that were imported or got variables meanwhile may refer to the wrapper as well.
-        changed = [module for module in _modules() if sizes.get(id(module)) != len(vars(module))]
-        for module in (*changed, *(module for module, _ in places)):
-            for name in _names_of(scaled_dot_product_attention, module):
-                setattr(module, name, function)
+        bound = [each for each in places if getattr(*each, None) is scaled_dot_product_attention]
+        if sys.getrefcount(scaled_dot_product_attention) != n_own_references + len(bound):
+            # Something else refers to the wrapper: maybe a module that was imported meanwhile.
+            bound = list(_references(scaled_dot_product_attention))
+        for module, name in bound:
+            setattr(module, name, function)
 
     return restore
 
 
 def _references(target: object) -> Iterator[tuple[ModuleType, str]]:
     """Yield (module, name) for each global variable of a module that refers to an object."""
-    for module in _modules():
-        # 120,000 variables of 3,000 modules are compared in 14 ms like this, in a loop in 33.
-        if any(map(operator.is_, [*vars(module).values()], repeat(target))):
-            yield from ((module, name) for name in _names_of(target, module))
+    for module in [*sys.modules.values()]:
+        # The module that holds torch's own functions keeps them.
+        if isinstance(module, ModuleType) and module is not torch._C._nn:
+            # 100,000 values are compared in 9 ms like this, and in 15 ms together with their names.
+            for value in [*vars(module).values()]:
+                if value is target:
+                    yield from ((module, name) for name in _names_of(target, module))
+                    break
 
 
 def _names_of(target: object, module: ModuleType) -> list[str]:
-    return [name for name, value in list(vars(module).items()) if value is target]
-
-
-def _modules() -> list[ModuleType]:
-    """Return the loaded modules, without the one that holds torch's own functions."""
-    modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-    return [module for module in modules if module.__name__ != "torch._C._nn"]
+    return [name for name, value in [*vars(module).items()] if value is target]
 
 
 # -- the calls of one model -----------------------------------------------------------------------

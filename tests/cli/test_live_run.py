@@ -1,0 +1,34 @@
+"""The lines that `flexinspect run` prints while it follows a trace."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.traces import sample_trace
+
+from flexinspect.cli.live_run import RunProgress
+
+
+def test_no_line_is_lost_when_ctrl_c_comes_before_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sample_trace(tmp_path / "a.flextrace")
+    expected, output = StringIO(), StringIO()
+    for file, is_interrupted in ((expected, False), (output, True)):
+        progress = RunProgress(Console(file=file, width=200), verbose=True)
+        if is_interrupted:
+            with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+                patches.setattr(progress, "_print_lines", _interrupt)
+                progress.follow(path)
+        progress.follow(path)
+        progress.stop_following()
+    assert "generation 0: " in expected.getvalue()
+    assert "step 1 decode" in expected.getvalue()
+    assert output.getvalue() == expected.getvalue()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
