@@ -546,7 +546,9 @@ class _Parser:
             parts.append(Compare(left.operand, op, right.operand))
             left = right
         if not parts:
-            reason = f"{first.token.value or 'This'} is a value, not a condition."
+            # A text may hold line breaks, and the message marks its place anyway.
+            what = "This" if first.token.kind == "text" else first.token.value
+            reason = f"{what} is a value, not a condition."
             self._refuse(reason, first.token, hint="Compare it, for example entropy > 3.")
         return parts[0] if len(parts) == 1 else And(tuple(parts))
 

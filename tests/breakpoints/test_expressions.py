@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexinspect.breakpoints.grammar import (
@@ -163,6 +163,7 @@ def test_nesting_and_length_are_limited() -> None:
 
 
 @settings(max_examples=400, deadline=None)
+@example("'\\n'")
 @given(st.text(max_size=60) | st.text("entropy ><=()\"'@.*not andorfiding0123[]\\x", max_size=60))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:

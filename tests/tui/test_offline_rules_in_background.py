@@ -6,6 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from support.paths import TESTS
 from support.rules import Slow
@@ -133,11 +134,12 @@ async def test_closing_ends_the_process_of_the_review(
             if began.exists():
                 break
         assert began.exists()
-    import psutil
-
     (pid,) = ended
     for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie":
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
             return
         await asyncio.sleep(0.02)
     raise AssertionError("the process still runs")
