@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from flexinspect.cli.flags import add_number_flags, add_switches
 from flexinspect.cli.output import print_json
 from flexinspect.core.errors import FlexInspectError, UsageError
-from flexinspect.core.text import escape_unprintable, print_message
+from flexinspect.core.text import ensure_printable, print_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -214,7 +214,7 @@ class _PanelPrinter(Struct, frozen=True):
                 if named:
                     raise
                 failed = True
-                print_message(_escape_unprintable(error.message))
+                print_message(ensure_printable(error.message))
         if self.args.json:
             print_json(results[0] if alone else results)
         return 1 if failed or (alone and results[0]["missing"]) else 0
@@ -239,14 +239,14 @@ class _PanelPrinter(Struct, frozen=True):
             what = f"The panel {name} failed: {type(error).__name__}: {error}"
             hint = "This is a bug in the panel; the other panels still work."
             raise FlexInspectError(what, hint=hint) from error
-        lines = [_escape_unprintable(line) for line in lines]
+        lines = [ensure_printable(line) for line in lines]
         if self.args.export:
             if picture is None:
                 raise FlexInspectError(lines[0], hint="\n".join(lines[1:]) or None)
             self._save(panel.title, picture)
         if not (self.args.json or (self.args.export and not self.args.picture)):
             if not alone:
-                print(f"\n{_escape_unprintable(f'{panel.title} ({name})')}")
+                print(f"\n{ensure_printable(f'{panel.title} ({name})')}")
             _print_panel(lines, picture, indent="" if alone else "  ")
         return {
             "trace": str(self.args.trace),
@@ -281,13 +281,13 @@ class _PanelPrinter(Struct, frozen=True):
 
         options = {"title": f"{title}: {self._location()}", "note": picture.note}
         file = save(self.args.export, picture.strips, theme=self._theme(), **options)
-        print_message(f"saved {_escape_unprintable(str(file))}")
+        print_message(f"saved {ensure_printable(str(file))}")
 
     def _location(self) -> str:
         place = asdict(self.place)
         hidden = {"branch": 0, "pos": None}
         parts = [f"{name} {place[name]}" for name in place if place[name] != hidden.get(name, "")]
-        return _escape_unprintable(", ".join([self.args.trace.name, *parts]))
+        return ensure_printable(", ".join([self.args.trace.name, *parts]))
 
 
 def _print_panel(lines: Sequence[str], picture: Picture | None, *, indent: str) -> None:
@@ -299,7 +299,7 @@ def _print_panel(lines: Sequence[str], picture: Picture | None, *, indent: str) 
     for strip in picture.strips:
         print(strip.render(console) if console.is_terminal else strip.text.rstrip())
     if picture.note:
-        print(_escape_unprintable(picture.note))
+        print(ensure_printable(picture.note))
 
 
 def _console() -> Console:
@@ -308,11 +308,6 @@ def _console() -> Console:
 
     console = Console(file=sys.stdout)
     return Console(file=sys.stdout, color_system=None) if console.no_color else console
-
-
-def _escape_unprintable(line: str) -> str:
-    """Escape a line that a panel should have escaped; backslashes of printable lines stay."""
-    return line if line.isprintable() else escape_unprintable(line)
 
 
 def _list(*, as_json: bool) -> int:
@@ -324,9 +319,9 @@ def _list(*, as_json: bool) -> int:
         return 0
     for entry in entries:
         options = [f"--option {key}={value}" for key, value in entry["options"].items()]
-        print(_escape_unprintable(f"{entry['name']}: {entry['title']}"))
+        print(ensure_printable(f"{entry['name']}: {entry['title']}"))
         for line in (*entry["help"], *options):
-            print(_escape_unprintable(f"  {line}"))
+            print(ensure_printable(f"  {line}"))
     return 0
 
 

@@ -24,6 +24,11 @@ def escape_unprintable(text: str) -> str:
     )
 
 
+def ensure_printable(text: str) -> str:
+    """Escape text that its maker should have escaped; backslashes of printable text stay."""
+    return text if text.isprintable() else escape_unprintable(text)
+
+
 Positions: TypeAlias = "npt.NDArray[np.intp]"
 
 MAX_LISTED_POSITIONS = 32

@@ -16,7 +16,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import ensure_printable, escape_unprintable
 from flexinspect.drawing.theme import Theme
 
 S = TypeVar("S", bound=Style | str)
@@ -60,8 +60,8 @@ class Canvas(Widget):
 
 
 Span = tuple[str, Style]
-"""A piece of a line. Its text must be printable: pass text of a model through
-`escape_unprintable`."""
+"""A piece of a line. Pass text of a model or a trace through `escape_unprintable` before its width
+is measured; `line` escapes what is still unprintable."""
 
 
 def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
@@ -73,6 +73,7 @@ def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
     segments: list[Segment] = []
     left = max(width, 0)
     for text, style in spans:
+        text = ensure_printable(text)
         length = cell_len(text)
         if length > left and text.strip():
             return Strip(_shorten_segments(segments, text, style, left), max(width, 0))

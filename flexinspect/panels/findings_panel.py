@@ -85,7 +85,8 @@ def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
         if text := getattr(finding, name):
             yield f"{name}: {text}", "text"
     for key, value in list(finding.evidence.items())[:MAX_DETAILS]:
-        yield f"{key}: {value if isinstance(value, str) else plain_json(value)}"[:500], "muted"
+        text = value if isinstance(value, str) else plain_json(value, ensure_ascii=False)
+        yield f"{key}: {text}"[:500], "muted"
     if finding.query:
         yield f"query: {clip_text(finding.query, MAX_QUERY_CHARS).rstrip()}", "muted"
 

@@ -62,15 +62,16 @@ def from_json(text: str) -> Any:
         raise ValueError("JSON nested too deeply") from None
 
 
-def plain_json(value: Any) -> str:
-    """Return ASCII JSON for other programs: non-finite floats are "NaN", "Infinity", "-Infinity".
+def plain_json(value: Any, *, ensure_ascii: bool = True) -> str:
+    """Return JSON for other programs: non-finite floats are "NaN", "Infinity", "-Infinity".
 
-    ASCII also keeps control characters of a token from reaching a terminal.
+    ASCII keeps control characters of a token from reaching a terminal.
     """
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, ensure_ascii=ensure_ascii)
     except ValueError:
-        return json.dumps(simplify(value, float_name), allow_nan=False)
+        simple = simplify(value, float_name)
+        return json.dumps(simple, allow_nan=False, ensure_ascii=ensure_ascii)
 
 
 def float_name(value: float) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
@@ -119,7 +120,8 @@ def test_text_of_the_trace_is_escaped() -> None:
 
 
 def test_characters_that_xml_forbids_are_replaced() -> None:
-    root = drawn(row(("a\x1b\x00\ud800b", "white"), width=5), title="x\x07y")
+    unescaped = Strip([Segment("a\x1b\x00\ud800b", Style.parse("white"))], 5)
+    root = drawn(unescaped, title="x\x07y")
     assert texts(root) == ["x�y", "a���b"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from support.trace_samples import same, step
 from support.warm_python import Popen
 
+from flexinspect.core.errors import TraceError
+from flexinspect.trace.file import connections
 from flexinspect.trace.reader import open_trace
 
 CHILD = """
@@ -99,3 +102,40 @@ def test_reading_a_killed_recording_leaves_no_new_files(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == set(before)
     assert path.stat().st_size == before[path.name]
     assert path.with_name(path.name + "-wal").stat().st_size == before[path.name + "-wal"]
+
+
+CHANGE_AND_DIE = """
+import os, signal, sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute("PRAGMA cache_size = 1")  # changed pages reach the file before the end
+db.execute("BEGIN IMMEDIATE")
+db.execute("UPDATE tokens SET text = text || hex(randomblob(4000))")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def half_changed(finished: Path, tmp_path: Path) -> Path:
+    """A finished trace, and the rollback journal of a process that was killed in a change."""
+    path = Path(shutil.copy(finished, tmp_path / "run.flextrace"))
+    subprocess.run([sys.executable, "-c", CHANGE_AND_DIE, path], check=False)
+    assert path.read_bytes() != finished.read_bytes()
+    assert path.with_name("run.flextrace-journal").stat().st_size
+    return path
+
+
+def test_a_change_that_a_kill_cut_off_is_undone(finished: Path, half_changed: Path) -> None:
+    with open_trace(half_changed) as reader:
+        assert reader.state == "finished"
+    assert half_changed.read_bytes() == finished.read_bytes()
+    assert [file.name for file in half_changed.parent.iterdir()] == ["run.flextrace"]
+
+
+def test_a_change_that_cannot_be_undone_is_refused_with_what_to_do(
+    half_changed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "roll_back", lambda path: None)  # as in a read-only folder
+    with pytest.raises(TraceError, match="its -journal file cannot be used") as caught:
+        open_trace(half_changed)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("Copy both files")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from flexinspect.analysis.reports import collect
 from flexinspect.analysis.reports.collect import describe_place, format_thousands
-from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.core.text import ensure_printable, escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import plain_json
 
@@ -67,10 +67,17 @@ def _evidence_lines(finding: Finding, texts: collect.PositionTexts) -> Iterator[
         )
         more = len(finding.positions) - len(texts)
         yield "positions", named + (f" and {format_thousands(more)} more" if more > 0 else "")
-    shown = {k: v if isinstance(v, str) else plain_json(v) for k, v in finding.evidence.items()}
-    if shown:
-        facts = [f"{k} {escape_unprintable(v)[:_MAX_VALUE_LENGTH]}" for k, v in shown.items()]
+    facts = [f"{escape_unprintable(k)} {_value(v)}" for k, v in finding.evidence.items()]
+    if facts:
         yield "evidence", " · ".join(facts[:MAX_EVIDENCE])
+
+
+def _value(value: object) -> str:
+    if isinstance(value, str):
+        text = escape_unprintable(value)
+    else:  # its backslashes are those of JSON
+        text = ensure_printable(plain_json(value, ensure_ascii=False))
+    return text[:_MAX_VALUE_LENGTH]
 
 
 def _other_sentences(group: collect.ReportGroup) -> list[Text]:

@@ -6,7 +6,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -65,6 +65,7 @@ class TraceConnections:
         self._saw_wal = False
         self._overlay: Overlay = {}
         self._overlaid_state: object = None
+        roll_back(path)
         self.version = check_header(path)
         self.changed()
 
@@ -248,6 +249,20 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+def roll_back(path: Path) -> None:
+    """Undo what a killed process had begun to change in a finished trace.
+
+    Its rollback journal lies beside the file: https://sqlite.org/lockingv3.html#hot_journals. A
+    read-only connection cannot open such a file; a writable one restores it. The journal of a
+    process that still writes is left alone. What fails here is reported when the file is opened.
+    """
+    with suppress(TraceError, sqlite3.Error):
+        if journal_bytes(path) and is_trace_header(_read_header(path)[0]):
+            uri = f"{path.as_uri()}?mode=rw"
+            with closing(sqlite3.connect(uri, uri=True, timeout=READ_BUSY_S)) as db:
+                db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+
+
 def in_wal_mode(path: Path) -> bool:
     """Tell from the header whether the file is (or was left) in WAL mode."""
     with path.open("rb") as file:
@@ -275,6 +290,14 @@ def wal_bytes(path: Path) -> int:
     try:
         return wal_path(path).stat().st_size
     except OSError:
+        return 0
+
+
+def journal_bytes(path: Path) -> int:
+    """Return the size of the rollback journal of a trace, 0 if it has none."""
+    try:
+        return path.with_name(path.name + "-journal").stat().st_size
+    except (OSError, ValueError):
         return 0
 
 
@@ -355,6 +378,9 @@ def trace_errors(path: Path) -> Iterator[None]:
             hint = "Close that program and try again."
         elif name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and wal_bytes(path):
             what = f"{path} was not finished, and its -wal file cannot be read in this folder."
+            hint = "Copy both files to a writable folder and open the copy."
+        elif name == "SQLITE_READONLY_ROLLBACK":
+            what = f"{path} was being changed; its -journal file cannot be used in this folder."
             hint = "Copy both files to a writable folder and open the copy."
         elif name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
             what, hint = f"{path} cannot be opened ({error}).", "Check its permissions."
