@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.cells import cell_len
 from textual.strip import Strip
 
@@ -81,7 +82,7 @@ def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
     yield f"At {collect.describe_place(finding)}{which}.", "text"
     if data.tokens:
         yield _format_positions(data, finding), "text"
-    for name in ("why", "confirm", "fix"):
+    for name in ("fix", "confirm", "why"):
         if text := getattr(finding, name):
             yield f"{name}: {text}", "text"
     for key, value in list(finding.evidence.items())[:MAX_DETAILS]:
@@ -107,12 +108,13 @@ class FindingsOptions(Struct, frozen=True):
     """The selected line by its number, and by its class (severity, id) once the user chose one.
 
     `group` keeps the selection on its class while new findings arrive. `member` counts within the
-    class, from 0.
+    class, from 0. `scroll` is the number of lines of the finding that are above the window.
     """
 
     selected: int = 0
     group: tuple[str, str] | None = None
     member: int = 0
+    scroll: int = 0
 
 
 class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
@@ -124,8 +126,9 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
     help = base.Help(
         "It shows the problems that the rules found in this trace, the worst first, with all "
         "findings of one kind on one line.",
-        "Move with shift+up and shift+down, go through the findings of one kind with shift+left "
-        "and shift+right, and press Enter to go to the step, layer and head.",
+        "Read on with shift+down and back with shift+up, from one kind to the next; go through the "
+        "findings of one kind with shift+left and shift+right, and press Enter to go to the step, "
+        "layer and head.",
         "Start with the errors (E): each says in one sentence what is wrong, and lists the "
         "evidence and how to confirm it.",
     )
@@ -167,11 +170,10 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         pen, height = Pen(theme, request.width), request.height
         if not data.groups:
             return Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
-        n_groups = len(data.groups)
-        rows = range(n_groups)[visible(data.selected, max(height // 2 - 1, 1), n_groups)]
+        rows = _visible_groups(data, height)
         strips = [_draw_group(data, index, pen) for index in rows]
         strips.append(pen.line(("─" * pen.width, "muted")))
-        strips += pen.paragraphs(describe_finding(data))
+        strips += _draw_finding(data, request, pen)
         summary = summarize_groups(data.groups)
 
         def target(x: int, y: int) -> FindingsOptions | base.Navigate | None:
@@ -193,7 +195,7 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
             return navigate_to_finding(data.chosen.finding) if data.chosen is not None else None
         down, across = base.CURSOR_MOVES.get(action, (0, 0))
         if down:
-            return _select_group(data, data.selected + down)
+            return _read_on(data, request, down)
         return _select_group(data, data.selected, data.member + across) if across else None
 
 
@@ -288,6 +290,44 @@ def load_groups(source: Source) -> tuple[queries.FindingGroup, ...]:
 
 
 # -- drawing -------------------------------------------------------------------------------------
+
+
+def _visible_groups(data: FindingsData, height: int) -> range:
+    n_groups = len(data.groups)
+    return range(n_groups)[visible(data.selected, max(height // 2 - 1, 1), n_groups)]
+
+
+def _finding_room(data: FindingsData, height: int) -> int:
+    """Return the number of lines below the list and its rule."""
+    return max(height - len(_visible_groups(data, height)) - 1, 0)
+
+
+def _draw_finding(data: FindingsData, request: Request[FindingsOptions], pen: Pen) -> list[Strip]:
+    """Draw the lines of the selected finding that are in the window, and how many are outside."""
+    strips, room = pen.paragraphs(describe_finding(data)), _finding_room(data, request.height)
+    if len(strips) <= room:
+        return strips
+    top = min(request.options.scroll, len(strips) - room)
+    shown, below = strips[top : top + room], len(strips) - room - top
+    if room > 1 and top:
+        shown[0] = pen.line((f"▲ {plural(top + 1, 'more line')}", "muted"))
+    if room > 1 and below:
+        shown[-1] = pen.line((f"▼ {plural(below + 1, 'more line')}", "muted"))
+    return shown
+
+
+def _read_on(
+    data: FindingsData, request: Request[FindingsOptions], down: int
+) -> FindingsOptions | None:
+    """Scroll the selected finding by most of a window; at its end, select the next one."""
+    room = _finding_room(data, request.height)
+    pen = Pen(Theme("none"), request.width)
+    hidden = max(len(pen.paragraphs(describe_finding(data))) - room, 0)
+    scroll = min(request.options.scroll, hidden)
+    if room > 1 and (scroll < hidden if down > 0 else scroll > 0):
+        scroll += down * max(room - 2, 1)
+        return replace(request.options, scroll=max(0, min(scroll, hidden)))
+    return _select_group(data, data.selected + down)
 
 
 def _select_group(data: FindingsData, selected: int, member: int = 0) -> FindingsOptions | None:

@@ -141,7 +141,7 @@ def finding_groups(reader: TraceReader, *, limit: int = 500) -> list[FindingGrou
 
 def worst_finding(reader: TraceReader, generation: int) -> FindingRow | None:
     """Return the worst finding of a generation, the first of several, None when it has none."""
-    rest = f"WHERE generation = ? ORDER BY {_SEVERITY_ORDER_SQL}, step, finding LIMIT 1"
+    rest = f"WHERE generation = ? ORDER BY {_SEVERITY_ORDER_SQL}, step, layer, finding LIMIT 1"
     return _first_finding(reader, rest, (generation,))
 
 

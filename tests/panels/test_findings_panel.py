@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from flexinspect.analysis.reports.collect import FindingFilter, collect_report
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Navigate, Request, TracePlace
 from flexinspect.panels.findings_panel import (
@@ -330,3 +332,75 @@ def test_classes_are_counted_once_while_nothing_new_comes(
     )
     assert load_groups(kept) is first
     assert queries == ["SELECT max(finding) + sum(times) FROM findings"]
+
+
+LONG = replace(
+    found("segments.shifted", positions=(1, 2), evidence={f"value {n}": n for n in range(9)}),
+    why="It matters because " + "the text is long " * 12,
+    confirm="Look " + "at the rows " * 12,
+    fix="Count the positions " + "in the input ids " * 12,
+)
+
+
+def screens_of(source: Source, height: int, action: str = "cursor.down") -> list[list[str]]:
+    """Return what is drawn before and after each `action`, until it changes nothing."""
+    screens, options = [], PANEL.initial_options
+    for _ in range(50):
+        asked = request(options, 80, height)
+        data = PANEL.load(source, asked)
+        screens.append([s.text.rstrip() for s in PANEL.paint(data, asked, PLAIN).strips])
+        options = PANEL.on_action(action, data, asked)
+        if options is None:
+            return screens
+    raise AssertionError("the end was never reached")
+
+
+@pytest.mark.parametrize("height", [6, 10, 19])
+def test_every_line_of_a_long_finding_can_be_read(
+    source: Callable[..., Source], height: int
+) -> None:
+    trace = source([LONG, found("numbers.nan", Severity.NOTE)])
+    whole = screens_of(trace, 200)[0][3:]
+    screens = screens_of(trace, height)
+    seen = {line for screen in screens for line in screen[3:]}
+    assert set(whole) <= seen
+    assert all(len(screen) <= height for screen in screens)
+    assert screens[0][-1].startswith("▼ ")
+    assert screens[1][3].startswith("▲ ")
+    assert "numbers.nan is wrong." in screens[-1]
+
+
+def test_the_fix_is_the_first_text_below_the_place(source: Callable[..., Source]) -> None:
+    lines = screens_of(source([LONG]), 200)[0]
+    names = [line.partition(":")[0] for line in lines if line.partition(":")[0] in ("fix", "why")]
+    assert names == ["fix", "why"]
+
+
+def test_what_is_hidden_is_counted(source: Callable[..., Source]) -> None:
+    trace = source([LONG])
+    n_lines = len(screens_of(trace, 200)[0])
+    first = screens_of(trace, 10)[0]
+    assert first[-1] == f"▼ {n_lines - 9} more lines"
+
+
+def test_the_report_lists_kinds_in_the_order_of_the_panel(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    for number in range(30):
+        findings = [
+            replace(
+                found(f"kind.{rng.randrange(6)}", rng.choice([*Severity])),
+                generation=rng.randrange(2),
+                step=rng.choice([None, 0, 1, 2]),
+                layer=rng.choice([None, 0, 1]),
+            )
+            for _ in range(rng.randrange(1, 15))
+        ]
+        path = tmp_path / f"{number}.flextrace"
+        with TraceWriter.create(path, {}) as writer:
+            for generation in range(2):
+                writer.begin_generation(GenerationRecord(generation, "s", "", "", SEGMENTS, TOKENS))
+            writer.write_findings(findings)
+        with open_trace(path) as reader:
+            listed = [(group.severity, group.id) for group in load_groups(Source(reader))]
+            report = collect_report(reader, FindingFilter(), ())
+            assert [(group.severity, group.id) for group in report.groups()] == listed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -100,6 +101,27 @@ class Report(Struct, frozen=True):
         return [ReportGroup(*key, tuple(findings)) for key, findings in groups]
 
 
+def _sort(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sort findings in the order of `queries.finding_groups`, each kind together.
+
+    The worst come first, and of one severity the kind with the earliest place: a cause is then
+    above its effects.
+    """
+    kinds: defaultdict[tuple[Severity, str], list[Finding]] = defaultdict(list)
+    for finding in findings:
+        kinds[finding.severity, finding.id].append(finding)
+    groups = sorted(kinds.values(), key=_earliest_place)  # equal places: in order of writing
+    return sort_by_severity(
+        finding for group in groups for finding in sorted(group, key=attrgetter("generation"))
+    )
+
+
+def _earliest_place(group: Iterable[Finding]) -> tuple[int, ...]:
+    """Return the lowest generation, step and layer of a group; -1 where no finding names one."""
+    places = zip(*((f.generation, f.step, f.layer) for f in group), strict=True)
+    return tuple(min((n for n in numbers if n is not None), default=-1) for numbers in places)
+
+
 def collect_report(
     reader: TraceReader,
     finding_filter: FindingFilter,
@@ -113,7 +135,7 @@ def collect_report(
         what = f"The trace has no generation {finding_filter.generation}."
         raise UsageError(what, hint=f"It has {known}.")
     selected = (finding for finding in reader.findings() if finding_filter.matches(finding))
-    findings = sort_by_severity(sorted(selected, key=lambda f: (f.id, f.generation)))
+    findings = _sort(selected)
     # The findings panel shares this module, and needs no rules to show its first screen.
     from flexinspect.analysis.offline_rules import live_rule_names
 
