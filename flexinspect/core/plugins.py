@@ -48,6 +48,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     },
     RULES: {
         "prompt": "flexinspect.rules.prompt.segments:PromptRule",
+        "inferred_segments": "flexinspect.rules.prompt.inferred_segments:InferredSegmentsRule",
         "failures": "flexinspect.rules.attention.kernel_failures:FailuresRule",
         "gradients": "flexinspect.rules.training.token_gradient_rule:GradientsRule",
         "graphs": "flexinspect.rules.attention.kernel_failures:GraphsRule",

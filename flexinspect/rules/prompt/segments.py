@@ -55,7 +55,9 @@ class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
     name = "prompt"
-    findings = finding_kinds("segments.[!u]*", "segments.uncovered")  # all but segments.unused
+    findings = finding_kinds(
+        "segments.[!isu]*", "segments.shifted", "segments.special-as-text", "segments.uncovered"
+    )
 
     def __init__(self) -> None:
         self._borders: dict[str, tuple[HeadBorders, ...]] = {}  # by mask, for the whole run

@@ -1,0 +1,174 @@
+"""Reads the segments of a prompt out of the executed mask, where nothing was declared.
+
+The rows at which another set of keys begins are the borders (see `segment_borders`). The text on
+both sides of a border says whether it may be a mistake: lines, sentences and special tokens begin a
+segment; the middle of a word does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from flexinspect.core.text import join_labels, plural, printable
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import CallRecord, StepRecord
+from flexinspect.rules.context import format_step_layers
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.masks.mask_views import calls_by_mask, layers_of
+from flexinspect.rules.prompt import prompt_facts, segment_borders
+from flexinspect.rules.prompt.prompt_facts import PromptTokens
+from flexinspect.rules.prompt.segment_borders import Borders, explain_shift, limit_names
+
+INFERRED, SUSPECT = "segments.inferred", "segments.suspect-border"
+_MAX_SHIFT = 4  # tokens; borders farther away from a line are not meant to be at one
+_MAX_QUOTED_CHARACTERS = 28
+_FIRST_SCRIPT_WITHOUT_SPACES = "\u0590"  # from here on, letters do not tell where a word ends
+
+
+class InferredSegments(NamedTuple):
+    """The segments into which a mask cuts a prompt.
+
+    `borders` are the first positions of all segments but the first. All of them are at the
+    beginnings of lines after a move by `shift` tokens; 0 if they already are, or if no small move
+    achieves that. `in_words` and `before_breaks` are borders inside a word and just before a line
+    break, if they do not have a shift in common.
+    """
+
+    borders: Borders
+    shift: int = 0
+    in_words: Borders = ()
+    before_breaks: Borders = ()
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a border is probably not where it was meant to be."""
+        return bool(self.shift or self.in_words or self.before_breaks)
+
+
+def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
+    """Return the segments that borders cut a prompt into, with what is odd about the borders."""
+    if not prompt.has_text:
+        return InferredSegments(borders)
+    begins = prompt.line_edges[0] | {token.pos for token in prompt.tokens if token.special}
+    if {*borders} <= begins:
+        return InferredSegments(borders)
+    for n in prompt_facts.candidate_shifts(prompt):
+        is_small = (
+            abs(n) == 1 if len(borders) == 1 else abs(n) <= max(_MAX_SHIFT, prompt.n_pads + 1)
+        )
+        if is_small and all(border + n in begins for border in borders):
+            return InferredSegments(borders, n)
+    texts = {
+        border: (prompt.texts[border - prompt.start - 1], prompt.texts[border - prompt.start])
+        for border in borders
+        if prompt.start < border < prompt.stop
+    }
+    return InferredSegments(
+        borders,
+        in_words=tuple(b for b, (before, after) in texts.items() if _is_in_word(before, after)),
+        before_breaks=tuple(b for b, (_, after) in texts.items() if after.startswith("\n")),
+    )
+
+
+def _is_in_word(before: str, after: str) -> bool:
+    return all(
+        letter.isalnum() and letter < _FIRST_SCRIPT_WITHOUT_SPACES
+        for letter in (before[-1:], after[:1])
+    )
+
+
+class InferredSegmentsRule(Rule):
+    """Reports the segments of a mask, and borders that are probably misplaced, if none are known.
+
+    Each mask of the whole prompt is checked once per generation.
+    """
+
+    name = "inferred_segments"
+    findings = finding_kinds(INFERRED, SUSPECT)
+
+    def reset(self) -> None:
+        context = self.context
+        self._prompt = PromptTokens(context)
+        is_declared = context.declared_mask is not None or context.has_custom_mask_mod
+        self._is_active = not is_declared and not self._prompt.pieces and bool(self._prompt.tokens)
+        self._is_active &= not self._prompt.paraphrases
+        self._checked: set[str] = set()
+
+    def on_step(self, step: StepRecord) -> Findings:
+        """Check the masks of a step with several rows."""
+        if step.q_len == 1 or not self._is_active:
+            return
+        calls_by_borders: dict[Borders, list[CallRecord]] = {}
+        for fingerprint, calls in calls_by_mask(step).items():
+            if fingerprint is None or fingerprint in self._checked:
+                continue
+            self._checked.add(fingerprint)
+            mask = self.context.mask(fingerprint)
+            if mask is None or mask.q_offset or mask.q_len < self._prompt.stop:
+                continue
+            for _, borders in segment_borders.find_borders(mask):
+                # A border in most rows is another structure, such as a window.
+                if borders and len(borders) <= mask.q_len // 2:
+                    calls_by_borders.setdefault(borders, []).extend(calls)
+        for borders, calls in calls_by_borders.items():
+            yield self._make_finding(step, infer_segments(borders, self._prompt), calls)
+
+    def _make_finding(
+        self, step: StepRecord, segments: InferredSegments, calls: Sequence[CallRecord]
+    ) -> Finding:
+        layers, edges = layers_of(calls), (0, *segments.borders, self._prompt.stop)
+        spans = [(start, stop) for start, stop in pairwise(edges) if start < stop]
+        texts = [self._text(start, stop) for start, stop in spans]
+        cut = f"In {format_step_layers(layers, step)} the executed mask cuts the prompt into "
+        cut += plural(len(spans), "segment")
+        if segments.is_suspect:
+            sentence = f"{cut}, and {self._describe_oddity(segments)}."
+        else:
+            quoted = [f'"{text}"' if self._prompt.has_text else text for text in texts]
+            sentence = f"{cut}: {join_labels(limit_names(quoted))}."
+        sentence += " No segments were declared: is this what you meant?"
+        evidence = {
+            "borders": list(segments.borders),
+            "segments": [[*span, text] for span, text in zip(spans, texts, strict=True)],
+        }
+        if segments.shift:
+            evidence["shift"] = segments.shift
+        odd = (*segments.in_words, *segments.before_breaks) or segments.borders
+        return self.finding(
+            step,
+            SUSPECT if segments.is_suspect else INFERRED,
+            sentence,
+            layers,
+            evidence,
+            positions=sorted(odd),
+            series=f"borders {segments.borders}",
+        )
+
+    def _describe_oddity(self, segments: InferredSegments) -> str:
+        place, n = self.context.format_position, segments.shift
+        if n:
+            first = segments.borders[0]
+            each = "the border is" if len(segments.borders) == 1 else "every border is"
+            side = "before" if n > 0 else "after"
+            where = f"{plural(abs(n), 'token')} {side} the beginning of a line"
+            cause, moved = explain_shift(self._prompt, n), place(first + n)
+            return f"{each} {where}{cause}: {place(first)} begins a segment instead of {moved}"
+        parts = [f"{place(border)} begins a segment inside a word" for border in segments.in_words]
+        parts += [
+            f"{place(border)} begins one with a line break" for border in segments.before_breaks
+        ]
+        return join_labels(limit_names(parts))
+
+    def _text(self, start: int, stop: int) -> str:
+        """Return the beginning of the text of a segment, or its positions without a tokenizer."""
+        prompt = self._prompt
+        if not prompt.has_text:
+            return f"{start}-{stop - 1}"
+        tokens = prompt.tokens[max(start - prompt.start, 0) : max(stop - prompt.start, 0)]
+        words = [token for token in tokens if not token.special] or tokens
+        text = printable("".join(token.text or token.token for token in words))
+        if len(text) > _MAX_QUOTED_CHARACTERS:
+            text = text[: _MAX_QUOTED_CHARACTERS - 1].rstrip() + "…"
+        return text
