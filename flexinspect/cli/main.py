@@ -26,6 +26,7 @@ examples:
   flexinspect attach                      (to a running capture)
   flexinspect ctl pause
   flexinspect findings run.flextrace
+  flexinspect declare run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
@@ -45,6 +46,7 @@ COMMANDS = {
     "attach": "open the interface on a running capture",
     "ctl": "pause, step, stop and change a running capture",
     "findings": "print what is wrong in a trace (exit code 1 if there is an error)",
+    "declare": "write the segments that a run did not declare to a file for run --declare",
     "show": "print a panel as text, or save its picture, without the interface",
     "compare": "print the differences between two traces (exit code 1 if they differ)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",

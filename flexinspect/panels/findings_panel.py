@@ -42,7 +42,7 @@ class FindingsData(Struct, frozen=True):
     """The classes of findings, worst first, and one finding of the selected class.
 
     `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran,
-    live or on the stored trace.
+    live or on the stored trace. `is_undeclared`: see `collect.Report`.
     """
 
     groups: tuple[queries.FindingGroup, ...]
@@ -51,6 +51,7 @@ class FindingsData(Struct, frozen=True):
     chosen: FindingRow | None = None
     tokens: tuple[tuple[int, str], ...] = ()
     rules: tuple[str, ...] = ()
+    is_undeclared: bool = False
 
 
 def format_extent(group: queries.FindingGroup) -> str:
@@ -62,12 +63,17 @@ def format_extent(group: queries.FindingGroup) -> str:
     return f"{', '.join(parts)}: {collect.format_times(group.times)}"
 
 
-def describe_no_findings(data: FindingsData) -> str:
-    """Return the sentence for a trace without findings, with the rules that ran."""
-    if not data.rules:
-        return "No findings are recorded in this trace."
-    names = ", ".join(map(escape_unprintable, data.rules))
-    return f"No finding so far: {plural(len(data.rules), 'rule')} checked every step ({names})."
+def describe_no_findings(data: FindingsData) -> Iterator[tuple[str, str]]:
+    """Yield what was checked in a trace without findings, and what was not, with styles."""
+    if data.rules:
+        n_rules = plural(len(data.rules), "rule")
+        yield f"No problems found so far: {n_rules} checked every step.", "good"
+    else:
+        yield "No findings are recorded in this trace.", "text"
+    if data.is_undeclared:
+        yield collect.UNDECLARED, "text"
+    if data.rules:
+        yield f"The rules: {', '.join(map(escape_unprintable, data.rules))}.", "muted"
 
 
 def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
@@ -142,7 +148,8 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
             rules = reader.run().get("rules")
             live = map(str, rules) if isinstance(rules, list) else ()
             reviews = (rule for rule, _ in reader.reviews())
-            return FindingsData((), rules=tuple(sorted({*live, *reviews})))
+            rules = tuple(sorted({*live, *reviews}))
+            return FindingsData((), rules=rules, is_undeclared=collect.is_undeclared(reader))
         classes = [(group.severity.value, group.id) for group in groups]
         chosen = options.group
         selected = classes.index(chosen) if chosen in classes else options.selected
@@ -155,7 +162,7 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
     def describe(self, data: FindingsData) -> list[str]:
         """Return the classes with their counts and places, then the selected finding."""
         if not data.groups:
-            return [describe_no_findings(data)]
+            return [text for text, _ in describe_no_findings(data)]
         lines = [summarize_groups(data.groups).counts() + "."]
         lines += [
             f"{group.severity.value} {escape_unprintable(group.id)}: {format_extent(group)}."
@@ -169,7 +176,7 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         """Draw the list, scrolled to the selected line, and the selected finding below it."""
         pen, height = Pen(theme, request.width), request.height
         if not data.groups:
-            return Picture(pen.paragraph(describe_no_findings(data))[:height], "no findings")
+            return Picture(pen.paragraphs(describe_no_findings(data))[:height], "no problems")
         rows = _visible_groups(data, height)
         strips = [_draw_group(data, index, pen) for index in rows]
         strips.append(pen.line(("─" * pen.width, "muted")))

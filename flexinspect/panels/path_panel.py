@@ -26,7 +26,7 @@ from flexinspect.drawing.token_cells import segment_style
 from flexinspect.panels import base
 from flexinspect.panels.base import Picture, Request
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import StepWindow, no_steps_yet, step_window
+from flexinspect.panels.timeline import StepWindow, no_steps, step_window
 from flexinspect.records import prompt
 from flexinspect.records.step import PATHS, BuildRecord, CallRecord, MaskRecord
 from flexinspect.trace import queries
@@ -170,7 +170,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
         generation, step, branch = place.generation, place.step, place.branch
         last = queries.newest_step(reader, generation, branch)
         if last is None:
-            raise no_steps_yet()
+            raise no_steps(reader)
         n_columns = request.width - _LABEL_WIDTH - _LSE_CHECK_WIDTH
         window = step_window(step, 0, last, n_columns, most=_MAX_STEPS)
         first = max(min(window.start, step - 1), 0)

@@ -96,13 +96,16 @@ def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> 
     """Return the window around a place, with two queries. Raises `Missing` without any step."""
     bounds = step_bounds(reader, place.generation, place.branch)
     if bounds is None:
-        raise no_steps_yet()
+        raise no_steps(reader)
     return step_window(place.step, *bounds, n_columns)
 
 
-def no_steps_yet() -> Missing:
+def no_steps(reader: TraceReader) -> Missing:
     """Return the error for a generation without any recorded step."""
-    return Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+    if reader.state == "recording":
+        return Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+    hint = "It ended before its first step: the panels Findings, Run and Output say why."
+    return Missing("No step of this generation is recorded.", hint)
 
 
 def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:

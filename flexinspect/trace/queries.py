@@ -7,8 +7,10 @@ when the file is damaged.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -485,24 +487,29 @@ def find_text(
     after: int = -1,
     only_generated: bool = False,
 ) -> tuple[int, int | None] | None:
-    """Return (position, step that chose it) of the next token whose text contains `text`.
+    """Return (position, step that chose it) of the first token of a place of `text`.
 
-    The case of ASCII letters is ignored. The search begins after the position `after` and wraps
-    around; None when no token matches.
+    Tokens are searched as one text, so a place may begin and end inside tokens; a token whose name
+    in the vocabulary is `text` is one as well. The case is ignored. It is the first place after
+    the position `after`; None without one.
     """
     chosen = " AND step IS NOT NULL" if only_generated else ""
     sql = (
-        f"SELECT pos, step FROM tokens {WHERE_BRANCH} AND pos >= ? AND pos < ? "
-        f"AND (instr(lower(text), lower(?)) OR token = ?){chosen} ORDER BY pos LIMIT 1"
+        f"SELECT pos, step, text, token FROM tokens {WHERE_BRANCH} AND pos >= ? AND pos < ? "
+        f"{chosen} ORDER BY pos"
     )
-    parts = token_ranges(trace, generation, branch)
-    for low, high in ((after + 1, OPEN_END), (0, after + 1)):
-        for number, first, end in parts:
-            span = (max(low, first), high if end is None else min(high, end))
-            params = (generation, number, *span, text, text)
-            for pos, step in trace._read_values(("int", "int?"), sql, params, "tokens"):
-                return pos, step
-    return None
+    rows: list[Any] = []
+    for number, first, end in token_ranges(trace, generation, branch):
+        span = (first, OPEN_END if end is None else end)
+        kinds = ("int", "int?", "text", "text")
+        rows += trace._read_values(kinds, sql, (generation, number, *span), "tokens")
+    parts = [part.lower() for _, _, part, _ in rows]
+    starts, whole, wanted = [0, *accumulate(map(len, parts))], "".join(parts), text.lower()
+    named = (index for index, row in enumerate(rows) if row[3] == text and row[0] > after)
+    begin = starts[bisect_right(rows, after, key=lambda row: row[0])]
+    at = whole.find(wanted, begin) if wanted else -1
+    found = [*islice(named, 1), *([bisect_right(starts, at) - 1] if at >= 0 else ())]
+    return tuple(rows[min(found)][:2]) if found else None
 
 
 def newest_events(trace: TraceReader, kind: str, after_id: int, limit: int) -> list[EventRow]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from textual import events
@@ -60,10 +59,6 @@ def format_panel_option(name: str) -> str:
     except FlexInspectError as error:
         return f"{name}: {error.message}"
     return f"{panel.title:<10} {panel.help.shows}"
-
-
-def _index_of(name: str, names: Sequence[str]) -> int | None:
-    return names.index(name) if name in names else None
 
 
 def _is_loadable(name: str) -> bool:
@@ -134,16 +129,14 @@ class Slots(Container):
         self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
         self._saved = state = saved_state.load_state()
         self._n_requested = state.slots
-        self._maximized = _index_of(state.alone, state.panels[:MAX_SLOTS])
+        self._maximized: int | None = None
         self._is_training = False
         self.loaded = asyncio.Event()
         """Set when the panels are loaded: after the first frame, or before a key acts."""
 
     def compose(self) -> ComposeResult:
         """Yield `MAX_SLOTS` frames; `lay_out` shows those that fit."""
-        for index, slot in enumerate(self._slots):
-            slot.display = self._maximized in (None, index)
-            yield slot
+        yield from self._slots
 
     def on_mount(self) -> None:
         self.watch(self.screen, "version", self._on_new_version)
@@ -161,7 +154,6 @@ class Slots(Container):
         """Show the saved panels, or those of a training run, in the frames."""
         names = loadable_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
         self.loaded.set()
-        self._maximized = None if self._is_training else _index_of(self._saved.alone, names)
         for slot, name in zip(self._slots, names, strict=False):
             slot.replace(name)
         self.lay_out()
@@ -171,7 +163,7 @@ class Slots(Container):
         source = self._session.source
         if self._is_training or source is None or not is_training_trace(source):
             return
-        self._is_training, self._maximized = True, None
+        self._is_training = True
         for strip in self.screen.query("#strip"):
             strip.display = False  # there are no tokens
         if self.loaded.is_set():
@@ -218,14 +210,22 @@ class Slots(Container):
         if self._is_training or not self.loaded.is_set():
             return  # not the panels that the user chose for generations
         names = tuple(slot.view.panel.name for slot in self._slots)
-        alone = "" if self._maximized is None else names[self._maximized]
-        saved_state.save_state(panels=names, slots=self._n_requested, alone=alone)
+        saved_state.save_state(panels=names, slots=self._n_requested)
 
     def toggle_maximized(self) -> None:
-        """Show only the focused panel, or all panels again."""
+        """Show only the focused panel, or all panels again.
+
+        This is not saved: another trace would open with one panel, perhaps an empty one.
+        """
         self._maximized = self._current_index() if self._maximized is None else None
-        self._save_layout()
         self.lay_out()
+
+    def reset(self) -> None:
+        """Show the panels that a new user sees, as many as fit."""
+        self._maximized, self._n_requested = None, 0
+        self._saved = saved_state.InterfaceState()
+        self._load_panels()
+        self._save_layout()
 
     def change_count(self, by: int) -> None:
         """Show `by` more (or fewer) panels."""

@@ -24,15 +24,14 @@ DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
 class InterfaceState(Struct, frozen=True):
     """The saved state.
 
-    `panels` are names by slot, `slots` the number shown (0: as many as fit), `recent` the traces,
-    newest first, and `alone` the maximized panel (empty: none).
+    `panels` are names by slot, `slots` the number shown (0: as many as fit), and `recent` the
+    traces, newest first.
     """
 
     panels: tuple[str, ...] = DEFAULT_PANELS
     slots: int = 0
     theme: str = ""
     recent: tuple[str, ...] = ()
-    alone: str = ""
 
 
 def state_file() -> Path | None:

@@ -160,7 +160,7 @@ def _format_halt(capture_status: CaptureStatus) -> str:
     if capture_status.debugger_stop:
         return "held by a debugger"
     if capture_status.is_unresponsive:
-        return "held by a debugger?"
+        return "busy, no reply"
     return _HALT_TEXTS.get(capture_status.state, "")
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from rich.console import Console
 from support.rules import Broken, Late, Slow
 from support.traces import RUN, SEGMENTS, sample_step, sample_trace
+from support.undeclared import TEXTS, write
 
 from flexinspect.analysis.reports.collect import FindingFilter, collect_report
 from flexinspect.analysis.reports.plain_text import print_report
@@ -239,6 +241,15 @@ def test_a_clean_trace_lists_the_rules_that_ran(
     path = sample_trace(tmp_path / "clean.flextrace", nan_at=None)
     assert main(["findings", str(path), "--id", "numbers.*"]) == 0
     assert capsys.readouterr().out == "No findings: 2 rules ran (numbers, slow).\n"
+
+
+def test_a_clean_trace_without_a_declared_mask_says_what_was_not_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "causal.flextrace", np.tri(len(TEXTS), dtype=bool))
+    assert main(["findings", str(path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "No mask was declared, so the executed mask was not compared" in printed
 
 
 @pytest.mark.parametrize(

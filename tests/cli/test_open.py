@@ -45,6 +45,22 @@ def test_without_a_terminal_open_says_what_does_without_one(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [(None, "There is no trace at"), (b"not a trace" * 20, "is not a trace: it is not a SQLite")],
+)
+def test_without_a_terminal_what_is_no_trace_is_not_to_be_shown_either(
+    data: bytes | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nope.flextrace"
+    if data is not None:
+        path.write_bytes(data)
+    assert main(["open", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "flexinspect show" not in err
+
+
 def test_garbage_collection_is_off_only_while_the_interface_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from support import mask_trace
 
-from flexinspect.analysis.reports.collect import FindingFilter, collect_report
+from flexinspect.analysis.reports.collect import UNDECLARED, FindingFilter, collect_report
 from flexinspect.drawing.theme import Theme
+from flexinspect.masks.algebra import causal
 from flexinspect.panels.base import Navigate, Request, TracePlace
 from flexinspect.panels.findings_panel import (
     FindingsData,
@@ -200,8 +202,8 @@ def test_a_long_list_scrolls_to_the_selected_line(source: Callable[..., Source])
 
 def test_an_empty_list_says_only_what_is_known(source: Callable[..., Source]) -> None:
     data = load(source([]))
-    assert PANEL.describe(data) == ["No findings are recorded in this trace."]
-    assert drawn(data) == ["No findings are recorded in this trace."]
+    assert PANEL.describe(data) == ["No findings are recorded in this trace.", UNDECLARED]
+    assert drawn(data, 200) == ["No findings are recorded in this trace.", UNDECLARED]
     assert PANEL.on_action("cursor.enter", data, request()) is None
 
 
@@ -210,8 +212,22 @@ def test_an_empty_list_names_the_rules_that_the_manifest_names(
 ) -> None:
     data = load(source([], {"rules": ["numbers", "rows"]}))
     assert PANEL.describe(data) == [
-        "No finding so far: 2 rules checked every step (numbers, rows)."
+        "No problems found so far: 2 rules checked every step.",
+        UNDECLARED,
+        "The rules: numbers, rows.",
     ]
+
+
+@pytest.mark.parametrize("declared", [mask_trace.declared(causal()), {"training": {"groups": []}}])
+def test_a_declared_mask_and_a_training_need_no_declaration(
+    tmp_path: Path, declared: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.flextrace"
+    with TraceWriter.create(path, {"rules": ["rows"]}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, "s", "", "", SEGMENTS, TOKENS, declared=declared)
+        )
+    assert UNDECLARED not in PANEL.describe(load(Source(open_trace(path))))
 
 
 def test_errors_alarm_and_notes_do_not(source: Callable[..., Source]) -> None:

@@ -10,59 +10,25 @@ import numpy as np
 import pytest
 import torch
 from support.masked_traces import PROMPT, SEGMENTS, isolated, model_on, own_attention, prompt_ids
+from support.paths import DEMO
 from support.planting import of, one, planted
+from support.undeclared import SECOND, TEXTS, THIRD, blocks, generation, prefill
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flexinspect.analysis.inferred_declaration import UndeclaredMask
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import (
-    CallRecord,
-    GenerationRecord,
-    MaskRecord,
-    StepRecord,
-    TokenRecord,
-)
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.prompt.inferred_segments import INFERRED, SUSPECT, InferredSegmentsRule
-
-LINES = (
-    "What| is| the| money| of| Japan|?|\n",
-    "Name| its| cur|ren|cy|.|\n",
-    "Answer| with| one| word|:",
-)
-TEXTS = ["<bos>", *(text for line in LINES for text in line.split("|"))]
-SECOND, THIRD = 9, 16
-"""Positions at which the second and the third line begin."""
-
-
-def blocks(borders: Sequence[int], n: int = len(TEXTS), reader: int | None = None) -> Any:
-    """Return the cells of a mask with blocks at the borders; rows from `reader` on see all."""
-    owner = np.searchsorted(np.array(borders), np.arange(n), side="right")
-    rows = np.arange(n)[:, None]
-    same = (owner[:, None] == owner) | (np.arange(n) == 0)
-    return (same | (rows >= (n if reader is None else reader))) & (np.arange(n) <= rows)
+from flexinspect.trace.reader import open_trace
 
 
 def look(
     cells: Any, texts: Sequence[str] = TEXTS, *, declared: dict[str, Any] | None = None
 ) -> list[Finding]:
     """Return the findings in a prefill of two layers that executed the mask."""
-    tokens = tuple(
-        TokenRecord(pos, pos, text, text, pos, 0, special=text.startswith("<"))
-        for pos, text in enumerate(texts)
-    )
-    segments = (Segment(0, len(texts), "prompt", SegmentKind.SHARED, 0),)
-    facts = {"tokenizer": {"bos": 0, "adds_bos": True}}
-    facts = facts if declared is None else {**facts, **declared}
-    about = GenerationRecord(0, "", "", "", segments, tokens, declared=facts)
-    n = len(texts)
-    mask = MaskRecord("m", "block", 1, 1, n, n, 0, cells=np.atleast_3d(cells).reshape(1, n, n))
-    calls = tuple(
-        CallRecord(layer, "flex", "cpu", "m", 1, 2, 2, n, n, 8, "float32", None)
-        for layer in range(2)
-    )
-    step = StepRecord(0, 0, "prefill", n, 0, n, 0.0, 1.0, 0.1, calls=calls, masks=(mask,))
+    step = prefill(cells)
     rule, context = InferredSegmentsRule(), RuleContext()
-    context.start_generation(about)
+    context.start_generation(generation(texts, declared))
     rule.on_generation_start(context)
     context.add_step(step)
     return [*rule.on_step(step), *rule.on_step(step)]
@@ -129,6 +95,14 @@ def test_a_segment_of_the_bos_alone_is_named_by_it() -> None:
     assert finding.evidence["segments"][0] == [0, 1, "<bos>"]
 
 
+def test_text_before_the_segments_that_all_see_is_a_segment_of_its_own() -> None:
+    cells = blocks([SECOND, THIRD], reader=THIRD)
+    cells[:, 1:4] = np.tri(len(TEXTS), dtype=bool)[:, 1:4]
+    finding = one(look(cells), INFERRED)
+    assert finding.evidence["borders"] == [4, SECOND, THIRD]
+    assert finding.evidence["segments"][0] == [0, 4, "What is the"]
+
+
 def test_scripts_without_spaces_have_no_borders_inside_words() -> None:
     texts = ["<bos>", "日本", "の", "通貨", "は", "何"]
     assert [finding.id for finding in look(blocks([3], len(texts)), texts)] == [INFERRED]
@@ -173,3 +147,30 @@ def test_a_run_of_a_model_without_a_declaration_is_reported_once(tmp_path: Path)
             tmp_path, model, lambda: MODEL_RUN(model), name="declared", segments=SEGMENTS
         )
         assert of(declared, INFERRED) == of(declared, SUSPECT) == []
+
+
+def test_what_is_declared_from_a_wrong_mask_finds_its_fault_in_the_next_run(
+    tmp_path: Path,
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    lines = ["What is the money of Japan?\n", "Name the currency of Japan.\n", "Answer:"]
+    pieces = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
+    ends = np.cumsum([len(piece) for piece in pieces]).tolist()  # without the BOS: the fault
+    mask_mod = isolated([(0, ends[0]), (ends[0], ends[1])], reader=ends[1])
+    row = torch.tensor([[tokenizer.bos_token_id, *(id_ for piece in pieces for id_ in piece)]])
+    with own_attention(mask_mod) as name:
+        model = AutoModelForCausalLM.from_pretrained(DEMO, attn_implementation=name).eval()
+
+        def generate() -> None:
+            model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=2)
+
+        found = planted(tmp_path, model, generate, name="first", tokenizer=tokenizer)
+        assert one(found, SUSPECT).evidence["shift"] == 1
+        with open_trace(tmp_path / "first.flextrace") as reader:
+            declared = UndeclaredMask(reader, 0).choices()[0]
+        segments = [(entry.text, entry.label) for entry in declared.segments]
+        assert [text for text, _ in segments] == [line.strip() for line in lines[:2]]
+        options = {"tokenizer": tokenizer, "segments": segments, "mask": "segment-isolation"}
+        found = planted(tmp_path, model, generate, name="second", **options)
+        assert one(found, "segments.shifted").evidence["shift"] == 1
+        assert of(found, SUSPECT) == []

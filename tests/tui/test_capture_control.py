@@ -243,7 +243,7 @@ async def test_a_process_that_is_held_does_not_hold_the_interface(path: Path) ->
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         here.capture.is_silent = True
-        await here.until(lambda: "held by a debugger?" in screen_lines(app)[0])
+        await here.until(lambda: "busy, no reply" in screen_lines(app)[0])
         await pilot.press("home", "right")
         assert app.screen.place.step == 1  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_layout import Slots, n_columns, n_slots
-from flexinspect.tui.saved_state import load_state
+from flexinspect.tui.saved_state import DEFAULT_PANELS, load_state, save_state
 from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen, TextDialog
 from flexinspect.tui.screens.start_screen import StartScreen, UnreadableTraceScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
@@ -130,9 +130,23 @@ async def test_search_finds_tokens_of_the_prompt_and_wraps_around(trace: Path) -
         assert place(app) == TracePlace(0, 0, 0, pos=3)
         await press(pilot, "*")
         assert place(app).pos == 6
+        await press(pilot, "*", "*")
+        assert place(app) == TracePlace(1, 0, 0, pos=6)
         await press(pilot, "*")
-        assert place(app).pos == 3
+        assert place(app) == TracePlace(0, 0, 0, pos=3)
         await press(pilot, "right")
+        assert place(app) == TracePlace(0, 0, 1)
+
+
+async def test_search_finds_words_of_several_tokens(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await answer(pilot, "/", "jane austen")
+        assert place(app) == TracePlace(0, 0, 0)
+        assert [note.message for note in app._notifications] == []
+        await answer(pilot, "/", "who wrote emma?")
+        assert place(app) == TracePlace(0, 0, 0, pos=1)
+        await answer(pilot, "/", "austen")
         assert place(app) == TracePlace(0, 0, 1)
 
 
@@ -140,7 +154,7 @@ async def test_a_text_without_a_match_is_reported(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "/", "[red]")
-        assert [note.message for note in app._notifications] == ["No token contains “[red]”."]
+        assert [note.message for note in app._notifications] == ["No text contains “[red]”."]
 
 
 async def test_n_goes_to_the_finding_and_its_layer(trace: Path) -> None:
@@ -204,20 +218,6 @@ async def test_keys_typed_before_the_first_frame_act_on_the_real_panels(
     assert load_state().panels[0] == "layers"
 
 
-async def test_a_saved_panel_that_has_no_frame_is_not_maximized(
-    trace: Path, own_state: Path
-) -> None:
-    state = own_state / "flexinspect" / "state.json"
-    state.parent.mkdir(parents=True, exist_ok=True)
-    panels = ["mask", "logits", "attention", "findings", "tokens"]
-    state.write_text(json.dumps({"panels": panels, "alone": "tokens"}))
-    app = InspectorApp(trace)
-    async with app.run_test(size=WIDE) as pilot:
-        await settle(pilot)
-        shown = [view.panel.name for view in app.screen.query_one(Slots).views()]
-        assert shown == panels[:4]
-
-
 async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
@@ -232,7 +232,7 @@ async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
         assert len(slots.views()) == 2
 
 
-async def test_the_maximized_panel_is_saved(trace: Path) -> None:
+async def test_panels_are_saved_but_not_that_one_is_alone(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
         await settle(pilot)
@@ -241,12 +241,18 @@ async def test_the_maximized_panel_is_saved(trace: Path) -> None:
     async with again.run_test(size=WIDE) as pilot:
         await settle(pilot)
         slots = again.screen.query_one(Slots)
-        (alone,) = slots.views()
-        assert alone.panel.name == "path"
-        assert again.screen.focused is alone
-        await press(pilot, "x")
         assert [view.panel.name for view in slots.views()] == ["mask", "logits", "path", "findings"]
-    assert load_state().alone == ""
+
+
+async def test_the_layout_can_be_reset(trace: Path) -> None:
+    save_state(panels=("tokens", "run", "memory", "layers"), slots=1)
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        await press(pilot, "x", "=")
+        shown = [view.panel.name for view in app.screen.query_one(Slots).views()]
+        assert shown == [*DEFAULT_PANELS]
+    assert (load_state().panels, load_state().slots) == (DEFAULT_PANELS, 0)
 
 
 async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
+from flexinspect.masks.algebra import declared_spec
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
@@ -74,6 +75,7 @@ class Report(Struct, frozen=True):
     `position_texts` are the token texts of the first positions of each of `findings`, in the same
     order. `rules` are those that ran and `kinds` the findings that they can report;
     `disabled_rules` are the messages of rules that failed, `notes` remarks for the user.
+    `is_undeclared` says that a mask could not be compared with the intended one.
     """
 
     trace: Path
@@ -84,6 +86,7 @@ class Report(Struct, frozen=True):
     kinds: Mapping[str, FindingKind]
     disabled_rules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    is_undeclared: bool = False
 
     def count(self, severity: Severity) -> int:
         """Return the number of findings of a severity."""
@@ -151,7 +154,20 @@ def collect_report(
         kinds={id_: kind for rule in ran for id_, kind in rule.findings.items()},
         disabled_rules=tuple(one.text for one in events if one.kind == "rule-disabled"),
         notes=tuple(notes),
+        is_undeclared=is_undeclared(reader),
     )
+
+
+UNDECLARED = (
+    "No mask was declared, so the executed mask was not compared with the one that you meant: "
+    "declare it with run --declare FILE, or with the arguments of watch."
+)
+
+
+def is_undeclared(reader: TraceReader) -> bool:
+    """Tell whether a generation of tokens declares no mask. Raises `TraceError`."""
+    declarations = (row.declared for row in reader.generations())
+    return any("training" not in one and declared_spec(one) is None for one in declarations)
 
 
 def read_position_texts(

@@ -35,6 +35,8 @@ def print_report(report: collect.Report, console: Console) -> None:
     for remark in (*report.disabled_rules, *report.notes):
         _print_paragraph(console, Text(f"! {escape_unprintable(remark)}", style="yellow"))
     _print_paragraph(console, _totals_line(report))
+    if not report.findings and report.is_undeclared:
+        _print_paragraph(console, Text(collect.UNDECLARED))
 
 
 def _print_paragraph(console: Console, text: Text, *, indent: int = 0) -> None:

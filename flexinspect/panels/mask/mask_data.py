@@ -28,7 +28,7 @@ from flexinspect.panels.mask.mask_grid import (
     load_blocks,
 )
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.timeline import no_steps_yet
+from flexinspect.panels.timeline import no_steps
 from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MaskRecord
@@ -89,7 +89,7 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     """Read the mask at a place. Raises `Missing` if it has none, and `TraceError`."""
     place, reader = request.place, source.reader
     if place.generation >= n_generations(reader):
-        raise no_steps_yet()
+        raise no_steps(reader)
     row = generation_in_branch(reader, reader.generation(place.generation), place.branch)
     segments = tuple(sorted(load_segments(reader, place), key=lambda segment: segment.start))
     owner = branch_of_step(reader, place.generation, place.step, place.branch)

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from flexinspect.core.text import join_labels, plural, printable
 from flexinspect.records.finding import Finding
-from flexinspect.records.step import CallRecord, StepRecord
+from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import calls_by_mask, layers_of
@@ -45,6 +47,36 @@ class InferredSegments(NamedTuple):
     def is_suspect(self) -> bool:
         """Whether a border is probably not where it was meant to be."""
         return bool(self.shift or self.in_words or self.before_breaks)
+
+
+def find_segment_borders(mask: MaskRecord, prompt: PromptTokens) -> dict[Borders, int]:
+    """Return the borders of the segments into which a mask cuts the prompt, with one of its heads.
+
+    Empty for a mask that has none, or another structure: a border in most rows.
+    """
+    found: dict[Borders, int] = {}
+    for heads, borders in segment_borders.find_borders(mask):
+        if borders and len(borders) <= mask.q_len // 2 and mask.cells is not None:
+            head = heads[0] if heads else 0
+            row = mask.cells[head, borders[0], : borders[0]]
+            # The first segment begins with what the second one sees of it: a text that all share.
+            shared = int(np.argmin(row)) if not row.all() else 0
+            has_text = shared > first_unpadded(prompt, 0)
+            found.setdefault((shared, *borders) if has_text else borders, head)
+    return found
+
+
+def first_unpadded(prompt: PromptTokens, start: int) -> int:
+    """Return the first position from `start` on that is neither padding nor a special token.
+
+    Without a tokenizer, the first token that is not padding counts as special.
+    """
+    if not prompt.has_text:
+        return max(start, prompt.first_unpadded + 1)
+    start = max(start, prompt.first_unpadded)
+    while start < prompt.stop and prompt.tokens[start - prompt.start].special:
+        start += 1
+    return start
 
 
 def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
@@ -108,10 +140,8 @@ class InferredSegmentsRule(Rule):
             mask = self.context.mask(fingerprint)
             if mask is None or mask.q_offset or mask.q_len < self._prompt.stop:
                 continue
-            for _, borders in segment_borders.find_borders(mask):
-                # A border in most rows is another structure, such as a window.
-                if borders and len(borders) <= mask.q_len // 2:
-                    calls_by_borders.setdefault(borders, []).extend(calls)
+            for borders in find_segment_borders(mask, self._prompt):
+                calls_by_borders.setdefault(borders, []).extend(calls)
         for borders, calls in calls_by_borders.items():
             yield self._make_finding(step, infer_segments(borders, self._prompt), calls)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -72,22 +73,38 @@ def parse_step(text: str, first: int, last: int) -> int | None:
 
 
 def find_token(
-    reader: TraceReader, place: TracePlace, text: str, *, only_generated: bool
+    reader: TraceReader,
+    place: TracePlace,
+    text: str,
+    *,
+    only_generated: bool,
+    is_next: bool = False,
 ) -> Navigate | None:
-    """Return the next token after a place that contains `text`, wrapping around at the end.
+    """Return the next token after a place at which `text` begins.
 
-    A token of the prompt belongs to step 0 and is selected by its position.
+    It is searched in the whole branch of the place, then in the other generations. The next match
+    (`is_next`) is searched in reading order instead: to the end of the branch, in the generations
+    that follow, and at last in the beginning of the branch. A token of the prompt belongs to step 0
+    and is selected by its position.
     """
     current = current_pos(reader, place)
-    match = find_text(
-        *(reader, text, place.generation, place.branch),
-        after=-1 if current is None else current,
-        only_generated=only_generated,
-    )
-    if match is None:
-        return None
-    pos, step = match
-    return Navigate(step=0, pos=pos) if step is None else Navigate(step=step)
+    numbers = [row.generation for row in reader.generations()]
+    others = [number for number in numbers if number > place.generation]
+    others += [number for number in numbers if number < place.generation]
+    here = (place.generation, place.branch)
+    parts = [(*here, -1 if current is None else current)]
+    parts += [] if is_next else [(*here, -1)]
+    parts += [(number, 0, -1) for number in others]
+    parts += [(*here, -1)] if is_next else []
+    for generation, branch, after in parts:
+        match = find_text(
+            *(reader, text, generation, branch), after=after, only_generated=only_generated
+        )
+        if match is not None:
+            pos, step = match
+            at = (generation, branch, step or 0)
+            return Navigate(*at, pos=pos if step is None else None)
+    return None
 
 
 def clamp_place(place: TracePlace, status: RunStatus) -> TracePlace:
@@ -170,6 +187,12 @@ def save_screen(app: Any, path: Path) -> Path | None:
         return None
     replace_file(path, app.export_screenshot(title=path.stem, simplify=True).encode())
     return path
+
+
+def free_file(file: Path) -> Path:
+    """Return the file, or a name with the first number that is not taken."""
+    names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
+    return file if not file.exists() else next(name for name in names if not name.exists())
 
 
 FRAME_S = 0.03
@@ -467,27 +490,32 @@ class TraceScreen(Screen[None]):
         answer = await ask_text(self.app, question, self._search)
         if answer:
             self._search = answer
-            self.next_match()
+            self._go_to_match(answer)
 
     def next_match(self) -> None:
         """Go to the next match of the search."""
         if self._search:
-            self._go_to_match(self._search)
+            self._go_to_match(self._search, is_next=True)
         else:
             self.ask_search()
 
-    def _go_to_match(self, text: str, *, only_generated: bool = False) -> None:
-        """Go to the next token that contains the text, after the current one."""
+    def _go_to_match(
+        self, text: str, *, only_generated: bool = False, is_next: bool = False
+    ) -> None:
+        """Go to the next token at which the text begins; see `find_token`."""
         reader = self.reader
         if reader is None:
             return
         try:
-            target = find_token(reader, self.place, text, only_generated=only_generated)
+            options = {"only_generated": only_generated, "is_next": is_next}
+            target = find_token(reader, self.place, text, **options)
         except FlexInspectError as error:
             self.show_error(error)
             return
         if target is None:
-            self.notify(f"No token contains “{escape_unprintable(text)}”.", severity="warning")
+            where = "generated text" if only_generated else "text"
+            message = f"No {where} contains “{escape_unprintable(text)}”."
+            self.notify(message, severity="warning")
         else:
             self.navigate(target)
 
@@ -519,10 +547,6 @@ class TraceScreen(Screen[None]):
             self._notify_paused(status)
         if new.debugger_stop and new.debugger_stop != old.debugger_stop:
             self.notify(escape_unprintable(new.debugger_stop), severity="warning")
-        elif new.is_unresponsive and not old.is_unresponsive:
-            self.notify(
-                "The model's process does not answer; a debugger may hold it.", severity="warning"
-            )
         if new.state == "holding" and self.status.live:
             self.review_once(self.status.generations)
 
@@ -685,6 +709,34 @@ class TraceScreen(Screen[None]):
             self.navigate(Navigate(generation=place.generation, branch=int(answer)))
             self.navigate(Navigate(step=place.step))
 
+    # -- declarations ----------------------------------------------------------------------------
+
+    @work(group="dialog")
+    async def declare(self) -> None:
+        """Write the segments that nobody declared to a file, with the borders the user chooses."""
+        from flexinspect.analysis import inferred_declaration as inferred
+
+        reader, generation = self.reader, self.place.generation
+        if reader is None:
+            return
+        mask = await call_in_thread(self.app, lambda: inferred.UndeclaredMask(reader, generation))
+        if mask is None:
+            return
+        choices = {str(one.move): one for one in mask.choices()}
+        options = [(move, escape_unprintable(one.describe())) for move, one in choices.items()]
+        question = mask.describe_oddity() or "The executed mask cuts the prompt into segments."
+        move = await ask_choice(self.app, f"{question} What did you mean?", options)
+        if move is None:
+            return
+        trace = reader.path
+        file = free_file(Path.cwd() / f"{trace.stem}.toml")
+        try:
+            replace_file(file, choices[move].toml(trace.name).encode())
+        except OSError as error:
+            self.notify(f"{file} was not saved: {error.strerror or error}.", severity="error")
+        else:
+            self.notify(f"Saved {file}. The next run: flexinspect run --declare {file.name} …")
+
     # -- pictures, help, quitting -----------------------------------------------------------------
 
     def _save_picture(self, name: str, save: Callable[[Path], Path | None]) -> None:
@@ -780,6 +832,7 @@ class TraceScreen(Screen[None]):
             "tokens.match": self.next_match,
             "finding.next": lambda: self._go_to_finding(1),
             "finding.previous": lambda: self._go_to_finding(-1),
+            "mask.declare": self.declare,
             "generation.next": lambda: self._go_to_branch(self.place.generation + 1, 0),
             "generation.previous": lambda: self._go_to_branch(self.place.generation - 1, 0),
             "layer.next": lambda: self.navigate(Navigate(layer=self.place.layer + 1)),
@@ -792,6 +845,7 @@ class TraceScreen(Screen[None]):
             "panel.maximize": lambda: self.slots.toggle_maximized(),
             "panel.more": lambda: self.slots.change_count(1),
             "panel.fewer": lambda: self.slots.change_count(-1),
+            "panel.reset": lambda: self.slots.reset(),
             "panel.export": self._save_panel,
             "screen.shot": lambda: self._save_picture("screen", partial(save_screen, self.app)),
             "app.palette": self.app.action_command_palette,

@@ -1,0 +1,73 @@
+"""`flexinspect declare`: write down what a recorded run did not declare."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from flexinspect.cli.output import print_json, print_lines
+from flexinspect.core.errors import FlexInspectError, UsageError
+
+DESCRIPTION = """Write the segments of a recorded prompt to a declaration file. They are those into
+which the executed mask cuts the prompt. With the file, the next run is compared with what you
+meant, cell by cell."""
+
+EXAMPLES = """examples:
+  flexinspect declare run.flextrace                    (writes run.toml)
+  flexinspect declare run.flextrace --move 1           (every border one token later)
+  flexinspect declare run.flextrace --out segments.toml --generation 1
+  flexinspect run --declare run.toml my_script.py
+
+exit codes: 0 success, 1 the file could not be written, 2 the trace has no segments to declare, or
+            their borders are suspect and --move is missing
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("trace", metavar="TRACE", type=Path, help="the trace file")
+    add("--generation", metavar="N", type=int, default=0, help="the generation (default: 0)")
+    add("--move", metavar="N", type=int, help="move every border by N tokens, 0: as they ran")
+    add("--out", metavar="FILE", type=Path, help="the file (default: that of the trace, .toml)")
+    add("--overwrite", action="store_true", help="replace an existing file")
+    add("--json", action="store_true", help="print the segments as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file and print its segments.
+
+    Raises `UsageError` if there is nothing to declare, or the borders are suspect and it was not
+    said how to move them, and `TraceError`.
+    """
+    from flexinspect.analysis.inferred_declaration import UndeclaredMask
+    from flexinspect.core.environment import replace_file
+    from flexinspect.trace.reader import open_trace
+
+    out = args.out or Path(args.trace.with_suffix(".toml").name)
+    if out.exists() and not args.overwrite:
+        raise UsageError(f"{out} exists already.", hint="Name another --out, or add --overwrite.")
+    with open_trace(args.trace) as reader, reader.snapshot():
+        mask = UndeclaredMask(reader, args.generation)
+        if args.move is None and (odd := mask.describe_oddity()):
+            shift = mask.inferred.shift
+            fit = f"--move {shift} declares the lines, " if shift else ""
+            raise UsageError(odd, hint=f"Say what you meant: {fit}--move 0 the mask as it ran.")
+        declaration = mask.declare(args.move or 0)
+    try:
+        replace_file(out, declaration.toml(args.trace.name).encode())
+    except OSError as error:
+        what = f"{out} cannot be written: {error.strerror or error}."
+        raise FlexInspectError(what, hint="Name another file with --out.") from error
+    if args.json:
+        print_json({"file": str(out), "declaration": declaration})
+        return 0
+    preset = f", preset {declaration.preset}" if declaration.preset else ""
+    print_lines(
+        [
+            f"{out}: {len(declaration.segments)} segments{preset}",
+            *(f"  {entry.describe()}" for entry in declaration.segments),
+            f"next  flexinspect run --declare {shlex.quote(str(out))} …",
+        ]
+    )
+    return 0

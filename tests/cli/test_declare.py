@@ -1,0 +1,171 @@
+"""`flexinspect declare`: the segments that a run did not declare become a file for the next run."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.undeclared import SECOND, TEXTS, THIRD, blocks, write
+
+from flexinspect.cli.main import main
+from flexinspect.inputs.declarations import read_declaration
+from flexinspect.masks import algebra
+from flexinspect.records.prompt import Segment, SegmentKind
+
+Ran = tuple[int, str, str]
+AS_MEANT = blocks([SECOND, THIRD], reader=THIRD)
+ONE_EARLY = blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ran]:
+    monkeypatch.chdir(tmp_path)
+
+    def call(cells: Any, *args: str, texts: Sequence[str] = TEXTS, declared: Any = None) -> Ran:
+        path = tmp_path / "run.flextrace"
+        path.unlink(missing_ok=True)
+        write(path, cells, texts, declared)
+        code = main(["declare", str(path), *args])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_segments_of_the_mask_become_a_declaration(run: Callable[..., Ran]) -> None:
+    code, out, err = run(AS_MEANT)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "run.toml: 2 segments, preset segment-isolation",
+        '  paraphrase 1  1-7  "What is the money of Japan?"',
+        '  paraphrase 2  9-14  "Name its currency."',
+        "next  flexinspect run --declare run.toml …",
+    ]
+    declared = read_declaration(Path("run.toml"))
+    assert declared.mask == "segment-isolation"
+    assert declared.segments == (
+        ("What is the money of Japan?", "paraphrase 1"),
+        ("Name its currency.", "paraphrase 2"),
+    )
+
+
+def test_suspect_borders_are_only_declared_with_a_choice(run: Callable[..., Ran]) -> None:
+    code, out, err = run(ONE_EARLY)
+    assert (code, out) == (2, "")
+    assert "Every border of the executed mask is 1 token before the beginning of a line." in err
+    assert "--move 1 declares the lines, --move 0 the mask as it ran." in err
+    assert not Path("run.toml").exists()
+
+
+def test_moved_borders_declare_the_lines(run: Callable[..., Ran]) -> None:
+    assert run(ONE_EARLY, "--move", "1")[0] == 0
+    moved = tomllib.loads(Path("run.toml").read_text("utf-8"))
+    run(AS_MEANT, "--overwrite")
+    assert tomllib.loads(Path("run.toml").read_text("utf-8")) == moved
+
+
+def test_borders_that_are_meant_as_they_ran_are_declared_by_their_positions(
+    run: Callable[..., Ran],
+) -> None:
+    assert run(ONE_EARLY, "--move", "0")[0] == 0
+    assert read_declaration(Path("run.toml")).segments == (
+        ("What is the money of Japan?", "paraphrase 1"),
+        (SECOND - 1, THIRD - 1, "paraphrase 2"),
+    )
+
+
+def test_text_that_all_segments_see_is_not_declared(run: Callable[..., Ran]) -> None:
+    cells = blocks([SECOND, THIRD, THIRD + 3], reader=THIRD + 3)
+    cells[:, 1:SECOND] = np.tri(len(TEXTS), dtype=bool)[:, 1:SECOND]
+    code, out, _ = run(cells, "--move", "0")
+    assert code == 0
+    assert out.splitlines()[0] == "run.toml: 2 segments, preset shared-prefix"
+    assert "Name its currency" in out
+    assert "money" not in out
+
+
+@pytest.mark.parametrize("name", [*algebra.PRESETS])
+def test_the_preset_that_ran_is_recognized(name: str, run: Callable[..., Ran]) -> None:
+    spans = ((0, 1), (1, SECOND), (SECOND, THIRD), (THIRD, len(TEXTS)))
+    kinds = (SegmentKind.BOS, *[SegmentKind.PARAPHRASE] * 2, SegmentKind.CUE)
+    segments = [
+        Segment(*span, str(kind), kind, n)
+        for n, (span, kind) in enumerate(zip(spans, kinds, strict=True))
+    ]
+    code, _, err = run(algebra.preset(name, segments).dense(len(TEXTS)))
+    if name in ("causal", "anchor-first"):  # two paraphrases, of which the second sees the first
+        assert (code, "does not cut the prompt into segments" in err) == (2, True)
+    else:
+        assert code == 0
+        # Without a shared text, and with a cue that sees the last one alone, they are the same.
+        assert read_declaration(Path("run.toml")).mask == "segment-isolation"
+
+
+def test_a_mask_that_is_no_preset_is_declared_without_one(run: Callable[..., Ran]) -> None:
+    cells = AS_MEANT.copy()
+    cells[SECOND:THIRD, 3] = True
+    code, out, _ = run(cells)
+    assert code == 0
+    assert "preset" not in out
+    assert read_declaration(Path("run.toml")).mask is None
+
+
+def test_json_has_the_file_and_the_segments(run: Callable[..., Ran]) -> None:
+    code, out, _ = run(AS_MEANT, "--json", "--out", "a b.toml")
+    found = json.loads(out)
+    assert (code, found["file"]) == (0, "a b.toml")
+    assert found["declaration"]["preset"] == "segment-isolation"
+    assert found["declaration"]["segments"][1]["span"] == [SECOND, THIRD - 1]
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "sentence"),
+    [
+        (np.tri(len(TEXTS), dtype=bool), {}, "does not cut the prompt into segments"),
+        (AS_MEANT, {"declared": {"segments": [{"text": "Name"}]}}, "were declared when it was"),
+    ],
+)
+def test_what_cannot_be_declared_is_refused(
+    cells: Any, options: dict[str, Any], sentence: str, run: Callable[..., Ran]
+) -> None:
+    code, out, err = run(cells, **options)
+    assert (code, out, Path("run.toml").exists()) == (2, "", False)
+    assert sentence in err
+
+
+def test_a_file_is_not_replaced_unasked(run: Callable[..., Ran]) -> None:
+    Path("run.toml").write_text("mine", "utf-8")
+    code, _, err = run(AS_MEANT)
+    assert (code, Path("run.toml").read_text("utf-8")) == (2, "mine")
+    assert err.splitlines() == [
+        "flexinspect: run.toml exists already.",
+        "Name another --out, or add --overwrite.",
+    ]
+    assert run(AS_MEANT, "--overwrite")[0] == 0
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(run: Callable[..., Ran]) -> None:
+    code, _, err = run(AS_MEANT, "--out", "no/such/folder.toml")
+    assert code == 1
+    assert err.startswith("flexinspect: no/such/folder.toml cannot be written: No such file")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (("--move", "99"), "leave the prompt"),
+        (("--generation", "3"), "has no generation 3"),
+    ],
+)
+def test_numbers_outside_the_trace_are_refused(
+    args: tuple[str, ...], sentence: str, run: Callable[..., Ran]
+) -> None:
+    code, _, err = run(AS_MEANT, *args)
+    assert code == 2
+    assert sentence in err
