@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
-from flexinspect.masks.algebra import declared_spec
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
@@ -166,6 +165,9 @@ UNDECLARED = (
 
 def is_undeclared(reader: TraceReader) -> bool:
     """Tell whether a generation of tokens declares no mask. Raises `TraceError`."""
+    # It loads numpy, which the first screen does not need.
+    from flexinspect.masks.algebra import declared_spec
+
     declarations = (row.declared for row in reader.generations())
     return any("training" not in one and declared_spec(one) is None for one in declarations)
 
