@@ -141,7 +141,8 @@ def header_parts(
     parts.append((_format_cost(status, step), "muted", 7))
     behind = (status.last_step or 0) - place.step
     halted = _format_halt(capture_status)
-    if status.live and halted:
+    is_loading = capture_status.is_unresponsive and not has_steps  # nothing can answer yet
+    if status.live and halted and not is_loading:
         parts.append((halted, "warn", 1))
     elif status.live and not following and behind > 0:
         parts.append((f"{behind} behind, f follows", "warn", 2))

@@ -290,6 +290,10 @@ def test_a_killed_capture_process_leaves_its_steps_and_a_message(
     with open_trace(path) as reader:
         assert reader.state == "failed"
         assert "SIGKILL" in reader.run()["reason"]
+        (killed,) = [one for one in reader.findings() if one.id.startswith("observer.")]
+    assert killed.id == "observer.killed"
+    assert "out of memory, or ended by hand" in killed.sentence
+    assert "score_mod" not in killed.fix  # that is for a crash
     assert "Traceback" not in err
     assert check_whole(path) >= 5
 

@@ -50,7 +50,7 @@ class FailuresRule(Rule):
     name = "failures"
     handles_standalone_calls = True
     findings = finding_kinds(
-        "path.kernel-failed", "kernel.*", "observer.crash", "observer.logger-*"
+        "path.kernel-failed", "kernel.*", "observer.crash", "observer.killed", "observer.logger-*"
     )
 
     def __init__(self) -> None:
@@ -70,7 +70,9 @@ class FailuresRule(Rule):
         if event.kind == KERNEL_FAILED_EVENT:
             yield from self._on_kernel_failed(event)
         elif event.kind in (NOT_RETURNED_EVENT, CRASHED_EVENT):
-            yield self._event_finding(event, "observer.crash", event.text)
+            is_killed = event.data.get("signal") == "SIGKILL"
+            finding_id = "observer.killed" if is_killed else "observer.crash"
+            yield self._event_finding(event, finding_id, event.text)
         elif event.kind in _FORWARD_END_EVENTS:
             yield from self.on_generation_end()
 
