@@ -19,7 +19,7 @@ from rich.text import Text
 from flexinspect.cli.output import print_json, stderr_console, stdout_console
 from flexinspect.core import signals
 from flexinspect.core.errors import TraceError
-from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.core.text import escape_unprintable, plural, truncate
 from flexinspect.inputs.datasets import is_correct_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.launch import child_process
@@ -35,6 +35,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
 _MAX_FINDINGS = 200
+_MAX_QUESTION_CHARS = 120  # a prompt may have thousands; --json and the trace have all
 _MAX_ANSWER_CHARS = 300  # limit of an answer's printed length
 
 MAX_NOTES, MAX_ANSWERS = 8, 10  # in the summary of a program
@@ -119,9 +120,9 @@ def _answer_text(generation: Mapping[str, Any]) -> Text:
     marks = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
     mark, style = marks[generation["correct"]]
     answer, expected = generation["answer"], generation["expected"]
-    more = "…" if len(answer) > _MAX_ANSWER_CHARS else ""
-    shown = escape_unprintable(answer[:_MAX_ANSWER_CHARS]) + more
-    question = (escape_unprintable(generation["question"]), "bold")
+    shown = escape_unprintable(truncate(answer, _MAX_ANSWER_CHARS))
+    asked = truncate(generation["question"], _MAX_QUESTION_CHARS)
+    question = (escape_unprintable(asked), "bold")
     text = Text.assemble(f"{mark} ", question, "  →  ", shown or "(nothing)", style=style)
     if expected:
         shown = escape_unprintable(" | ".join(expected[:_SHOWN_ANSWERS]))
@@ -249,7 +250,8 @@ class RunProgress:
         row = rows[self._generation]
         if not self._is_announced:
             self._begin_generation()
-            self._lines.append(f"generation {row.generation}: {_question(row, reader)}")
+            question = truncate(_question(row, reader), _MAX_QUESTION_CHARS)
+            self._lines.append(f"generation {row.generation}: {question}")
             self._is_announced = True
         for step in reader.steps(self._generation, start=self._next_step):
             self._next_step = step.step + 1

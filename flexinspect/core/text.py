@@ -54,6 +54,11 @@ def print_message(text: str) -> None:
     print(f"flexinspect: {text}", file=sys.stderr)
 
 
+def truncate(text: str, n: int) -> str:
+    """Return text of at most `n` characters, cut with "…" where it is longer."""
+    return text if len(text) <= n else text[: n - 1].rstrip() + "…"
+
+
 def plural(n: int, what: str) -> str:
     """Return `1 row` or `12 rows`."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"

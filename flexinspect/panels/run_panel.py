@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable, format_numbers, plural
+from flexinspect.core.text import escape_unprintable, format_numbers, plural, truncate
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes, human_count
@@ -110,12 +110,8 @@ def generation_stages(facts: RunFacts) -> list[Box]:
 
 def make_box(title: str, lines: Iterable[str], style: str = "title") -> Box:
     """Return a stage with printable lines; empty lines are left out."""
-    shown = (_truncate(text, _MAX_LINE_CHARS).strip() for text in lines if text)
+    shown = (truncate(text, _MAX_LINE_CHARS).strip() for text in lines if text)
     return Box(title, tuple(map(escape_unprintable, shown)) or ("not recorded",), style)
-
-
-def _truncate(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _input_lines(facts: RunFacts) -> list[str]:
@@ -202,12 +198,12 @@ def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
     about, branch = facts.generation, facts.branch
     if about is None:
         return [], "title"
-    answer, expected = _truncate(facts.answer, _MAX_ANSWER_CHARS), about.expected
+    answer, expected = truncate(facts.answer, _MAX_ANSWER_CHARS), about.expected
     is_recording = branch is not None and branch.state == "recording"
     lines = [f"“{answer}”" if answer else "nothing yet" if is_recording else "(nothing)"]
     style = "title"
     if expected:
-        named = (_truncate(text, _MAX_ANSWER_CHARS // 4) for text in expected[:4])
+        named = (truncate(text, _MAX_ANSWER_CHARS // 4) for text in expected[:4])
         lines.append(f"expected {' | '.join(named)}")
         if facts.is_correct is not None:
             lines.append("✓ correct" if facts.is_correct else "✗ not an expected answer")
@@ -260,7 +256,7 @@ def _draw_box_row(row: Sequence[Box], box: int, pen: Pen) -> list[Strip]:
 def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
     rows: list[str] = []
     most = 2 * _MAX_BOX_LINES * max(width, 8)
-    for text in (_truncate(text, most) for text in texts):
+    for text in (truncate(text, most) for text in texts):
         for row in textwrap.wrap(text, max(width, 8), break_on_hyphens=False) or [""]:
             rows += chop_cells(row, width) if cell_len(row) > width > 1 else [row]
     return rows if len(rows) <= _MAX_BOX_LINES * 2 else [*rows[: _MAX_BOX_LINES * 2 - 1], "…"]
@@ -467,7 +463,7 @@ def manifest_rows(facts: RunFacts) -> list[tuple[str, str]]:
         if key in run and key not in _FORMATTED_KEYS:
             found += _flatten(key, run[key])
     shown = [
-        (escape_unprintable(name), escape_unprintable(_truncate(value, _MAX_VALUE_CHARS)))
+        (escape_unprintable(name), escape_unprintable(truncate(value, _MAX_VALUE_CHARS)))
         for name, value in found[:_MAX_FACTS]
     ]
     more = len(found) - _MAX_FACTS

@@ -5,11 +5,13 @@ from __future__ import annotations
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from support.traces import sample_trace
+from support.undeclared import write
 
-from flexinspect.cli.live_run import RunProgress
+from flexinspect.cli.live_run import RunProgress, print_summary, summarize_run
 
 
 def test_no_line_is_lost_when_ctrl_c_comes_before_it_is_printed(
@@ -32,3 +34,18 @@ def test_no_line_is_lost_when_ctrl_c_comes_before_it_is_printed(
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
+
+
+def test_a_long_prompt_is_not_printed_whole(tmp_path: Path) -> None:
+    words = [f" word{n}" for n in range(900)]
+    path = write(tmp_path / "a.flextrace", np.tri(900, dtype=bool), words)
+    following, result = StringIO(), StringIO()
+    progress = RunProgress(Console(file=following, width=200))
+    progress.follow(path)
+    progress.stop_following()
+    summary = summarize_run(path)
+    print_summary(summary, Console(file=result, width=200))
+    for printed in (following.getvalue(), result.getvalue()):
+        assert "word0 word1" in printed
+        assert "word99" not in printed
+    assert "word899" in summary["generations"][0]["question"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexinspect.core.text import join_labels, plural, printable
+from flexinspect.core.text import join_labels, plural, printable, truncate
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
@@ -198,7 +198,5 @@ class InferredSegmentsRule(Rule):
             return f"{start}-{stop - 1}"
         tokens = prompt.tokens[max(start - prompt.start, 0) : max(stop - prompt.start, 0)]
         words = [token for token in tokens if not token.special] or tokens
-        text = printable("".join(token.text or token.token for token in words))
-        if len(text) > _MAX_QUOTED_CHARACTERS:
-            text = text[: _MAX_QUOTED_CHARACTERS - 1].rstrip() + "…"
-        return text
+        text = "".join(token.text or token.token for token in words)
+        return truncate(printable(text), _MAX_QUOTED_CHARACTERS)
