@@ -257,7 +257,7 @@ def _conclusion_lines(one: GenerationDifference, first: step_diff.StepDifference
     if one.jump is not None:
         yield f"  layer {one.jump} stands out: it adds far more than the others"
     elif one.first_beyond_rounding is None and first.layers:
-        yield "  the difference grows evenly over the layers, no single jump: rounding"
+        yield "  no layer stands out, and the difference stays within rounding"
     if one.divergence is None:
         yield f"  the same token in each of {plural(len(one.steps), 'step')}"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
 from flexinspect.core.signals import exit_code_of
-from flexinspect.core.text import escape_unprintable, print_message
+from flexinspect.core.text import did_you_mean, escape_unprintable, print_message
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +75,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         if name == command:
             module = import_module(f"flexinspect.cli.{name}")
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, parser=subparser)
             module.configure(subparser)
     return parser
 
@@ -86,8 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0].endswith(".flextrace"):  # not the name of a command
         arguments.insert(0, "open")
     # No option of the main parser takes a value, so the first positional is the command.
-    parser = build_parser(next((word for word in arguments if not word.startswith("-")), None))
-    args = parser.parse_args(arguments)
+    command = next((word for word in arguments if not word.startswith("-")), None)
+    parser = build_parser(command)
+    if command is not None and command not in COMMANDS:
+        known = did_you_mean(command, COMMANDS, f"The commands are {', '.join(COMMANDS)}.")
+        parser.error(f"there is no command '{escape_unprintable(command)}'. {known}")
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        known = did_you_mean(unknown[0], re.findall(r"--[a-z][\w-]+", args.parser.format_help()))
+        text = escape_unprintable(" ".join(unknown))
+        parser.error(f"unrecognized arguments: {text}. {known}".rstrip())
     try:
         return _run_without_command(parser) if args.command is None else int(args.run(args))
     except FlexInspectError as error:

@@ -107,15 +107,22 @@ def test_help_lists_the_commands_of_the_table(capsys: pytest.CaptureFixture[str]
         assert callable(importlib.import_module(f"flexinspect.cli.{name}").configure)
 
 
-def test_an_unknown_command_is_refused_with_the_known_ones(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["opne", "a.flextrace"], "there is no command 'opne'. Did you mean open?"),
+        (["zzz"], "there is no command 'zzz'. The commands are run, open, "),
+        (["run", "--modle", "demo"], "unrecognized arguments: --modle demo. Did you mean --model?"),
+        (["show", "a.flextrace", "--zzz"], "unrecognized arguments: --zzz."),
+    ],
+)
+def test_a_mistyped_word_is_refused_with_the_nearest_one(
+    args: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main.main(["opne", "run"])
+        main.main(args)
     assert ended.value.code == 2
-    assert "argument COMMAND: invalid choice: 'opne' (choose from 'run', 'open', " in (
-        capsys.readouterr().err
-    )
+    assert hint in capsys.readouterr().err
 
 
 def test_the_interface_does_not_import_what_its_first_screen_does_not_show() -> None:

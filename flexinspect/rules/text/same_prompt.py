@@ -153,7 +153,7 @@ def _describe_rounding(differences: Sequence[step_diff.StepDifference], is_drawn
     layers = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
     if layers:
         more = ", ..." if len(first.layers) > 8 else ""
-        layers = f"; the difference grows evenly over the layers ({layers}{more}), without a jump"
+        layers = f"; no layer adds far more than the others ({layers}{more})"
     if is_drawn:
         token = _describe_sampled(parted)
     elif parted.is_diverged and parted.margins is not None:
