@@ -112,7 +112,7 @@ def test_help_lists_the_commands_of_the_table(capsys: pytest.CaptureFixture[str]
     [
         (["opne", "a.flextrace"], "there is no command 'opne'. Did you mean open?"),
         (["zzz"], "there is no command 'zzz'. The commands are run, open, "),
-        (["run", "--modle", "demo"], "unrecognized arguments: --modle demo. Did you mean --model?"),
+        (["run", "--modle", "demo"], "unrecognized arguments: --modle. Did you mean --model?"),
         (["show", "a.flextrace", "--zzz"], "unrecognized arguments: --zzz."),
     ],
 )

@@ -64,7 +64,7 @@ def test_the_worst_comes_first_with_all_that_is_known_of_it(run: Callable[..., R
     assert "  at  generation 0, step 3, layer 2" in lines
     assert "  positions  16 “\\x1b[31m”" in lines
     assert "  evidence  n_nan 3" in lines
-    assert "  page  docs/findings/numbers.nan.md" in lines
+    assert "  more  flexinspect explain numbers.nan" in lines
     at = lines.index("warning  slow.long-token  3 steps of 0-3, generations 0-1: 6 times")
     assert lines[at + 1] == "  “ Jane” is long."
     assert "  why  It matters." in lines

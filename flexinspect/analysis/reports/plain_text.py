@@ -54,7 +54,7 @@ def _group_lines(group: collect.ReportGroup, texts: collect.PositionTexts) -> It
     for name in ("why", "confirm", "fix", "query"):
         if text := getattr(first, name):
             yield _labelled_line(name, escape_unprintable(text))
-    yield _labelled_line("page", collect.finding_page(escape_unprintable(group.id)))
+    yield _labelled_line("more", f"flexinspect explain {escape_unprintable(group.id)}")
 
 
 def _labelled_line(name: str, text: str) -> Text:
