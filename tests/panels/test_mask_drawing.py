@@ -245,7 +245,7 @@ def test_the_view_is_flipped_through_all_four(shown: Shown) -> None:
     for _ in range(5):
         views.append(options.view)
         options = follow(shown, "view.flip", options)
-    assert views == ["executed", "received", "declared", "difference", "executed"]
+    assert views == ["auto", "received", "declared", "difference", "executed"]
     assert follow(shown, "view.blocks", MaskOptions()).blocks
     assert follow(shown, "something.else", MaskOptions()) is None
 

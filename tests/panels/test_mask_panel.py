@@ -140,6 +140,16 @@ def test_a_mask_that_is_neither_recorded_nor_declared_is_missing(tmp_path: Path)
     assert "--level advanced" in missing.value.hint
 
 
+@pytest.mark.parametrize("layer", [0, mask_trace.WRONG])
+def test_what_differs_is_shown_first_where_something_differs(shown: Shown, layer: int) -> None:
+    data = shown.load(layer, 3, view="auto")
+    assert data.view_mode == ("difference" if layer == mask_trace.WRONG else "executed")
+    request = shown.request(layer, 3, view="auto")
+    flipped = shown.panel.on_action("view.flip", data, request)
+    assert isinstance(flipped, MaskOptions)
+    assert flipped.view == ("executed" if layer == mask_trace.WRONG else "received")
+
+
 def test_a_custom_mask_has_no_declared_one(tmp_path: Path) -> None:
     own = Shown(mask_trace.write(tmp_path / "t.flextrace", about={"mask_mod": "mine:rule"}))
     data = own.load(mask_trace.WRONG, 1, view="difference")

@@ -213,7 +213,7 @@ class Shown:
         **options: Any,
     ) -> Request[MaskOptions]:
         place = at or TracePlace(step=step, layer=layer)
-        return Request(place, MaskOptions(**options), *size)
+        return Request(place, MaskOptions(**{"view": "executed", **options}), *size)
 
     def load(self, *args: Any, **kwargs: Any) -> MaskData:
         return self.panel.load(self.source, self.request(*args, **kwargs))

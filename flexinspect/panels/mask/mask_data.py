@@ -170,8 +170,13 @@ def _find_cursor(view: MaskView, options: MaskOptions, place: TracePlace) -> tup
     return row, min(max(key, 0), view.n_keys - 1)
 
 
-def _choose_view_mode(mask_view: MaskView, requested: MaskViewMode) -> tuple[MaskViewMode, str]:
+def _choose_view_mode(
+    mask_view: MaskView, requested: MaskViewMode | Literal["auto"]
+) -> tuple[MaskViewMode, str]:
     """Return the view to show, and the reason if it is not the requested one. Raises `Missing`."""
+    if requested == "auto":
+        differs = mask_view.count("lost") or mask_view.count("leaked")
+        requested = "difference" if differs else "executed"
     if requested in ("declared", "difference") and mask_view.spec is None:
         reason = "No mask was declared, so there is nothing to compare with"
         return _choose_view_mode(mask_view, "executed")[0], reason
@@ -301,7 +306,7 @@ class MaskOptions(Struct, frozen=True):
     around the cursor or the current step.
     """
 
-    view: MaskViewMode = "executed"
+    view: MaskViewMode | Literal["auto"] = "auto"
     blocks: bool = False
     zoom: int = 0
     q: int | None = None

@@ -85,7 +85,7 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
             return replace(options, zoom=zoom, row=None, key=None)
         if action == "view.flip":
             modes = [m for m in VIEW_MODES if data.mask_view.spec or m in ("executed", "received")]
-            mode = options.view if options.view in modes else modes[0]
+            mode = data.view_mode if data.view_mode in modes else modes[0]
             return request.with_next("view", modes, mode)
         if action == "view.blocks":
             return replace(options, blocks=not options.blocks)
