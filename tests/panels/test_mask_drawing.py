@@ -16,6 +16,7 @@ from support.mask_trace import Shown
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.base import Navigate, Request, TracePlace
+from flexinspect.panels.mask import mask_text
 from flexinspect.panels.mask.mask_data import (
     MaskData,
     MaskOptions,
@@ -64,7 +65,7 @@ def test_the_whole_mask_with_its_words_and_segments(shown: Shown) -> None:
         "           w16 ██████████████████████████████████··                             ",
         "           w17▶████████████████████████████████████                             ",
         'row 9 "this" (paraphrase 2) does not attend to 2 "city" (paraphrase 1)          ',
-        "another paraphrase, separated by segment-isolation  · closed  █ open            ",
+        "another paraphrase, separated by segment-isolation  █ open  · closed            ",
     ]
 
 
@@ -331,3 +332,23 @@ def test_a_repeated_load_keeps_what_it_made(shown: Shown, tmp_path: Path) -> Non
     second = shown.panel.load(fresh, request(2))
     assert first.states is second.states
     assert first.mask_view.parts[0] is second.mask_view.parts[0]
+
+
+@pytest.mark.parametrize("size", [(38, 16), (78, 18), (118, 34)])
+def test_the_meaning_of_a_difference_is_readable_at_every_size(
+    shown: Shown, size: tuple[int, int]
+) -> None:
+    lines = shown.text(mask_trace.WRONG, 3, size, view="auto")
+    assert len(lines) <= size[1]
+    assert all(len(line) == size[0] for line in lines)
+    legend = "\n".join(lines).partition("first leaked pair")[2]
+    assert "leaked" in legend
+    assert "lost" in legend
+
+
+def test_the_first_leaked_pair_is_whole_where_there_is_room(shown: Shown) -> None:
+    wide = " ".join(" ".join(shown.text(mask_trace.WRONG, 3, (60, 60), view="auto")).split())
+    assert "leaked: should be closed" in wide
+    assert "lost: should be open" in wide
+    (pair, *_) = mask_text.describe_first_pairs(shown.load(mask_trace.WRONG, 3))
+    assert pair in wide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby
 
@@ -160,8 +161,7 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
     for number, cells in enumerate(grid_strips(data, theme)[: layout.lines]):
         row = Strip.join([_draw_row_margin(data, number, pen.resize(layout.left)), cells])
         strips.append(row.adjust_cell_length(layout.width, pen.style("text")))
-    strips += _draw_footer(data, pen)[: layout.footer]
-    return strips[: layout.height]
+    return [*strips, *_draw_footer(data, pen, layout.height - len(strips))]
 
 
 # -- margins --------------------------------------------------------------------------------------
@@ -289,29 +289,64 @@ def _vertical_text(text: str, width: int, lines: int) -> list[str]:
 # -- the footer -----------------------------------------------------------------------------------
 
 
-def _draw_footer(data: MaskData, pen: Pen) -> list[Strip]:
+def _draw_footer(data: MaskData, pen: Pen, room: int) -> list[Strip]:
+    """Draw what the cells mean in `room` lines: whole where they suffice, else the beginnings."""
+    first, rest = _footer_texts(data, pen)
+    texts = [text for text in (first, rest) if text[0]]
+    swatches = [pen.line(*spans) for spans in _wrap_legend(mask_legend(data, pen), pen.width)]
+    whole = [*pen.paragraphs(texts), *swatches]
+    if len(whole) <= room:
+        return whole
+    if room >= 3:
+        return [*map(pen.line, texts), *swatches][:room]
+    legend = mask_legend(data, pen, short=True)
+    if data.view_mode != "difference" and rest[0]:
+        legend = [rest, ("  ", "text"), *legend]
+    return [pen.line(first), pen.line(*legend)][:room]
+
+
+def _wrap_legend(legend: Sequence[NamedSpan], width: int) -> list[list[NamedSpan]]:
+    """Distribute the swatches with their names over lines of `width` cells."""
+    lines: list[list[NamedSpan]] = [[]]
+    used = 0
+    for entry in _legend_entries(legend):
+        length = sum(cell_len(text) for text, _ in entry)
+        if used and used + length > width + 2:  # the two blanks at its end may be cut
+            lines.append([])
+            used = 0
+        lines[-1] += entry
+        used += length
+    return [line for line in lines if line]
+
+
+def _legend_entries(legend: Sequence[NamedSpan]) -> Iterator[list[NamedSpan]]:
+    """Yield the spans of each entry: swatches and the name that follows them."""
+    entry: list[NamedSpan] = []
+    for span in legend:
+        entry.append(span)
+        if span[0].endswith("  "):
+            yield entry
+            entry = []
+    if entry:
+        yield entry
+
+
+def _footer_texts(data: MaskData, pen: Pen) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Return the two texts below the picture, the more important one first, and their styles."""
     cell, counts = mask_text.describe_cell(data), mask_text.format_counts(data)
-    legend = mask_legend(data, pen)
     pairs = mask_text.describe_first_pairs(data)
     if cell is None and data.fallback_reason:
-        first, rest = (data.fallback_reason, "warn"), (counts, "text")
-    elif cell is None and pairs:
-        first, rest = (pairs[0], "bad"), (counts, "text")
-    elif cell is None:
-        first, rest = (counts, "text"), ("", "text")
-    elif cell_len(cell.sentence()) <= pen.width:
-        first, rest = (cell.sentence(), cell.style), (counts, "text")
-    else:
-        text = f"row {cell.row} {cell.relation} {cell.key}"
-        if cell_len(text) > pen.width and data.cursor is not None:
-            position = int(data.mask_view.positions[data.cursor[0]])
-            row = mask_text.format_token(data, position, segment=False)
-            text = f"{row} {cell.relation} {cell.key}"
-        first = (text, cell.style)
-        rest = (cell.reason, cell.style) if cell.reason else (counts, "text")
-    if data.layout.footer > 2 and pen.width < 2 * NARROW_WIDTH:
-        return [pen.line(first), pen.line(rest), pen.line(*legend)]
-    return [pen.line(first), pen.line(rest, ("  " if rest[0] else "", "text"), *legend), pen.line()]
+        return (data.fallback_reason, "warn"), (counts, "text")
+    if cell is None:
+        return ((pairs[0], "bad"), (counts, "text")) if pairs else ((counts, "text"), ("", "text"))
+    if cell_len(cell.sentence()) <= pen.width:
+        return (cell.sentence(), cell.style), (counts, "text")
+    text = f"row {cell.row} {cell.relation} {cell.key}"
+    if cell_len(text) > pen.width and data.cursor is not None:
+        position = int(data.mask_view.positions[data.cursor[0]])
+        row = mask_text.format_token(data, position, segment=False)
+        text = f"{row} {cell.relation} {cell.key}"
+    return (text, cell.style), (cell.reason, cell.style) if cell.reason else (counts, "text")
 
 
 EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)
@@ -334,15 +369,16 @@ _STATE_RGB: dict[int, RGB] = {
     APPLIED: (106, 140, 196),
 }
 _STATE_NAMES = {
-    CLOSED: "closed",
-    3: "partly open",
-    OPEN: "open",
-    APPLIED: "partial block",
-    LOST: "lost",
-    LEAKED: "leaked",
+    LEAKED: "leaked: should be closed",
+    LOST: "lost: should be open",
     BOTH: "both",
     UNKNOWN: "not recorded",
+    OPEN: "open",
+    3: "partly open",
+    CLOSED: "closed",
+    APPLIED: "partial block",
 }
+"""In the order of the legend, of which a narrow panel cuts the end."""
 _STATE_CHARS = {LOST: "-", LEAKED: "+", BOTH: "±", UNKNOWN: "?", APPLIED: "▒"}
 """Characters of states on terminals without colours; open and closed cells are half blocks."""
 
@@ -457,13 +493,14 @@ def _cell_char(upper: int, lower: int) -> str:
 # -- the legend -----------------------------------------------------------------------------------
 
 
-def mask_legend(data: MaskData, pen: Pen) -> list[NamedSpan]:
+def mask_legend(data: MaskData, pen: Pen, *, short: bool = False) -> list[NamedSpan]:
     """Draw the meaning of the colours on screen, and the counts of the block tables if shown."""
     visible = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
     names = {**_STATE_NAMES, **({OPEN: "full block"} if data.view_mode == "received" else {})}
     spans: list[NamedSpan] = []
     for state in (n for n in _STATE_NAMES if n in visible):
-        spans += [_swatch(state, EVEN, pen), (f" {names[state]}  ", "text")]
+        name = names[state].partition(":")[0] if short else names[state]
+        spans += [_swatch(state, EVEN, pen), (f" {name}  ", "text")]
     if data.tables is not None:
         label = mask_text.format_block_counts(data)
         spans.append((f"{label}  " if label else "", "title"))
