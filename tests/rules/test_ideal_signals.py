@@ -259,7 +259,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "n02_bfloat16": (
         Signal(
             *("same-prompt.rounding", "note"),
-            ("bfloat16", "float32", "evenly", "without a jump", "margin"),
+            ("bfloat16", "float32", "no layer adds far more", "margin"),
         ),
     ),
     "l01_compiled_does_not_build": (
