@@ -42,9 +42,7 @@ class WatchedRun:
             with flexinspect.watch(self._model, out=path, level=self._level) as trace:
                 timing = self._timed(self._model, self._prompt, self._tokens)
                 written = time.perf_counter()
-                recorder = trace._recorder
-                assert recorder is not None
-                recorder.drain()
+                trace.reader().close()  # waits until all steps are written
                 written = time.perf_counter() - written
             with trace.reader() as reader:
                 stated = float(reader.run()["cost"]["ratio"])

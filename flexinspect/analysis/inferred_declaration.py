@@ -16,7 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import plural, printable
+from flexinspect.core.text import ensure_printable, plural, printable
 from flexinspect.masks import algebra
 from flexinspect.records.prompt import Segment, SegmentKind, Span, find_text_spans
 from flexinspect.records.step import MaskRecord
@@ -73,7 +73,8 @@ class InferredDeclaration(Struct, frozen=True):
         """Return the declaration as TOML; the comment names the trace that it was read from."""
         moved = f" Its borders were moved by {self.move:+d}." if self.move else ""
         lines = [
-            f"# Read from the mask that ran in generation {self.generation} of {trace}.{moved}",
+            f"# Read from the mask that ran in generation {self.generation} of "
+            f"{ensure_printable(trace)}.{moved}",
             "# Correct what you meant otherwise; the next run is compared with this file.",
         ]
         if self.preset is not None:
@@ -116,19 +117,22 @@ class UndeclaredMask:
         """Return the cells of the first mask with borders, (rows, keys), and the borders."""
         first, _ = step_bounds(reader, self.generation, 0) or (0, 0)
         names = dict.fromkeys(call.mask for call in reader.calls(self.generation, first, 0))
-        masks = [mask for name in names if name and (mask := reader.mask(name)) is not None]
-        for mask in masks:
-            if mask.cells is not None and self._is_of_prompt(mask):
-                for borders, head in find_segment_borders(mask, self._prompt).items():
+        masks = (reader.mask(name) for name in names if name)
+        whole = [mask for mask in masks if mask is not None and self._covers_prompt(mask)]
+        for mask in whole:
+            for borders, head in find_segment_borders(mask, self._prompt).items():
+                if mask.cells is not None:
                     return mask.cells[head], borders
-        if not any(mask.cells is not None for mask in masks):
+        if not whole:
             what = f"Generation {self.generation} has no executed mask of the whole prompt."
-            raise UsageError(what, hint="Level advanced records it; level basic does not.")
+            hint = "Level advanced records it, for a prompt that the model reads in one step."
+            raise UsageError(what, hint=hint)
         what = f"The mask of generation {self.generation} does not cut the prompt into segments."
-        raise UsageError(what, hint="docs/own-code.md shows how to write a declaration.")
+        raise UsageError(what, hint="'flexinspect run --help' says how to declare another one.")
 
-    def _is_of_prompt(self, mask: MaskRecord) -> bool:
-        return mask.q_offset == 0 and mask.q_len >= self._prompt.stop
+    def _covers_prompt(self, mask: MaskRecord) -> bool:
+        is_whole = mask.q_offset == 0 and mask.q_len >= self._prompt.stop
+        return is_whole and mask.cells is not None
 
     def declare(self, move: int = 0) -> InferredDeclaration:
         """Return the declaration of the segments with all borders moved by `move` tokens."""

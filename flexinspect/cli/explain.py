@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flexinspect.cli.output import print_json, print_lines, stdout_console
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import did_you_mean
+from flexinspect.core.text import capitalize, did_you_mean
 
 if TYPE_CHECKING:
     from flexinspect.rules.engine import FindingKind
@@ -61,7 +61,7 @@ def _print_kinds(kinds: Mapping[str, FindingKind]) -> None:
         if number:
             console.print()
         console.print(Text.assemble((id_, "bold"), f"  ({kind.severity})"))
-        console.print(f"{kind.meaning[:1].upper()}{kind.meaning[1:]}.")
+        console.print(f"{capitalize(kind.meaning)}.")
         for field, heading in _SECTIONS.items():
             if text := " ".join(getattr(kind, field).split()):
                 console.print(Text.assemble("\n", (f"{heading}. ", "cyan"), text))

@@ -30,10 +30,10 @@ def open_trace_file(trace: Path, place: Mapping[str, int] | None = None) -> int:
     """
     is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
     if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        what = "The interface needs a terminal, and there is none here."
         from flexinspect.trace.file.connections import check_header
 
         check_header(trace)  # for a missing file or another one, no command is the remedy
+        what = "The interface needs a terminal, and there is none here."
         hint = f"Without one: flexinspect show {trace}, or flexinspect dump {trace}."
         raise UsageError(what, hint=hint)
     return _run_app(_make_app(trace, place))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,20 @@ def test_numbers_outside_the_trace_are_refused(
     code, _, err = run(AS_MEANT, *args)
     assert code == 2
     assert sentence in err
+
+
+def test_a_trace_without_executed_masks_has_nothing_to_declare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "basic.flextrace", AS_MEANT)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DELETE FROM arrays")
+    assert main(["declare", str(path)]) == 2
+    assert "has no executed mask of the whole prompt" in capsys.readouterr().err
+
+
+def test_the_name_of_the_trace_adds_nothing_to_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / 'a\nmask = "causal"\n.flextrace', AS_MEANT)
+    out = tmp_path / "out.toml"
+    assert main(["declare", str(path), "--out", str(out)]) == 0
+    assert read_declaration(out).mask == "segment-isolation"

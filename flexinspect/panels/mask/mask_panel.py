@@ -161,7 +161,7 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
     for number, cells in enumerate(grid_strips(data, theme)[: layout.lines]):
         row = Strip.join([_draw_row_margin(data, number, pen.resize(layout.left)), cells])
         strips.append(row.adjust_cell_length(layout.width, pen.style("text")))
-    return [*strips, *_draw_footer(data, pen, layout.height - len(strips))]
+    return [*strips, *_draw_footer(data, pen, max(layout.height - len(strips), 0))]
 
 
 # -- margins --------------------------------------------------------------------------------------
