@@ -72,18 +72,18 @@ class InferredDeclaration(Struct, frozen=True):
     def toml(self, trace: str) -> str:
         """Return the declaration as TOML; the comment names the trace that it was read from."""
         moved = f" Its borders were moved by {self.move:+d}." if self.move else ""
+        where = f"generation {self.generation} of {ensure_printable(trace)}"
         lines = [
-            f"# Read from the mask that ran in generation {self.generation} of "
-            f"{ensure_printable(trace)}.{moved}",
+            f"# Read from the mask that ran in {where}.{moved}",
             "# Correct what you meant otherwise; the next run is compared with this file.",
         ]
         if self.preset is not None:
             lines.append(f"mask = {_quote(self.preset)}")
         for entry in self.segments:
-            where = [f"start = {entry.span[0]}", f"stop = {entry.span[1]}"]
+            place = [f"start = {entry.span[0]}", f"stop = {entry.span[1]}"]
             if entry.text is not None:
-                where = [f"text = {_quote(entry.text)}"]
-            lines += ["", "[[segments]]", *where, f"label = {_quote(entry.label)}"]
+                place = [f"text = {_quote(entry.text)}"]
+            lines += ["", "[[segments]]", *place, f"label = {_quote(entry.label)}"]
         return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ TOKENS = 6
 @pytest.mark.parametrize("is_window", [False, True])
 def test_a_watched_generation_is_timed_with_its_trace(is_window: bool) -> None:
     model = make_model("llama")
-    prompt: Any = SimpleNamespace(ids=ids(12))
+    prompt: Any = SimpleNamespace(ids=ids(12, seed=1))
     timed = own.Window(model, prompt, TOKENS) if is_window else time_generate
     run = own.WatchedRun(timed, model, prompt, "advanced", TOKENS)
     timing = run()
