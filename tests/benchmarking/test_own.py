@@ -23,5 +23,5 @@ def test_a_watched_generation_is_timed_with_its_trace(is_window: bool) -> None:
     timing = run()
     assert len(timing.steps) > 0
     assert timing.written > 0
-    assert timing.stated > 1
+    assert timing.stated > 0  # the share that capture took
     assert run.bytes_per_step > 0
