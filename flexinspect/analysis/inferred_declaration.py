@@ -16,7 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import ensure_printable, plural, printable
+from flexinspect.core.text import ensure_printable, printable
 from flexinspect.masks import algebra
 from flexinspect.records.prompt import Segment, SegmentKind, Span, find_text_spans
 from flexinspect.records.step import MaskRecord
@@ -24,7 +24,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.prompt.inferred_segments import (
     InferredSegments,
     find_segment_borders,
-    first_unpadded,
+    first_text_position,
     infer_segments,
 )
 from flexinspect.rules.prompt.prompt_facts import PromptTokens
@@ -167,9 +167,7 @@ class UndeclaredMask:
         """Return what is odd about the borders as they ran, "" if nothing is."""
         inferred = self.inferred
         if inferred.shift:
-            side, n = "before" if inferred.shift > 0 else "after", abs(inferred.shift)
-            where = f"{plural(n, 'token')} {side} the beginning of a line"
-            return f"Every border of the executed mask is {where}."
+            return f"Every border of the executed mask is {inferred.describe_distance()}."
         if inferred.is_suspect:
             odd = ", ".join(map(str, sorted((*inferred.in_words, *inferred.before_breaks))))
             return f"Borders inside a word or before a line break: at position {odd}."
@@ -187,14 +185,14 @@ class UndeclaredMask:
         last = len(spans) - 1
         while last > 0 and cells[spans[last][0], : spans[last][0] + 1].all():
             last -= 1
-        start, stop = first_unpadded(self._prompt, 0), spans[0][1]
+        start, stop = first_text_position(self._prompt), spans[0][1]
         is_shared = last > 0 and start < stop and cells[stop : spans[last][1], start:stop].all()
         yield from range(int(is_shared or start >= stop), last + 1)
 
     def _entry(self, label: str, span: Span, after: int) -> SegmentEntry:
         """Return a segment without special tokens and line breaks at its ends."""
         prompt = self._prompt
-        start, stop = first_unpadded(self._prompt, span[0]), span[1]
+        start, stop = first_text_position(self._prompt, span[0]), span[1]
         while stop - 1 > start and not prompt.tokens[stop - 1 - prompt.start].text.strip("\r\n"):
             stop -= 1
         parts = prompt.texts[start - prompt.start : stop - prompt.start]
@@ -208,7 +206,7 @@ class UndeclaredMask:
         spans, n = self._spans(), self._prompt.stop
         if not isolated:
             return None
-        first = first_unpadded(self._prompt, spans[isolated[0]][0])
+        first = first_text_position(self._prompt, spans[isolated[0]][0])
         pieces = [("bos", SegmentKind.BOS, (0, min(first, 1)))]
         pieces.append(("shared", SegmentKind.SHARED, (min(first, 1), first)))
         for index in isolated:

@@ -47,7 +47,7 @@ def test_without_a_terminal_open_says_what_does_without_one(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
-    [(None, "There is no trace at"), (b"not a trace" * 20, "is not a trace: it is not a SQLite")],
+    [(None, "There is no trace at"), (b"not a trace" * 20, "is not a flexinspect trace")],
 )
 def test_without_a_terminal_what_is_no_trace_is_not_to_be_shown_either(
     data: bytes | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -93,7 +93,7 @@ def test_an_unreadable_trace_ends_with_its_error_message(pane: Pane, tmp_path: P
     pane.until(lambda text: "This trace cannot be opened" in text)
     pane.type("q")
     text = pane.until(lambda text: "flexinspect: " in text and "This trace cannot" not in text)
-    assert "is not a trace: it is not a SQLite file." in _joined(text)
+    assert "is not a flexinspect trace (not a SQLite file)." in _joined(text)
     assert "Traceback" not in text
     pane.type("echo code $?", "Enter")
     pane.until(lambda text: "code 2" in text)

@@ -80,7 +80,7 @@ def test_a_border_inside_a_word_is_named_next_to_correct_ones() -> None:
 
 def test_a_border_before_a_line_break_is_named_next_to_correct_ones() -> None:
     finding = one(look(blocks([SECOND, THIRD - 1])), SUSPECT)
-    assert 'and position 15 "↵" begins one with a line break.' in finding.sentence
+    assert 'and position 15 "↵" begins a segment with a line break.' in finding.sentence
 
 
 def test_a_special_token_may_begin_a_segment() -> None:

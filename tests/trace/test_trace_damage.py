@@ -84,7 +84,7 @@ def test_a_name_with_a_null_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"\x80\x04.", b"x", b"PK\x03\x04" * 100, b"\0" * 5000])
 def test_a_file_of_another_kind(copy: Path, content: bytes) -> None:
     copy.write_bytes(content)
-    assert_refused(copy, "is not a trace: it is not a SQLite file")
+    assert_refused(copy, r"is not a flexinspect trace \(not a SQLite file\)")
 
 
 def test_a_database_of_another_program(tmp_path: Path) -> None:

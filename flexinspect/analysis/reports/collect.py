@@ -158,8 +158,8 @@ def collect_report(
 
 
 UNDECLARED = (
-    "No mask was declared, so the executed mask was not compared with the one that you meant: "
-    "declare it with run --declare FILE, or with the arguments of watch."
+    "No mask was declared, so the executed mask was not compared with an intended one. To declare "
+    "it, use run --declare FILE or the arguments of watch."
 )
 
 

@@ -48,6 +48,11 @@ class InferredSegments(NamedTuple):
         """Whether a border is probably not where it was meant to be."""
         return bool(self.shift or self.in_words or self.before_breaks)
 
+    def describe_distance(self) -> str:
+        """Return where the borders are if they have a shift: `1 token before ... of a line`."""
+        side = "before" if self.shift > 0 else "after"
+        return f"{plural(abs(self.shift), 'token')} {side} the beginning of a line"
+
 
 def find_segment_borders(mask: MaskRecord, prompt: PromptTokens) -> dict[Borders, int]:
     """Return the borders of the segments into which a mask cuts the prompt, with one of its heads.
@@ -61,12 +66,12 @@ def find_segment_borders(mask: MaskRecord, prompt: PromptTokens) -> dict[Borders
             row = mask.cells[head, borders[0], : borders[0]]
             # The first segment begins with what the second one sees of it: a text that all share.
             shared = int(np.argmin(row)) if not row.all() else 0
-            has_text = shared > first_unpadded(prompt, 0)
+            has_text = shared > first_text_position(prompt)
             found.setdefault((shared, *borders) if has_text else borders, head)
     return found
 
 
-def first_unpadded(prompt: PromptTokens, start: int) -> int:
+def first_text_position(prompt: PromptTokens, start: int = 0) -> int:
     """Return the first position from `start` on that is neither padding nor a special token.
 
     Without a tokenizer, the first token that is not padding counts as special.
@@ -114,7 +119,8 @@ def _is_in_word(before: str, after: str) -> bool:
 class InferredSegmentsRule(Rule):
     """Reports the segments of a mask, and borders that are probably misplaced, if none are known.
 
-    Each mask of the whole prompt is checked once per generation.
+    The first step with masks of the whole prompt is checked. Without a cache every later step has
+    such masks too, and the same borders.
     """
 
     name = "inferred_segments"
@@ -126,7 +132,6 @@ class InferredSegmentsRule(Rule):
         is_declared = context.declared_mask is not None or context.has_custom_mask_mod
         self._is_active = not is_declared and not self._prompt.pieces and bool(self._prompt.tokens)
         self._is_active &= not self._prompt.paraphrases
-        self._checked: set[str] = set()
 
     def on_step(self, step: StepRecord) -> Findings:
         """Check the masks of a step with several rows."""
@@ -134,12 +139,10 @@ class InferredSegmentsRule(Rule):
             return
         calls_by_borders: dict[Borders, list[CallRecord]] = {}
         for fingerprint, calls in calls_by_mask(step).items():
-            if fingerprint is None or fingerprint in self._checked:
-                continue
-            self._checked.add(fingerprint)
             mask = self.context.mask(fingerprint)
             if mask is None or mask.q_offset or mask.q_len < self._prompt.stop:
                 continue
+            self._is_active = False
             for borders in find_segment_borders(mask, self._prompt):
                 calls_by_borders.setdefault(borders, []).extend(calls)
         for borders, calls in calls_by_borders.items():
@@ -181,13 +184,12 @@ class InferredSegmentsRule(Rule):
         if n:
             first = segments.borders[0]
             each = "the border is" if len(segments.borders) == 1 else "every border is"
-            side = "before" if n > 0 else "after"
-            where = f"{plural(abs(n), 'token')} {side} the beginning of a line"
-            cause, moved = explain_shift(self._prompt, n), place(first + n)
-            return f"{each} {where}{cause}: {place(first)} begins a segment instead of {moved}"
+            where = segments.describe_distance() + explain_shift(self._prompt, n)
+            return f"{each} {where}: {place(first)} begins a segment instead of {place(first + n)}"
         parts = [f"{place(border)} begins a segment inside a word" for border in segments.in_words]
         parts += [
-            f"{place(border)} begins one with a line break" for border in segments.before_breaks
+            f"{place(border)} begins a segment with a line break"
+            for border in segments.before_breaks
         ]
         return join_labels(limit_names(parts))
 

@@ -313,7 +313,7 @@ def check_header(path: Path) -> int:
         raise TraceError(f"{path} is empty.", hint="The recording never started; run it again.")
     hint = "Traces end in .flextrace and are made by 'flexinspect run'."
     if not head.startswith(_SQLITE_MAGIC):
-        raise TraceError(f"{path} is not a trace: it is not a SQLite file.", hint=hint)
+        raise TraceError(f"{path} is not a flexinspect trace (not a SQLite file).", hint=hint)
     if len(head) < HEADER_BYTES:
         raise cut_short
     if not is_trace_header(head):
