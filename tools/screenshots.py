@@ -16,8 +16,7 @@ from pathlib import Path
 
 from flexinspect.drawing.export import to_png
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.panel_view import PanelView
-from flexinspect.tui.status_lines import TokenStrip, TraceHeader
+from flexinspect.tui.panel_view import LoadedCanvas
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
@@ -55,10 +54,8 @@ async def shoot(shot: Shot, trace: Path) -> str:
         for key in shot.keys:
             await pilot.press(key)
         screen = app.screen
-        loaders = [view.loader for view in screen.query(PanelView)]
-        loaders += [screen.query_one(TokenStrip).loader, screen.query_one(TraceHeader).loader]
-        for loader in loaders:
-            await loader.wait_idle()
+        for canvas in screen.query(LoadedCanvas):
+            await canvas.loader.wait_idle()
         await pilot.pause(0.2)
         return app.export_screenshot(title="flexinspect open demo.flextrace", simplify=True)
 

@@ -19,8 +19,9 @@ from msgspec import Struct
 class Key(Struct, frozen=True):
     """An action: `id` (group.name), default keys by Textual's names, and a description.
 
-    An action with a `label` appears in the footer under that name. An action that the trace screen
-    does not handle goes to the focused panel, or else to the first panel that handles it.
+    `label` is its name in the line of keys, where the description is too long. An action that the
+    trace screen does not handle goes to the focused panel, or else to the first panel that handles
+    it.
     """
 
     id: str
@@ -30,19 +31,26 @@ class Key(Struct, frozen=True):
 
 
 KEYS: tuple[Key, ...] = (
-    Key("step.next", ("right", "l"), "next token", label="next"),
-    Key("step.previous", ("left", "h"), "previous token", label="back"),
+    Key("step.next", ("right", "l"), "next token", label="token"),
+    Key("step.previous", ("left", "h"), "previous token"),
     Key("step.first", ("home",), "first step, the prefill"),
     Key("step.last", ("end",), "last step"),
     Key("step.forward", ("pagedown",), "ten tokens forward"),
     Key("step.back", ("pageup",), "ten tokens back"),
     Key("step.goto", ("g",), "go to a step, by number or word", label="go"),
+    Key("place.back", ("backspace",), "back to where you were before the last jump"),
     Key("step.follow", ("f",), "follow the newest step", label="live"),
     Key("tokens.search", ("slash",), "search the tokens", label="find"),
     Key("tokens.match", ("asterisk",), "next match of the search"),
     Key("finding.next", ("n",), "next finding", label="finding"),
+    Key("finding.read", ("i",), "read all of the finding", label="read it"),
     Key("finding.previous", ("N",), "previous finding"),
-    Key("mask.declare", ("D",), "declare the segments into which the mask cuts the prompt"),
+    Key(
+        "mask.declare",
+        ("D",),
+        "declare the segments of the executed mask",
+        label="declare",
+    ),
     Key("generation.next", ("greater_than_sign",), "next generation"),
     Key("generation.previous", ("less_than_sign",), "previous generation"),
     Key("layer.next", ("down", "j"), "next layer"),
@@ -56,27 +64,53 @@ KEYS: tuple[Key, ...] = (
     Key("panel.more", ("plus",), "one panel more"),
     Key("panel.fewer", ("minus",), "one panel fewer"),
     Key("panel.reset", ("equals_sign",), "reset the layout"),
-    Key("zoom.in", ("z",), "zoom in"),
+    Key("layout.understand", ("f1",), "layout: mask, candidates, text and attention"),
+    Key("layout.token", ("f2",), "layout: why this token"),
+    Key("layout.health", ("f3",), "layout: layers, paths, memory, run"),
+    Key("layout.training", ("f4",), "layout: training"),
+    Key("layout.compare", ("f5",), "layout: branches"),
+    Key("zoom.in", ("z",), "zoom in", label="zoom"),
     Key("zoom.out", ("Z",), "zoom out"),
-    Key("view.flip", ("m",), "flip the view: declared, received, executed, difference"),
-    Key("view.blocks", ("B",), "show or hide the blocks"),
-    Key("view.measure", ("v",), "next measure"),
+    Key("view.flip", ("m",), "next view of the mask: executed, declared …", label="view"),
+    Key("view.blocks", ("B",), "show or hide the blocks", label="blocks"),
+    Key("view.measure", ("v",), "next measure", label="measure"),
     Key("cursor.left", ("shift+left", "H"), "move the cursor in the panel"),
     Key("cursor.right", ("shift+right", "L"), "move the cursor in the panel"),
     Key("cursor.up", ("shift+up", "K"), "move the cursor in the panel"),
     Key("cursor.down", ("shift+down", "J"), "move the cursor in the panel"),
-    Key("cursor.enter", ("enter",), "go to the item under the cursor"),
-    Key("run.pause", ("space",), "pause the model after this step, or continue"),
-    Key("run.step", ("full_stop",), "generate one token"),
-    Key("run.breakpoints", ("b",), "breakpoints: stop when a condition holds"),
-    Key("travel.restore", ("R",), "restore the model to this step"),
-    Key("travel.fork", ("F",), "continue from this step with another token, as a branch"),
-    Key("travel.mask", ("E",), "continue from this step with another mask, as a branch"),
-    Key("branch.choose", ("t",), "choose a branch"),
-    Key("run.stop", ("ctrl+c",), "stop the run; its trace stays valid (twice: end it at once)"),
+    Key("cursor.enter", ("enter",), "go to the item under the cursor", label="go there"),
+    Key(
+        "run.pause",
+        ("space",),
+        "pause after this step, or continue",
+        label="pause/continue",
+    ),
+    Key("run.step", ("full_stop",), "generate one token", label="one token"),
+    Key("run.breakpoints", ("b",), "breakpoints: pause on a condition", label="breakpoints"),
+    Key("travel.restore", ("R",), "take the model back to this step", label="go back here"),
+    Key(
+        "travel.fork",
+        ("F",),
+        "try another token here",
+        label="other token",
+    ),
+    Key(
+        "travel.mask",
+        ("E",),
+        "change the mask, re-run from here",
+        label="other mask",
+    ),
+    Key("branch.choose", ("t",), "choose a branch", label="branch"),
+    Key(
+        "run.stop",
+        ("ctrl+c",),
+        "stop, keep the trace (again: kill now)",
+        label="stop",
+    ),
     Key("screen.shot", ("s",), "save a picture of the screen"),
     Key("panel.export", ("S",), "save a picture of the panel"),
     Key("app.palette", ("p", "ctrl+p"), "all commands", label="menu"),
+    Key("app.messages", ("M",), "the messages so far"),
     Key("app.help", ("question_mark",), "help", label="help"),
     Key("app.theme", ("T",), "choose a theme"),
     Key("app.quit", ("q",), "quit", label="quit"),

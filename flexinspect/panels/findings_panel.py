@@ -38,20 +38,30 @@ SEVERITY_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOT
 _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
 
 
+class Coverage(Struct, frozen=True):
+    """What was checked in a trace: the names of the rules that ran, live or on the stored trace.
+
+    `level` is that of the recording. `is_undeclared`: see `collect.Report`.
+    """
+
+    rules: tuple[str, ...] = ()
+    level: str = ""
+    is_undeclared: bool = False
+    is_training: bool = False
+
+
 class FindingsData(Struct, frozen=True):
     """The classes of findings, worst first, and one finding of the selected class.
 
-    `tokens` are (pos, text) of its first positions; `rules` are the names of the rules that ran,
-    live or on the stored trace. `is_undeclared`: see `collect.Report`.
+    `tokens` are (pos, text) of its first positions. `coverage` is read without any finding.
     """
 
     groups: tuple[queries.FindingGroup, ...]
     selected: int = 0
     member: int = 0
     chosen: FindingRow | None = None
-    tokens: tuple[tuple[int, str], ...] = ()
-    rules: tuple[str, ...] = ()
-    is_undeclared: bool = False
+    tokens: collect.PositionTexts = ()
+    coverage: Coverage | None = None
 
 
 def format_extent(group: queries.FindingGroup) -> str:
@@ -63,31 +73,50 @@ def format_extent(group: queries.FindingGroup) -> str:
     return f"{', '.join(parts)}: {collect.format_times(group.times)}"
 
 
-def describe_no_findings(data: FindingsData) -> Iterator[tuple[str, str]]:
+def load_coverage(reader: TraceReader) -> Coverage:
+    """Return what was checked. Raises `TraceError`."""
+    run = reader.run()
+    live = run.get("rules")
+    names = {*map(str, live if isinstance(live, list) else ()), *(r for r, _ in reader.reviews())}
+    is_training = bool(run.get("watch_training"))
+    level = str(run.get("level", ""))
+    return Coverage(tuple(sorted(names)), level, collect.is_undeclared(reader), is_training)
+
+
+def describe_coverage(coverage: Coverage) -> Iterator[tuple[str, str]]:
     """Yield what was checked in a trace without findings, and what was not, with styles."""
-    if data.rules:
-        n_rules = plural(len(data.rules), "rule")
-        yield f"No problems found so far: {n_rules} checked every step.", "good"
-    else:
+    if not coverage.rules:
         yield "No findings are recorded in this trace.", "text"
-    if data.is_undeclared:
+    else:
+        n_rules = plural(len(coverage.rules), "rule")
+        yield f"No problems found so far: {n_rules} checked every step.", "good"
+    if coverage.is_undeclared:
         yield collect.UNDECLARED, "text"
-    if data.rules:
-        yield f"The rules: {', '.join(map(escape_unprintable, data.rules))}.", "muted"
+    elif coverage.level != "basic" and not coverage.is_training and coverage.rules:
+        yield "The executed mask was compared with the declared one.", "text"
+    if coverage.level == "basic" and not coverage.is_training:
+        yield NOT_CHECKED_AT_BASIC, "text"
+    if coverage.rules:
+        yield f"The rules: {', '.join(map(escape_unprintable, coverage.rules))}.", "muted"
 
 
-def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
-    """Yield the lines of the selected finding, each with the name of its style."""
-    if data.chosen is None:
-        return
-    finding = data.chosen.finding
-    group = data.groups[data.selected]
+NOT_CHECKED_AT_BASIC = (
+    "Level basic records no mask cells and no values of layers, so they were not checked. To check "
+    "them, record at level advanced."
+)
+
+
+def describe_finding(
+    finding: Finding, tokens: collect.PositionTexts = (), which: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a finding, each with the name of its style.
+
+    `tokens` are the texts of its first positions, and `which` its number among others.
+    """
     yield finding.sentence, SEVERITY_STYLES[finding.severity]
-    number, of = map(collect.format_thousands, (data.member + 1, group.count))
-    which = f" ({number} of {of})" if group.count > 1 else ""
     yield f"At {collect.describe_place(finding)}{which}.", "text"
-    if data.tokens:
-        yield _format_positions(data, finding), "text"
+    if tokens:
+        yield _format_positions(tokens, finding), "text"
     for name in ("fix", "confirm", "why"):
         if text := getattr(finding, name):
             yield f"{name}: {text}", "text"
@@ -98,9 +127,18 @@ def describe_finding(data: FindingsData) -> Iterator[tuple[str, str]]:
         yield f"query: {clip_text(finding.query, MAX_QUERY_CHARS).rstrip()}", "muted"
 
 
-def _format_positions(data: FindingsData, finding: Finding) -> str:
-    tokens = ", ".join(f"{pos} “{text}”" if text else str(pos) for pos, text in data.tokens)
-    more = len(finding.positions) - len(data.tokens)
+def _describe_chosen(data: FindingsData) -> Iterator[tuple[str, str]]:
+    if data.chosen is None:
+        return
+    count = data.groups[data.selected].count
+    number, of = map(collect.format_thousands, (data.member + 1, count))
+    which = f" ({number} of {of})" if count > 1 else ""
+    yield from describe_finding(data.chosen.finding, data.tokens, which)
+
+
+def _format_positions(texts: collect.PositionTexts, finding: Finding) -> str:
+    tokens = ", ".join(f"{pos} “{text}”" if text else str(pos) for pos, text in texts)
+    more = len(finding.positions) - len(texts)
     n_empty, ellipsis = finding.evidence.get("empty"), ""
     if isinstance(n_empty, int) and n_empty > len(finding.positions):
         more, ellipsis = more + n_empty - len(finding.positions), " …"
@@ -145,11 +183,7 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         reader, options = source.reader, request.options
         groups = load_groups(source)
         if not groups:
-            rules = reader.run().get("rules")
-            live = map(str, rules) if isinstance(rules, list) else ()
-            reviews = (rule for rule, _ in reader.reviews())
-            rules = tuple(sorted({*live, *reviews}))
-            return FindingsData((), rules=rules, is_undeclared=collect.is_undeclared(reader))
+            return FindingsData((), coverage=load_coverage(reader))
         classes = [(group.severity.value, group.id) for group in groups]
         chosen = options.group
         selected = classes.index(chosen) if chosen in classes else options.selected
@@ -161,8 +195,8 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
 
     def describe(self, data: FindingsData) -> list[str]:
         """Return the classes with their counts and places, then the selected finding."""
-        if not data.groups:
-            return [text for text, _ in describe_no_findings(data)]
+        if data.coverage is not None:
+            return [text for text, _ in describe_coverage(data.coverage)]
         lines = [summarize_groups(data.groups).counts() + "."]
         lines += [
             f"{group.severity.value} {escape_unprintable(group.id)}: {format_extent(group)}."
@@ -170,13 +204,14 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         ]
         if len(data.groups) > MAX_DESCRIBED_GROUPS:
             lines.append(f"And {len(data.groups) - MAX_DESCRIBED_GROUPS} more kinds.")
-        return [*lines, *(escape_unprintable(text) for text, _ in describe_finding(data))]
+        return [*lines, *(escape_unprintable(text) for text, _ in _describe_chosen(data))]
 
     def paint(self, data: FindingsData, request: Request[FindingsOptions], theme: Theme) -> Picture:
         """Draw the list, scrolled to the selected line, and the selected finding below it."""
         pen, height = Pen(theme, request.width), request.height
-        if not data.groups:
-            return Picture(pen.paragraphs(describe_no_findings(data))[:height], "no problems")
+        if data.coverage is not None:
+            lines = pen.paragraphs(describe_coverage(data.coverage))
+            return Picture(lines[:height], "no problems")
         rows = _visible_groups(data, height)
         strips = [_draw_group(data, index, pen) for index in rows]
         strips.append(pen.line(("─" * pen.width, "muted")))
@@ -287,6 +322,41 @@ def navigate_to_finding(finding: Finding) -> base.Navigate:
     return base.Navigate(**place, pos=finding.positions[0] if finding.positions else None)
 
 
+EVIDENCE_PANELS = {
+    "attention": "attention",
+    "decode": "mask",
+    "gradient": "gradients",
+    "graphs": "path",
+    "kernel": "path",
+    "mask": "mask",
+    "memory": "memory",
+    "numbers": "layers",
+    "path": "path",
+    "positions": "tokens",
+    "reach": "mask",
+    "segments": "mask",
+    "text": "tokens",
+    "training": "training",
+}
+"""The panel that shows the evidence of a finding, by the first word of its id."""
+
+
+def evidence_panel(finding: Finding) -> str:
+    """Return the panel that shows what a finding says, "" for none in particular."""
+    return EVIDENCE_PANELS.get(finding.id.partition(".")[0], "")
+
+
+def read_paragraphs(finding: Finding, tokens: collect.PositionTexts) -> list[tuple[str, str]]:
+    """Return (heading, text) of all there is to read about a finding, the fix first."""
+    headings = {"fix": "Fix", "confirm": "How to confirm", "why": "Why it matters"}
+    paragraphs = [("", finding.sentence)]
+    paragraphs += [(title, getattr(finding, name)) for name, title in headings.items()]
+    # Without the sentence and the texts above.
+    texts = replace(finding, sentence="", **dict.fromkeys(headings, ""))
+    paragraphs += [("", text) for text, _ in describe_finding(texts, tokens)]
+    return [pair for pair in paragraphs if pair[1]]
+
+
 def load_groups(source: Source) -> tuple[queries.FindingGroup, ...]:
     """Return the classes of findings, worst first; cached until there are new findings."""
     counter = queries.findings_counter(source.reader)
@@ -311,7 +381,7 @@ def _finding_room(data: FindingsData, height: int) -> int:
 
 def _draw_finding(data: FindingsData, request: Request[FindingsOptions], pen: Pen) -> list[Strip]:
     """Draw the lines of the selected finding that are in the window, and how many are outside."""
-    strips, room = pen.paragraphs(describe_finding(data)), _finding_room(data, request.height)
+    strips, room = pen.paragraphs(_describe_chosen(data)), _finding_room(data, request.height)
     if len(strips) <= room:
         return strips
     top = min(request.options.scroll, len(strips) - room)
@@ -329,7 +399,7 @@ def _read_on(
     """Scroll the selected finding by most of a window; at its end, select the next one."""
     room = _finding_room(data, request.height)
     pen = Pen(Theme("none"), request.width)
-    hidden = max(len(pen.paragraphs(describe_finding(data))) - room, 0)
+    hidden = max(len(pen.paragraphs(_describe_chosen(data))) - room, 0)
     scroll = min(request.options.scroll, hidden)
     if room > 1 and (scroll < hidden if down > 0 else scroll > 0):
         scroll += down * max(room - 2, 1)

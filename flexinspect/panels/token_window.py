@@ -209,6 +209,28 @@ def segment_at(segments: Sequence[Segment], pos: int) -> Segment | None:
     return segments[-1] if segments and pos >= segments[-1].start else None
 
 
+class Answer(Struct, frozen=True):
+    """The text that a branch answered, "" before it has ended, and whether it was expected.
+
+    `state` is that of the branch; `is_correct` is None if no answer is expected or the branch is
+    still being recorded.
+    """
+
+    text: str
+    state: str
+    is_correct: bool | None
+
+
+def load_answer(source: Source, place: TracePlace) -> Answer:
+    """Return the answer of the place's branch. Raises `TraceError`."""
+    reader = source.reader
+    row = reader.generation(place.generation)
+    forks = reader.branches(place.generation) if place.branch else []
+    outcome = next((fork for fork in forks if fork.branch == place.branch), row)
+    text, state, branch = outcome.answer, outcome.state, (place.generation, place.branch)
+    return Answer(text, state, is_answer_correct(source, branch, state, text, row.expected))
+
+
 def is_answer_correct(
     source: Source, branch: tuple[int, int], state: str, answer: str, expected: Sequence[str]
 ) -> bool | None:

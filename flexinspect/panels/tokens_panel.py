@@ -78,14 +78,12 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         window = token_window.load_token_window(source, place, reach)
         row = source.reader.generation(place.generation)
         branch = (place.generation, place.branch)
-        forks = source.reader.branches(place.generation) if place.branch else []
-        outcome = next((fork for fork in forks if fork.branch == place.branch), row)
-        state, answer = outcome.state, outcome.answer
+        answer = token_window.load_answer(source, place)
         return TokensData(
             window=window,
             generation=row,
-            answer=answer or _partial_answer(source, branch, window),
-            is_correct=token_window.is_answer_correct(source, branch, state, answer, row.expected),
+            answer=answer.text or _partial_answer(source, branch, window),
+            is_correct=answer.is_correct,
             place=place,
             previews=_load_previews(source, branch, window),
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from flexinspect.records.job import Job, ScriptJob
     from flexinspect.tui.screens.start_screen import JobFactory
 
+MAX_MESSAGES = 200
 _NO_COLOR_FILTER = NoColorFilter()
 
 
@@ -64,6 +67,7 @@ class InspectorApp(App[None]):
         self._keymap_overrides = dict(keymap or {})
         self.session: TraceSession | None = None
         self.trace_error: TraceError | None = None
+        self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
         self.animation_level = "none"  # animating a view of data only costs repaints
 
     def on_mount(self) -> None:
@@ -145,8 +149,17 @@ class InspectorApp(App[None]):
         timeout: float | None = None,
         markup: bool = False,
     ) -> None:
-        """Show a notification, whose text is never markup: it may contain text of a model."""
+        """Show a message in place of the last one; `messages` returns all.
+
+        Its text is never markup: it may contain text of a model.
+        """
+        self._messages.append((time.strftime("%H:%M:%S"), message))
+        self.clear_notifications()
         super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)
+
+    def messages(self) -> list[tuple[str, str]]:
+        """Return (time of day, text) of the messages so far, the newest first."""
+        return list(reversed(self._messages)) or [("", "There was no message yet.")]
 
     def keys_of(self, name: str) -> str:
         """Return the configured keys of an action, as the help displays them."""

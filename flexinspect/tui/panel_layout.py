@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Mapping
 from concurrent.futures import Executor
 
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
+from textual.message import Message
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import N_DIGITS
@@ -26,22 +28,31 @@ TRAINING_PANELS = ("training", "gradstrip", "findings", "memory")
 """The panels of a training run."""
 
 
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "understand": saved_state.DEFAULT_PANELS,
+    "token": ("logits", "attention", "tokens", "path"),
+    "health": ("layers", "path", "memory", "run"),
+    "training": TRAINING_PANELS,
+    "compare": ("branches", "mask", "logits", "tokens"),
+}
+"""The panels of each layout that a key selects, the main one first."""
+
+MIN_MAIN_WIDTH = 100
+"""Width from which the first panel has two thirds of the columns, and the others the rest."""
+
+
 def n_slots(width: int, height: int) -> int:
     """Return how many panels (1 to 4) a terminal of this size, in cells, can show well."""
     if width < 60:
-        return 2 if height >= 20 else 1
-    if width >= 120:
-        return 4 if height >= 32 else 3
-    return 2 if height < 44 else 4
+        return 2 if height >= 24 else 1
+    if width < MIN_MAIN_WIDTH:
+        return 2 if height < 44 else 4
+    return 2 if height < 28 else 3 if height < 44 else 4
 
 
 def n_columns(slots: int, width: int) -> int:
     """Return the number of columns for this number of panels and width in cells."""
-    if slots == 1 or width < 60:
-        return 1
-    if slots == 4:
-        return 2 if width < 240 else 4
-    return slots if width >= 40 * slots - 10 else 1
+    return 1 if slots == 1 or width < 60 else 2
 
 
 def loadable_panels(names: tuple[str, ...]) -> list[str]:
@@ -123,6 +134,9 @@ class Slot(Container):
 class Slots(Container):
     """All frames: keeps which panel is where and how many are shown, and saves it."""
 
+    class Changed(Message):
+        """A frame shows another panel."""
+
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="slots")
         self._session = session
@@ -152,11 +166,15 @@ class Slots(Container):
 
     def _load_panels(self) -> None:
         """Show the saved panels, or those of a training run, in the frames."""
-        names = loadable_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
+        self._show_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
+
+    def _show_panels(self, panels: tuple[str, ...]) -> None:
+        names = loadable_panels(panels)
         self.loaded.set()
         for slot, name in zip(self._slots, names, strict=False):
             slot.replace(name)
         self.lay_out()
+        self.post_message(self.Changed())
 
     def _on_new_version(self) -> None:
         """Show the panels of a training run for its trace, without saving that layout."""
@@ -205,6 +223,23 @@ class Slots(Container):
         if other is not None:  # a hidden frame that had it gets the other panel
             other.replace(before)
         self._save_layout()
+        self.post_message(self.Changed())
+
+    def bring_panel(self, name: str) -> None:
+        """Show a panel beside the focused one, if it is not shown; "" for none. It is not saved."""
+        if not name or any(view.panel.name == name for view in self.views()):
+            return
+        if self._maximized is not None:
+            self.toggle_maximized()
+            self.bring_panel(name)
+            return
+        current = self._current_index()
+        slot = self._slots[int(current == 0 and len(self.views()) > 1)]
+        hidden = next((s for s in self._slots if s.view.panel.name == name), None)
+        if hidden is not None:
+            hidden.replace(slot.view.panel.name)
+        slot.replace(name)
+        self.post_message(self.Changed())
 
     def _save_layout(self) -> None:
         if self._is_training or not self.loaded.is_set():
@@ -222,9 +257,12 @@ class Slots(Container):
 
     def reset(self) -> None:
         """Show the panels that a new user sees, as many as fit."""
+        self.apply_layout("training" if self._is_training else "understand")
+
+    def apply_layout(self, name: str) -> None:
+        """Show the panels of a layout, as many as fit."""
         self._maximized, self._n_requested = None, 0
-        self._saved = saved_state.InterfaceState()
-        self._load_panels()
+        self._show_panels(LAYOUTS[name])
         self._save_layout()
 
     def change_count(self, by: int) -> None:
@@ -247,8 +285,11 @@ class Slots(Container):
             slot.display = index < n_wanted if self._maximized is None else index == self._maximized
         n_shown = n_wanted if self._maximized is None else 1
         columns = n_columns(n_shown, width)
-        self.styles.grid_size_columns = columns
-        self.styles.grid_size_rows = -(-n_shown // columns)
+        has_main = columns > 1 and width >= MIN_MAIN_WIDTH
+        n_rows = n_shown - 1 if has_main else -(-n_shown // columns)
+        self.styles.grid_size_columns, self.styles.grid_size_rows = columns, n_rows
+        self.styles.grid_columns = "2fr 1fr" if has_main else "1fr"
+        self._slots[0].styles.row_span = n_rows if has_main else 1
         if self.current() is not self.screen.focused and not isinstance(
             self.screen.focused, PanelView
         ):

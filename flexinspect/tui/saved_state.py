@@ -18,7 +18,7 @@ from msgspec.structs import asdict, fields, replace
 from flexinspect.core.environment import replace_file, user_folder
 
 N_RECENT = 12
-DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
+DEFAULT_PANELS = ("mask", "logits", "tokens", "attention")
 
 
 class InterfaceState(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The lines around the panels: header, token strip, banner of the run's status, finding line."""
+"""The lines around the panels: header, token strip, and banner of the run's status."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from textual.strip import Strip
 from textual.widgets import Static
 
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.text_lines import Canvas, Span, header, line
+from flexinspect.core.text import escape_unprintable, truncate
+from flexinspect.drawing.text_lines import Span, header, line
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, row_around
 from flexinspect.panels.base import Missing, TracePlace
-from flexinspect.panels.findings_panel import FindingSummary, load_summary
-from flexinspect.panels.token_window import TokenWindow, load_token_window, segment_at, token_cells
-from flexinspect.records.finding import Finding, Severity
+from flexinspect.panels.token_window import (
+    Answer,
+    TokenWindow,
+    load_answer,
+    load_token_window,
+    segment_at,
+    token_cells,
+)
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus, TraceSession
@@ -104,8 +109,11 @@ class StatusBanner(Static):
         self.update(Content(text))
 
 
-HeaderData = tuple[StepRow | None, FindingSummary | None]
-"""The step of the header, and the summary of the finding line."""
+HeaderData = tuple[StepRow | None, Answer | None]
+"""The step of the header, and the answer of its branch."""
+
+MAX_ANSWER_CHARS = 24
+MAX_REASON_CHARS = 48
 
 _NO_CAPTURE = CaptureStatus()
 
@@ -114,33 +122,24 @@ def header_parts(
     status: RunStatus,
     place: TracePlace,
     step: StepRow | None,
+    answer: Answer | None = None,
     *,
     following: bool,
     capture_status: CaptureStatus = _NO_CAPTURE,
 ) -> list[tuple[str, str, int]]:
-    """Return the parts of the header: text, style and priority (1 is dropped last)."""
-    model = status.run.get("model")
-    model = model if isinstance(model, dict) else {}
-    where = f"{model.get('device', '')} {model.get('dtype', '')}".strip()
-    capture = capture_status.status  # a command may have changed the level of the manifest
-    level = status.run.get("level", "") if capture is None else capture.level
-    parts = [
-        (escape_unprintable(str(model.get("name", "flexinspect"))), "title", 2),
-        (escape_unprintable(where), "text", 6),
-        (escape_unprintable(str(level)), "text", 5),
-    ]
+    """Return the parts of the header: text, style and priority (1 is dropped last).
+
+    Ordinals ("token 2 of 3") count from 1; ids ("step 1") count from 0 as in commands and files.
+    """
+    parts = [_format_answer(answer)]
     if status.generations > 1:
-        # Numbered from 0, like steps, --generation and findings.
-        parts.append((f"generation {place.generation}/{status.generations - 1}", "text", 3))
+        parts.append((f"answer {place.generation + 1} of {status.generations}", "text", 3))
     if place.branch:
         parts.append((f"branch {place.branch}", "text", 3))
-    phase = escape_unprintable(f" {step.phase}") if step is not None else ""
-    has_steps = status.last_step is not None
-    number = f"step {place.step}/{status.last_step}{phase}" if has_steps else "no step yet"
-    parts.append((number, "strong", 1))
-    parts.append((_format_cost(status, step), "muted", 7))
+    parts.append((_format_step(status, place, step), "strong", 1))
     behind = (status.last_step or 0) - place.step
     halted = _format_halt(capture_status)
+    has_steps = status.last_step is not None
     is_loading = capture_status.is_unresponsive and not has_steps  # nothing can answer yet
     if status.live and halted and not is_loading:
         parts.append((halted, "warn", 1))
@@ -150,10 +149,47 @@ def header_parts(
         parts.append(("following" if following else "live", "good", 4))
     elif status.state in ("failed", "dead", "interrupted"):
         parts.append((status.state, "bad", 2))
-    return parts
+    return [*parts, *_format_run(status, step, capture_status)]
 
 
-_HALT_TEXTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
+def _format_answer(answer: Answer | None) -> tuple[str, str, int]:
+    text = " ".join(escape_unprintable(answer.text).split()) if answer is not None else ""
+    if answer is None or not text:
+        return "", "text", 3
+    sign, style = {None: ("", "text"), True: (" ✓", "good"), False: (" ✖", "bad")}[
+        answer.is_correct
+    ]
+    return f"“{truncate(text, MAX_ANSWER_CHARS)}”{sign}", style, 3
+
+
+def _format_step(status: RunStatus, place: TracePlace, step: StepRow | None) -> str:
+    if status.last_step is None:
+        return "no step yet"
+    what = "iteration" if status.run.get("watch_training") else "token"
+    phase = escape_unprintable(f", {step.phase}") if step is not None and step.phase else ""
+    return f"{what} {place.step + 1} of {status.last_step + 1} (step {place.step}{phase})"
+
+
+def _format_run(
+    status: RunStatus, step: StepRow | None, capture_status: CaptureStatus
+) -> list[tuple[str, str, int]]:
+    """Return the parts that describe the run: its model, device, level and cost."""
+    model = status.run.get("model")
+    model = model if isinstance(model, dict) else {}
+    name = escape_unprintable(str(model.get("name", "flexinspect")))
+    name = name.rstrip("/").rpartition("/")[2] if name.startswith("/") else name
+    where = f"{model.get('device', '')} {model.get('dtype', '')}".strip()
+    capture = capture_status.status  # a command may have changed the level of the manifest
+    level = status.run.get("level", "") if capture is None else capture.level
+    return [
+        (name, "title", 5),
+        (escape_unprintable(where), "muted", 7),
+        (escape_unprintable(str(level)), "muted", 6),
+        (_format_cost(status, step), "muted", 8),
+    ]
+
+
+_HALT_TEXTS = {"paused": "paused", "pausing": "pausing", "holding": "finished, model still loaded"}
 
 
 def _format_halt(capture_status: CaptureStatus) -> str:
@@ -162,7 +198,15 @@ def _format_halt(capture_status: CaptureStatus) -> str:
         return "held by a debugger"
     if capture_status.is_unresponsive:
         return "busy, no reply"
-    return _HALT_TEXTS.get(capture_status.state, "")
+    text = _HALT_TEXTS.get(capture_status.state, "")
+    reason = capture_status.status.reason if capture_status.status is not None else ""
+    if text != "paused" or not reason:
+        return text
+    from flexinspect.control.messages import PAUSE_REQUESTED
+
+    if reason != PAUSE_REQUESTED:
+        text = f"paused: {truncate(escape_unprintable(reason), MAX_REASON_CHARS)}"
+    return text
 
 
 def _format_cost(status: RunStatus, step: StepRow | None) -> str:
@@ -175,30 +219,17 @@ def _format_cost(status: RunStatus, step: StepRow | None) -> str:
     return ""
 
 
-def format_finding_summary(summary: FindingSummary | None) -> tuple[str, str]:
-    """Return the text of the finding line and its style."""
-    if summary is None:
-        return "", "text"
-    if summary.errors:
-        return f"✖ {summary.text()}", "bad"
-    if summary.warnings:
-        return f"▲ {summary.text()}", "warn"
-    return (f"● {summary.text()}", "text") if summary.notes else ("no findings", "muted")
-
-
-_FINDING_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "text"}
-
-
 class TraceHeader(LoadedCanvas):
-    """The header. It also loads the summary of findings and passes it to the finding line."""
+    """The header: the answer, the place, the state of the run, and what ran."""
 
     DEFAULT_CSS = "TraceHeader { height: 1; }"
 
-    def __init__(self, session: TraceSession, pool: Executor, findings: FindingLine) -> None:
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="header")
-        self._session, self._findings = session, findings
+        self._session = session
         self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
         self._step: StepRow | None = None
+        self._answer: Answer | None = None
 
     def on_mount(self) -> None:
         for name in ("following", "capture_status"):
@@ -215,14 +246,13 @@ class TraceHeader(LoadedCanvas):
             return None, None
         try:
             step = source.reader.step(place.generation, place.step, place.branch)
-            return step, load_summary(source, place)
+            return step, load_answer(source, place)
         except FlexInspectError:
             return None, None  # the panels show the reason
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: HeaderData) -> None:
-        self._step, summary = loaded
+        self._step, self._answer = loaded
         self.repaint()
-        self._findings.show_summary(summary)
 
     def repaint(self) -> None:
         if self.size.width:
@@ -231,49 +261,11 @@ class TraceHeader(LoadedCanvas):
                 screen.status,
                 screen.place,
                 step if step is not None and step.step == screen.place.step else None,
+                self._answer,
                 following=screen.following,
                 capture_status=screen.capture_status,
             )
             self.show([header(parts, self.size.width, theme_of(self.app))])
-
-
-class FindingLine(Canvas):
-    """A line with the number of findings, or with the finding that the user went to."""
-
-    DEFAULT_CSS = "FindingLine { height: 1; }"
-
-    def __init__(self) -> None:
-        super().__init__(id="finding")
-        self._summary: FindingSummary | None = None
-        self._finding: Finding | None = None
-        self._is_new_finding = False
-
-    def show_summary(self, summary: FindingSummary | None) -> None:
-        """Show another summary, unless the user has just gone to a finding."""
-        self._summary = summary
-        if self._finding is not None and not self._is_new_finding:
-            self._finding = None
-        self._is_new_finding = False
-        self.repaint()
-
-    def show_finding(self, finding: Finding) -> None:
-        """Show a finding until the user leaves its place."""
-        self._finding, self._is_new_finding = finding, True
-        self.repaint()
-
-    def on_resize(self, event: events.Resize) -> None:
-        self.repaint()
-
-    def repaint(self) -> None:
-        if not self.size.width:
-            return
-        theme = theme_of(self.app)
-        if self._finding is not None:
-            text = escape_unprintable(self._finding.sentence)
-            style = _FINDING_STYLES[self._finding.severity]
-        else:
-            text, style = format_finding_summary(self._summary)
-        self.show([line([(text, theme.style(style))], self.size.width, theme.style("text"))])
 
 
 TOKEN_RADIUS = 96

@@ -123,7 +123,7 @@ async def test_the_interface_works_in_a_browser(trace: Path, tmp_path: Path) -> 
             await page.call("Page.enable")
             await asyncio.sleep(1)
             await page.call("Page.navigate", url=f"http://127.0.0.1:{port}")
-            await page.until("step 0/5")
+            await page.until("token 1 of 6")
             for kind in ("mousePressed", "mouseReleased"):
                 await page.call(
                     "Input.dispatchMouseEvent",
@@ -141,7 +141,7 @@ async def test_the_interface_works_in_a_browser(trace: Path, tmp_path: Path) -> 
                     code="ArrowRight",
                     windowsVirtualKeyCode=39,
                 )
-            await page.until("step 1/5")
+            await page.until("token 2 of 6")
             shot = await page.call("Page.captureScreenshot")
             assert base64.b64decode(shot["data"]).startswith(b"\x89PNG")
     finally:

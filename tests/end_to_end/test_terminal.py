@@ -69,22 +69,22 @@ def test_start_step_screenshot_quit_and_a_clean_terminal(
 ) -> None:
     before = pane.modes()
     pane.type(f"{sys.executable} -P -m flexinspect open {trace.name}", "Enter")
-    first = pane.until(lambda text: "step 0/5" in text and "quit" in text)
-    assert first.splitlines()[0].startswith("sample · cpu float32")
+    first = pane.until(lambda text: "token 1 of 6" in text and "quit" in text)
+    assert first.splitlines()[0].startswith("answer 1 of 2 · token 1 of 6")
     assert pane.modes() != before
     pane.type("Right", "Right")
-    pane.until(lambda text: "step 2/5" in text)
+    pane.until(lambda text: "token 3 of 6" in text)
     pane.type("s")
     pane.until(lambda text: "Saved" in text)
     pane.type("q")
     # The prompt is back only when the process has given up the terminal's input.
-    pane.until(lambda text: "step 2/5" not in text and text.rstrip().endswith(("#", "$")))
+    pane.until(lambda text: "token 3 of 6" not in text and text.rstrip().endswith(("#", "$")))
     pane.type("echo clean $?", "Enter")
     after = pane.until(lambda text: "clean 0" in text)
     assert pane.modes() == before
     assert "\x1b" not in after
     (picture,) = tmp_path.glob("*.svg")
-    assert "step 2/5" in picture.read_text().replace("&#160;", " ")
+    assert "token 3 of 6" in picture.read_text().replace("&#160;", " ")
 
 
 def test_an_unreadable_trace_ends_with_its_error_message(pane: Pane, tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_sigterm_leaves_the_terminal_clean(pane: Pane, trace: Path) -> None:
     before = pane.modes()
     command = f"{sys.executable} -P -m flexinspect open {trace.name} & echo $! > pid; fg"
     pane.type("set -m", "Enter", command, "Enter")
-    pane.until(lambda text: "step 0/5" in text and "quit" in text)
+    pane.until(lambda text: "token 1 of 6" in text and "quit" in text)
     pid = int((trace.parent / "pid").read_text())
     os.kill(pid, 15)
-    pane.until(lambda text: "step 0/5" not in text and not Path(f"/proc/{pid}").exists())
+    pane.until(lambda text: "token 1 of 6" not in text and not Path(f"/proc/{pid}").exists())
     pane.type("echo en''ded", "Enter")
     pane.until(lambda text: "ended" in text)
     assert pane.modes() == before

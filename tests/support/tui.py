@@ -6,8 +6,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from flexinspect.tui.panel_view import PanelView
-from flexinspect.tui.status_lines import TokenStrip, TraceHeader
+from flexinspect.tui.panel_view import LoadedCanvas
 
 
 async def settle(pilot: Pilot[Any]) -> None:
@@ -15,11 +14,7 @@ async def settle(pilot: Pilot[Any]) -> None:
     for _ in range(400):
         await pilot.pause()
         screen = pilot.app.screen
-        loading = [
-            *screen.query(PanelView).results(PanelView),
-            *screen.query(TokenStrip).results(TokenStrip),
-            *screen.query(TraceHeader).results(TraceHeader),
-        ]
+        loading = screen.query(LoadedCanvas).results(LoadedCanvas)
         if not any(view.loader.is_busy for view in loading):
             await pilot.pause()
             return

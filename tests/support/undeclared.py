@@ -64,7 +64,7 @@ def prefill(cells: Any) -> StepRecord:
 def write(path: Path, cells: Any, texts: Sequence[str] = TEXTS, declared: Any = None) -> Path:
     """Write a finished trace of one prefill."""
     about = generation(texts, declared)
-    with TraceWriter.create(path, {}) as writer:
+    with TraceWriter.create(path, {"level": "advanced", "rules": []}) as writer:
         writer.begin_generation(about)
         writer.write_step(prefill(cells))
         writer.end_generation(GenerationEnd(0, "finished", "", about.segments, "length"))

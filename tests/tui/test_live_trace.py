@@ -62,7 +62,7 @@ async def test_a_run_is_shown_from_its_start_and_followed_to_its_end(
         await settle(pilot)
         last = screen(app).status.last_step
         assert last == screen(app).place.step
-        assert f"step {last}/{last}" in screen_lines(app)[0]
+        assert f"token {last + 1} of {last + 1} (step {last}" in screen_lines(app)[0]
         assert "Paris" in screen_lines(app)[1]
     assert open_trace(path).state == "finished"
     assert list(tmp_path.glob("*.flextrace*")) == [path]
@@ -97,7 +97,7 @@ async def test_a_killed_process_leaves_its_steps_and_its_last_output(tmp_path: P
         await pilot.press("home", "right")
         await settle(pilot)
         assert screen(app).place.step == 1
-        assert "step 1/" in screen_lines(app)[0]
+        assert "(step 1, decode)" in screen_lines(app)[0]
     assert open_trace(path).state == "failed"
 
 

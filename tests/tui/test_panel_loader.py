@@ -135,7 +135,7 @@ async def test_a_second_step_in_one_direction_loads_only_ahead(
         monkeypatch.setattr(ThreadPoolExecutor, "submit", watched)
         await pilot.press("right")
         await settle(pilot)
-        assert "step 3/5" in screen_lines(app)[0]
+        assert "token 4 of 6" in screen_lines(app)[0]
         places = [
             request[0] if isinstance(request[0], TracePlace) else request[1].place
             for request in submitted

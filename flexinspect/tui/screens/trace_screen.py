@@ -17,31 +17,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from msgspec.structs import replace
-from textual import on, work
+from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.reactive import reactive
 from textual.screen import Screen
-from textual.widgets import Footer
 
+from flexinspect.analysis.reports import collect
 from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import capitalize, escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
-from flexinspect.panels.findings_panel import navigate_to_finding, next_finding
+from flexinspect.panels.findings_panel import (
+    evidence_panel,
+    navigate_to_finding,
+    next_finding,
+    read_paragraphs,
+)
 from flexinspect.panels.panel_registry import panel_names
 from flexinspect.panels.token_window import current_pos
+from flexinspect.records.finding import Finding
 from flexinspect.trace.queries import find_text
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import trace_session
+from flexinspect.tui.diagnosis_card import DiagnosisCard
+from flexinspect.tui.key_line import KeyLine, actions_to_show
 from flexinspect.tui.panel_layout import Slots, format_panel_option
 from flexinspect.tui.panel_view import LoadedCanvas, theme_of
 from flexinspect.tui.screens import dialogs
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
-from flexinspect.tui.status_lines import FindingLine, StatusBanner, TokenStrip, TraceHeader
+from flexinspect.tui.screens.text_screen import TextScreen
+from flexinspect.tui.status_lines import StatusBanner, TokenStrip, TraceHeader
 from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
 
 # Messages of control and some dialogs are imported on first use: the first screen does not need
@@ -209,6 +218,8 @@ iteration. More iterations do no harm.
 
 POLL_EVERY_S = 0.05
 PAGE = 10
+MAX_PLACES = 100
+"""How many jumps can be undone."""
 
 POLL_S = 0.25
 """Interval between status requests to a running capture; each takes a millisecond of a thread."""
@@ -246,18 +257,18 @@ class TraceScreen(Screen[None]):
         self._search = self._last_error = ""
         self._is_frame_open = False
         self._next_place: TracePlace | None = None
+        self._places: list[TracePlace] = []
         if place is not None:
             self.set_reactive(TraceScreen.place, place)
             self.set_reactive(TraceScreen.following, False)
 
     def compose(self) -> ComposeResult:
-        findings = FindingLine()
-        yield TraceHeader(self._session, self._pool, findings)
+        yield TraceHeader(self._session, self._pool)
         yield TokenStrip(self._session, self._pool)
         yield StatusBanner()
+        yield DiagnosisCard(self._session, self._pool)
         yield Slots(self._session, self._pool)
-        yield findings
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine(self.action_do, self._list_actions)
 
     def on_mount(self) -> None:
         """Read the trace before the first frame, so that this shows the actual status."""
@@ -265,6 +276,26 @@ class TraceScreen(Screen[None]):
         self._poll_while_live()
         self.poll_capture()
         self.slots.current().focus()
+        for name in ("capture_status", "following", "version"):
+            self.watch(self, name, self._show_keys, init=False)
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Give the card the lines that the panels can spare."""
+        self.query_one(DiagnosisCard).fit_screen(event.size.height)
+
+    @on(events.DescendantFocus)
+    @on(Slots.Changed)
+    def _handle_panel_change(self) -> None:
+        """Show the keys of the focused panel."""
+        self._show_keys()
+
+    def _show_keys(self) -> None:
+        for key_line in self.query(KeyLine):
+            key_line.repaint()
+
+    def _list_actions(self) -> Iterator[str]:
+        panel = self.slots.current().panel
+        return actions_to_show(self.status, self.capture_status, panel, following=self.following)
 
     def on_unmount(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -386,7 +417,8 @@ class TraceScreen(Screen[None]):
                 canvas.preload(place)
 
     def _shown_canvases(self) -> list[LoadedCanvas]:
-        return [self.query_one(TraceHeader), self.query_one(TokenStrip), *self.slots.views()]
+        lines = (self.query_one(kind) for kind in (TraceHeader, TokenStrip, DiagnosisCard))
+        return [*lines, *self.slots.views()]
 
     # -- navigation ------------------------------------------------------------------------------
 
@@ -401,6 +433,22 @@ class TraceScreen(Screen[None]):
         self.place = replace(place, **{k: v for k, v in values.items() if v is not None})
         if target.panel is not None:
             self.slots.show_panel(target.panel)
+
+    def _jump(self, target: Navigate) -> None:
+        """Go to a place from which `place.back` returns."""
+        before = self.place
+        self.navigate(target)
+        if self.place != before:
+            self._places = [*self._places[1 - MAX_PLACES :], before]
+
+    def _go_back(self) -> None:
+        """Return to the place before the last jump."""
+        if not self._places:
+            self.notify("There was no jump yet.")
+            return
+        place = self._places.pop()
+        self._go_to_branch(place.generation, place.branch)
+        self.following, self.place = False, place
 
     def _move_by(self, n: int) -> None:
         self.navigate(Navigate(step=self.place.step + n))
@@ -434,6 +482,8 @@ class TraceScreen(Screen[None]):
             number = int(name.rpartition("-")[2])
             if number <= len(panel_names()):
                 self.slots.show_panel(panel_names()[number - 1])
+        elif name.startswith("layout."):
+            self.slots.apply_layout(name.partition(".")[2])
         else:
             self.slots.handle_action(name)
 
@@ -456,8 +506,34 @@ class TraceScreen(Screen[None]):
             self.notify("There is no finding in this trace.")
             return
         self._finding = row
-        self.navigate(navigate_to_finding(row.finding))
-        self.query_one(FindingLine).show_finding(row.finding)
+        self._show_finding(row.finding)
+
+    def _show_finding(self, finding: Finding) -> None:
+        """Go to the place of a finding, with the panel that shows the evidence."""
+        self._jump(navigate_to_finding(finding))
+        self.slots.bring_panel(evidence_panel(finding))
+        self.query_one(DiagnosisCard).show_finding(finding)
+
+    @on(DiagnosisCard.Opened)
+    @work(group="dialog")
+    async def read_finding(self) -> None:
+        """Show all of the card's finding; the keys of the next one go on from there."""
+        keys = {"n": "1", "N": "-1"}
+        while (finding := self.query_one(DiagnosisCard).finding) is not None:
+            reader = self.reader
+            texts = collect.read_position_texts(reader, finding) if reader is not None else ()
+            title = f"{capitalize(finding.severity)}: {finding.id}"
+            window = TextScreen(title, read_paragraphs(finding, texts), keys)
+            answer = await self.app.push_screen_wait(window)
+            if answer is None:
+                return
+            self._go_to_finding(1 if answer == "1" else -1)
+            await self.query_one(DiagnosisCard).loader.wait_idle()
+        self.notify("There is no finding at this place.")
+
+    def _show_messages(self) -> None:
+        app: Any = self.app
+        self.app.push_screen(TextScreen("Messages, the newest first", app.messages()))
 
     def show_error(self, error: FlexInspectError) -> None:
         """Show an error, unless it is the same as the last one."""
@@ -478,7 +554,7 @@ class TraceScreen(Screen[None]):
         if step is None:
             self._go_to_match(answer, only_generated=True)
             return
-        self.navigate(Navigate(step=step))
+        self._jump(Navigate(step=step))
         if self.place.step != step:
             message = f"Step {step} does not exist; the nearest step is shown."
             self.notify(message, severity="warning")
@@ -517,7 +593,7 @@ class TraceScreen(Screen[None]):
             message = f"No {where} contains “{escape_unprintable(text)}”."
             self.notify(message, severity="warning")
         else:
-            self.navigate(target)
+            self._jump(target)
 
     @work
     async def _choose_panel(self) -> None:
@@ -528,7 +604,7 @@ class TraceScreen(Screen[None]):
 
     @on(LoadedCanvas.NavigationRequest)
     def _handle_navigation(self, event: LoadedCanvas.NavigationRequest) -> None:
-        self.navigate(event.target)
+        self._jump(event.target)
 
     # -- status ----------------------------------------------------------------------------------
 
@@ -824,14 +900,16 @@ class TraceScreen(Screen[None]):
             "step.previous": lambda: self._move_by(-1),
             "step.forward": lambda: self._move_by(PAGE),
             "step.back": lambda: self._move_by(-PAGE),
-            "step.first": lambda: self._move_by(-self.place.step),
-            "step.last": lambda: self._move_by((self.status.last_step or 0) - self.place.step),
+            "step.first": lambda: self._jump(Navigate(step=self.status.first_step)),
+            "step.last": lambda: self._jump(Navigate(step=self.status.last_step or 0)),
             "step.goto": self.ask_step,
             "step.follow": self.follow,
             "tokens.search": self.ask_search,
             "tokens.match": self.next_match,
             "finding.next": lambda: self._go_to_finding(1),
             "finding.previous": lambda: self._go_to_finding(-1),
+            "finding.read": self.read_finding,
+            "place.back": self._go_back,
             "mask.declare": self.declare,
             "generation.next": lambda: self._go_to_branch(self.place.generation + 1, 0),
             "generation.previous": lambda: self._go_to_branch(self.place.generation - 1, 0),
@@ -851,6 +929,7 @@ class TraceScreen(Screen[None]):
             "app.palette": self.app.action_command_palette,
             "app.theme": self.app.search_themes,
             "app.help": self._help,
+            "app.messages": self._show_messages,
             "run.stop": self._stop,
             "app.quit": self._quit,
         }

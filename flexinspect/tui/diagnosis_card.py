@@ -1,0 +1,239 @@
+"""The diagnosis: the worst finding of a place and its fix in a few lines, or what was verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from rich.cells import cell_len
+from textual import events
+from textual.message import Message
+from textual.strip import Strip
+
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.drawing.text_lines import NamedSpan, Pen, join_blocks
+from flexinspect.panels import findings_panel
+from flexinspect.panels.base import TracePlace
+from flexinspect.panels.findings_panel import describe_coverage
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.tui.panel_view import LoadedCanvas, Loader, theme_of
+from flexinspect.tui.trace_session import TraceSession
+
+if TYPE_CHECKING:
+    from flexinspect.panels.mask.cells_around import CellsAround
+
+SIGNS = {
+    Severity.ERROR: ("✖", "bad"),
+    Severity.WARNING: ("▲", "warn"),
+    Severity.NOTE: ("●", "strong"),
+}
+"""The sign of a finding, and the name of its style."""
+
+MIN_TEXT_WIDTH = 60
+"""Columns of text that the picture of the cells must leave."""
+
+
+class Diagnosis(Struct, frozen=True):
+    """What the card shows: a finding with the cells around it, or what was verified without any.
+
+    All are None before anything is recorded.
+    """
+
+    summary: findings_panel.FindingSummary | None = None
+    finding: Finding | None = None
+    coverage: findings_panel.Coverage | None = None
+    cells: CellsAround | None = None
+
+
+CardRequest = tuple[TracePlace, int, Finding | None]
+"""The place, the version of the trace, and the finding that the user went to."""
+
+
+def card_height(screen_height: int) -> int:
+    """Return the lines of the card on a screen of this many lines; 0 where panels need them all."""
+    heights = ((44, 6), (30, 5), (20, 4), (14, 2), (8, 1))
+    return next((lines for least, lines in heights if screen_height >= least), 0)
+
+
+class DiagnosisCard(LoadedCanvas):
+    """Shows the finding that the user went to, or else the worst one of the place's generation."""
+
+    DEFAULT_CSS = "DiagnosisCard { height: 4; }"
+
+    class Opened(Message):
+        """The user clicked the card, to read all of the finding."""
+
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
+        super().__init__(id="diagnosis")
+        self._session = session
+        self.loader = Loader(pool, self._next_request, self._load, self._show_loaded)
+        self._diagnosis = Diagnosis()
+        self._max_height = 0
+        self._visited: tuple[TracePlace, Finding] | None = None
+
+    @property
+    def finding(self) -> Finding | None:
+        """The finding that is shown."""
+        return self._diagnosis.finding
+
+    def show_finding(self, finding: Finding) -> None:
+        """Show a finding until the user leaves its place."""
+        self._visited = (self.trace_screen.place, finding)
+        self.loader.request_load()
+
+    def _next_request(self) -> CardRequest:
+        place, version = self.place_request()
+        if self._visited is not None and self._visited[0] != place:
+            self._visited = None
+        return place, version, self._visited[1] if self._visited is not None else None
+
+    def preload(self, place: TracePlace) -> None:
+        self.loader.preload((place, self.trace_screen.version, None))
+
+    def _load(self, request: CardRequest) -> Diagnosis:
+        place, _, visited = request
+        source = self._session.source
+        if source is None:
+            return Diagnosis()
+        try:
+            summary = findings_panel.load_summary(source, place)
+            finding = visited or summary.worst
+            if finding is None:
+                return Diagnosis(summary, coverage=findings_panel.load_coverage(source.reader))
+        except FlexInspectError:
+            return Diagnosis()  # the panels show the reason
+        return Diagnosis(summary, finding, cells=self._load_cells(place, finding))
+
+    def _load_cells(self, place: TracePlace, finding: Finding) -> CellsAround | None:
+        """Return the cells around the first position of a finding about a mask, if they fit."""
+        is_about_mask = finding.id.partition(".")[0] in ("mask", "segments", "decode", "attention")
+        source = self._session.source
+        if source is None or not is_about_mask or not self._has_room_for_cells():
+            return None
+        # The mask panel has loaded them already; another layout does not need them.
+        from flexinspect.panels.mask.cells_around import load_cells_around
+
+        target = findings_panel.navigate_to_finding(finding)
+        where = TracePlace(
+            finding.generation,
+            finding.branch,
+            place.step if finding.step is None else finding.step,
+            place.layer if finding.layer is None else finding.layer,
+            place.head if finding.head is None else finding.head,
+        )
+        return load_cells_around(source, where, target.pos)
+
+    def _has_room_for_cells(self) -> bool:
+        from flexinspect.panels.mask.cells_around import CELLS_WIDTH
+
+        return self.size.height >= 4 and self.size.width - CELLS_WIDTH >= MIN_TEXT_WIDTH
+
+    def _show_loaded(self, request: CardRequest, loaded: Diagnosis) -> None:
+        self._diagnosis = loaded
+        self._set_height()
+        self.repaint()
+
+    def fit_screen(self, screen_height: int) -> None:
+        """Take the lines that the panels of a screen of this height can spare."""
+        self._max_height = card_height(screen_height)
+        self._set_height()
+
+    def _set_height(self) -> None:
+        needed = len(_draw_verified(self._diagnosis, Pen(theme_of(self.app), self.app.size.width)))
+        lines = self._max_height if self._diagnosis.finding is not None else needed
+        self.styles.height = max(min(lines, self._max_height), 1)
+        self.display = self._max_height > 0
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.loader.request_load()
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Draw the finding with the cells at its right, or what was verified."""
+        width, height = self.size
+        if not width or not height:
+            return
+        pen, diagnosis = Pen(theme_of(self.app), width), self._diagnosis
+        if diagnosis.finding is None:
+            self.show(_draw_verified(diagnosis, pen)[:height])
+            return
+        keys = {name: str(self.app.keys_of(name)) for name in CARD_KEYS}  # type: ignore[attr-defined]
+        self.show(_draw_finding(diagnosis, diagnosis.finding, pen, height, keys))
+
+    def on_click(self) -> None:
+        """Ask to show the whole finding."""
+        self.post_message(self.Opened())
+
+
+_ABOUT_INFERRED_SEGMENTS = ("segments.inferred", "segments.suspect-border")
+"""The findings that `mask.declare` answers."""
+
+CARD_KEYS = {
+    "finding.read": "reads on",
+    "finding.next": "next",
+    "mask.declare": "declares the mask",
+}
+"""The actions that the last line of the card names, and what they do."""
+
+
+def _draw_finding(
+    diagnosis: Diagnosis, finding: Finding, pen: Pen, height: int, keys: dict[str, str]
+) -> list[Strip]:
+    cells = diagnosis.cells.lines()[:height] if diagnosis.cells is not None else []
+    picture_width = max((sum(cell_len(text) for text, _ in line) for line in cells), default=0)
+    picture = [pen.resize(picture_width).line(*line) for line in cells]
+    sign, style = SIGNS[finding.severity]
+    narrow = pen.resize(pen.width - picture_width - (4 if cells else 2))
+    where = f"generation {finding.generation}: " if _is_elsewhere(diagnosis) else ""
+    texts = [*narrow.paragraph(where + finding.sentence, style)]
+    room = height - 1 if height > 1 else 1
+    fix = narrow.paragraph(f"Fix: {finding.fix}") if finding.fix else []
+    n_fix = min(len(fix), 2 if room >= 4 else 1) if room > 1 else 0
+    shown, is_cut = _cut(texts, max(room - n_fix, 1))
+    fix_shown, is_fix_cut = _cut(fix, room - len(shown))
+    lines = [*shown, *fix_shown]
+    lines += [narrow.line()] * (room - len(lines))
+    if height > 1:
+        lines.append(narrow.line(*_key_spans(diagnosis, keys, is_cut=is_cut or is_fix_cut)))
+    bar = Pen(pen.theme, 2)
+    margin = [bar.line((sign if n == 0 else "┃", style)) for n in range(len(lines))]
+    blank = pen.style("text")
+    return join_blocks(join_blocks(margin, lines, blank), picture, blank, gap=2 if cells else 0)
+
+
+def _cut(strips: list[Strip], room: int) -> tuple[list[Strip], bool]:
+    return strips[: max(room, 0)], len(strips) > max(room, 0)
+
+
+def _is_elsewhere(diagnosis: Diagnosis) -> bool:
+    summary = diagnosis.summary
+    return summary is not None and summary.elsewhere and diagnosis.finding is summary.worst
+
+
+def _key_spans(diagnosis: Diagnosis, keys: dict[str, str], *, is_cut: bool) -> Iterator[NamedSpan]:
+    """Yield the number of findings and the keys of the card."""
+    counts = diagnosis.summary.counts() if diagnosis.summary is not None else ""
+    yield counts, "strong"
+    finding = diagnosis.finding
+    is_inferred = finding is not None and finding.id in _ABOUT_INFERRED_SEGMENTS
+    for name, text in CARD_KEYS.items():
+        if name == "mask.declare" and not is_inferred:
+            continue
+        more = " (there is more)" if name == "finding.read" and is_cut else ""
+        yield " · ", "muted"
+        yield keys[name].split()[0], "accent"
+        yield f" {text}{more}", "muted"
+
+
+def _draw_verified(diagnosis: Diagnosis, pen: Pen) -> list[Strip]:
+    if diagnosis.coverage is None:
+        return []
+    lines = [line for line in describe_coverage(diagnosis.coverage) if line[1] != "muted"]
+    is_good = bool(lines) and lines[0][1] == "good"
+    narrow = pen.resize(pen.width - 2)
+    shown = narrow.paragraphs(lines)
+    sign = ("✓", "good") if is_good else ("·", "muted")
+    margin = [Pen(pen.theme, 2).line(sign if n == 0 else ("", "text")) for n in range(len(shown))]
+    return join_blocks(margin, shown, pen.style("text"))

@@ -1,0 +1,110 @@
+"""The card above the panels: the worst finding with its fix, or what was verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.traces import sample_trace
+from support.tui import screen_lines, screen_text, settle
+from support.undeclared import SECOND, THIRD, blocks, write
+from textual.pilot import Pilot
+
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.diagnosis_card import DiagnosisCard, card_height
+from flexinspect.tui.screens.text_screen import TextScreen
+
+ONE_EARLY = blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)
+
+
+async def reviewed(pilot: Pilot[None], text: str) -> list[str]:
+    """Wait until the card shows a text; return its lines."""
+    for _ in range(400):
+        await settle(pilot)
+        card = pilot.app.screen.query_one(DiagnosisCard).region
+        lines = screen_lines(pilot.app)[card.y : card.bottom]
+        if text in " ".join(" ".join(lines).split()):
+            return lines
+        await pilot.pause(0.02)
+    raise AssertionError(lines)
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
+        lines = await reviewed(pilot, "1 token before the beginning of a line")
+        assert lines[0].startswith("● ")
+        assert any("Fix: " in line for line in lines)
+        assert "i reads on" in lines[-1]
+        assert "D declares the mask" in lines[-1]
+        assert "■" in lines[2]
+        assert "·" in lines[2]
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_at_80x24_one_key_shows_the_whole_fix(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(80, 24)) as pilot:
+        lines = await reviewed(pilot, "there is more")
+        assert len(lines) == 4
+        await pilot.press("i")
+        await pilot.pause(0.2)
+        assert isinstance(pilot.app.screen, TextScreen)
+        text = screen_text(pilot.app)
+        assert "segments.suspect-border" in text
+        assert "Fix: " in text
+        assert "How to confirm: " in text
+        await pilot.press("escape")
+        assert not isinstance(pilot.app.screen, TextScreen)
+
+
+async def test_n_in_the_window_of_a_finding_reads_the_next_one(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    async with InspectorApp(path).run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("n", "i")
+        await pilot.pause(0.2)
+        first = screen_text(pilot.app)
+        await pilot.press("n")
+        await pilot.pause(0.3)
+        assert isinstance(pilot.app.screen, TextScreen)
+        assert "Error: " in first or "Warning: " in first
+
+
+async def test_without_findings_the_card_says_what_was_checked_and_what_was_not(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        text = " ".join(screen_text(pilot.app).split())
+        assert "No findings are recorded in this trace." in text
+        assert "No mask was declared, so the executed mask was not compared" in text
+
+
+async def test_a_click_on_the_card_opens_the_finding(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    async with InspectorApp(path).run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.click(DiagnosisCard)
+        await pilot.pause(0.2)
+        assert isinstance(pilot.app.screen, TextScreen)
+
+
+def test_a_small_screen_keeps_its_lines_for_the_panels() -> None:
+    assert [card_height(lines) for lines in (6, 12, 16, 24, 40, 55)] == [0, 1, 2, 4, 5, 6]
+
+
+async def test_going_to_a_finding_brings_the_panel_that_shows_it(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    app = InspectorApp(path)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("8", "x")  # the findings alone
+        await settle(pilot)
+        await pilot.press("n")
+        await settle(pilot)
+        names = [view.panel.name for view in app.screen.slots.views()]  # type: ignore[attr-defined]
+        assert "layers" in names
+        assert "findings" in names
