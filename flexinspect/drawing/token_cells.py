@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import Protocol
 
 from msgspec import Struct
 from rich.cells import cell_len
@@ -103,6 +104,12 @@ def _heat_style(level: int, plain: bool) -> Style:
     return Style(color=Color.parse(ink), bgcolor=Color.from_rgb(red, green, blue))
 
 
+class CellStyle(Protocol):
+    """Returns the style of a token."""
+
+    def __call__(self, cell: TokenCell, theme: Theme, *, current: bool) -> Style: ...
+
+
 class TokenCellRow(Struct, frozen=True):
     """A row of token cells."""
 
@@ -113,9 +120,15 @@ class TokenCellRow(Struct, frozen=True):
         """The column at which each cell begins, and the one after the last cell."""
         return [0, *accumulate(cell_len(cell.text) for cell in self.cells)]
 
-    def spans(self, theme: Theme, *, current: int | None) -> list[Span]:
-        """Return the row as spans; `current` is the position of the current token."""
-        return [(c.text, token_style(c, theme, current=c.pos == current)) for c in self.cells]
+    def spans(
+        self, theme: Theme, *, current: int | None, style: CellStyle | None = None
+    ) -> list[Span]:
+        """Return the row as spans; `current` is the position of the current token.
+
+        `style` returns the style of a token, by default `token_style`.
+        """
+        style = style or token_style
+        return [(c.text, style(c, theme, current=c.pos == current)) for c in self.cells]
 
     def cell_at(self, column: int) -> TokenCell | None:
         """Return the token cell at a column, None outside of the row."""

@@ -250,9 +250,14 @@ class FindingSummary(Struct, frozen=True):
     errors: int = 0
     warnings: int = 0
     notes: int = 0
-    worst: Finding | None = None
+    row: FindingRow | None = None
     elsewhere: bool = False
     """Whether the worst finding is of another generation than the place."""
+
+    @property
+    def worst(self) -> Finding | None:
+        """The worst finding."""
+        return self.row.finding if self.row is not None else None
 
     def counts(self) -> str:
         """Return "2 errors, 1 warning", without severities that have no finding."""
@@ -281,11 +286,14 @@ def load_summary(source: Source, place: base.TracePlace) -> FindingSummary:
     key = ("findings.worst", queries.findings_counter(source.reader), place.generation)
     own = source.get_or_create(key, lambda: queries.worst_finding(source.reader, place.generation))
     worst = own or queries.finding_in_group(source.reader, groups[0], 0)
-    return summarize_groups(groups, worst.finding if worst else None, elsewhere=own is None)
+    return summarize_groups(groups, worst, elsewhere=own is None)
 
 
 def summarize_groups(
-    groups: Sequence[queries.FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
+    groups: Sequence[queries.FindingGroup],
+    worst: FindingRow | None = None,
+    *,
+    elsewhere: bool = False,
 ) -> FindingSummary:
     """Count the findings of all classes by severity."""
     errors, warnings, notes = (

@@ -17,6 +17,7 @@ from flexinspect.drawing.token_cells import display_text, token_style, wrap_cell
 from flexinspect.panels import token_window
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
+from flexinspect.panels.xray import DIRECTIONS, Direction, XRay, load_xray
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries import read_tokens
@@ -31,9 +32,13 @@ MAX_PREVIEWS = 100
 
 
 class TokensOptions(Struct, frozen=True):
-    """`colour` is the measure that colours generated tokens."""
+    """`colour` is the measure that colours generated tokens.
+
+    `xray` dims all tokens but those that the place's token sees, or those that see it.
+    """
 
     colour: Literal["probability", "entropy", "segment"] = "probability"
+    xray: Direction = "off"
 
 
 class TokensData(Struct, frozen=True):
@@ -49,6 +54,7 @@ class TokensData(Struct, frozen=True):
     is_correct: bool | None
     place: TracePlace
     previews: Mapping[int, Sequence[TokenRecord]] = field(default_factory=dict)
+    xray: XRay | None = None
 
 
 class TokensPanel(Panel[TokensData, TokensOptions]):
@@ -67,7 +73,10 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         "separator, and the first token at which the answer differs from the expected one.",
     )
     depends_on_size = True
-    cycles: ClassVar = {"view.measure": ("colour", ("probability", "entropy", "segment"))}
+    cycles: ClassVar = {
+        "view.measure": ("colour", ("probability", "entropy", "segment")),
+        "tokens.xray": ("xray", DIRECTIONS),
+    }
     actions = tuple(cycles)
 
     def load(self, source: Source, request: Request[TokensOptions]) -> TokensData:
@@ -86,6 +95,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
             is_correct=answer.is_correct,
             place=place,
             previews=_load_previews(source, branch, window),
+            xray=load_xray(source, place, window, request.options.xray),
         )
 
     def describe(self, data: TokensData) -> list[str]:
@@ -104,20 +114,25 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         generated = [token for token in window.tokens if token.step is not None]
         lines.append("Generated:" if generated else f"Generated: {nothing}.")
         lines += [_format_generated(token, data) for token in generated]
+        lines += data.xray.describe() if data.xray is not None else ()
         return [*lines, _format_verdict(data)[0]]
 
     def paint(self, data: TokensData, request: Request[TokensOptions], theme: Theme) -> Picture:
         """Draw the rows around the current token, then the answer and the expected one."""
         pen, height, current = Pen(theme, request.width), request.height, data.window.current
+        xray = data.xray
         footer = [_token_line(data, pen)] if height > 6 else []
+        footer = pen.paragraph(xray.summary(), "strong")[: height // 2] if xray else footer
         footer += [pen.line(_format_verdict(data))] if height > 3 else []
         room = height - len(footer)
         rows = wrap_cells(token_window.token_cells(data.window, request.options.colour), pen.width)
         shown = rows[visible(data.window.row_of_current(rows), room, len(rows))]
-        strips = [pen.line(*row.spans(theme, current=current)) for row in shown]
+        style = xray.style if xray is not None else None
+        strips = [pen.line(*row.spans(theme, current=current, style=style)) for row in shown]
         strips += [pen.line()] * (room - len(strips))
         extent = "" if _is_whole(data.window) else ", around this step"
-        note = f"{data.window.n_tokens} tokens{extent} · colour: {request.options.colour}"
+        shows = f"X-ray: {xray.direction}" if xray else f"colour: {request.options.colour}"
+        note = f"{data.window.n_tokens} tokens{extent} · {shows}"
 
         def target(x: int, y: int) -> Navigate | None:
             return data.window.navigate_to(shown[y].cell_at(x)) if 0 <= y < len(shown) else None

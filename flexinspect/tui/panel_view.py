@@ -197,9 +197,14 @@ class PanelView(LoadedCanvas, can_focus=True):
         else:
             if isinstance(result, Navigate):
                 self.post_message(self.NavigationRequest(result))
-            elif result is not None and result != self.options:
-                self.options = result
-                self.loader.request_load()
+            elif result is not None:
+                self.change_options(result)
+
+    def change_options(self, options: Any) -> None:
+        """Show the panel with other options of it."""
+        if options != self.options:
+            self.options = options
+            self.loader.request_load()
 
     def on_click(self, event: events.Click) -> None:
         """Pass a click on to the panel."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Executor
 
+from rich.cells import cell_len
 from textual import events
 from textual.content import Content
 from textual.strip import Strip
@@ -12,7 +13,7 @@ from textual.widgets import Static
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable, truncate
-from flexinspect.drawing.text_lines import Span, header, line
+from flexinspect.drawing.text_lines import Pen, Span, header, line
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCellRow, row_around
 from flexinspect.panels.base import Missing, TracePlace
@@ -24,6 +25,7 @@ from flexinspect.panels.token_window import (
     segment_at,
     token_cells,
 )
+from flexinspect.panels.xray import SIGNS, Direction, XRay, load_xray
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus, TraceSession
@@ -268,24 +270,45 @@ class TraceHeader(LoadedCanvas):
             self.show([header(parts, self.size.width, theme_of(self.app))])
 
 
+StripRequest = tuple[TracePlace, int, Direction]
+"""The place, the version of the trace, and the direction of the X-ray."""
+
+NO_XRAY = "X-ray: the mask of this token's row is not recorded in this layer."
 TOKEN_RADIUS = 96
 """Tokens loaded before and after the current one; few are narrower than two cells."""
 
 
 def draw_token_strip(
-    window: TokenWindow, width: int, theme: Theme
+    window: TokenWindow, width: int, theme: Theme, xray: XRay | None = None
 ) -> tuple[list[Strip], TokenCellRow]:
     """Return the two lines of the strip, and the columns of its tokens.
 
-    The first line has the tokens, the second the label of each segment at its start.
+    The first line has the tokens, the second the label of each segment at its start, or with an
+    X-ray the sign of each token.
     """
     cells = token_cells(window, "probability")
     index = len(cells) - 1 if window.current is None else window.current - window.start
     row = row_around(cells, index, width)
+    style = xray.style if xray is not None else None
+    labels = _draw_labels(row, window, width, theme)
+    if xray is not None:
+        labels = _draw_signs(row, xray, theme)
     return [
-        line(row.spans(theme, current=window.current), width, theme.style("text")),
-        line(_draw_labels(row, window, width, theme), width, theme.style("text")),
+        line(row.spans(theme, current=window.current, style=style), width, theme.style("text")),
+        line(labels, width, theme.style("text")),
     ], row
+
+
+def _draw_signs(row: TokenCellRow, xray: XRay, theme: Theme) -> list[Span]:
+    """Return the line below the tokens: whether each is seen, leaked or lost."""
+    styles = {"leaked": "bad", "lost": "warn"}
+    spans: list[Span] = []
+    for cell in row.cells:
+        state = xray.states.get(cell.pos, "closed")
+        sign = "▲" if cell.pos == xray.pos and state == "open" else SIGNS.get(state, " ")
+        text = sign * cell_len(cell.text) if sign == "━" else sign.ljust(cell_len(cell.text))
+        spans.append((text, theme.style(styles.get(state, "text"))))
+    return spans
 
 
 def _draw_labels(row: TokenCellRow, window: TokenWindow, width: int, theme: Theme) -> list[Span]:
@@ -323,26 +346,45 @@ def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int,
 
 
 class TokenStrip(LoadedCanvas):
-    """Two lines with the tokens around the screen's place."""
+    """Two lines with the tokens around the screen's place, three with an X-ray."""
 
     DEFAULT_CSS = "TokenStrip { height: 2; }"
 
     def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="strip")
         self._session = session
-        self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
+        self.loader = Loader(pool, self._strip_request, self._load, self._show_loaded)
         self._window: TokenWindow | None = None
+        self._xray: XRay | None = None
         self._row: TokenCellRow | None = None
 
-    def _load(self, request: PlaceLoadRequest) -> TokenWindow | None:
-        source, place = self._session.source, request[0]
+    def on_mount(self) -> None:
+        self.watch(self.screen, "xray", self._on_xray, init=False)
+
+    def _on_xray(self, direction: Direction) -> None:
+        self.styles.height = 2 if direction == "off" else 3
+        self.loader.request_load()
+
+    def _strip_request(self) -> StripRequest:
+        return *self.place_request(), self.trace_screen.xray
+
+    def preload(self, place: TracePlace) -> None:
+        self.loader.preload((place, self.trace_screen.version, self.trace_screen.xray))
+
+    def _load(self, request: StripRequest) -> tuple[TokenWindow, XRay | None] | None:
+        source, (place, _, direction) = self._session.source, request
+        if source is None:
+            return None
         try:
-            return None if source is None else load_token_window(source, place, TOKEN_RADIUS)
+            window = load_token_window(source, place, TOKEN_RADIUS)
+            return window, load_xray(source, place, window, direction)
         except (Missing, FlexInspectError):
             return None  # the panels show the reason
 
-    def _show_loaded(self, request: PlaceLoadRequest, loaded: TokenWindow | None) -> None:
-        self._window = loaded
+    def _show_loaded(
+        self, request: StripRequest, loaded: tuple[TokenWindow, XRay | None] | None
+    ) -> None:
+        self._window, self._xray = loaded or (None, None)
         self.repaint()
 
     def repaint(self) -> None:
@@ -351,7 +393,11 @@ class TokenStrip(LoadedCanvas):
             self._row = None
             self.show([])
             return
-        strips, self._row = draw_token_strip(self._window, self.size.width, theme_of(self.app))
+        width, theme = self.size.width, theme_of(self.app)
+        strips, self._row = draw_token_strip(self._window, width, theme, self._xray)
+        if self.trace_screen.xray != "off":
+            text = self._xray.summary() if self._xray is not None else NO_XRAY
+            strips.append(Pen(theme, width).line((text, "strong")))
         self.show(strips)
 
     def on_click(self, event: events.Click) -> None:

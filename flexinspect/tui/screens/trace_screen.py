@@ -38,8 +38,9 @@ from flexinspect.panels.findings_panel import (
 )
 from flexinspect.panels.panel_registry import panel_names
 from flexinspect.panels.token_window import current_pos
+from flexinspect.panels.xray import DIRECTIONS, Direction
 from flexinspect.records.finding import Finding
-from flexinspect.trace.queries import find_text
+from flexinspect.trace.queries import find_text, read_tokens
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import trace_session
@@ -244,6 +245,7 @@ class TraceScreen(Screen[None]):
     following: reactive[bool] = reactive(True, repaint=False)
     capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False)
+    xray: reactive[Direction] = reactive[Direction]("off", repaint=False)
 
     def __init__(self, session: TraceSession, place: TracePlace | None = None) -> None:
         super().__init__()
@@ -286,8 +288,10 @@ class TraceScreen(Screen[None]):
     @on(events.DescendantFocus)
     @on(Slots.Changed)
     def _handle_panel_change(self) -> None:
-        """Show the keys of the focused panel."""
+        """Show the keys of the focused panel, and the X-ray in a panel that has just appeared."""
         self._show_keys()
+        if self.xray != "off":
+            self._share_xray()
 
     def _show_keys(self) -> None:
         for key_line in self.query(KeyLine):
@@ -453,6 +457,26 @@ class TraceScreen(Screen[None]):
     def _move_by(self, n: int) -> None:
         self.navigate(Navigate(step=self.place.step + n))
 
+    def _move_pos(self, by: int) -> None:
+        """Go to the next or the previous token of the text."""
+        reader, place = self.reader, self.place
+        if reader is None or (pos := current_pos(reader, place)) is None:
+            return
+        tokens = read_tokens(reader, place.generation, place.branch, pos + by, pos + by + 1)
+        for token in tokens:
+            step = token.step
+            self.navigate(Navigate(step=step or 0, pos=token.pos if step is None else None))
+
+    def _next_xray(self) -> None:
+        """Show what the token sees, then what sees it, then neither, in the strip and the panel."""
+        self.xray = DIRECTIONS[(DIRECTIONS.index(self.xray) + 1) % len(DIRECTIONS)]
+        self._share_xray()
+
+    def _share_xray(self) -> None:
+        for view in self.slots.views():
+            if view.panel.name == "tokens":
+                view.change_options(replace(view.options, xray=self.xray))
+
     def _go_to_branch(self, generation: int | None, branch: int | None) -> None:
         """Go to the first step of another generation or branch; the current one is ignored."""
         place = self.place
@@ -498,10 +522,14 @@ class TraceScreen(Screen[None]):
             self.place = replace(self.place, step=self.status.last_step, pos=None)
 
     def _go_to_finding(self, direction: Literal[1, -1]) -> None:
-        """Go to the next finding, wrapping around; findings at one place are visited in turn."""
+        """Go to the next finding, wrapping around; findings at one place are visited in turn.
+
+        The first one is the worst, which the card shows.
+        """
         if self.reader is None:
             return
-        row = next_finding(self.reader, self.place, direction, self._finding)
+        row = self.query_one(DiagnosisCard).worst if self._finding is None else None
+        row = row or next_finding(self.reader, self.place, direction, self._finding)
         if row is None:
             self.notify("There is no finding in this trace.")
             return
@@ -906,6 +934,9 @@ class TraceScreen(Screen[None]):
             "step.follow": self.follow,
             "tokens.search": self.ask_search,
             "tokens.match": self.next_match,
+            "tokens.next": lambda: self._move_pos(1),
+            "tokens.previous": lambda: self._move_pos(-1),
+            "tokens.xray": self._next_xray,
             "finding.next": lambda: self._go_to_finding(1),
             "finding.previous": lambda: self._go_to_finding(-1),
             "finding.read": self.read_finding,
