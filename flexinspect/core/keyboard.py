@@ -38,6 +38,7 @@ KEYS: tuple[Key, ...] = (
     Key("step.forward", ("pagedown",), "ten tokens forward"),
     Key("step.back", ("pageup",), "ten tokens back"),
     Key("step.goto", ("g",), "go to a step, by number or word", label="go"),
+    Key("step.replay", ("P",), "replay: one token after the other, or stop"),
     Key("place.back", ("backspace",), "back to where you were before the last jump"),
     Key("step.follow", ("f",), "follow the newest step", label="live"),
     Key("tokens.search", ("slash",), "search the tokens", label="find"),

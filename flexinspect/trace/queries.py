@@ -167,6 +167,22 @@ def findings_counter(reader: TraceReader) -> int:
     return int(number or 0)
 
 
+def finding_steps(
+    reader: TraceReader, generation: int, start: int, stop: int
+) -> dict[int, Severity]:
+    """Return the worst severity of the findings of each step `start <= step < stop` with any."""
+    sql = (
+        "SELECT DISTINCT step, severity FROM findings "
+        "WHERE generation = ? AND step >= ? AND step < ?"
+    )
+    order, found = list(Severity), dict[int, Severity]()
+    for step, name in reader._query(sql, (generation, start, stop)):
+        severity = Severity(name)
+        worst = found.get(step, severity)
+        found[step] = min(worst, severity, key=order.index)
+    return found
+
+
 def finding_in_group(reader: TraceReader, group: FindingGroup, index: int) -> FindingRow | None:
     """Return finding number `index` (from 0) of a group, in order of writing."""
     rest = "WHERE id = ? AND severity = ? AND finding >= ? ORDER BY finding LIMIT 1 OFFSET ?"

@@ -161,7 +161,7 @@ async def test_n_goes_to_the_finding_and_its_layer(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await settle(pilot)
-        card = screen_lines(app)[3:7]
+        card = screen_lines(app)[4:8]
         assert card[0].startswith("✖ ")
         assert "1 error" in card[3]
         await press(pilot, "n")

@@ -23,6 +23,7 @@ from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.reactive import reactive
 from textual.screen import Screen
+from textual.timer import Timer
 
 from flexinspect.analysis.reports import collect
 from flexinspect.core.environment import replace_file
@@ -52,6 +53,7 @@ from flexinspect.tui.screens import dialogs
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
 from flexinspect.tui.screens.text_screen import TextScreen
 from flexinspect.tui.status_lines import StatusBanner, TokenStrip, TraceHeader
+from flexinspect.tui.step_timeline import StepTimeline
 from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
 
 # Messages of control and some dialogs are imported on first use: the first screen does not need
@@ -232,6 +234,9 @@ COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
 """How long to wait for a new branch in the trace after the capture has reported it."""
 
+REPLAY_S = 0.3
+"""Interval between the steps of a replay."""
+
 N_THREADS = 2
 """Threads that load what the screen shows."""
 
@@ -260,6 +265,7 @@ class TraceScreen(Screen[None]):
         self._is_frame_open = False
         self._next_place: TracePlace | None = None
         self._places: list[TracePlace] = []
+        self._replay_timer: Timer | None = None
         if place is not None:
             self.set_reactive(TraceScreen.place, place)
             self.set_reactive(TraceScreen.following, False)
@@ -267,6 +273,7 @@ class TraceScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield TraceHeader(self._session, self._pool)
         yield TokenStrip(self._session, self._pool)
+        yield StepTimeline(self._session, self._pool)
         yield StatusBanner()
         yield DiagnosisCard(self._session, self._pool)
         yield Slots(self._session, self._pool)
@@ -284,6 +291,7 @@ class TraceScreen(Screen[None]):
     def on_resize(self, event: events.Resize) -> None:
         """Give the card the lines that the panels can spare."""
         self.query_one(DiagnosisCard).fit_screen(event.size.height)
+        self.query_one(StepTimeline).fit_screen(event.size.height)
 
     @on(events.DescendantFocus)
     @on(Slots.Changed)
@@ -421,8 +429,8 @@ class TraceScreen(Screen[None]):
                 canvas.preload(place)
 
     def _shown_canvases(self) -> list[LoadedCanvas]:
-        lines = (self.query_one(kind) for kind in (TraceHeader, TokenStrip, DiagnosisCard))
-        return [*lines, *self.slots.views()]
+        kinds = (TraceHeader, TokenStrip, StepTimeline, DiagnosisCard)
+        return [*(self.query_one(kind) for kind in kinds), *self.slots.views()]
 
     # -- navigation ------------------------------------------------------------------------------
 
@@ -466,6 +474,22 @@ class TraceScreen(Screen[None]):
         for token in tokens:
             step = token.step
             self.navigate(Navigate(step=step or 0, pos=token.pos if step is None else None))
+
+    def _replay(self) -> None:
+        """Show one step after the other until the last one; the second time, stop."""
+        if self._replay_timer is not None:
+            self._replay_timer.stop()
+            self._replay_timer = None
+            return
+        if self.place.step == self.status.last_step:
+            self.navigate(Navigate(step=self.status.first_step))
+        self._replay_timer = self.set_interval(REPLAY_S, self._replay_step)
+
+    def _replay_step(self) -> None:
+        if self.place.step == self.status.last_step and self._replay_timer is not None:
+            self._replay()  # which stops
+        else:
+            self._move_by(1)
 
     def _next_xray(self) -> None:
         """Show what the token sees, then what sees it, then neither, in the strip and the panel."""
@@ -932,6 +956,7 @@ class TraceScreen(Screen[None]):
             "step.last": lambda: self._jump(Navigate(step=self.status.last_step or 0)),
             "step.goto": self.ask_step,
             "step.follow": self.follow,
+            "step.replay": self._replay,
             "tokens.search": self.ask_search,
             "tokens.match": self.next_match,
             "tokens.next": lambda: self._move_pos(1),
