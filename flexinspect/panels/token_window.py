@@ -6,15 +6,27 @@ import math
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
+from flexinspect.core.text import truncate
 from flexinspect.drawing.token_cells import TokenCell, TokenCellRow, display_text
 from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
-from flexinspect.trace.queries import branch_of_step, last_pos, lineage, read_tokens, step_range
+from flexinspect.trace.queries import (
+    branch_of_step,
+    inferred_segments,
+    last_pos,
+    lineage,
+    read_tokens,
+    step_range,
+)
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
+
+MAX_INFERRED_CHARS = 16
+"""Characters of an inferred segment's text that are its label."""
 
 CHUNK_TOKENS = 64
 """Number of tokens that are read, formatted and cached together."""
@@ -114,11 +126,29 @@ def load_token_window(source: Source, place: TracePlace, reach: int) -> TokenWin
 
 
 def load_segments(reader: TraceReader, place: TracePlace) -> list[Segment]:
-    """Return the segments of a place's branch, those of its nearest ancestor if it has none."""
+    """Return the segments of a place's branch, those of its nearest ancestor if it has none.
+
+    If nobody declared any, the prompt has those that were read out of the executed mask; their
+    labels end with "?".
+    """
     for branch, _, _ in lineage(reader, place.generation, place.branch):
         if segments := reader.segments(place.generation, branch):
-            return segments
+            return _with_inferred(segments, reader, place.generation)
     return []
+
+
+def _with_inferred(segments: list[Segment], reader: TraceReader, generation: int) -> list[Segment]:
+    kinds = {segment.kind for segment in segments}
+    if not kinds <= {SegmentKind.SHARED, SegmentKind.GENERATED}:
+        return segments
+    inferred = [
+        Segment(start, stop, f"{truncate(text, MAX_INFERRED_CHARS)}?", SegmentKind.PARAPHRASE, n)
+        for n, (start, stop, text) in enumerate(inferred_segments(reader, generation))
+    ]
+    if not inferred:
+        return segments
+    rest = [segment for segment in segments if segment.kind is SegmentKind.GENERATED]
+    return [*inferred, *(replace(segment, owner=len(inferred)) for segment in rest)]
 
 
 def _load_chunk(source: Source, place: TracePlace, number: int, last: int) -> TokenChunk:
@@ -160,21 +190,31 @@ def load_token_cells(
 
 
 def _chunk_cells(chunk: TokenChunk, segments: Sequence[Segment], colour: str) -> list[TokenCell]:
-    if colour not in chunk.cells:
-        cells = chunk.cells[colour] = []
+    key = f"{colour} {len(segments)}"  # more segments may be inferred when the rules have run
+    if key not in chunk.cells:
+        cells = chunk.cells[key] = []
         for token in chunk.tokens:
             text, invisible = display_text(token.token, token.text, special=token.special)
             step = chunk.by_step.get(token.step) if token.step is not None else None
             cell = TokenCell(
                 pos=token.pos,
                 text=text,
-                segment_color=segment_color(token.segment, segments),
+                segment_color=segment_color(_segment_number(token, segments), segments),
                 special=token.special,
                 invisible=invisible,
                 heat=None if step is None else uncertainty(step, colour),
             )
             cells.append(cell)
-    return chunk.cells[colour]
+    return chunk.cells[key]
+
+
+def _segment_number(token: TokenRecord, segments: Sequence[Segment]) -> int:
+    """Return the recorded segment of a token, by its position if that is another one now."""
+    own = token.segment
+    if not 0 <= own < len(segments) or segments[own].start <= token.pos < segments[own].stop:
+        return own
+    inside = (n for n, one in enumerate(segments) if one.start <= token.pos < one.stop)
+    return next(inside, own)
 
 
 def segment_color(number: int, segments: Sequence[Segment]) -> int:

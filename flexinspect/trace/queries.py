@@ -167,6 +167,15 @@ def findings_counter(reader: TraceReader) -> int:
     return int(number or 0)
 
 
+def inferred_segments(reader: TraceReader, generation: int) -> list[tuple[int, int, str]]:
+    """Return (start, stop, text) of segments that a rule read out of the executed mask."""
+    rest = "WHERE generation = ? AND id IN (?, ?) ORDER BY finding LIMIT 1"
+    ids = ("segments.inferred", "segments.suspect-border")
+    row = _first_finding(reader, rest, (generation, *ids))
+    found = row.finding.evidence.get("segments") if row is not None else None
+    return [(start, stop, text) for start, stop, text in found or ()]
+
+
 def finding_steps(
     reader: TraceReader, generation: int, start: int, stop: int
 ) -> dict[int, Severity]:

@@ -108,3 +108,14 @@ async def test_going_to_a_finding_brings_the_panel_that_shows_it(tmp_path: Path)
         names = [view.panel.name for view in app.screen.slots.views()]  # type: ignore[attr-defined]
         assert "layers" in names
         assert "findings" in names
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_segments_that_nobody_declared_are_named_in_the_strip(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
+        assert "╵prompt" in screen_lines(pilot.app)[2] or not screen_lines(pilot.app)[2].strip()
+        await reviewed(pilot, "1 token before the beginning of a line")
+        await settle(pilot)
+        assert "╵What is the mon…?" in screen_lines(pilot.app)[2]
+        assert "╵↵Name its curre…?" in screen_lines(pilot.app)[2]
