@@ -7,7 +7,7 @@ The file that it becomes says what was meant, so that the next run is compared w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -62,16 +62,20 @@ class InferredDeclaration(Struct, frozen=True):
     segments: tuple[SegmentEntry, ...]
     preset: str | None
     move: int = 0
+    moved: Mapping[int, int] = {}
 
     def describe(self) -> str:
         """Return the move and the beginning of each segment in one line."""
         texts = [entry.text or f"{entry.span[0]}-{entry.span[1] - 1}" for entry in self.segments]
         listed = " | ".join(printable(text[:MAX_CHOICE_CHARACTERS]) for text in texts)
-        return f"{f'moved by {self.move:+d}' if self.move else 'as it ran'}: {listed}"
+        single = [f"border {old} at {new}" for old, new in self.moved.items()]
+        how = [f"moved by {self.move:+d}"] if self.move else []
+        return f"{', '.join([*how, *single]) or 'as it ran'}: {listed}"
 
     def toml(self, trace: str) -> str:
         """Return the declaration as TOML; the comment names the trace that it was read from."""
         moved = f" Its borders were moved by {self.move:+d}." if self.move else ""
+        moved += "".join(f" The border {old} is at {new}." for old, new in self.moved.items())
         where = f"generation {self.generation} of {ensure_printable(trace)}"
         lines = [
             f"# Read from the mask that ran in {where}.{moved}",
@@ -134,22 +138,34 @@ class UndeclaredMask:
         is_whole = mask.q_offset == 0 and mask.q_len >= self._prompt.stop
         return is_whole and mask.cells is not None
 
-    def declare(self, move: int = 0) -> InferredDeclaration:
-        """Return the declaration of the segments with all borders moved by `move` tokens."""
-        borders = self.inferred.borders
-        edges = [0, *(border + move for border in borders), self._prompt.stop]
+    def declare(self, move: int = 0, moved: Mapping[int, int] | None = None) -> InferredDeclaration:
+        """Return the declaration of the segments with all borders moved by `move` tokens.
+
+        `moved` are the positions of single borders instead, by their position as they ran.
+        """
+        borders, moved = self.inferred.borders, moved or {}
+        unknown = [border for border in moved if border not in borders]
+        if unknown:
+            known = ", ".join(map(str, borders))
+            raise UsageError(f"There is no border at {unknown[0]}; they are at {known}.")
+        edges = [0, *(moved.get(b, b + move) for b in borders), self._prompt.stop]
         if edges != sorted({*edges}):
-            what = (
-                f"Moved by {move:+d}, the borders {', '.join(map(str, borders))} leave the prompt."
-            )
-            raise UsageError(what)
+            what = f"The borders {', '.join(map(str, edges[1:-1]))} are not in order in the prompt."
+            raise UsageError(what, hint="Each must be after the one before, and inside the prompt.")
         names = list(self._isolated())
         entries, after = list[SegmentEntry](), 0
         for number, index in enumerate(names, 1):
             entry = self._entry(f"paraphrase {number}", (edges[index], edges[index + 1]), after)
             entries.append(entry)
             after = entry.span[1] - self._prompt.start
-        return InferredDeclaration(self.generation, tuple(entries), self._find_preset(names), move)
+        preset = self._find_preset(names)
+        return InferredDeclaration(self.generation, tuple(entries), preset, move, dict(moved))
+
+    def describe_border(self, position: int) -> str:
+        """Return the words around a border at a position: `9: called? | ↵Could`."""
+        texts, at = self._prompt.texts, position - self._prompt.start
+        before, after = "".join(texts[max(at - 3, 0) : at]), "".join(texts[at : at + 3])
+        return f"{position}: {printable(before)} | {printable(after)}"
 
     def choices(self) -> list[InferredDeclaration]:
         """Return what the user probably meant, the likeliest first: moved borders, and as they ran.

@@ -16,6 +16,7 @@ meant, cell by cell."""
 EXAMPLES = """examples:
   flexinspect declare run.flextrace                    (writes run.toml)
   flexinspect declare run.flextrace --move 1           (every border one token later)
+  flexinspect declare run.flextrace --border 9=10      (this border alone)
   flexinspect declare run.flextrace --out segments.toml --generation 1
   flexinspect run --declare run.toml my_script.py
 
@@ -29,9 +30,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("trace", metavar="TRACE", type=Path, help="the trace file")
     add("--generation", metavar="N", type=int, default=0, help="the generation (default: 0)")
     add("--move", metavar="N", type=int, help="move every border by N tokens, 0: as they ran")
+    add(
+        *("--border", "-b"),
+        metavar="OLD=NEW",
+        type=_parse_border,
+        action="append",
+        default=[],
+        help="move the border at position OLD to NEW; may be given several times",
+    )
     add("--out", metavar="FILE", type=Path, help="the file (default: that of the trace, .toml)")
     add("--overwrite", action="store_true", help="replace an existing file")
     add("--json", action="store_true", help="print the segments as JSON")
+
+
+def _parse_border(text: str) -> tuple[int, int]:
+    old, equals, new = text.partition("=")
+    if not (equals and old.isdecimal() and new.isdecimal()):
+        raise argparse.ArgumentTypeError(f"'{text}' is not OLD=NEW, for example 9=10")
+    return int(old), int(new)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{out} exists already.", hint="Name another --out, or add --overwrite.")
     with open_trace(args.trace) as reader, reader.snapshot():
         mask = UndeclaredMask(reader, args.generation)
-        if args.move is None and (odd := mask.describe_oddity()):
+        if args.move is None and not args.border and (odd := mask.describe_oddity()):
             shift = mask.inferred.shift
             fit = f"--move {shift} declares the lines, " if shift else ""
             raise UsageError(odd, hint=f"Say what you meant: {fit}--move 0 the mask as it ran.")
-        declaration = mask.declare(args.move or 0)
+        declaration = mask.declare(args.move or 0, dict(args.border))
     try:
         replace_file(out, declaration.toml(args.trace.name).encode())
     except OSError as error:

@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(run: Callable[..., Ran]) 
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (("--move", "99"), "leave the prompt"),
+        (("--move", "99"), "are not in order in the prompt"),
         (("--generation", "3"), "has no generation 3"),
     ],
 )
@@ -188,3 +188,35 @@ def test_the_name_of_the_trace_adds_nothing_to_the_file(tmp_path: Path) -> None:
     out = tmp_path / "out.toml"
     assert main(["declare", str(path), "--out", str(out)]) == 0
     assert read_declaration(out).mask == "segment-isolation"
+
+
+def test_a_single_border_can_be_moved(run: Callable[..., Ran], tmp_path: Path) -> None:
+    cells = blocks([SECOND - 1, THIRD], reader=THIRD)
+    code, out, err = run(cells, "--border", f"{SECOND - 1}={SECOND}")
+    assert (code, err) == (0, "")
+    assert '  paraphrase 2  9-14  "Name its currency."' in out
+    text = (tmp_path / "run.toml").read_text("utf-8")
+    assert f"The border {SECOND - 1} is at {SECOND}." in text
+
+
+@pytest.mark.parametrize(
+    ("border", "sentence"),
+    [
+        ("3=4", "There is no border at 3; they are at 8, 15."),
+        ("8=16", "The borders 16, 15 are not in order in the prompt."),
+    ],
+)
+def test_a_border_that_is_not_there_or_leaves_its_place_is_refused(
+    border: str, sentence: str, run: Callable[..., Ran]
+) -> None:
+    code, _, err = run(ONE_EARLY, "--border", border)
+    assert code == 2
+    assert sentence in " ".join(err.split())
+
+
+def test_a_border_without_a_new_position_is_refused(
+    run: Callable[..., Ran], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(ONE_EARLY, "--border", "8")
+    assert "'8' is not OLD=NEW, for example 9=10" in capsys.readouterr().err

@@ -71,3 +71,21 @@ async def test_a_trace_with_a_declaration_has_nothing_to_declare(here: Path) -> 
         (note,) = pilot.app._notifications
         assert "were declared when it was recorded" in note.message
     assert not [*here.glob("*.toml")]
+
+
+async def test_one_border_can_be_moved_by_its_words(here: Path) -> None:
+    path = write(here / "run.flextrace", blocks([SECOND - 1, THIRD], reader=THIRD))
+    async with InspectorApp(path).run_test(size=(100, 40)) as pilot:
+        assert await asked(pilot)
+        await pilot.press("end", "enter")  # … move one border
+        await pilot.pause(0.1)
+        assert "8:  of Japan? | ↵Name its" in screen_text(pilot.app).replace("Japan ?", "Japan?")
+        await pilot.press("enter")
+        await pilot.pause(0.1)
+        assert "9:  Japan?↵ | Name its cur" in screen_text(pilot.app)
+        await pilot.press(*["down"] * 5, "enter")
+        await pilot.pause(0.1)
+        assert "border 8 at 9: What is the mone | Name its currenc" in screen_text(pilot.app)
+        await pilot.press("home", "enter")
+        await settle(pilot)
+    assert read_declaration(here / "run.toml").segments[1] == ("Name its currency.", "paraphrase 2")

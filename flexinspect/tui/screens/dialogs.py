@@ -22,6 +22,7 @@ from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
+    from flexinspect.analysis.inferred_declaration import InferredDeclaration, UndeclaredMask
     from flexinspect.control.messages import EditMask, Fork, MaskEdit, StepRef
 
 T = TypeVar("T")
@@ -237,3 +238,46 @@ async def _ask_cell(app: Any, kind: str) -> MaskEdit | None:
     if typed:
         app.notify(f"That is not a {'row and a key' if is_cell else 'row'}.", severity="warning")
     return None
+
+
+MAX_BORDER_MOVE = 4
+"""Tokens by which a border can be moved at once."""
+
+
+async def ask_declaration(app: Any, mask: UndeclaredMask) -> InferredDeclaration | None:
+    """Let the user choose the segments that they meant, and move borders; None when cancelled."""
+    choices = {str(n): one for n, one in enumerate(mask.choices())}
+    question = mask.describe_oddity() or "The executed mask cuts the prompt into segments."
+    moved: dict[int, int] = {}
+    while True:
+        options = [(key, escape_unprintable(one.describe())) for key, one in choices.items()]
+        options.append((OTHER, "… move one border"))
+        answer = await ask_choice(app, f"{question} What did you mean?", options)
+        if answer is None or answer in choices:
+            return None if answer is None else choices[answer]
+        border = await _ask_border(app, mask, moved)
+        if border is not None:
+            moved |= border
+            try:
+                choices = {"moved": mask.declare(moved=moved), **choices}
+            except FlexInspectError as error:
+                moved = {}
+                app.notify(format_error(error), severity="error")
+
+
+async def _ask_border(
+    app: Any, mask: UndeclaredMask, moved: dict[int, int]
+) -> dict[int, int] | None:
+    """Ask for a border and its new position."""
+
+    def option(key: int, position: int) -> tuple[str, str]:
+        return str(key), escape_unprintable(mask.describe_border(position))
+
+    borders = [option(border, moved.get(border, border)) for border in mask.inferred.borders]
+    chosen = await ask_choice(app, "Which border?", borders)
+    if chosen is None:
+        return None
+    old = int(chosen)
+    near = range(max(old - MAX_BORDER_MOVE, 1), old + MAX_BORDER_MOVE + 1)
+    position = await ask_choice(app, "Where is it?", [option(at, at) for at in near])
+    return None if position is None else {old: int(position)}

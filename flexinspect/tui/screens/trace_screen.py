@@ -850,16 +850,13 @@ class TraceScreen(Screen[None]):
         mask = await call_in_thread(self.app, lambda: inferred.UndeclaredMask(reader, generation))
         if mask is None:
             return
-        choices = {str(one.move): one for one in mask.choices()}
-        options = [(move, escape_unprintable(one.describe())) for move, one in choices.items()]
-        question = mask.describe_oddity() or "The executed mask cuts the prompt into segments."
-        move = await ask_choice(self.app, f"{question} What did you mean?", options)
-        if move is None:
+        declaration = await dialogs.ask_declaration(self.app, mask)
+        if declaration is None:
             return
         trace = reader.path
         file = free_file(Path.cwd() / f"{trace.stem}.toml")
         try:
-            replace_file(file, choices[move].toml(trace.name).encode())
+            replace_file(file, declaration.toml(trace.name).encode())
         except OSError as error:
             self.notify(f"{file} was not saved: {error.strerror or error}.", severity="error")
         else:
