@@ -43,7 +43,8 @@ class InspectorApp(App[None]):
     """The interface: opens a trace, runs and follows a job, or shows the start screen.
 
     `keymap` maps ids of `flexinspect.core.keyboard` to keys, separated by commas; `make_job`
-    returns the job of a command line of the start screen.
+    returns the job of a command line of the start screen. With `has_tour` a guided tour leads
+    through the trace.
     """
 
     CSS_PATH = "app.tcss"
@@ -60,11 +61,13 @@ class InspectorApp(App[None]):
         place: TracePlace | None = None,
         keymap: Mapping[str, str] | None = None,
         make_job: JobFactory | None = None,
+        has_tour: bool = False,
     ) -> None:
         super().__init__()
         self._make_job = make_job or _refuse_job
         self._trace, self._job, self._place = trace, job, place
         self._keymap_overrides = dict(keymap or {})
+        self._has_tour = has_tour
         self.session: TraceSession | None = None
         self.trace_error: TraceError | None = None
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
@@ -124,7 +127,7 @@ class InspectorApp(App[None]):
         self.trace_error = None
         if not is_repaired_copy(path):
             saved_state.add_recent_trace(path)
-        self.push_screen(TraceScreen(self.session, place))
+        self.push_screen(TraceScreen(self.session, place, has_tour=self._has_tour))
 
     def _open_target(self, target: Path | Job | ScriptJob) -> None:
         if not isinstance(target, Path):

@@ -252,8 +252,11 @@ class TraceScreen(Screen[None]):
     version: reactive[int] = reactive(0, repaint=False)
     xray: reactive[Direction] = reactive[Direction]("off", repaint=False)
 
-    def __init__(self, session: TraceSession, place: TracePlace | None = None) -> None:
+    def __init__(
+        self, session: TraceSession, place: TracePlace | None = None, *, has_tour: bool = False
+    ) -> None:
         super().__init__()
+        self._has_tour = has_tour
         self._session, self.capture = session, CaptureClient(session)
         self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
         self.status = RunStatus()
@@ -277,6 +280,10 @@ class TraceScreen(Screen[None]):
         yield StatusBanner()
         yield DiagnosisCard(self._session, self._pool)
         yield Slots(self._session, self._pool)
+        if self._has_tour:
+            from flexinspect.tui.tour import TourLine
+
+            yield TourLine(self.keys_of)
         yield KeyLine(self.action_do, self._list_actions)
 
     def on_mount(self) -> None:
@@ -534,6 +541,10 @@ class TraceScreen(Screen[None]):
             self.slots.apply_layout(name.partition(".")[2])
         else:
             self.slots.handle_action(name)
+        if self._has_tour:
+            from flexinspect.tui.tour import TourLine
+
+            self.query_one(TourLine).note_action(name)
 
     def follow(self) -> None:
         """Follow the newest step."""
