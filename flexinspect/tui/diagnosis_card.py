@@ -101,7 +101,7 @@ class DiagnosisCard(LoadedCanvas):
     def _load(self, request: CardRequest) -> Diagnosis:
         place, _, visited = request
         source = self._session.source
-        if source is None:
+        if source is None or self._session.is_waiting:
             return Diagnosis()
         try:
             summary = findings_panel.load_summary(source, place)
@@ -150,7 +150,7 @@ class DiagnosisCard(LoadedCanvas):
         needed = len(_draw_verified(self._diagnosis, Pen(theme_of(self.app), self.app.size.width)))
         lines = self._max_height if self._diagnosis.finding is not None else needed
         self.styles.height = max(min(lines, self._max_height), 1)
-        self.display = self._max_height > 0
+        self.display = min(lines, self._max_height) > 0
 
     def on_resize(self, event: events.Resize) -> None:
         self.loader.request_load()

@@ -15,10 +15,13 @@ from flexinspect.tui.trace_session import CaptureStatus, RunStatus
 
 LAST_ACTIONS = ("app.palette", "app.help", "app.quit")
 """Shown at the right end in every state."""
-_PANEL_ACTIONS = ("view.flip", "view.measure", "zoom.in", "view.blocks", "cursor.enter")
-_MOVES = ("step.next", "finding.next", "tokens.search", "panel.next", "panel.maximize")
+_PANEL_ACTIONS = ("view.flip", "view.measure", "zoom.in")
+_MOVES = (
+    *("step.next", "finding.next", "finding.read", "tokens.xray", "tokens.search"),
+    *("panel.next", "panel.maximize"),
+)
 _PAUSED = ("run.pause", "run.step", "travel.fork", "travel.mask", "travel.restore")
-_HELD = ("travel.fork", "travel.mask", "branch.choose", "run.stop")
+_HELD = ("travel.fork", "travel.mask")
 _RUNNING = ("run.pause", "run.step", "run.breakpoints", "step.follow")
 
 

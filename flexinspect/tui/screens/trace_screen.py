@@ -771,6 +771,9 @@ class TraceScreen(Screen[None]):
         from flexinspect.control.messages import Restore, StepRef
 
         place, reader = self.place, self.reader  # it may follow the model while the user chooses
+        if self.status.last_step is None:
+            self.notify("No token is generated yet.")
+            return
         there = StepRef(place.generation, place.branch, place.step)
         command: RewindCommand | None = Restore(there) if kind == "restore" else None
         if command is None and reader is not None:

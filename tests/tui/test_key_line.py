@@ -1,0 +1,59 @@
+"""The last line has the keys that help in the state of the run and in the focused panel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.traces import sample_trace
+from support.tui import screen_lines, settle
+
+from flexinspect.panels.panel_registry import load_panel
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.key_line import LAST_ACTIONS, KeyLine, actions_to_show, lay_out_keys
+from flexinspect.tui.trace_session import CaptureStatus, RunStatus
+
+FINISHED = RunStatus("finished", generations=1, last_step=3)
+LIVE = RunStatus("recording", generations=1, last_step=3)
+
+
+def shown(status: RunStatus, panel: str = "run", *, following: bool = True) -> list[str]:
+    return [*actions_to_show(status, CaptureStatus(), load_panel(panel), following=following)]
+
+
+def test_a_finished_run_offers_no_control_of_a_model() -> None:
+    assert not any(action.startswith(("run.", "travel.")) for action in shown(FINISHED))
+    assert "step.next" in shown(FINISHED)
+
+
+def test_a_view_behind_a_live_run_offers_to_follow() -> None:
+    assert shown(LIVE, following=False)[0] == "step.follow"
+    assert "step.follow" not in shown(LIVE)
+
+
+def test_the_actions_of_the_focused_panel_come_before_the_moves() -> None:
+    actions = shown(FINISHED, "mask")
+    assert actions.index("zoom.in") < actions.index("step.next")
+    assert "zoom.in" not in shown(FINISHED, "run")
+
+
+def test_a_narrow_line_keeps_help_and_quit() -> None:
+    placed = lay_out_keys(shown(FINISHED, "mask"), lambda action: action[0], 30)
+    assert [action for _, action, _, _ in placed][-3:] == list(LAST_ACTIONS)
+    ends = [column + len(key) + len(label) + 1 for column, _, key, label in placed]
+    assert max(ends) <= 30
+
+
+async def test_the_line_follows_the_focus_and_a_click_acts(tmp_path: Path) -> None:
+    app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"))
+    async with app.run_test(size=(120, 30)) as pilot:
+        await settle(pilot)
+        line = screen_lines(app)[-1]
+        assert "z zoom" in line
+        assert line.rstrip().endswith("q quit")
+        await pilot.press("tab")
+        await pilot.pause()
+        assert "z zoom" not in screen_lines(app)[-1]
+        await pilot.click(KeyLine, offset=(screen_lines(app)[-1].index("→"), 0))
+        await settle(pilot)
+        assert app.screen.place.step == 1
