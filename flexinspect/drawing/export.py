@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -149,6 +150,9 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
         ) from error
 
 
+_NO_BREAK_SPACE = "\xa0"
+
+
 class _CellStyle(NamedTuple):
     """The style of a run of cells, as values of SVG attributes."""
 
@@ -181,15 +185,15 @@ class _Drawing(Struct):
         )
 
     def text(self, text: str, style: _CellStyle, x: int, y: int) -> None:
-        if "underline" not in style.attributes:  # otherwise blanks show the underline
-            x += len(text) - len(text.lstrip(" "))
-            text = text.strip(" ")
-        if text:
-            length = cell_len(text) * CELL_WIDTH
+        # Each word has its own place: some renderers ignore `textLength`, or blanks.
+        pattern = ".+" if "underline" in style.attributes else "[^ ]+"  # blanks are underlined
+        for word in re.finditer(pattern, text):
+            left = x + cell_len(text[: word.start()])
             self.texts.append(
-                f'<text x="{x * CELL_WIDTH}" y="{y * CELL_HEIGHT + _BASELINE}" '
-                f'textLength="{length}" fill="{style.foreground}"{style.attributes}>'
-                f"{escape(text)}</text>"
+                f'<text x="{left * CELL_WIDTH}" y="{y * CELL_HEIGHT + _BASELINE}" '
+                f'textLength="{cell_len(word[0]) * CELL_WIDTH}" '
+                f'fill="{style.foreground}"{style.attributes}>'
+                f"{escape(word[0].replace(' ', _NO_BREAK_SPACE))}</text>"
             )
 
 

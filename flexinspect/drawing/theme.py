@@ -13,6 +13,9 @@ from rich.style import Style
 from textual import color as textual_color
 from textual.filter import LineFilter
 
+MIN_CONTRAST = 4.5
+"""Contrast of text of WCAG 2.2, level AA (https://www.w3.org/TR/WCAG22/#contrast-minimum)."""
+
 ColorDepth = Literal["truecolor", "256", "none"]
 
 DARK_COLORS: Mapping[str, str] = {
@@ -61,8 +64,12 @@ class Theme(Struct, frozen=True, dict=True):
         return self._styles[name]
 
     def color(self, name: str) -> Color:
-        """Return a colour of the theme by its name, a key of `DARK_COLORS`."""
-        return Color.parse(self.colors[name])
+        """Return a colour of the theme by its name, a key of `DARK_COLORS`.
+
+        A colour of text is moved away from the background until it is readable there.
+        """
+        color, background = Color.parse(self.colors[name]), Color.parse(self.colors["background"])
+        return color if name in ("background", "surface") else readable(color, background)
 
     @cached_property
     def _styles(self) -> dict[str, Style]:
@@ -85,6 +92,39 @@ class Theme(Struct, frozen=True, dict=True):
             "special": on + tint["accent"] + Style(italic=True),
             "invisible": muted,
         }
+
+
+def readable(color: Color, other: Color) -> Color:
+    """Return a colour with at least `MIN_CONTRAST` to another one, otherwise as it is.
+
+    It is mixed with white, or with black if that contrasts more.
+    """
+    start = color.get_truecolor()
+    light, dark = Color.from_rgb(255, 255, 255), Color.from_rgb(0, 0, 0)
+    end = max((light, dark), key=lambda extreme: contrast(extreme, other)).get_truecolor()
+    mixed = (
+        Color.from_rgb(*(round(a + (b - a) * share / 20) for a, b in zip(start, end, strict=True)))
+        for share in range(21)
+    )
+    return next((one for one in mixed if contrast(one, other) >= MIN_CONTRAST), color)
+
+
+def contrast(one: Color, other: Color) -> float:
+    """Return the contrast ratio of two colours, 1 to 21, by WCAG 2.2.
+
+    See https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio.
+    """
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(color: Color) -> float:
+    """Return the relative luminance of an sRGB colour, 0 to 1."""
+    shares = (part / 255 for part in color.get_truecolor())
+    red, green, blue = (
+        share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 class NoColorFilter(LineFilter):

@@ -16,7 +16,7 @@ from rich.style import Style
 
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Span
-from flexinspect.drawing.theme import SEGMENT_COLORS, Theme
+from flexinspect.drawing.theme import SEGMENT_COLORS, Theme, readable
 
 PARTIAL_CHARACTER = "◌"
 """Shown for a token with only some bytes of a character, which a later token completes."""
@@ -87,9 +87,10 @@ def segment_style(number: int, odd: int, plain: bool) -> Style:
     if plain:
         return Style(underline=bool(odd))
     back = SEPARATOR_COLOR if number < 0 else SEGMENT_COLORS[number % len(SEGMENT_COLORS)]
+    ink = Color.parse("#ffffff")
     parts = Color.parse(back).get_truecolor()
     lighter = Color.from_rgb(*(round(part + (255 - part) * 0.14 * odd) for part in parts))
-    return Style(color=Color.parse("#ffffff"), bgcolor=lighter)
+    return Style(color=ink, bgcolor=readable(lighter, ink))
 
 
 @lru_cache(maxsize=64)

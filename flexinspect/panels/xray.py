@@ -10,10 +10,11 @@ from rich.style import Style
 
 from flexinspect.core.text import format_ranges
 from flexinspect.drawing.theme import Theme
-from flexinspect.drawing.token_cells import TokenCell, token_style
+from flexinspect.drawing.token_cells import TokenCell, display_text, token_style
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import TokenWindow
+from flexinspect.records.step import TokenRecord
 
 Direction = Literal["off", "sees", "seen by"]
 DIRECTIONS: tuple[Direction, ...] = ("off", "sees", "seen by")
@@ -23,6 +24,11 @@ SIGNS: Mapping[State, str] = {"open": "━", "leaked": "✖", "lost": "□", "un
 """The signs below tokens, which also mark them without colours; closed ones have none."""
 
 MAX_RANGES_CHARS = 200
+
+
+def _name(token: TokenRecord) -> str:
+    text, _ = display_text(token.token, token.text, special=token.special)
+    return text.strip() or text
 
 
 class XRay(Struct, frozen=True):
@@ -72,7 +78,7 @@ class XRay(Struct, frozen=True):
             case "leaked":
                 return theme.style("bad") + Style(reverse=True)
             case "lost":
-                return theme.style("warn") + Style(reverse=True, strike=True)
+                return theme.style("warn") + Style(underline=True, strike=theme.no_color)
             case _:
                 return theme.style("strong" if current else "muted")
 
@@ -122,7 +128,7 @@ def load_xray(
     return XRay(
         direction,
         pos,
-        "" if token is None else (token.text.strip() or token.token).replace("\n", "↵"),
+        "" if token is None else _name(token),
         {at: names[state] for at, state in zip(positions, states.tolist(), strict=True)},
         n_open,
         n_keys,

@@ -64,6 +64,8 @@ class InspectorApp(App[None]):
         has_tour: bool = False,
     ) -> None:
         super().__init__()
+        # Sixteen colours are the terminal's own, so no pair of them is surely readable.
+        self.no_color |= self.console.color_system in (None, "standard", "windows")
         self._make_job = make_job or _refuse_job
         self._trace, self._job, self._place = trace, job, place
         self._keymap_overrides = dict(keymap or {})

@@ -262,8 +262,6 @@ def _make_theme(app: Any) -> Theme:
             colors[name] = Color.parse(app.theme_variables.get(name, "")).get_truecolor().hex
         except ColorParseError:
             continue
-    if not app.current_theme.dark:
-        colors["muted"] = "#666a73"
     return Theme("truecolor" if app.console.color_system == "truecolor" else "256", colors)
 
 

@@ -25,8 +25,8 @@ _MARKS = {
     Severity.WARNING: ("▲", "warn"),
     Severity.NOTE: ("●", "text"),
 }
-BREAKPOINT_MARK, BRANCH_MARK = ("◉", "accent"), ("⑂", "accent")
-LEGEND = "entropy · ✖▲● findings · ◉ breakpoint · ⑂ fork"
+BREAKPOINT_MARK, BRANCH_MARK = ("◉", "accent"), ("┣", "accent")
+LEGEND = "entropy · ✖▲● findings · ◉ breakpoint · ┣ fork"
 
 
 class TimelineData(Struct, frozen=True):

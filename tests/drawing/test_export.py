@@ -53,6 +53,15 @@ def test_text_keeps_its_place_colour_and_length() -> None:
     assert first.attrib["y"] == second.attrib["y"] == "44.5"
 
 
+def test_each_word_has_its_own_place_as_renderers_without_text_length_need() -> None:
+    found = drawn(row(("  tab panel  日本 x", "none"), width=30)).findall(f".//{SVG}text")[1:]
+    places = [(text.text, text.attrib["x"], text.attrib["textLength"]) for text in found]
+    assert places == [
+        *(("tab", "16", "24"), ("panel", "48", "40"), ("日", "104", "16"), ("本", "120", "16")),
+        ("x", "144", "8"),
+    ]
+
+
 def test_a_background_covers_exactly_its_cells() -> None:
     assert fills(drawn(row(("a", "white"), ("bc", f"white on {RED}"), ("d", "white")))) == {
         RED: "M8 32h16v16h-16z"
@@ -100,7 +109,7 @@ def test_reverse_and_dim_are_colours_and_lines_are_decoration() -> None:
     assert list(fills(root)) == [RED]
     assert second.attrib["fill"] == "#888888"  # half way to the background #121212
     both = drawn(row(("c ", "underline strike"))).findall(f".//{SVG}text")[1]
-    assert (both.text, both.attrib["text-decoration"]) == ("c ", "underline line-through")
+    assert (both.text, both.attrib["text-decoration"]) == ("c\xa0", "underline line-through")
 
 
 def test_a_wide_character_is_drawn_alone_in_two_cells() -> None:
@@ -137,10 +146,10 @@ def test_the_same_strips_give_the_same_bytes_without_external_references() -> No
 
 def test_title_and_note_frame_the_picture_and_an_empty_one_is_a_picture_too() -> None:
     root = drawn(row(("abc", "white"), width=20), title="Mask", note="error 1e-6")
-    assert texts(root) == ["Mask", "abc", "error 1e-6"]
+    assert texts(root) == ["Mask", "abc", "error", "1e-6"]
     assert root.attrib["width"] == str(20 * 8 + 24)
     assert root.attrib["height"] == str(5 * 16 + 24)
-    assert texts(drawn(title="Nothing here")) == ["Nothing here"]
+    assert texts(drawn(title="Nothing here")) == ["Nothing", "here"]
     assert texts(drawn(title="")) == []
 
 

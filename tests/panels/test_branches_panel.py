@@ -183,7 +183,7 @@ async def test_a_branch_is_shown_at_its_first_step_as_at_any_other(forked: Path)
         await pilot.press("down", "enter")
         await settle(pilot)
         lines = screen_text(app).splitlines()
-        assert "branch 1 · step 0/" in lines[0]
+        assert "branch 1 · token 1 of " in lines[0]
         assert "Emily" in lines[1]
 
 

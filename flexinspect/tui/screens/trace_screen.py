@@ -193,11 +193,15 @@ class KeyCommands(Provider):
 
 
 def save_screen(app: Any, path: Path) -> Path | None:
-    """Save the screen as SVG, or deliver it to the browser. Raises `OSError`."""
+    """Save the screen as SVG, or deliver it to the browser. Raises `FlexInspectError`."""
     if app.is_web:
         app.deliver_screenshot(path.name)
         return None
-    replace_file(path, app.export_screenshot(title=path.stem, simplify=True).encode())
+    from flexinspect.drawing.export import save
+
+    # The compositor has the strips that are on the screen. Textual's own SVG relies on
+    # `textLength`, without which other renderers than browsers shift the text.
+    save(path, app.screen._compositor.render_strips(), title=path.stem, theme=theme_of(app))
     return path
 
 
