@@ -6,7 +6,7 @@ per key. It is never expanded to one byte per cell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -111,7 +111,8 @@ class MaskCounts(Struct, frozen=True):
     `key_counts` is the number of rows that attend to each key, int32 (keys,). `group_counts` counts
     open cells by group of the row and group of the key, int64 (groups, groups). `lost` cells are
     declared open but not executed, `leaked` cells executed but declared masked; both are None
-    without a declared mask.
+    without a declared mask. `lost_groups` and `leaked_groups` count them as `group_counts` does,
+    None without any cell.
     """
 
     open: CellCounts
@@ -119,6 +120,8 @@ class MaskCounts(Struct, frozen=True):
     group_counts: Counts
     lost: CellCounts | None = None
     leaked: CellCounts | None = None
+    lost_groups: Counts | None = None
+    leaked_groups: Counts | None = None
 
 
 class PositionGroups(Struct, frozen=True):
@@ -130,6 +133,10 @@ class PositionGroups(Struct, frozen=True):
         """Return the group of each position."""
         group: npt.NDArray[np.intp] = np.searchsorted(self.starts, positions, side="right") - 1
         return np.maximum(group, 0)
+
+    def empty_table(self) -> Counts:
+        """Return zeros, int64 (groups, groups)."""
+        return np.zeros((len(self.starts), len(self.starts)), np.int64)
 
 
 def count_cells(
@@ -152,20 +159,40 @@ def count_cells(
     offset = first_row % TILE
     counts = {name: CellCounts(np.zeros(n_rows, np.int32), n_keys, offset) for name in names}
     columns = np.zeros(n_keys, np.int32)
-    table = np.zeros((len(groups.starts), len(groups.starts)), np.int64)
+    tables = {"open": groups.empty_table()}
     of_row, borders = groups.group_of(positions), np.minimum((*groups.starts, n_keys), n_keys)
     for row, packed in chunks:
         counts["open"].add(row, packed)
-        bits = np.unpackbits(packed, axis=1, count=n_keys)
         group = of_row[row : row + len(packed)]
-        edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
-        for start, stop in pairwise(edges):
-            sums = np.add.reduce(bits[start:stop], axis=0, dtype=np.uint8)
+        for number, sums in _sum_runs(packed, n_keys, group):
             columns += sums
-            totals = np.concatenate(([0], np.cumsum(sums, dtype=np.int64)))
-            table[group[start]] += np.diff(totals[borders])
-        if declared is not None:
-            expected = declared(row, row + len(packed))
-            counts["lost"].add(row, expected & ~packed)
-            counts["leaked"].add(row, packed & ~expected)
-    return MaskCounts(key_counts=columns, group_counts=table, **counts)
+            tables["open"][number] += _sum_groups(sums, borders)
+        if declared is None:
+            continue
+        expected = declared(row, row + len(packed))
+        for kind, cells in (("lost", expected & ~packed), ("leaked", packed & ~expected)):
+            counts[kind].add(row, cells)
+            if cells.any():
+                table = tables.setdefault(kind, groups.empty_table())
+                for number, sums in _sum_runs(cells, n_keys, group):
+                    table[number] += _sum_groups(sums, borders)
+    lost, leaked = (counts.get(kind) for kind in ("lost", "leaked"))
+    differing = (tables.get(kind) for kind in ("lost", "leaked"))
+    return MaskCounts(counts["open"], columns, tables["open"], lost, leaked, *differing)
+
+
+def _sum_runs(
+    packed: PackedMask, n_keys: int, group: npt.NDArray[np.intp]
+) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """Yield the group of each run of rows of one group, and its number of cells per key."""
+    bits = np.unpackbits(packed, axis=1, count=n_keys)
+    edges = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(group)]
+    for start, stop in pairwise(edges):
+        yield int(group[start]), np.add.reduce(bits[start:stop], axis=0, dtype=np.uint8)
+
+
+def _sum_groups(counts: npt.NDArray[np.uint8], borders: npt.NDArray[np.integer]) -> Counts:
+    """Return the sums of counts per key between borders, int64 (groups,)."""
+    totals = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    sums: Counts = np.diff(totals[borders])
+    return sums

@@ -35,7 +35,7 @@ class PixelGrid(Struct, frozen=True):
     @property
     def in_tiles(self) -> bool:
         """Whether its pixels consist of whole tiles."""
-        return self.row_scale >= TILE and self.key_scale >= TILE
+        return self.row_scale % TILE == 0 and self.key_scale % TILE == 0
 
     @property
     def row_stop(self) -> int:
@@ -53,8 +53,14 @@ class PixelGrid(Struct, frozen=True):
 
 
 _OCTAVE = (40, 48, 56, 64)
-SCALES: tuple[int, ...] = (*range(1, 9), 16, 24, 32, *(m << k for k in range(20) for m in _OCTAVE))
-"""Cells per side of a pixel; from `TILE` on multiples of it, so that tiles can be summed."""
+MAX_EXACT_SCALE = 32
+"""Every scale up to this one is possible: so few cells are counted one by one."""
+
+SCALES: tuple[int, ...] = (
+    *range(1, MAX_EXACT_SCALE + 1),
+    *(m << k for k in range(20) for m in _OCTAVE),
+)
+"""Cells per side of a pixel; large ones are multiples of `TILE`, so that tiles can be summed."""
 
 
 def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: Counts) -> None:
@@ -67,7 +73,7 @@ def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: C
 
 def fold_rows(packed: PackedMask, first_row: int, grid: PixelGrid, out: Counts) -> None:
     """Add the cells of packed rows to `out`; their row 0 is row `first_row` of the grid."""
-    if grid.key_scale >= TILE:
+    if grid.key_scale % TILE == 0:
         start, scale = (grid.row, grid.key // TILE), (grid.row_scale, grid.key_scale // TILE)
         _fold(out, BIT_COUNTS[packed], (first_row, 0), start, scale)
         return

@@ -52,6 +52,14 @@ def counted(cells: Bools, first_row: int = 0, size: int = 248, **options: Any) -
     return count_cells(chunks, positions, cells.shape[1], first_row=first_row, **options)
 
 
+def by_group(groups: PositionGroups, cells: Bools, first_row: int) -> npt.NDArray[np.int64]:
+    of_row = groups.group_of(np.arange(first_row, first_row + len(cells)))
+    of_key = groups.group_of(np.arange(cells.shape[1]))
+    table = groups.empty_table()
+    np.add.at(table, (of_row[:, None], of_key[None]), cells)
+    return table
+
+
 def pooled(cells: Bools, grid: PixelGrid) -> npt.NDArray[np.int64]:
     """Count open cells per pixel, the slow way."""
     out = grid.empty()
@@ -124,11 +132,7 @@ def test_count_cells_counts_by_row_key_tile_and_group(
     assert found.open.row_counts.tolist() == cells.sum(axis=1).tolist()
     assert found.key_counts.tolist() == cells.sum(axis=0).tolist()
     assert found.lost is None
-    of_row = groups.group_of(np.arange(first_row, first_row + shape[0], dtype=np.int32))
-    of_key = groups.group_of(np.arange(shape[1], dtype=np.int32))
-    table = np.zeros((4, 4), int)
-    np.add.at(table, (of_row[:, None], of_key[None]), cells)
-    assert found.group_counts.tolist() == table.tolist()
+    assert found.group_counts.tolist() == by_group(groups, cells, first_row).tolist()
     if found.open.tiles is None:
         assert not cells.any()
     else:
@@ -149,9 +153,15 @@ def test_lost_and_leaked_cells_are_counted_with_the_first_of_each(
 ) -> None:
     cells = dense_of(seed, *shape, 0.5)
     meant = spec.dense(*shape, q_offset=first_row)
-    found = counted(cells, first_row, size, declared=lambda a, b: packed(meant[a:b]))
-    for plane, wanted in ((found.lost, meant & ~cells), (found.leaked, cells & ~meant)):
+    groups = PositionGroups((0, 7, 7, 30))
+    found = counted(cells, first_row, size, groups=groups, declared=lambda a, b: packed(meant[a:b]))
+    for plane, table, wanted in (
+        (found.lost, found.lost_groups, meant & ~cells),
+        (found.leaked, found.leaked_groups, cells & ~meant),
+    ):
         assert plane is not None
+        sums = by_group(groups, wanted, first_row)
+        assert sums.tolist() == (groups.empty_table() if table is None else table).tolist()
         assert plane.n == wanted.sum()
         assert plane.row_counts.tolist() == wanted.sum(axis=1).tolist()
         where = np.argwhere(wanted)
@@ -163,6 +173,7 @@ def test_no_tiles_are_allocated_without_a_difference() -> None:
     found = counted(cells, declared=lambda a, b: packed(cells[a:b]))
     assert found.lost is not None
     assert found.lost.tiles is None
+    assert found.lost_groups is None
 
 
 # -- windows --------------------------------------------------------------------------------------
@@ -170,8 +181,8 @@ def test_no_tiles_are_allocated_without_a_difference() -> None:
 
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, int], tiles: bool) -> PixelGrid:
-    row_scale = draw(st.sampled_from([8, 16, 24, 40] if tiles else [1, 2, 3, 5, 7]))
-    scales = [8, 16, 32, 56] if tiles or draw(st.booleans()) else [1, 2, 3, 5, 7]
+    row_scale = draw(st.sampled_from([8, 16, 24, 40] if tiles else [1, 2, 3, 5, 7, 11]))
+    scales = [8, 16, 32, 56] if tiles or draw(st.booleans()) else [1, 2, 3, 5, 7, 13]
     key_scale = draw(st.sampled_from(scales))
     row = draw(st.integers(0, max(shape[0] - 1, 0))) // row_scale * row_scale
     key = draw(st.integers(0, max(shape[1] - 1, 0))) // key_scale * key_scale
@@ -306,8 +317,8 @@ def test_states_of_block_tables_distinguish_partial_from_full() -> None:
 
 def test_scales_can_be_counted_from_bits_or_from_tiles() -> None:
     assert list(SCALES) == sorted(set(SCALES))
-    assert SCALES[:8] == (1, 2, 3, 4, 5, 6, 7, 8)
-    assert all(scale % 8 == 0 for scale in SCALES if scale > 8)
+    assert SCALES[:32] == tuple(range(1, 33))
+    assert all(scale % 8 == 0 for scale in SCALES if scale > 32)
     assert SCALES[-1] > 1 << 20
 
 
