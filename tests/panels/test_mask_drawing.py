@@ -17,14 +17,10 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.base import Navigate, Request, TracePlace
 from flexinspect.panels.mask import mask_text
-from flexinspect.panels.mask.mask_data import (
-    MaskData,
-    MaskOptions,
-    mask_layout,
-    segment_number,
-    zoom_steps,
-)
-from flexinspect.panels.mask.mask_panel import CURSOR, GENERATED, MaskPanel, _tints, mask_palette
+from flexinspect.panels.mask.mask_data import MaskData, segment_number
+from flexinspect.panels.mask.mask_layout import MaskOptions, column_edges, mask_layout, zoom_steps
+from flexinspect.panels.mask.mask_panel import MaskPanel
+from flexinspect.panels.mask.mask_pixels import CURSOR, GENERATED, grid_tints, mask_palette
 from flexinspect.panels.panel_registry import with_options
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import open_trace
@@ -42,54 +38,55 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
 
 def test_the_whole_mask_with_its_words_and_segments(shown: Shown) -> None:
     assert shown.text(mask_trace.RIGHT, 3, (80, 24), look=PLAIN, q=9, kv=2) == [
-        "row ↓ key →    │ │paraphr 1│ │paraphr 2│ │cue│gene…                             ",
-        "               < W c         W   t p     A   w w w                              ",
-        "               b h i i i     h i h l     n   1 1 1                              ",
-        "               … … … s t ? ↵ … s … … ? ↵ … : 5 6 7                              ",
-        "         <bos> ██··································                             ",
-        "         Which ████································                             ",
-        "          city ██████······························                             ",
-        "            is ████████····························                             ",
-        "            it ██████████··························                             ",
-        "             ? ████████████························                             ",
-        "             ↵ ██████████████······················                             ",
-        "          What ██············██····················                             ",
-        "            is ██············████··················                             ",
-        "          this▸██············██████················                             ",
-        "         place ██············████████··············                             ",
-        "             ? ██············██████████············                             ",
-        "             ↵ ██············████████████··········                             ",
-        "        Answer ████████████████████████████········                             ",
-        "             : ██████████████████████████████······                             ",
-        "           w15 ████████████████████████████████····                             ",
-        "           w16 ██████████████████████████████████··                             ",
-        "           w17▶████████████████████████████████████                             ",
+        "row ↓ key →    │  │paraphrase 1  │  │paraphrase 2  │  │cue  │genera…            ",
+        "               <boWhicitis it ?  ↵  Whais thipla?  ↵  Ans:  w15w16w17           ",
+        "         <bos> ███···················································           ",
+        "         Which ██████················································           ",
+        "          city █████████·············································           ",
+        "            is ████████████··········································           ",
+        "            it ███████████████·······································           ",
+        "             ? ██████████████████····································           ",
+        "             ↵ █████████████████████·································           ",
+        "          What ███··················███······························           ",
+        "            is ███··················██████···························           ",
+        "          this▸███··················█████████························           ",
+        "         place ███··················████████████·····················           ",
+        "             ? ███··················███████████████··················           ",
+        "             ↵ ███··················██████████████████···············           ",
+        "        Answer ██████████████████████████████████████████············           ",
+        "             : █████████████████████████████████████████████·········           ",
+        "           w15 ████████████████████████████████████████████████······           ",
+        "           w16 ███████████████████████████████████████████████████···           ",
+        "           w17▶██████████████████████████████████████████████████████           ",
+        'token 17 "w17" (generated) sees 18 of 18 keys                                   ',
+        " sees 18 of 18▶██████████████████████████████████████████████████████           ",
         'row 9 "this" (paraphrase 2) does not attend to 2 "city" (paraphrase 1)          ',
-        "another paraphrase, separated by segment-isolation  █ open  · closed            ",
+        "█ open  · closed                                                                ",
     ]
 
 
 def test_a_small_panel_shows_it_in_half_blocks(shown: Shown) -> None:
     text = shown.text(mask_trace.RIGHT, 3, (38, 14), look=PLAIN)
-    assert text[:10] == [
-        "       ││p1  ││p2  ││ │               ",
-        "bos    █▄················             ",
-        "para 1 ███▄··············             ",
-        "       █████▄············             ",
-        "para 2 █▀▀▀▀▀▀▄··········             ",
-        "     8 █······██▄········             ",
-        "       █······████▄······             ",
-        "cue    █▄▄▄▄▄▄██████▄····             ",
-        "       ███████████████▄··             ",
-        "gener…▶█████████████████▄             ",
+    assert text[:11] == [
+        "       ││parap 1 │ │para 2 │ │  │gen… ",
+        "bos    █▄▄····························",
+        "para 1 █████▄·························",
+        "       ████████▄▄·····················",
+        "para 2 █▀▀▀▀▀▀▀▀▀▀▀▄··················",
+        "     8 █···········███▄▄··············",
+        "       █···········██████▄▄···········",
+        "cue    █▄▄▄▄▄▄▄▄▄▄▄██████████▄▄·······",
+        "       █████████████████████████▄▄····",
+        "gener…▶█████████████████████████████▄▄",
+        " 18/18▶███████████████████████████████",
     ]
     assert all(len(line) == 38 for line in text)
 
 
 def test_without_colours_a_difference_has_letters(shown: Shown) -> None:
     text = shown.text(mask_trace.WRONG, 3, (80, 24), look=PLAIN, view="difference")
-    assert text[13].startswith("          this ██··++")
-    assert text[14].startswith("         place ██············██--██")
+    assert text[11].startswith("          this ███···+++···")
+    assert text[12].startswith("         place ███··················███---██████")
 
 
 @pytest.mark.slow
@@ -106,7 +103,7 @@ def test_every_size_is_filled_and_never_exceeded(shown: Shown) -> None:
 
 
 def test_generated_rows_and_the_cursor_have_tints_of_their_own(shown: Shown) -> None:
-    tints = _tints(shown.load(mask_trace.RIGHT, 3, q=9, kv=2))
+    tints = grid_tints(shown.load(mask_trace.RIGHT, 3, q=9, kv=2))
     assert tints[9, 2] == CURSOR
     assert (tints[15:, 3:] == GENERATED).all()
     assert (tints[:9, 15:] == GENERATED).all()
@@ -136,12 +133,12 @@ def test_what_is_partly_open_is_darker_than_open_and_lighter_than_closed() -> No
 
 def test_the_note_names_view_place_scale_and_lse_check(shown: Shown) -> None:
     picture = shown.paint(mask_trace.RIGHT, 3)
-    assert picture.note == "executed · LSE error 3e-06 · layer 0 · all heads · zoom 4:1"
+    assert picture.note == "ran · verified ✓ (error 3e-06) · layer 0 · all heads · zoom 2:1 x 5:1"
     assert not picture.alarm
     picture = shown.paint(mask_trace.WRONG, 3, (38, 14))
-    assert picture.note == "executed · lost 2 · leaked 1 · LSE error 3e-06 · L1 all · 1:1"
+    assert picture.note == "lost 2 · leaked 1 · ran · verified ✓ (error 3e-06) · L1 all · 1:1"
     assert picture.alarm
-    assert shown.text(mask_trace.WRONG, 3)[-3].startswith("first leaked pair (executed, declared")
+    assert shown.text(mask_trace.WRONG, 3)[-2].startswith("first leaked pair (executed, declared")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +154,7 @@ def test_a_failed_or_missing_lse_check_is_reported(
 ) -> None:
     checked = Shown(mask_trace.write(tmp_path / "t.flextrace", 2, lse_error=lse_error))
     picture = checked.paint(mask_trace.RIGHT, 1)
-    assert picture.note.startswith(f"executed · {note} · ")
+    assert picture.note.startswith(f"ran · {note} · ")
     assert picture.alarm is alarm
     assert ("is not what ran" in checked.words(mask_trace.RIGHT, 1)) is alarm
 
@@ -171,19 +168,21 @@ def follow(shown: Shown, action: str, options: MaskOptions, **kwargs: Any) -> An
 
 
 def test_zooming_ends_at_the_whole_mask_and_at_single_cells(shown: Shown) -> None:
-    options, scales = MaskOptions(), []
+    options, scales = MaskOptions(zoom=-1), []
     for _ in range(20):
         data = shown.panel.load(
             shown.source, replace(shown.request(0, 3, (38, 10)), options=options)
         )
-        scales.append((data.layout.grid.row_scale, data.layout.cell_width))
+        scales.append((data.layout.zoom, data.layout.grid.row_scale, data.layout.cell_width))
         found = follow(shown, "zoom.in", options, size=(38, 10))
         if found is None:
             break
         options = found
-    assert scales == [(2, 1), (1, 1), (1, 2), (1, 4), (1, 8)]
-    assert follow(shown, "zoom.out", MaskOptions(), size=(38, 10)) is None
-    assert follow(shown, "zoom.out", options, size=(38, 10)).zoom == len(scales) - 2
+    assert [scale[1:] for scale in scales[1:]] == [(2, 1), (1, 3), (1, 6), (1, 10)]
+    assert [zoom for zoom, _, _ in scales] == [-1, 0, 1, 2, 3]
+    assert follow(shown, "zoom.out", MaskOptions(), size=(38, 10)).zoom == -1
+    assert follow(shown, "zoom.out", MaskOptions(zoom=-1), size=(38, 10)) is None
+    assert follow(shown, "zoom.out", options, size=(38, 10)).zoom == 2
 
 
 def test_a_zoomed_window_shows_the_current_row_and_its_own_key(shown: Shown) -> None:
@@ -253,8 +252,8 @@ def test_the_view_is_flipped_through_all_four(shown: Shown) -> None:
 
 def at_cell(data: MaskData, row: int, key: int) -> tuple[int, int]:
     frame = data.layout
-    x = frame.left + (key - frame.grid.key) * frame.cell_width
-    return x, frame.top + (row - frame.grid.row) * frame.cell_width // 2
+    x = frame.left + int(column_edges(frame.grid, frame.columns)[key - frame.grid.key])
+    return x, frame.top + (row - frame.grid.row) * frame.cell_height // 2
 
 
 @pytest.mark.parametrize("size", [(120, 40), (38, 14), (80, 24)])
@@ -280,19 +279,42 @@ def test_zoom_steps_begin_with_the_whole_and_end_with_large_cells() -> None:
     for shape in ((1, 1), (18, 18), (73, 73), (4096, 4096), (32768, 32768), (1524, 100_000)):
         for lines, columns in ((1, 1), (10, 30), (36, 105), (60, 200)):
             steps = zoom_steps(shape, lines, columns)
-            rows, keys, enlarged = steps[0]
-            assert -(-shape[0] // rows) * enlarged <= max(2 * lines, 1)
-            assert -(-shape[1] // keys) * enlarged <= columns
+            whole = steps[0]
+            assert -(-shape[0] // whole.row_scale) * whole.height <= max(2 * lines, 1)
+            assert -(-shape[1] // whole.key_scale) * whole.width <= columns
             assert steps[-1][:2] == (1, 1)
-            assert steps[-1][2] == (8 if lines > 1 else 1)
-            sizes = [(s[0] / s[2], s[1] / s[2]) for s in steps]
+            assert steps[-1].width == (10 if columns > 1 else 1)
+            sizes = [s.row_scale * s.key_scale / s.width / s.height for s in steps]
             assert all(b < a for a, b in pairwise(sizes))
 
 
-def test_a_mask_much_wider_than_high_is_scaled_on_each_side_separately() -> None:
-    frame = mask_layout(120, 40, (1524, 51187), (1000, 51000), MaskOptions())
-    assert frame.grid.row_scale == 24
-    assert frame.grid.key_scale == 512
+def test_rows_and_keys_have_scales_of_their_own() -> None:
+    def scales(*args: Any) -> tuple[int, int]:
+        grid = mask_layout(*args, MaskOptions(), step_row=0).grid
+        return grid.row_scale, grid.key_scale
+
+    assert scales(118, 34, (75, 75), (0, 0)) == (2, 1)
+    assert scales(118, 34, (785, 785), (0, 0)) == (15, 8)
+    assert scales(118, 34, (1524, 51187), (0, 0)) == (32, 512)
+
+
+@pytest.mark.parametrize("size", [(78, 18), (118, 34), (198, 49)])
+@pytest.mark.parametrize("n", [40, 75, 100, 400, 961])
+def test_the_whole_mask_takes_most_of_the_panel(size: tuple[int, int], n: int) -> None:
+    layout = mask_layout(*size, (n, n), (0, 0), MaskOptions(), step_row=0, n_segments=6)
+    assert layout.columns >= (size[0] - layout.left) * 0.65
+    assert layout.matrix + layout.top + layout.lines >= (size[1] - 5) * 0.75
+
+
+def test_the_cells_of_a_coarse_scale_fill_the_width() -> None:
+    layout = mask_layout(78, 18, (75, 75), (0, 0), MaskOptions())
+    assert (layout.left, layout.columns, layout.grid.width) == (11, 67, 38)
+    assert layout.cell_at(11, layout.top) == (0, 0)
+    assert layout.cell_at(77, layout.top) == (0, 74)
+    assert layout.cell_at(78, layout.top) is None
+    hit = [layout.cell_at(x, layout.top) for x in range(11, 78)]
+    assert [cell[1] for cell in hit if cell] == sorted(cell[1] for cell in hit if cell)
+    assert len(set(hit)) == 38
 
 
 def test_a_window_stands_still_while_the_focus_moves_within_half_of_it() -> None:
@@ -334,13 +356,18 @@ def test_a_repeated_load_keeps_what_it_made(shown: Shown, tmp_path: Path) -> Non
     assert first.mask_view.parts[0] is second.mask_view.parts[0]
 
 
-@pytest.mark.parametrize("size", [(38, 16), (78, 18), (118, 34)])
+@pytest.mark.parametrize("size", [(38, 10), (38, 16), (78, 18), (118, 34)])
 def test_the_meaning_of_a_difference_is_readable_at_every_size(
     shown: Shown, size: tuple[int, int]
 ) -> None:
     lines = shown.text(mask_trace.WRONG, 3, size, view="auto")
     assert len(lines) <= size[1]
     assert all(len(line) == size[0] for line in lines)
+    assert (
+        shown.paint(mask_trace.WRONG, 3, size, view="auto")
+        .note[:38]
+        .startswith("lost 2 · leaked 1 · what differs")
+    )
     legend = "\n".join(lines).partition("first leaked pair")[2]
     assert "leaked" in legend
     assert "lost" in legend
@@ -352,3 +379,14 @@ def test_the_first_leaked_pair_is_whole_where_there_is_room(shown: Shown) -> Non
     assert "lost: should be open" in wide
     (pair, *_) = mask_text.describe_first_pairs(shown.load(mask_trace.WRONG, 3))
     assert pair in wide
+
+
+def test_the_legend_names_the_tints_on_screen(shown: Shown) -> None:
+    legend = "\n".join(shown.text(mask_trace.RIGHT, 3, q=9, kv=2)[-3:])
+    assert "■■ cursor" in legend
+    assert "■■ generated" in legend
+    assert "■■ neighbouring segments" in legend
+    assert "cursor" not in "\n".join(shown.text(mask_trace.RIGHT, 3)[-3:])
+    blocks = "\n".join(shown.text(mask_trace.RIGHT, 3, blocks=True)[-3:])
+    assert "■■ partial" in blocks
+    assert "■■ full" not in blocks

@@ -16,7 +16,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.masks import algebra
 from flexinspect.masks.viewport import APPLIED, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.panels.base import Missing, TracePlace
-from flexinspect.panels.mask.mask_data import MaskOptions
+from flexinspect.panels.mask.mask_layout import MaskOptions
 from flexinspect.records.step import GenerationRecord
 from flexinspect.trace.file.writer import TraceWriter
 
@@ -122,7 +122,7 @@ def test_without_cells_the_received_mask_is_shown(shown: Shown) -> None:
     assert data.view_mode == "received"
     assert data.fallback_reason == "The executed cells were not recorded; this is the received mask"
     assert "No executed cells of these rows were recorded." in shown.words(mask_trace.TABLES, 3)
-    assert shown.text(mask_trace.TABLES, 3)[-3].startswith(data.fallback_reason)
+    assert shown.text(mask_trace.TABLES, 3)[-2].startswith(data.fallback_reason)
 
 
 def test_without_any_mask_the_declared_mask_is_shown(shown: Shown) -> None:

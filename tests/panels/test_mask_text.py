@@ -109,7 +109,7 @@ def test_rows_that_see_nothing_are_reported_and_counted(tmp_path: Path) -> None:
     assert sentence(empty, 0, 6, 2, view="declared").endswith(
         "rows of separators attend to no key (--separators isolated)"
     )
-    assert format_counts(empty.load(0, 2, q=6, kv=2)).startswith("row 6: no open key · key 2")
+    assert format_counts(empty.load(0, 2, q=6, kv=2)).startswith("row 6: 0 of 7 keys open · key 2")
 
 
 def test_a_compiled_call_names_the_block_that_loses_or_leaks(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_rows_and_columns_are_counted(shown: Shown) -> None:
     assert counts == f"row 9: {n_open} of 10 keys open · key 7: open to {n_rows} of 18 rows"
     assert (
         format_counts(shown.load(mask_trace.RIGHT, 3))
-        == 'row 17 "w17" (generated): 18 of 18 keys open'
+        == 'token 17 "w17" (generated) sees 18 of 18 keys'
     )
-    assert format_counts(shown.load(mask_trace.RIGHT, 0)) == 'row 14 ":" (cue): 15 of 15 keys open'
+    assert format_counts(shown.load(mask_trace.RIGHT, 0)) == 'token 14 ":" (cue) sees 15 of 15 keys'
 
 
 def test_the_whole_mask_is_described(shown: Shown) -> None:
@@ -154,7 +154,7 @@ def test_the_whole_mask_is_described(shown: Shown) -> None:
     dense = mask_trace.dense_mask(mask_trace.WRONG)
     assert lines[0] == (
         "The mask of layer 1, the same for all heads, generation 0, at step 3: 18 rows, 18 keys, "
-        "executed (LSE error 3e-06)."
+        "view 'ran', verified ✓ (error 3e-06)."
     )
     assert lines[1] == (
         "The step received a block mask, 1 x 18 in blocks of 128 x 128, mask_mod user.rule, "

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks import algebra
 from flexinspect.panels.base import Picture, Request, TracePlace
-from flexinspect.panels.mask.mask_data import MaskData, MaskOptions
+from flexinspect.panels.mask.mask_data import MaskData
+from flexinspect.panels.mask.mask_layout import MaskOptions
 from flexinspect.panels.mask.mask_panel import MaskPanel
 from flexinspect.panels.mask.mask_text import describe_cell
 from flexinspect.panels.panel_source import Source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
@@ -17,16 +17,22 @@ from flexinspect.masks import viewport
 from flexinspect.masks.algebra import declared_spec
 from flexinspect.masks.attention_row import UNCHECKED, LseCheck, recorded_check
 from flexinspect.masks.counting import CHUNK_ROWS, PositionGroups
-from flexinspect.masks.viewport import SCALES, PixelCounts, PixelGrid, States
+from flexinspect.masks.viewport import PixelCounts, PixelGrid, States
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.mask.mask_grid import (
     BlockPart,
     MaskLoader,
     MaskPart,
     MaskView,
-    close_dropped_keys,
     load_blocks,
 )
+from flexinspect.panels.mask.mask_layout import (
+    MaskLayout,
+    MaskOptions,
+    MaskViewMode,
+    mask_layout,
+)
+from flexinspect.panels.mask.mask_segments import SegmentMatrix, load_matrix
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import no_steps
 from flexinspect.panels.token_window import load_segments, load_token_cells, segment_color
@@ -43,11 +49,12 @@ class MaskData(Struct, frozen=True):
     """A window of a mask view, ready to be drawn and described.
 
     `states` are the pixels of the layout's grid (see `flexinspect.masks.viewport`), `tables` the
-    same for the block tables, None if they are not shown. `current` are the rows of the place's
-    step, `cursor` is (row, key). `tokens` has the tokens that are named, by position. `mask` is the
-    mask of the cursor's row, or of the current step. `fallback_reason` says why another view than
-    the requested one is shown, "" if it is the requested one. `lse_check` is that of the step's
-    newest row.
+    same for the block tables, `strip_states` and `map_states` those of the step's newest row and of
+    the map, `matrix` the pairs of segments; all of them are None if they are not shown. `current`
+    are the rows of the place's step, `cursor` is (row, key). `tokens` has the tokens that are
+    named, by position. `mask` is the mask of the cursor's row, or of the current step.
+    `fallback_reason` says why another view than the requested one is shown, "" if it is the
+    requested one. `lse_check` is that of the step's newest row.
     """
 
     place: TracePlace
@@ -58,6 +65,9 @@ class MaskData(Struct, frozen=True):
     view_mode: MaskViewMode
     states: States
     tables: States | None
+    strip_states: States | None
+    map_states: States | None
+    matrix: SegmentMatrix | None
     blocks: tuple[BlockPart, ...]
     current: range | None
     cursor: tuple[int, int] | None
@@ -125,12 +135,29 @@ def _make_mask_data(
     newest = current[-1] if current else mask_view.n_rows - 1
     focus = cursor or (newest, min(int(mask_view.positions[newest]), mask_view.n_keys - 1))
     shape = (mask_view.n_rows, mask_view.n_keys)
-    layout = mask_layout(request.width, request.height, shape, focus, options)
+    layout = mask_layout(
+        request.width,
+        request.height,
+        shape,
+        focus,
+        options,
+        centred=cursor is not None,
+        step_row=current[-1] if current else None,
+        n_segments=len(segments),
+    )
     blocks: tuple[BlockPart, ...] = ()
     with_tables = options.blocks or view == "received"
     if with_tables or mask_view.count("lost") or mask_view.count("leaked"):
         blocks = tuple(load_blocks(source, part, mask_view.head) for part in mask_view.parts)
-    states = partial(load_states, mask_view, blocks, layout.grid)
+    states = partial(load_states, mask_view, blocks)
+    matrix = None
+    if layout.matrix:
+        first = mask_view.first_cell("leaked") or mask_view.first_cell("lost")
+        at_row, at_key = cursor or (first if view == "difference" and first else focus)
+        pair = (int(mask_view.positions[at_row]), at_key)
+        number, key_number = (max(segment_number(segments, position), 0) for position in pair)
+        size = (layout.width, layout.matrix - (layout.zoom >= 0))
+        matrix = load_matrix(mask_view, segments, size, (number, key_number))
     name = mask_view.part_of(focus[0]).step_at(focus[0]).mask
     read = partial(source.reader.mask_summary, name or "")
     mask = None if name is None else source.get_or_create(("mask.summary", name), read)
@@ -142,8 +169,11 @@ def _make_mask_data(
         segments=segments,
         layout=layout,
         view_mode=view,
-        states=states(view),
-        tables=states("received") if options.blocks else None,
+        states=states(layout.grid, view),
+        tables=states(layout.grid, "received") if options.blocks else None,
+        strip_states=states(layout.strip_grid, view) if layout.strip_grid else None,
+        map_states=states(layout.map_grid, view) if layout.map_grid else None,
+        matrix=matrix,
         blocks=blocks,
         current=current,
         cursor=cursor,
@@ -198,6 +228,7 @@ def _named_positions(data: MaskData) -> set[int]:
     """Return the positions whose tokens are named in the text and along the axes."""
     mask_view, grid, focus = data.mask_view, data.layout.grid, data.focus_row
     rows = [mask_view.n_rows - 1 if focus is None else focus]
+    rows += data.current[-1:] if data.current else []
     rows += data.empty_rows[:MAX_LISTED_ROWS].tolist()
     keys = [data.cursor[1]] if data.cursor else []
     for cell in (mask_view.first_cell("lost"), mask_view.first_cell("leaked")):
@@ -267,11 +298,9 @@ def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: Pixe
     packed = part.rows(mask_view.source, mask_view.head, start - part.row, stop - part.row)
     viewport.fold_rows(packed, start, grid, window.open)
     if window.lost is not None and window.leaked is not None:
-        declared = mask_view.declared(start, stop, part.n_keys)
-        close_dropped_keys(declared, part.steps, start - part.row)
-        declared[~part.known[start - part.row : stop - part.row]] = 0
-        viewport.fold_rows(declared & ~packed, start, grid, window.lost)
-        viewport.fold_rows(packed & ~declared, start, grid, window.leaked)
+        lost, leaked = mask_view.differing_rows(part, start, stop)
+        viewport.fold_rows(lost, start, grid, window.lost)
+        viewport.fold_rows(leaked, start, grid, window.leaked)
 
 
 def _make_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:
@@ -287,167 +316,3 @@ def _make_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: P
             _add_part(mask_view, part, grid, full)
     size = viewport.pixel_sizes(grid, spans, mask_view.n_keys)
     return viewport.block_states(partial_counts, full.open, size)
-
-
-MaskViewMode = Literal["executed", "received", "declared", "difference"]
-
-CELL_WIDTHS = (8, 6, 4, 2)
-"""Columns per cell of small masks, largest first; half as many lines, so that cells are square."""
-
-FLAT_RATIO = 4
-"""Ratio of the scale of keys to that of rows from which the two scales are independent."""
-
-
-class MaskOptions(Struct, frozen=True):
-    """Options of the mask panel.
-
-    `zoom` counts levels from the whole mask (0) to single cells. The cursor is at the positions `q`
-    and `kv`, None without a cursor. `row` and `key` are the first visible ones, None for a window
-    around the cursor or the current step.
-    """
-
-    view: MaskViewMode | Literal["auto"] = "auto"
-    blocks: bool = False
-    zoom: int = 0
-    q: int | None = None
-    kv: int | None = None
-    row: int | None = None
-    key: int | None = None
-
-
-class MaskLayout(Struct, frozen=True):
-    """The layout of a picture of `width` and `height` cells.
-
-    From the top: `header` lines for segments, `token_lines` for the tokens of the keys, `lines` of
-    the grid, `footer` lines. The margin is `left` columns wide, the last one for marks. The grid's
-    pixels are `cell_width` columns wide and as many half lines high.
-    """
-
-    width: int
-    height: int
-    left: int
-    header: int
-    token_lines: int
-    lines: int
-    footer: int
-    grid: PixelGrid
-    cell_width: int
-    zoom: int
-    last_zoom: int
-
-    @property
-    def top(self) -> int:
-        """First line of the grid."""
-        return self.header + self.token_lines
-
-    def cell_at(self, x: int, y: int) -> tuple[int, int] | None:
-        """Return the (row, key) at a cell of the picture: the upper one of two."""
-        column, line = x - self.left, y - self.top
-        if not (0 <= column < self.grid.width * self.cell_width and 0 <= line < self.lines):
-            return None
-        row = self.grid.row + 2 * line // self.cell_width * self.grid.row_scale
-        key = self.grid.key + column // self.cell_width * self.grid.key_scale
-        return row, key
-
-
-def mask_layout(
-    width: int, height: int, shape: tuple[int, int], focus: tuple[int, int], options: MaskOptions
-) -> MaskLayout:
-    """Lay out a mask of `shape` (rows, keys) around the cell `focus` (row, key)."""
-    margins = ((80, 15), (56, 11), (34, 7), (20, 3))
-    left = next((columns for least, columns in margins if width >= least), 0)
-    header = int(height >= 5)
-    footer = (height >= 3) + (height >= 10) + (height >= 26)
-    lines, columns = max(height - header - footer, 1), max(width - left, 1)
-    steps = zoom_steps(shape, lines, columns)
-    zoom = min(max(options.zoom, 0), len(steps) - 1)
-    row_scale, key_scale, cell = steps[zoom]
-    needed = -(-(-(-shape[0] // row_scale) * cell) // 2)
-    token_lines = 0
-    if (row_scale, key_scale) == (1, 1) and height >= 12:
-        most = 1 if cell >= 6 else 6
-        token_lines = min(lines - needed, most) if needed <= lines and zoom == 0 else most
-        if most > 1 and token_lines < 3:
-            token_lines = 0
-    lines = min(lines - token_lines, needed)
-    rows = max(2 * lines // cell, 1)
-    row, rows = _visible(shape[0], row_scale, rows, focus[0], options.row)
-    key, keys = _visible(shape[1], key_scale, max(columns // cell, 1), focus[1], options.key)
-    return MaskLayout(
-        width=width,
-        height=height,
-        left=left,
-        header=header,
-        token_lines=token_lines,
-        lines=-(-rows * cell // 2),
-        footer=footer,
-        grid=PixelGrid(row, key, rows, keys, row_scale, key_scale),
-        cell_width=cell,
-        zoom=zoom,
-        last_zoom=len(steps) - 1,
-    )
-
-
-def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[int, int, int]]:
-    """Return (row scale, key scale, cell width) from the whole mask to single large cells."""
-    most = min(columns, 2 * lines)
-    for width in CELL_WIDTHS:
-        if shape[0] * width <= 2 * lines and shape[1] * width <= columns:
-            larger = (n for n in (4, 8) if width < n <= most)
-            return [(1, 1, n) for n in (width, *larger)]
-    rows, keys = _fit_scale(shape[0], 2 * lines), _fit_scale(shape[1], columns)
-    if keys <= FLAT_RATIO * rows:
-        rows = keys = max(rows, keys)
-    steps = [(rows, keys, 1)]
-    while (rows, keys) != (1, 1):
-        rows, keys = _finer_scale(rows), _finer_scale(keys)
-        steps.append((rows, max(keys, rows), 1))
-    return steps + [(1, 1, n) for n in (2, 4, 8) if n <= most]
-
-
-def _fit_scale(total: int, room: int) -> int:
-    return SCALES[min(bisect_left(SCALES, -(-total // max(room, 1))), len(SCALES) - 1)]
-
-
-def _finer_scale(scale: int) -> int:
-    return SCALES[max(bisect_right(SCALES, scale // 2) - 1, 0)]
-
-
-def _visible(total: int, scale: int, room: int, focus: int, start: int | None) -> tuple[int, int]:
-    """Return (first cell, number of pixels) of the visible part of an axis of `total` cells.
-
-    Without a `start` the focus is in the second half of the room, and the window moves by halves
-    of the room, so that it does not move at most steps.
-    """
-    pixels = -(-total // scale)
-    if pixels <= room:
-        return 0, max(pixels, 1)
-    half, first = room // 2, (focus if start is None else start) // scale
-    if start is None and half:
-        first = (first // half - 1) * half
-    return min(max(first, 0), pixels - room) * scale, room
-
-
-def scroll_window(layout: MaskLayout, row: int, key: int) -> tuple[int | None, int | None]:
-    """Return the first row and key of a window that contains a cell.
-
-    The window does not move along an axis on which the cell is visible; otherwise the cell comes
-    to its middle.
-    """
-    grid = layout.grid
-    first_row, first_key = grid.row, grid.key
-    if not grid.row <= row < grid.row_stop:
-        first_row = row - grid.height * grid.row_scale // 2
-    if not grid.key <= key < grid.key_stop:
-        first_key = key - grid.width * grid.key_scale // 2
-    return max(first_row, 0), max(first_key, 0)
-
-
-def format_scale(layout: MaskLayout) -> str:
-    """Return the scale as "1:4", "2:1" or "1:8 x 1:512" (rows, then keys)."""
-    grid = layout.grid
-    if layout.cell_width > 1:
-        return f"{layout.cell_width}:1"
-    if grid.row_scale == grid.key_scale:
-        return f"1:{grid.row_scale}"
-    return f"1:{grid.row_scale} x 1:{grid.key_scale}"

@@ -177,6 +177,33 @@ class MaskView(Struct, frozen=True, dict=True):
         assert self.spec is not None
         return counting.pack_spec(self.spec, self.positions[row:stop], n_keys)
 
+    def differing_rows(
+        self, part: MaskPart, start: int, stop: int
+    ) -> tuple[counting.PackedMask, counting.PackedMask]:
+        """Return the lost and the leaked cells of rows of a part, packed; `spec` must not be None.
+
+        `start` and `stop` are rows of the view.
+        """
+        own = slice(start - part.row, stop - part.row)
+        packed = part.rows(self.source, self.head, own.start, own.stop)
+        declared = self.declared(start, stop, part.n_keys)
+        close_dropped_keys(declared, part.steps, own.start)
+        declared[~part.known[own]] = 0
+        return declared & ~packed, packed & ~declared
+
+    def first_difference(self, rows: range, keys: range) -> tuple[int, int] | None:
+        """Return the first lost or leaked cell (row, key) of a rectangle."""
+        for part in self.parts if self.spec is not None else ():
+            last = min(rows.stop, part.stop)
+            for start in range(max(rows.start, part.row), last, counting.CHUNK_ROWS):
+                stop = min(start + counting.CHUNK_ROWS, last)
+                lost, leaked = self.differing_rows(part, start, stop)
+                bits = np.unpackbits(lost | leaked, axis=1)[:, keys.start : keys.stop]
+                if bits.any():
+                    row, key = np.argwhere(bits)[0].tolist()
+                    return start + row, keys.start + key
+        return None
+
     def cell(self, row: int, key: int) -> bool | None:
         """Whether a cell of the executed mask is open, None if it was not recorded."""
         part = self.part_of(row)

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import groupby
 
 import numpy as np
 from msgspec.structs import replace
-from rich.cells import cell_len
-from rich.color import Color
-from rich.style import Style
+from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
-from flexinspect.drawing.heatmap import RGB, Levels, Palette, blend, heat
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_text, merge_spans
+from flexinspect.drawing.text_lines import (
+    NamedSpan,
+    Pen,
+    align_right,
+    clip_text,
+    join_blocks,
+    merge_spans,
+)
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import TokenCell, token_style
-from flexinspect.masks.viewport import APPLIED, BOTH, CLOSED, LEAKED, LOST, N_STATES, OPEN, UNKNOWN
 from flexinspect.panels.base import CURSOR_MOVES, Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.mask import mask_text
 from flexinspect.panels.mask.mask_data import (
     MaskData,
-    MaskOptions,
-    MaskViewMode,
-    format_scale,
     load_mask,
-    scroll_window,
     segment_color_at,
     segment_number,
 )
+from flexinspect.panels.mask.mask_layout import (
+    MaskOptions,
+    MaskViewMode,
+    column_edges,
+    format_scale,
+    scroll_window,
+)
+from flexinspect.panels.mask.mask_matrix import draw_matrix
+from flexinspect.panels.mask.mask_pixels import (
+    grid_strips,
+    map_strips,
+    mask_legend,
+    step_strip,
+    wrap_legend,
+)
 from flexinspect.panels.panel_source import Source
-from flexinspect.records.prompt import SegmentKind
 
 VIEW_MODES: tuple[MaskViewMode, ...] = ("executed", "received", "declared", "difference")
 
@@ -48,9 +59,10 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         "It shows for one layer and head which tokens (across) each token (down) attends to: the "
         "executed, received or declared mask, or where the executed mask differs from the declared "
         "one.",
-        "Bright cells are open, dark ones closed, in between where a pixel holds both; the axes "
-        "show the tokens and their segments, and the text below explains the cell under the "
-        "cursor.",
+        "Bright cells are open, dark ones closed; a half-bright one stands for several cells, some "
+        "of them open. The axes show the tokens and their segments, the line below the mask all "
+        "keys of the newest row, and the text the cell under the cursor. Zooming out of the whole "
+        "mask leads to its segments, where a number with - or + counts lost or leaked cells.",
         "Look for lost cells (declared open, but not executed), leaked cells (executed, but "
         "declared closed), rows that attend to no key, and paraphrases that attend to each other.",
     )
@@ -70,9 +82,8 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         strips = draw_mask(data, theme)[: request.height]
         if data.layout.width != request.width:  # the panel was resized since it was loaded
             strips = [strip.adjust_cell_length(request.width) for strip in strips]
-        return Picture(
-            strips, format_note(data), data.lse_check.is_failed or mask_text.has_difference(data)
-        )
+        alarm = data.lse_check.is_failed or mask_text.has_difference(data)
+        return Picture(strips, format_note(data), alarm)
 
     def on_action(
         self, action: str, data: MaskData, request: Request[MaskOptions]
@@ -81,9 +92,11 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         options, layout = request.options, data.layout
         if action in ("zoom.in", "zoom.out"):
             zoom = layout.zoom + (1 if action == "zoom.in" else -1)
-            if not 0 <= zoom <= layout.last_zoom:
+            if not layout.first_zoom <= zoom <= layout.last_zoom:
                 return None
-            return replace(options, zoom=zoom, row=None, key=None)
+            zoomed = replace(options, zoom=zoom, row=None, key=None)
+            target = data.cursor or _first_difference(data)
+            return _with_cursor(data, zoomed, target) if zoom > 0 and target else zoomed
         if action == "view.flip":
             modes = [m for m in VIEW_MODES if data.mask_view.spec or m in ("executed", "received")]
             mode = data.view_mode if data.view_mode in modes else modes[0]
@@ -102,6 +115,9 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
     ) -> MaskOptions | Navigate | None:
         """Move the cursor to the mouse without scrolling the window."""
         cell, grid = data.layout.cell_at(x, y), data.layout.grid
+        pair = data.matrix.pair_at(x, y) if data.matrix and y < data.layout.matrix else None
+        if click and pair is not None:
+            cell = _first_cell_of(data, pair)
         if cell is None or cell[0] >= data.mask_view.n_rows or cell[1] >= data.mask_view.n_keys:
             return None
         options = replace(request.options, row=grid.row, key=grid.key)
@@ -119,14 +135,29 @@ def format_note(data: MaskData) -> str:
         scale = format_scale(data.layout)
     show_difference = mask_text.has_difference(data) or data.view_mode == "difference"
     parts = [
-        data.view_mode,
         mask_text.format_difference(data) if show_difference else "",
-        data.lse_check.describe() + (": not what ran" if data.lse_check.is_failed else ""),
+        mask_text.VIEW_LABELS[data.view_mode],
+        mask_text.format_check(data),
         where,
         scale,
         f"rows of {mask_text.format_steps(data)}" if mask_view.is_truncated else "",
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _first_difference(data: MaskData) -> tuple[int, int] | None:
+    """Return the first leaked or lost cell where the differences are shown."""
+    if data.view_mode != "difference":
+        return None
+    return data.mask_view.first_cell("leaked") or data.mask_view.first_cell("lost")
+
+
+def _first_cell_of(data: MaskData, pair: tuple[int, int]) -> tuple[int, int]:
+    """Return the first (row, key) of a pair of segments that differs, the first one if none."""
+    mask_view, (row, key) = data.mask_view, (data.segments[number] for number in pair)
+    start, stop = np.searchsorted(mask_view.positions, (row.start, row.stop)).tolist()
+    found = mask_view.first_difference(range(start, stop), range(key.start, key.stop))
+    return found or (min(start, mask_view.n_rows - 1), min(key.start, mask_view.n_keys - 1))
 
 
 def _move_cursor(action: str, data: MaskData, options: MaskOptions) -> MaskOptions | None:
@@ -136,6 +167,8 @@ def _move_cursor(action: str, data: MaskData, options: MaskOptions) -> MaskOptio
         cell = row, min(int(mask_view.positions[row]), mask_view.n_keys - 1)
     else:
         down, across = CURSOR_MOVES[action]
+        if data.layout.zoom < 0:
+            return _move_by_segment(data, options, down, across)
         row = data.cursor[0] + down * grid.row_scale
         key = data.cursor[1] + across * grid.key_scale
         cell = min(max(row, 0), mask_view.n_rows - 1), min(max(key, 0), mask_view.n_keys - 1)
@@ -143,6 +176,17 @@ def _move_cursor(action: str, data: MaskData, options: MaskOptions) -> MaskOptio
             return None
     first_row, first_key = scroll_window(data.layout, *cell)
     return _with_cursor(data, replace(options, row=first_row, key=first_key), cell)
+
+
+def _move_by_segment(
+    data: MaskData, options: MaskOptions, down: int, across: int
+) -> MaskOptions | None:
+    assert data.cursor is not None
+    row, key = int(data.mask_view.positions[data.cursor[0]]), data.cursor[1]
+    pair = segment_number(data.segments, row) + down, segment_number(data.segments, key) + across
+    last = len(data.segments) - 1
+    cell = _first_cell_of(data, (min(max(pair[0], 0), last), min(max(pair[1], 0), last)))
+    return None if cell == data.cursor else _with_cursor(data, options, cell)
 
 
 def _with_cursor(data: MaskData, options: MaskOptions, cell: tuple[int, int]) -> MaskOptions:
@@ -157,11 +201,30 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
     """Draw at most `height` strips of exactly `width` cells; both are those of the layout."""
     layout = data.layout
     pen = Pen(theme, layout.width)
-    strips = [_draw_segment_header(data, pen)] * layout.header + _draw_token_header(data, pen)
-    for number, cells in enumerate(grid_strips(data, theme)[: layout.lines]):
-        row = Strip.join([_draw_row_margin(data, number, pen.resize(layout.left)), cells])
-        strips.append(row.adjust_cell_length(layout.width, pen.style("text")))
+    strips = []
+    if data.matrix is not None:
+        strips = draw_matrix(data, data.matrix, pen)[: layout.matrix]
+        strips += [pen.line()] * (layout.matrix - len(strips) if layout.zoom >= 0 else 0)
+    strips += _draw_grid(data, pen)
+    row = step_strip(data, pen)
+    if row is not None:
+        label = pen.line((mask_text.format_step_row(data), "strong"))
+        strips += [label, row][2 - layout.strip :]
     return [*strips, *_draw_footer(data, pen, max(layout.height - len(strips), 0))]
+
+
+def _draw_grid(data: MaskData, pen: Pen) -> list[Strip]:
+    """Draw the heads and lines of the grid, and the map beside them."""
+    layout, own = data.layout, pen.resize(data.layout.grid_width)
+    strips = [_draw_segment_header(data, own)] * layout.header + _draw_token_header(data, own)
+    for number, cells in enumerate(grid_strips(data, pen.theme)[: layout.lines]):
+        row = Strip.join([_draw_row_margin(data, number, pen.resize(layout.left)), cells])
+        strips.append(row.adjust_cell_length(own.width, pen.style("text")))
+    if layout.map_grid is None:
+        return strips
+    beside = map_strips(data, pen.theme)[: len(strips)]
+    whole = [Strip.join([Strip.blank(1, pen.style("text")), strip]) for strip in beside]
+    return join_blocks(strips, whole, pen.style("text"))
 
 
 # -- margins --------------------------------------------------------------------------------------
@@ -172,9 +235,9 @@ def _draw_row_margin(data: MaskData, number: int, pen: Pen) -> Strip:
     if not pen.width:
         return Strip([])
     rows = _rows_of_line(data, number)
-    if layout.grid.row_scale == 1 and width >= (6 if layout.cell_width > 1 else 10):
+    if layout.grid.row_scale == 1 and width >= (6 if layout.cell_height > 1 else 10):
         positions = [int(mask_view.positions[row]) for row in rows]  # one or two of them
-        if layout.cell_width < 2 or number * 2 % layout.cell_width == 0:
+        if layout.cell_height < 2 or number * 2 % layout.cell_height == 0:
             spans = _draw_tokens_at(data, positions, width, pen)
         else:
             spans = [(" " * width, token_style(_blank_cell(data, positions[0]), pen.theme))]
@@ -184,7 +247,7 @@ def _draw_row_margin(data: MaskData, number: int, pen: Pen) -> Strip:
 
 
 def _rows_of_line(data: MaskData, number: int) -> range:
-    grid, enlarged = data.layout.grid, data.layout.cell_width
+    grid, enlarged = data.layout.grid, data.layout.cell_height
     start = grid.row + 2 * number // enlarged * grid.row_scale
     stop = grid.row + (-(-2 * (number + 1) // enlarged)) * grid.row_scale
     last = data.mask_view.n_rows
@@ -248,93 +311,75 @@ def _shorten_label(label: str, width: int) -> str:
 def _draw_segment_header(data: MaskData, pen: Pen) -> Strip:
     layout, grid = data.layout, data.layout.grid
     keys = (grid.key + grid.key_scale * np.arange(grid.width)).tolist()
+    widths = dict(zip(keys, np.diff(column_edges(grid, layout.columns)).tolist(), strict=True))
     corner = clip_text("row ↓ key →" if layout.left >= 11 else "", layout.left)
     spans: list[NamedSpan] = [(corner, "muted")]
     bar = "│" if pen.theme.no_color else ""
     for number, run in groupby(keys, key=lambda key: segment_number(data.segments, key)):
         own = list(run)
-        width = len(own) * layout.cell_width
+        width = sum(widths[key] for key in own)
         label = escape_unprintable(data.segments[number].label) if number >= 0 else str(own[0])
-        text = bar + _shorten_label(label, width - len(bar)) if width > 3 else bar
+        text = bar + _shorten_label(label, width - 1 - len(bar)) if width > 3 else bar
+        text = clip_text(text, width - 1) + " " if width > 1 else text
         spans.append((clip_text(text, width), token_style(_blank_cell(data, own[0]), pen.theme)))
     return pen.line(*spans)
 
 
 def _draw_token_header(data: MaskData, pen: Pen) -> list[Strip]:
-    """Draw the tokens of the keys, vertically unless a cell is wide enough."""
+    """Draw the tokens of the keys."""
     layout = data.layout
     if not layout.token_lines:
         return []
     keys = range(layout.grid.key, min(layout.grid.key_stop, data.mask_view.n_keys))
     cells = [data.tokens.get(key, _blank_cell(data, key)) for key in keys]
     styles = [token_style(cell, pen.theme) for cell in cells]
-    texts = [_vertical_text(cell.text, layout.cell_width, layout.token_lines) for cell in cells]
+    widths = np.diff(column_edges(layout.grid, layout.columns)).tolist()
+    texts = [
+        _token_lines(cell.text, width, layout.token_lines, vertical=layout.cell_width == 1)
+        for cell, width in zip(cells, widths, strict=False)
+    ]
     return [
         pen.line((" " * layout.left, "text"), *merge_spans(zip(row, styles, strict=True)))
         for row in zip(*texts, strict=True)
     ]
 
 
-def _vertical_text(text: str, width: int, lines: int) -> list[str]:
-    """Return a token's text in `lines` lines of `width` cells."""
-    if lines == 1 and width > 1:
-        return [clip_text(text.strip(), width)]
-    letters = [char for char in text.strip() or text if cell_len(char) > 0]
-    shown = [char if cell_len(char) <= width else "□" for char in letters]
-    if len(shown) > lines:
-        shown = [*shown[: lines - 1], "…"]
-    return [clip_text(char, width) for char in [" "] * (lines - len(shown)) + shown]
+def _token_lines(text: str, width: int, lines: int, *, vertical: bool) -> list[str]:
+    """Return the beginning of a token in `lines` lines of `width` cells.
+
+    If `vertical`, its letters go from top to bottom and end above the grid.
+    """
+    shown = text.strip() or text
+    if not vertical:
+        rows = [*chop_cells(shown, width), *[""] * lines]
+        return [set_cell_size(row, width) for row in rows[:lines]]
+    letters = [char if cell_len(char) == 1 else "□" for char in shown if cell_len(char) > 0]
+    if len(letters) > lines:
+        letters = [*letters[: lines - 1], "…"]
+    return [clip_text(letter, width) for letter in [""] * (lines - len(letters)) + letters]
 
 
 # -- the footer -----------------------------------------------------------------------------------
 
 
 def _draw_footer(data: MaskData, pen: Pen, room: int) -> list[Strip]:
-    """Draw what the cells mean in `room` lines: whole where they suffice, else the beginnings."""
-    first, rest = _footer_texts(data, pen)
-    texts = [text for text in (first, rest) if text[0]]
-    swatches = [pen.line(*spans) for spans in _wrap_legend(mask_legend(data, pen), pen.width)]
-    whole = [*pen.paragraphs(texts), *swatches]
-    if len(whole) <= room:
-        return whole
-    if room >= 3:
-        return [*map(pen.line, texts), *swatches][:room]
-    legend = mask_legend(data, pen, short=True)
-    if data.view_mode != "difference" and rest[0]:
-        legend = [rest, ("  ", "text"), *legend]
-    return [pen.line(first), pen.line(*legend)][:room]
+    """Draw what the cells mean in `room` lines: all of it where it fits, else its beginnings."""
+    for short in (False, True):
+        texts = [text for text in _footer_texts(data, pen, short) if text[0]]
+        legend = wrap_legend(mask_legend(data, pen, short=short), pen)
+        whole = [*pen.paragraphs(texts), *legend]
+        if len(whole) <= room:
+            return whole
+    n_texts = max(room - len(legend), 1)
+    return [*[pen.line(text) for text in texts[:n_texts]], *legend][:room]
 
 
-def _wrap_legend(legend: Sequence[NamedSpan], width: int) -> list[list[NamedSpan]]:
-    """Distribute the swatches with their names over lines of `width` cells."""
-    lines: list[list[NamedSpan]] = [[]]
-    used = 0
-    for entry in _legend_entries(legend):
-        length = sum(cell_len(text) for text, _ in entry)
-        if used and used + length > width + 2:  # the two blanks at its end may be cut
-            lines.append([])
-            used = 0
-        lines[-1] += entry
-        used += length
-    return [line for line in lines if line]
-
-
-def _legend_entries(legend: Sequence[NamedSpan]) -> Iterator[list[NamedSpan]]:
-    """Yield the spans of each entry: swatches and the name that follows them."""
-    entry: list[NamedSpan] = []
-    for span in legend:
-        entry.append(span)
-        if span[0].endswith("  "):
-            yield entry
-            entry = []
-    if entry:
-        yield entry
-
-
-def _footer_texts(data: MaskData, pen: Pen) -> tuple[tuple[str, str], tuple[str, str]]:
+def _footer_texts(data: MaskData, pen: Pen, short: bool) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return the two texts below the picture, the more important one first, and their styles."""
     cell, counts = mask_text.describe_cell(data), mask_text.format_counts(data)
-    pairs = mask_text.describe_first_pairs(data)
+    if cell is None and data.layout.strip > 1:
+        counts = ""  # they are the label of the strip
+    pairs = mask_text.describe_first_pairs(data, short=short)
     if cell is None and data.fallback_reason:
         return (data.fallback_reason, "warn"), (counts, "text")
     if cell is None:
@@ -347,174 +392,3 @@ def _footer_texts(data: MaskData, pen: Pen) -> tuple[tuple[str, str], tuple[str,
         row = mask_text.format_token(data, position, segment=False)
         text = f"{row} {cell.relation} {cell.key}"
     return (text, cell.style), (cell.reason, cell.style) if cell.reason else (counts, "text")
-
-
-EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)
-"""Tints of a cell: neighbouring segments, generated text, the cursor's row and column, the cursor,
-and the states of the block tables."""
-
-_CLOSED_RGB: tuple[RGB, ...] = (
-    *((22, 26, 38), (33, 39, 56), (20, 42, 46), (62, 66, 84), (120, 70, 160)),
-    *((40, 40, 44), (24, 36, 74), (20, 60, 44)),
-)
-_OPEN_RGB: tuple[RGB, ...] = (
-    *((233, 206, 92), (206, 172, 58), (140, 208, 160), (255, 240, 178), (255, 255, 255)),
-    *((220, 150, 130), (240, 222, 120), (150, 225, 150)),
-)
-_STATE_RGB: dict[int, RGB] = {
-    UNKNOWN: (96, 62, 84),
-    LOST: (86, 180, 233),
-    LEAKED: (240, 52, 92),
-    BOTH: (205, 120, 230),
-    APPLIED: (106, 140, 196),
-}
-_STATE_NAMES = {
-    LEAKED: "leaked: should be closed",
-    LOST: "lost: should be open",
-    BOTH: "both",
-    UNKNOWN: "not recorded",
-    OPEN: "open",
-    3: "partly open",
-    CLOSED: "closed",
-    APPLIED: "partial block",
-}
-"""In the order of the legend, of which a narrow panel cuts the end."""
-_STATE_CHARS = {LOST: "-", LEAKED: "+", BOTH: "±", UNKNOWN: "?", APPLIED: "▒"}
-"""Characters of states on terminals without colours; open and closed cells are half blocks."""
-
-_CLOSED_CELL = "·"
-_SHADE_CHARS = "·░░▒▓▓█"
-
-
-@cache
-def mask_palette() -> Palette:
-    """Return the palette of all states in all tints: level `tint * N_STATES + state`."""
-    rgb: list[RGB] = []
-    for closed, open_ in zip(_CLOSED_RGB, _OPEN_RGB, strict=True):
-        # From 28 % to 72 % of the way, so that a partly open pixel differs from both however small
-        # its part is.
-        mixed = blend((closed, open_), 26)
-        rgb += [closed, *blend((mixed[7], mixed[18]), OPEN - 1), open_]
-        rgb += [_STATE_RGB[state] for state in sorted(_STATE_RGB)]
-    return Palette(rgb, " " * len(rgb))
-
-
-# -- the grid -------------------------------------------------------------------------------------
-
-
-def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
-    """Draw the lines of the grid, each as wide as the grid."""
-    n = data.layout.cell_width
-    pixels = (data.states, _tints(data))
-    states, tints = (each.repeat(n, axis=0).repeat(n, axis=1) for each in pixels)
-    if theme.no_color:
-        return _colorless_strips(states, tints, theme)
-    return heat(tints * np.uint8(N_STATES) + states, mask_palette(), theme)
-
-
-def _tints(data: MaskData) -> Levels:
-    """Return the tint of each pixel, from the segments (or block tables) and the cursor."""
-    tables, grid = data.tables, data.layout.grid
-    if tables is None:
-        tints = _segment_tints(data)
-    else:
-        tints = np.full(tables.shape, PARTIAL, np.uint8)
-        for state, tint in ((CLOSED, UNVISITED), (OPEN, FULL), (UNKNOWN, EVEN)):
-            tints[tables == state] = tint
-    if data.cursor is not None:
-        row = (data.cursor[0] - grid.row) // grid.row_scale
-        key = (data.cursor[1] - grid.key) // grid.key_scale
-        has_row, has_key = 0 <= row < grid.height, 0 <= key < grid.width
-        if has_row:
-            tints[row] = CROSS
-        if has_key:
-            tints[:, key] = CROSS
-        if has_row and has_key:
-            tints[row, key] = CURSOR
-    return tints
-
-
-def _segment_tints(data: MaskData) -> Levels:
-    grid, mask_view = data.layout.grid, data.mask_view
-    rows = np.minimum(grid.row + grid.row_scale * np.arange(grid.height), mask_view.n_rows - 1)
-    keys = grid.key + grid.key_scale * np.arange(grid.width)
-    # A number for each owner of segments, to which its separators belong.
-    first, ids, is_generated = [0], [0], [False]
-    owner = -1
-    for index, segment in enumerate(data.segments):
-        own = segment.owner if segment.kind is SegmentKind.SEPARATOR else index
-        first.append(segment.start)
-        ids.append(ids[-1] + (own != owner))
-        is_generated.append(segment.kind is SegmentKind.GENERATED)
-        owner = own
-    starts, numbers, generated = np.array(first), np.array(ids), np.array(is_generated)
-    of_row = np.searchsorted(starts, mask_view.positions[rows], side="right") - 1
-    of_key = np.searchsorted(starts, keys, side="right") - 1
-    tints: Levels = ((numbers[of_row][:, None] + numbers[of_key][None]) % 2).astype(np.uint8)
-    tints[generated[of_row]] = GENERATED
-    tints[:, generated[of_key]] = GENERATED
-    return tints
-
-
-def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip]:
-    """Draw states as half blocks and shades, with styles for the cursor."""
-    if len(states) % 2:
-        states, tints = (np.vstack([part, part[-1:]]) for part in (states, tints))
-    pen, strips = Pen(theme, states.shape[1]), []
-    pairs = zip(states[::2], states[1::2], tints[::2], tints[1::2], strict=True)
-    for upper, lower, tint, under in pairs:
-        marks = np.where(under == CURSOR, under, tint).tolist()
-        cells = []
-        for a, b, mark in zip(upper.tolist(), lower.tolist(), marks, strict=True):
-            char = _cell_char(a, b)
-            if char == _CLOSED_CELL:
-                char = _CLOSED_CELL_CHARS.get(mark, char)
-            cells.append((char, _TINT_STYLES.get(mark, "text")))
-        strips.append(pen.line(*merge_spans(cells)))
-    return strips
-
-
-_TINT_STYLES = {CURSOR: "cursor", CROSS: "strong"}
-_CLOSED_CELL_CHARS = {UNVISITED: " ", FULL: ":"}
-"""Characters of a closed cell by the state of its block."""
-
-
-def _cell_char(upper: int, lower: int) -> str:
-    for letter in (BOTH, LEAKED, LOST, UNKNOWN):
-        if letter in (upper, lower):
-            return _STATE_CHARS[letter]
-    if upper in (OPEN, CLOSED) and lower in (OPEN, CLOSED):
-        return f"{_CLOSED_CELL}▄▀█"[2 * (upper == OPEN) + (lower == OPEN)]
-    if APPLIED in (upper, lower):
-        return _STATE_CHARS[APPLIED]
-    return _SHADE_CHARS[min(max((upper + lower) // 2, 1), OPEN - 1)]
-
-
-# -- the legend -----------------------------------------------------------------------------------
-
-
-def mask_legend(data: MaskData, pen: Pen, *, short: bool = False) -> list[NamedSpan]:
-    """Draw the meaning of the colours on screen, and the counts of the block tables if shown."""
-    visible = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
-    names = {**_STATE_NAMES, **({OPEN: "full block"} if data.view_mode == "received" else {})}
-    spans: list[NamedSpan] = []
-    for state in (n for n in _STATE_NAMES if n in visible):
-        name = names[state].partition(":")[0] if short else names[state]
-        spans += [_swatch(state, EVEN, pen), (f" {name}  ", "text")]
-    if data.tables is not None:
-        label = mask_text.format_block_counts(data)
-        spans.append((f"{label}  " if label else "", "title"))
-        if pen.theme.no_color:
-            spans.append(("closed cells: blank not visited, · partial, : full", "text"))
-        else:
-            for tint, name in ((UNVISITED, "not visited"), (PARTIAL, "partial"), (FULL, "full")):
-                spans += [_swatch(CLOSED, tint, pen), _swatch(OPEN, tint, pen)]
-                spans.append((f" {name}  ", "text"))
-    return spans
-
-
-def _swatch(state: int, tint: int, pen: Pen) -> NamedSpan:
-    if pen.theme.no_color:
-        return _cell_char(state, state), "text"
-    rgb = mask_palette().rgb[tint * N_STATES + state]
-    return "■", pen.style("text") + Style(color=Color.from_rgb(*rgb))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
 from msgspec import Struct
 
 from flexinspect.core.text import capitalize, escape_unprintable
-from flexinspect.masks.counting import Counts
 from flexinspect.panels.mask.mask_data import MAX_LISTED_ROWS, MaskData
+from flexinspect.panels.mask.mask_layout import MaskViewMode
+from flexinspect.panels.mask.mask_segments import count_pairs, format_open_share
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import MaskRecord
+
+VIEW_LABELS: dict[MaskViewMode, str] = {
+    "executed": "ran",
+    "received": "passed in",
+    "declared": "intended",
+    "difference": "what differs",
+}
+"""What the views are called where they are shown."""
 
 MAX_TABLE_SEGMENTS = 16
 """Maximum number of segments for which a table of all pairs is written."""
@@ -33,7 +41,9 @@ def _describe_source(data: MaskData) -> list[str]:
         heads = f"head {mask_view.head} of {mask_view.heads}"
     where = f"layer {place.layer}, {heads}, generation {place.generation}, at step {place.step}"
     size = f"{mask_view.n_rows} rows, {mask_view.n_keys} keys"
-    lines = [f"The mask of {where}: {size}, {data.view_mode} ({check.describe()})."]
+    lines = [
+        f"The mask of {where}: {size}, view '{VIEW_LABELS[data.view_mode]}', {format_check(data)}."
+    ]
     if data.fallback_reason:
         lines.append(f"{data.fallback_reason}.")
     if check.is_failed:
@@ -113,48 +123,26 @@ def _describe_empty_rows(data: MaskData) -> list[str]:
 def _describe_segments(data: MaskData) -> list[str]:
     if not data.segments or not data.mask_view.n_known():
         return []
-    n_open: Counts = np.sum([part.counts.group_counts for part in data.mask_view.parts], axis=0)
-    n_past = _causal_counts(data)
+    every = range(len(data.segments))
+    pairs = count_pairs(data.mask_view, every, every)
     names = [escape_unprintable(segment.label) for segment in data.segments]
     shares = {
-        row: [_format_open_share(*pair) for pair in zip(opened, past, strict=True)]
-        for row, (opened, past) in enumerate(zip(n_open.tolist(), n_past.tolist(), strict=True))
-        if row < len(names) and (any(opened) or any(past))
+        row: [format_open_share(*pair) for pair in zip(opened, past, strict=True)]
+        for row, (opened, past) in enumerate(
+            zip(pairs.open.tolist(), pairs.past.tolist(), strict=True)
+        )
+        if any(opened) or any(past)
     }
     if len(names) > MAX_TABLE_SEGMENTS:
         return [_describe_segment_row(names, row, texts) for row, texts in shares.items()]
     width = max(map(len, names)) + 4
-    rows = [(" " * width, [*map(str, range(len(names)))])]
+    rows = [(" " * width, [*map(str, every)])]
     rows += [(f"{row:>2} {names[row]:<{width - 3}}", texts) for row, texts in shares.items()]
-    lines = [name + "".join(f"{text:>7}" for text in texts[: len(names)]) for name, texts in rows]
+    lines = [name + "".join(f"{text:>7}" for text in texts) for name, texts in rows]
     return [
         "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
         *lines,
     ]
-
-
-def _causal_counts(data: MaskData) -> Counts:
-    """Return the number of cells that a causal mask opens, int64 (row segments, key segments)."""
-    groups, mask_view = data.mask_view.groups, data.mask_view
-    starts = np.array(groups.starts)
-    past = np.zeros((len(starts), len(starts)), np.int64)
-    known = np.concatenate([part.positions[part.known] for part in mask_view.parts])
-    of_row = groups.group_of(known)
-    stops = np.append(starts[1:], mask_view.n_keys)
-    for number, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        cells = np.clip(known + 1 - start, 0, max(stop - start, 0))
-        past[:, number] = np.bincount(of_row, weights=cells, minlength=len(starts))
-    return past
-
-
-def _format_open_share(n_open: int, n_past: int) -> str:
-    if n_open > n_past:
-        return "ahead"
-    if n_past == 0:
-        return "-"
-    if n_open in (0, n_past):
-        return "open" if n_open else "closed"
-    return f"{min(max(n_open / n_past, 0.01), 0.99):.2f}"
 
 
 def _describe_segment_row(names: list[str], row: int, shares: list[str]) -> str:
@@ -312,24 +300,55 @@ def _closed_reason(data: MaskData, row: int, key: int, *, declared: bool | None)
 # -- counts ---------------------------------------------------------------------------------------
 
 
+def format_check(data: MaskData) -> str:
+    """Return whether recomputed and executed attention agree: "verified ✓ (error 3e-06)"."""
+    check = data.lse_check
+    if check.is_failed:
+        return f"{check.describe()}: not what ran"
+    if not check.is_checked:
+        return check.describe()
+    return f"verified ✓ ({check.describe().removeprefix('LSE ').removeprefix('output ')})"
+
+
 def format_counts(data: MaskData) -> str:
-    """Return how many keys are open to the cursor's row, or the newest one, and how many rows
-    attend to the cursor's key."""
-    mask_view, row = data.mask_view, data.focus_row
-    if row is None:
-        return "the rows of this step are not shown"
-    position, part = int(mask_view.positions[row]), mask_view.part_of(row)
-    name = str(position) if data.cursor else format_token(data, position)
-    if not part.known[row - part.row]:
-        text = f"row {name}: its cells were not recorded"
-    else:
-        n_open = mask_view.row_count(row)
-        of = position + 1 if n_open <= position + 1 else part.n_keys
-        text = f"row {name}: {n_open} of {of} keys open" if n_open else f"row {name}: no open key"
+    """Return how many keys the cursor's row attends to, and how many rows to the cursor's key.
+
+    Without a cursor it is the row of the step: `token 71 "Par" (generated) sees 1 of 72 keys`.
+    """
     if data.cursor is None:
-        return text
-    key, n_rows = data.cursor[1], mask_view.n_known()
+        return format_step_row(data)
+    row, key = data.cursor
+    mask_view, position = data.mask_view, int(data.mask_view.positions[row])
+    counts = count_row(data, row)
+    text = f"row {position}: its cells were not recorded"
+    if counts is not None:
+        text = f"row {position}: {counts[0]} of {counts[1]} keys open"
+    n_rows = mask_view.n_known()
     return f"{text} · key {key}: open to {mask_view.column_count(key)} of {n_rows} rows"
+
+
+def format_step_row(data: MaskData) -> str:
+    """Return how many keys the newest row of the step attends to."""
+    if not data.current:
+        return "the rows of this step are not shown"
+    row = data.current[-1]
+    name = f"token {format_token(data, int(data.mask_view.positions[row]))}"
+    counts = count_row(data, row)
+    if counts is None:
+        return f"{name}: its cells were not recorded"
+    return f"{name} sees {counts[0]} of {counts[1]} keys"
+
+
+def count_row(data: MaskData, row: int) -> tuple[int, int] | None:
+    """Return the number of keys that a row attends to, and of those it could; None if not recorded.
+
+    These are the keys up to its own position, or all keys of a row that looks ahead.
+    """
+    part = data.mask_view.part_of(row)
+    if not part.known[row - part.row]:
+        return None
+    n_past, n_open = int(data.mask_view.positions[row]) + 1, data.mask_view.row_count(row)
+    return n_open, n_past if n_open <= n_past else part.n_keys
 
 
 def format_difference(data: MaskData) -> str:
@@ -344,8 +363,8 @@ def has_difference(data: MaskData) -> bool:
     return data.mask_view.count("lost") + data.mask_view.count("leaked") > 0
 
 
-def describe_first_pairs(data: MaskData) -> list[str]:
-    """Describe the first leaked and the first lost cell."""
+def describe_first_pairs(data: MaskData, *, short: bool = False) -> list[str]:
+    """Describe the first leaked and the first lost cell; `short` without what the words mean."""
     lines = []
     meanings = (("leaked", "executed, declared closed"), ("lost", "declared open, not executed"))
     for kind, meaning in meanings:
@@ -353,7 +372,8 @@ def describe_first_pairs(data: MaskData) -> list[str]:
         if cell is not None:
             row = format_token(data, int(data.mask_view.positions[cell[0]]))
             key = format_token(data, cell[1])
-            lines.append(f"first {kind} pair ({meaning}): row {row}, key {key}")
+            about = "" if short else f" ({meaning})"
+            lines.append(f"first {kind} pair{about}: row {row}, key {key}")
     return lines
 
 
