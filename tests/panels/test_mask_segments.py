@@ -156,6 +156,12 @@ def test_a_zoomed_window_has_the_cursor_in_its_middle(shown: Shown) -> None:
     assert abs(grid.key + grid.width // 2 - 9) <= 1
 
 
+def test_the_cell_under_the_cursor_has_brackets(shown: Shown) -> None:
+    picture = shown.paint(mask_trace.WRONG, 3, (120, 40), q=9, kv=2, view="difference")
+    (line,) = [strip.text for strip in picture.strips if "▸" in strip.text and "this" in strip.text]
+    assert line[15:].index("[   ]") == 10
+
+
 def test_a_map_shows_where_the_window_is(shown: Shown) -> None:
     data = shown.load(mask_trace.WRONG, 3, (78, 18), zoom=2, q=9, kv=2, view="difference")
     grid = data.layout.map_grid

@@ -8,10 +8,11 @@ from functools import cache
 import numpy as np
 from rich.cells import cell_len
 from rich.color import Color
+from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from flexinspect.drawing.heatmap import RGB, Levels, Palette, blend, heat
+from flexinspect.drawing.heatmap import RGB, Levels, Palette, blend, heat, replace_cells
 from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, merge_spans
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.viewport import (
@@ -98,7 +99,23 @@ def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
         pixels.repeat(layout.cell_height, axis=0).repeat(widths, axis=1)
         for pixels in (data.states, grid_tints(data))
     )
-    return _draw_pixels(states, tints, theme)
+    strips = _draw_pixels(states, tints, theme)
+    return strips if theme.no_color else _mark_cursor(data, strips)
+
+
+def _mark_cursor(data: MaskData, strips: list[Strip]) -> list[Strip]:
+    """Put brackets around the cell under the cursor if it is large enough."""
+    layout, cursor = data.layout, data.cursor
+    if cursor is None or layout.cell_height < 2 or layout.cell_width < 2:
+        return strips
+    row, key = cursor[0] - layout.grid.row, cursor[1] - layout.grid.key
+    if not (0 <= row < layout.grid.height and 0 <= key < layout.grid.width):
+        return strips
+    level = CURSOR * N_STATES + int(data.states[row, key])
+    mark = Segment(f"[{' ' * (layout.cell_width - 2)}]", mask_palette().style(level))
+    line = row * layout.cell_height // 2
+    marked = replace_cells(strips[line], key * layout.cell_width, mark)
+    return [*strips[:line], marked, *strips[line + 1 :]]
 
 
 def map_strips(data: MaskData, theme: Theme) -> list[Strip]:
