@@ -75,7 +75,7 @@ KEYS: tuple[Key, ...] = (
     Key("layout.compare", ("f5",), "layout: branches"),
     Key("zoom.in", ("z",), "zoom in", label="zoom"),
     Key("zoom.out", ("Z",), "zoom out"),
-    Key("view.flip", ("m",), "next view of the mask: executed, declared …", label="view"),
+    Key("view.flip", ("m",), "next view of the mask: ran, intended …", label="view"),
     Key("view.blocks", ("B",), "show or hide the blocks", label="blocks"),
     Key("view.measure", ("v",), "next measure", label="measure"),
     Key("cursor.left", ("shift+left", "H"), "move the cursor in the panel"),

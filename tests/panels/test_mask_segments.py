@@ -150,6 +150,16 @@ def test_zooming_in_leads_to_the_first_difference_in_words(shown: Shown) -> None
     assert act(shown, "zoom.in", size=(62, 14), view="difference", q=4, kv=3).q == 4
 
 
+def test_keys_count_while_an_earlier_one_is_loading(shown: Shown) -> None:
+    request = shown.request(mask_trace.WRONG, 3, (62, 14), zoom=0)
+    data = shown.panel.load(shown.source, request)
+    for expected in (1, 2, 3):
+        options = shown.panel.on_action("zoom.in", data, request)
+        assert isinstance(options, MaskOptions)
+        assert options.zoom == expected
+        request = replace(request, options=options)
+
+
 def test_a_zoomed_window_has_the_cursor_in_its_middle(shown: Shown) -> None:
     grid = shown.load(mask_trace.WRONG, 3, (50, 12), zoom=2, q=9, kv=9).layout.grid
     assert abs(grid.row + grid.height // 2 - 9) <= 1
@@ -193,6 +203,11 @@ def test_the_row_of_the_step_is_a_strip_of_its_own(shown: Shown) -> None:
     assert row.partition("▶")[2].strip() == "·" * 33 + "█" * 18 + "·" * 3
     wide = shown.text(mask_trace.SLIDING, 2, (120, 40), look=PLAIN)
     assert any("sees 6 of 17▶" in line for line in wide)
+
+
+def test_a_narrow_panel_leaves_out_the_segment(shown: Shown) -> None:
+    text = shown.text(mask_trace.SLIDING, 2, (38, 16), look=PLAIN)
+    assert 'token 16 "w16" sees 6 of 17 keys' in [line.strip() for line in text]
 
 
 def test_a_small_panel_has_no_strip(shown: Shown) -> None:

@@ -10,7 +10,7 @@ from flexinspect.masks.algebra import declared_spec
 from flexinspect.masks.counting import PositionGroups
 from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN, UNKNOWN, States
 from flexinspect.panels.base import TracePlace
-from flexinspect.panels.mask.mask_grid import MaskLoader, MaskView, close_dropped_keys
+from flexinspect.panels.mask.mask_grid import MaskLoader, MaskView
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments
 from flexinspect.trace.queries import generation_in_branch
@@ -59,11 +59,9 @@ def _states(view: MaskView, rows: range, keys: slice) -> States:
         is_open = _unpack(packed, keys)
         found = np.where(is_open, np.uint8(OPEN), np.uint8(CLOSED))
         if view.spec is not None:
-            expected = view.declared(start, stop, part.n_keys)
-            close_dropped_keys(expected, part.steps, own.start)
-            is_declared = _unpack(expected, keys)
-            found[is_open & ~is_declared] = LEAKED
-            found[~is_open & is_declared] = LOST
+            lost, leaked = view.differing_rows(part, start, stop)
+            found[_unpack(leaked, keys)] = LEAKED
+            found[_unpack(lost, keys)] = LOST
         found[~part.known[own]] = UNKNOWN
         states[start - rows.start : stop - rows.start] = found
     return states

@@ -91,7 +91,9 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
         """Zoom, flip the view, show blocks, move the cursor, go to the step of the cursor's row."""
         options, layout = request.options, data.layout
         if action in ("zoom.in", "zoom.out"):
-            zoom = layout.zoom + (1 if action == "zoom.in" else -1)
+            # Not the zoom of the layout: an earlier key may still be loading.
+            zoom = min(max(options.zoom, layout.first_zoom), layout.last_zoom)
+            zoom += 1 if action == "zoom.in" else -1
             if not layout.first_zoom <= zoom <= layout.last_zoom:
                 return None
             zoomed = replace(options, zoom=zoom, row=None, key=None)
@@ -208,7 +210,10 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
     strips += _draw_grid(data, pen)
     row = step_strip(data, pen)
     if row is not None:
-        label = pen.line((mask_text.format_step_row(data), "strong"))
+        text = mask_text.format_step_row(data)
+        if cell_len(text) > pen.width:
+            text = mask_text.format_step_row(data, segment=False)
+        label = pen.line((text, "strong"))
         strips += [label, row][2 - layout.strip :]
     return [*strips, *_draw_footer(data, pen, max(layout.height - len(strips), 0))]
 
@@ -376,7 +381,7 @@ def _draw_footer(data: MaskData, pen: Pen, room: int) -> list[Strip]:
 
 def _footer_texts(data: MaskData, pen: Pen, short: bool) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return the two texts below the picture, the more important one first, and their styles."""
-    cell, counts = mask_text.describe_cell(data), mask_text.format_counts(data)
+    cell, counts = mask_text.describe_cell(data), mask_text.format_counts(data, segment=not short)
     if cell is None and data.layout.strip > 1:
         counts = ""  # they are the label of the strip
     pairs = mask_text.describe_first_pairs(data, short=short)

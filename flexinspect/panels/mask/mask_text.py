@@ -310,13 +310,13 @@ def format_check(data: MaskData) -> str:
     return f"verified ✓ ({check.describe().removeprefix('LSE ').removeprefix('output ')})"
 
 
-def format_counts(data: MaskData) -> str:
+def format_counts(data: MaskData, *, segment: bool = True) -> str:
     """Return how many keys the cursor's row attends to, and how many rows to the cursor's key.
 
     Without a cursor it is the row of the step: `token 71 "Par" (generated) sees 1 of 72 keys`.
     """
     if data.cursor is None:
-        return format_step_row(data)
+        return format_step_row(data, segment=segment)
     row, key = data.cursor
     mask_view, position = data.mask_view, int(data.mask_view.positions[row])
     counts = count_row(data, row)
@@ -327,12 +327,13 @@ def format_counts(data: MaskData) -> str:
     return f"{text} · key {key}: open to {mask_view.column_count(key)} of {n_rows} rows"
 
 
-def format_step_row(data: MaskData) -> str:
-    """Return how many keys the newest row of the step attends to."""
+def format_step_row(data: MaskData, *, segment: bool = True) -> str:
+    """Return how many keys the newest row of the step attends to, with its segment if asked."""
     if not data.current:
         return "the rows of this step are not shown"
     row = data.current[-1]
-    name = f"token {format_token(data, int(data.mask_view.positions[row]))}"
+    position = int(data.mask_view.positions[row])
+    name = f"token {format_token(data, position, segment=segment)}"
     counts = count_row(data, row)
     if counts is None:
         return f"{name}: its cells were not recorded"
