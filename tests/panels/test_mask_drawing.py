@@ -94,7 +94,10 @@ def test_every_size_is_filled_and_never_exceeded(shown: Shown) -> None:
     looks = cycle((Theme(), Theme("256"), PLAIN, Theme()))  # each size and option meets several
     for width in (1, 2, 3, 5, 7, 12, 20, 34, 38, 56, 80, 120, 200):
         for height in (1, 2, 3, 4, 5, 7, 10, 12, 14, 24, 26, 40, 90):
-            for options in ({}, {"q": 3, "kv": 9, "zoom": 9}, {"blocks": True, "zoom": 2}):
+            for options in (
+                *({}, {"zoom": -1}, {"q": 3, "kv": 9, "zoom": 9}),
+                {"blocks": True, "zoom": 2, "view": "difference"},
+            ):
                 size, look = (width, height), next(looks)
                 picture = shown.paint(mask_trace.WRONG, 2, size, look=look, **options)
                 assert 0 < len(picture.strips) <= height

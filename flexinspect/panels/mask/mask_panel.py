@@ -131,10 +131,11 @@ def format_note(data: MaskData) -> str:
     mask_view, layer = data.mask_view, data.place.layer
     shared = mask_view.heads == 1  # all heads have the same mask
     head = "all heads" if shared else f"head {mask_view.head} of {mask_view.heads}"
-    where, scale = f"layer {layer} · {head}", f"zoom {format_scale(data.layout)}"
+    where, scale = f"layer {layer} · {head}", format_scale(data.layout)
     if data.layout.width < NARROW_WIDTH:
         where = f"L{layer} " + ("all" if shared else f"H{mask_view.head}/{mask_view.heads}")
-        scale = format_scale(data.layout)
+    elif data.layout.zoom >= 0:
+        scale = f"zoom {scale}"
     show_difference = mask_text.has_difference(data) or data.view_mode == "difference"
     parts = [
         mask_text.format_difference(data) if show_difference else "",
