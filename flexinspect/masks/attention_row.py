@@ -70,7 +70,8 @@ class LseCheck(Struct, frozen=True):
         is_coarse = self.value > LSE_TOLERANCE and not self.is_failed
         note = f" ({self.dtype} rounds to {self.tolerance:g})" if is_coarse else ""
         checked = "output" if self.kind == "output" else "LSE"
-        return f"{checked} error {self.value:.0e}{note}"
+        value = f"{self.value:.0e}" if self.value else "0"
+        return f"{checked} error {value}{note}"
 
 
 UNCHECKED = LseCheck()  # the check of a row without a recorded log-sum-exp or output

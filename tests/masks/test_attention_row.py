@@ -127,6 +127,7 @@ def test_attention_by_segment_accounts_for_keys_dropped_by_a_sliding_cache() -> 
 
 def test_checks_describe_their_value_and_kind() -> None:
     assert LseCheck(3.2e-6, "lse").describe() == "LSE error 3e-06"
+    assert LseCheck(0.0, "output").describe() == "output error 0"
     assert LseCheck().describe() == "not checked"
     assert [
         LseCheck(value).is_failed for value in (None, 0.0, 1e-2, 1.1e-2, math.nan, math.inf)

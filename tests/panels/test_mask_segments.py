@@ -94,6 +94,13 @@ def test_zooming_out_of_the_whole_mask_leads_to_its_segments(
     assert act(shown, "zoom.in", size=size, zoom=-1).zoom == 0
 
 
+def test_enter_on_a_pair_leads_to_its_words(shown: Shown) -> None:
+    options = act(shown, "cursor.enter", size=(38, 16), zoom=-1, q=9, kv=2)
+    data = shown.load(mask_trace.WRONG, 3, (38, 16), zoom=options.zoom, q=9, kv=2)
+    assert (data.layout.grid.row_scale, data.layout.cell_width) == (1, 3)
+    assert data.cursor == (9, 2)
+
+
 def test_a_difference_has_a_colour_and_a_sign(shown: Shown) -> None:
     strips = shown.paint(mask_trace.WRONG, 3, (120, 40)).strips
     colours = {

@@ -96,6 +96,11 @@ class MaskLayout(Struct, frozen=True):
         return self.matrix + self.header + self.token_lines
 
     @property
+    def word_zoom(self) -> int:
+        """The zoom level from which on cells have room for words."""
+        return max(self.last_zoom - len(WORD_WIDTHS) + 1, 0)
+
+    @property
     def cell_width(self) -> int:
         """Columns of a pixel; where it is 1, some have one more, so that they fill the width."""
         return self.columns // self.grid.width

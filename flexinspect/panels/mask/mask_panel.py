@@ -105,6 +105,8 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
             return request.with_next("view", modes, mode)
         if action == "view.blocks":
             return replace(options, blocks=not options.blocks)
+        if action == "cursor.enter" and data.cursor is not None and layout.zoom < 0:
+            return replace(options, zoom=layout.word_zoom, row=None, key=None)
         if action == "cursor.enter" and data.cursor is not None:
             row = data.cursor[0]
             step_rows = data.mask_view.part_of(row).step_at(row)
