@@ -171,6 +171,9 @@ class Slots(Container):
     def _show_panels(self, panels: tuple[str, ...]) -> None:
         names = loadable_panels(panels)
         self.loaded.set()
+        if not names:
+            text = "No panel could be loaded: the installation is incomplete. Install it again."
+            self.notify(text, severity="error", timeout=60)
         for slot, name in zip(self._slots, names, strict=False):
             slot.replace(name)
         self.lay_out()
@@ -219,7 +222,11 @@ class Slots(Container):
             other.view.focus()
             return
         before = slot.view.panel.name
-        slot.replace(name)
+        try:
+            slot.replace(name)
+        except FlexInspectError as error:
+            self.notify(error.sentence(), severity="error", timeout=15)
+            return
         if other is not None:  # a hidden frame that had it gets the other panel
             other.replace(before)
         self._save_layout()

@@ -37,7 +37,7 @@ STAGES = (
     ("importing torch",),
     ("importing transformers",),
     ("downloading", "reading weights", "making weights"),
-    ("generating", "compiling"),
+    ("preparing the first step", "generating", "compiling"),
 )
 """Stages before the first token of a generation, by the first words of their phases."""
 

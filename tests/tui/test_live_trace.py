@@ -192,6 +192,11 @@ async def test_a_trace_of_another_process_shows_when_that_is_killed(tmp_path: Pa
             None,
             f"compiling FlexAttention (3 s)  {'━' * 24}{'╌' * 6} 5 of 5",
         ),
+        (
+            "preparing the first step",
+            None,
+            f"preparing the first step (3 s)  {'━' * 24}{'╌' * 6} 5 of 5",
+        ),
         ("running the program", None, "running the program (3 s) …"),
     ],
 )

@@ -643,3 +643,17 @@ async def test_odd_values_in_a_manifest_are_survived(tmp_path: Path) -> None:
         await settle(pilot)
         assert "loading" in screen_text(app)
     writer.close()
+
+
+async def test_without_any_panel_the_interface_says_so(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = {"mask": "flexinspect.panels.no_such_module:MaskPanel"}
+    monkeypatch.setattr("flexinspect.core.plugins.BUILT_IN", {"flexinspect.panels": broken})
+    load_panel.cache_clear()
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await press(pilot, "right", "x", "1", "m")
+        assert place(app).step == 1
+        (note, *_) = app._notifications
+        assert note.message.startswith("No panel could be loaded")

@@ -94,8 +94,9 @@ def load(
 
     `report(phase, data)` is called with the progress: "plan" (name, source, bytes needed and free;
     before anything large is read), "downloading" (from other threads), "reading weights" and
-    "making weights" (`fraction` from 0 to 1), "note" (`text`), "ready" (`seconds`). Nothing is
-    written to the terminal, nothing is unpickled.
+    "making weights" (`fraction` from 0 to 1), "note" (`text`), and at the end "preparing the
+    first step" (`seconds` that loading took). Nothing is written to the terminal, nothing is
+    unpickled.
     """
     if weights not in WEIGHTS:
         raise ModelError(f"--weights {weights} is unknown.", hint=f"Use {' or '.join(WEIGHTS)}.")
@@ -112,7 +113,7 @@ def load(
         raise
     except Exception as error:
         raise _explain_load_error(error, source, place) from error
-    request.report("ready", {"seconds": time.perf_counter() - started})
+    request.report("preparing the first step", {"seconds": time.perf_counter() - started})
     return loaded
 
 

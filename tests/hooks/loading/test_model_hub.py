@@ -127,7 +127,7 @@ def test_a_download_is_reported_and_then_cached(
         assert seen["where"] == "download"
         assert seen["again"] == "cached"
         phases = [phase for phase, _ in seen["phases"]]
-        order = [phases.index(p) for p in ("plan", "reading weights", "ready")]
+        order = [phases.index(p) for p in ("plan", "reading weights", "preparing the first step")]
         assert order == sorted(order)
         last = [data for phase, data in seen["phases"] if phase == "downloading"][-1]
         assert last["fraction"] == 1.0
