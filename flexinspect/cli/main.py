@@ -28,6 +28,7 @@ examples:
   flexinspect ctl pause
   flexinspect findings run.flextrace
   flexinspect explain segments.shifted
+  flexinspect glossary margin
   flexinspect declare run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect compare a.flextrace b.flextrace
@@ -49,6 +50,7 @@ COMMANDS = {
     "ctl": "pause, step, stop and change a running capture",
     "findings": "print what is wrong in a trace (exit code 1 if there is an error)",
     "explain": "say what the id of a finding stands for, and what to do about it",
+    "glossary": "say what the words of the interface mean",
     "declare": "write the segments that a run did not declare to a file for run --declare",
     "show": "print a panel as text, or save its picture, without the interface",
     "compare": "print the differences between two traces (exit code 1 if they differ)",

@@ -15,6 +15,19 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+GROUPS = ("Move", "Find", "View", "Panels", "Run", "Fork", "Save", "App")
+"""The groups of actions, in the order of the help and of the palette."""
+_GROUPS = {
+    **dict.fromkeys(("step", "place", "generation", "layer", "head"), "Move"),
+    **dict.fromkeys(("tokens", "finding"), "Find"),
+    **dict.fromkeys(("zoom", "view", "cursor"), "View"),
+    **dict.fromkeys(("travel", "branch"), "Fork"),
+    **dict.fromkeys(("screen", "mask", "panel.export"), "Save"),
+    **dict.fromkeys(("panel", "layout"), "Panels"),
+    "run": "Run",
+    "app": "App",
+}
+
 
 class Key(Struct, frozen=True):
     """An action: `id` (group.name), default keys by Textual's names, and a description.
@@ -28,6 +41,11 @@ class Key(Struct, frozen=True):
     keys: tuple[str, ...]
     text: str
     label: str = ""
+
+    @property
+    def group(self) -> str:
+        """The group of the action, one of `GROUPS`."""
+        return _GROUPS.get(self.id) or _GROUPS[self.id.partition(".")[0]]
 
 
 KEYS: tuple[Key, ...] = (
@@ -116,6 +134,7 @@ KEYS: tuple[Key, ...] = (
     Key("app.palette", ("p", "ctrl+p"), "all commands", label="menu"),
     Key("app.messages", ("M",), "the messages so far"),
     Key("app.help", ("question_mark",), "help", label="help"),
+    Key("app.glossary", ("G",), "glossary: what the words mean"),
     Key("app.theme", ("T",), "choose a theme"),
     Key("app.quit", ("q",), "quit", label="quit"),
 )

@@ -8,7 +8,7 @@ import pytest
 from textual._keyboard_protocol import FUNCTIONAL_KEYS
 from textual.keys import KEY_DISPLAY_ALIASES, _character_to_key
 
-from flexinspect.core.keyboard import NAMED_KEYS, all_keys, parse_key
+from flexinspect.core.keyboard import GROUPS, NAMED_KEYS, all_keys, parse_key
 
 
 def test_every_default_key_is_a_key_under_its_name() -> None:
@@ -50,3 +50,7 @@ def test_modifiers_stand_in_order_and_what_a_terminal_never_sends_is_no_key(
     written: str, name: str | None
 ) -> None:
     assert parse_key(written) == name
+
+
+def test_every_action_has_a_group() -> None:
+    assert {key.group for key in all_keys()} == set(GROUPS)

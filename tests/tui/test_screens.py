@@ -14,7 +14,7 @@ from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
 from textual.command import CommandList, CommandPalette
 
-from flexinspect.core.keyboard import all_keys
+from flexinspect.core.keyboard import KEYS
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.panel_source import Source
@@ -308,17 +308,17 @@ async def test_every_panel_shows_the_sample(trace: Path, name: str) -> None:
         assert view._error is None
 
 
-async def test_help_says_what_the_focused_panel_shows_and_names_the_keys(trace: Path) -> None:
+async def test_help_names_the_keys_and_says_what_the_focused_panel_shows(trace: Path) -> None:
     app = InspectorApp(trace)
-    async with app.run_test(size=(100, 60)) as pilot:
+    async with app.run_test(size=(100, 80)) as pilot:
         await settle(pilot)
         panel = app.screen.query_one(Slots).current().panel
         await pilot.press("?")
         await pilot.pause()
         assert isinstance(app.screen, HelpScreen)
-        shown = " ".join(screen_text(app).split())
-        assert panel.help.shows.split(",")[0][:40] in shown.replace("│ ", "").replace(" │", "")
-        assert "next token" in shown
+        shown = " ".join(screen_text(app).split()).replace("│ ", "").replace(" │", "")
+        assert panel.help.shows.split(",")[0][:40] in shown
+        assert shown.index("next token") < shown.index(panel.help.shows[:40])
         await pilot.press("escape")
         await pilot.pause()
         assert isinstance(app.screen, TraceScreen)
@@ -335,20 +335,6 @@ async def test_a_click_on_the_strip_goes_to_that_token(trace: Path) -> None:
         assert place(app).step == 2
 
 
-async def test_the_palette_offers_every_action_and_steps_by_number(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=WIDE) as pilot:
-        await settle(pilot)
-        await pilot.press("p")
-        await pilot.pause(0.3)
-        await pilot.press(*"4")
-        await pilot.pause(0.6)
-        await pilot.press("down", "enter")
-        await pilot.pause(0.3)
-        await settle(pilot)
-        assert place(app).step == 4
-
-
 async def test_every_action_can_be_reached_by_mouse_through_the_menu(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
@@ -360,7 +346,7 @@ async def test_every_action_can_be_reached_by_mouse_through_the_menu(trace: Path
         await pilot.pause(0.3)
         assert isinstance(app.screen, CommandPalette)
         offered = app.screen.query_one(CommandList)
-        assert offered.option_count == len(all_keys())
+        assert offered.option_count == len(KEYS) + len(panel_names())
 
 
 async def test_keys_can_be_remapped(trace: Path) -> None:
@@ -403,7 +389,7 @@ async def test_without_colours_nothing_is_coloured(
             assert type(app.screen) is screen
             assert {str(style) for _, style in drawn(app) if style.color or style.bgcolor} == set()
         chosen = [text.strip() for text, style in drawn(app) if style.underline and style.bold]
-        assert "Previous token" in chosen
+        assert any("Previous token" in text for text in chosen)
 
 
 def drawn(app: InspectorApp) -> list[tuple[str, Style]]:
@@ -452,7 +438,7 @@ async def test_a_broken_trace_gets_a_screen_with_what_is_left(tmp_path: Path) ->
         await app.workers.wait_for_complete()
         await pilot.pause()
         text = screen_text(app)
-        assert "is not a flexinspect trace" in text
+        assert "is not a flexinspect trace" in " ".join(text.split())
         assert "Nothing in it can be read as a trace." in text
     assert app.trace_error is not None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual.app import App, ComposeResult
@@ -92,22 +92,31 @@ def format_error(error: FlexInspectError) -> str:
 
 
 class HelpScreen(ModalScreen[None]):
-    """Help: what the panel shows and how to read it, then all keys."""
+    """Help: the keys by heading, then `lines` about the subject `title`."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark", "dismiss", "close")]
 
-    def __init__(self, title: str, lines: Sequence[str], keys: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self, title: str, lines: Sequence[str], rows: Mapping[str, list[tuple[str, str]]]
+    ) -> None:
         super().__init__()
-        self._title, self._lines, self._keys = title, lines, keys
+        self._title, self._lines, self._rows = title, lines, rows
 
     def compose(self) -> ComposeResult:
-        width = max((len(names) for names, _ in self._keys), default=0)
-        table = "\n".join(f"{names:>{width}}  {text}" for names, text in self._keys)
-        with VerticalScroll(classes="window help"):
-            yield Static(Content.styled(self._title, "bold"), markup=False)
+        with VerticalScroll(classes="window help") as window:
+            window.border_title = "Keys"
+            window.border_subtitle = "↓ more · esc close"
+            yield Static(id="keys")
+            yield Static(Content.styled(f"\n{self._title}", "bold underline"))
             for text in self._lines:
-                yield Static(Content(text), markup=False, classes="helpline")
-            yield Static(Content(table), markup=False)
+                yield Static(Content(text), classes="helpline")
+
+    def on_resize(self) -> None:
+        """Write the keys in as many columns as fit."""
+        from flexinspect.tui.screens.commands import format_rows
+
+        width = self.query_one(VerticalScroll).scrollable_content_region.width
+        self.query_one("#keys", Static).update(format_rows(self._rows, width))
 
 
 def format_branch(row: Any, current: int) -> str:

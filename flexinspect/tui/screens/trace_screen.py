@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.reactive import reactive
 from textual.screen import Screen
 from textual.timer import Timer
@@ -59,6 +58,8 @@ from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatu
 # Messages of control and some dialogs are imported on first use: the first screen does not need
 # them, and they would delay it.
 if TYPE_CHECKING:
+    from textual.command import Provider
+
     from flexinspect.control.client import ControlClient
     from flexinspect.control.messages import (
         CommandResponse,
@@ -164,32 +165,10 @@ def bindings() -> list[BindingType]:
     ]
 
 
-class KeyCommands(Provider):
-    """The actions of the keys as commands of the palette."""
+def _key_commands() -> type[Provider]:
+    from flexinspect.tui.screens.commands import KeyCommands
 
-    def _key_commands(self) -> Iterator[tuple[str, str | None, Callable[[], None]]]:
-        screen: Any = self.screen
-        for key in all_keys():
-            yield key.text[:1].upper() + key.text[1:], key.id, partial(screen.action_do, key.id)
-
-    async def discover(self) -> Hits:
-        """List all actions."""
-        for text, id_, command in self._key_commands():
-            yield DiscoveryHit(text, command, help=id_)
-
-    async def search(self, query: str) -> Hits:
-        """Match the descriptions of actions and the names of panels; a number is a step."""
-        screen: Any = self.screen
-        matcher = self.matcher(query)
-        if (step := parse_step_number(query)) is not None:
-            yield Hit(1.0, f"Go to step {step}", partial(screen.navigate, Navigate(step=step)))
-        commands = [*self._key_commands()]
-        for name in panel_names():
-            target = partial(screen.navigate, Navigate(panel=name))
-            commands.append((f"Show panel {name}", None, target))
-        for text, id_, command in commands:
-            if (score := matcher.match(text)) > 0:
-                yield Hit(score, matcher.highlight(text), command, help=id_)
+    return KeyCommands
 
 
 def save_screen(app: Any, path: Path) -> Path | None:
@@ -249,7 +228,7 @@ class TraceScreen(Screen[None]):
     """Shows a trace at a current place, navigates in it, and controls its capture."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
-    COMMANDS: ClassVar[set[Any]] = {KeyCommands}
+    COMMANDS: ClassVar[set[Any]] = {_key_commands}
     place: reactive[TracePlace] = reactive(TracePlace(), repaint=False)
     following: reactive[bool] = reactive(True, repaint=False)
     capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
@@ -910,9 +889,16 @@ class TraceScreen(Screen[None]):
         self._save_picture(view.panel.name, save_view)
 
     def _help(self) -> None:
+        from flexinspect.tui.screens.commands import help_rows
+
         panel = self.slots.current().panel
-        rows = [(self.keys_of(key.id), key.text) for key in all_keys()]
+        rows = help_rows(self.keys_of, panel.title, panel.actions)
         self.app.push_screen(dialogs.HelpScreen(panel.title, panel.help, rows))
+
+    def _show_glossary(self) -> None:
+        from flexinspect.tui.screens.glossary_screen import GlossaryScreen
+
+        self.app.push_screen(GlossaryScreen())
 
     def _stop(self) -> None:
         """Ask the run to end after this step; the second time, kill it."""
@@ -1001,6 +987,7 @@ class TraceScreen(Screen[None]):
             "app.theme": self.app.search_themes,
             "app.help": self._help,
             "app.messages": self._show_messages,
+            "app.glossary": self._show_glossary,
             "run.stop": self._stop,
             "app.quit": self._quit,
         }
