@@ -28,23 +28,37 @@ from flexinspect.trace.reader import open_trace
 MAX_PROCESSES = 2  # processes that build broken runs at the same time; each uses one core
 _MAX_STDERR_LINES = 5
 
-BuiltCallback = Callable[[str], None]
-"""Called with the name of each broken run that was built or failed."""
+ProgressCallback = Callable[[str], None]
+"""Called with what is being done, or with the name of each run that was built or failed."""
 
 
-def build_broken_runs(paths: Mapping[str, Path]) -> None:
-    """Build broken runs by name as traces; a name that begins with "!" is the repaired run.
+def build_exhibit(
+    run: BrokenRun, path: Path, on_stage: ProgressCallback, *, repaired: bool = False
+) -> None:
+    """Build a broken run, or its repaired version, as a trace with its description.
 
-    Raises `FlexInspectError` for the first one that failed.
+    A trace that exists is left as it is. Raises `FlexInspectError` if the run cannot be built.
     """
-    for name, error in list(_build_in_process(paths, lambda name: None)):
-        raise FlexInspectError(f"The broken run {name} could not be built: {error}.")
+    if path.exists():
+        return
+    name = f"!{run.name}" if repaired else run.name
+    for _, error in list(_build_in_process({name: path}, on_stage=on_stage)):
+        raise FlexInspectError(f"The broken run {run.name} could not be built: {error}.")
+    facts = {**asdict(run), "repaired": repaired}
+    text = " ".join([*run.tutorial_lines(), *run.answer_lines()])
+    add_run_facts(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 def _build_in_process(
-    paths: Mapping[str, Path], on_built: BuiltCallback
+    paths: Mapping[str, Path],
+    on_built: ProgressCallback = _ignore,
+    on_stage: ProgressCallback = _ignore,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the names that could not be built, with the reason."""
+    """Build runs by name; one that begins with "!" is repaired. Yield failed names with reasons."""
     with tempfile.TemporaryDirectory(prefix="flexinspect-museum-") as folder:
         parts = {name: Path(folder) / f"{n}.flextrace" for n, name in enumerate(paths)}
         command = [sys.executable, "-m", "flexinspect_hooks.broken_runs"]
@@ -57,6 +71,9 @@ def _build_in_process(
         ):
             for line in process.stdout or ():
                 result = json.loads(line)
+                if "stage" in result:
+                    on_stage(result["stage"])
+                    continue
                 name = result["name"]
                 if result["error"]:
                     yield name, result["error"]
@@ -70,13 +87,6 @@ def _build_in_process(
     if process.returncode:
         message = "The process that builds broken runs failed."
         raise FlexInspectError(message, hint="\n".join(last_lines))
-
-
-def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
-    """Add the description of a broken run to its trace, for the run panel and as an event."""
-    facts = {**asdict(run), "repaired": repaired}
-    text = " ".join(run.tutorial_lines())
-    add_run_facts(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
 
 
 class BrokenRunCheck(Struct, frozen=True):
@@ -109,7 +119,7 @@ class BrokenRunCheck(Struct, frozen=True):
         return "; ".join(parts)
 
 
-def check_broken_runs(on_built: BuiltCallback | None = None) -> list[BrokenRunCheck]:
+def check_broken_runs(on_built: ProgressCallback | None = None) -> list[BrokenRunCheck]:
     """Build all broken runs with their repaired runs, run every rule, and check the findings."""
     with tempfile.TemporaryDirectory(prefix="flexinspect-check-") as name:
         folder = Path(name)
@@ -119,7 +129,7 @@ def check_broken_runs(on_built: BuiltCallback | None = None) -> list[BrokenRunCh
         )
         shares = [_trace_paths(folder, order[n::MAX_PROCESSES]) for n in range(MAX_PROCESSES)]
         with ThreadPoolExecutor(MAX_PROCESSES) as pool:
-            callback = on_built or (lambda name: None)
+            callback = on_built or _ignore
             failed = pool.map(lambda share: list(_build_in_process(share, callback)), shares)
             errors = dict(chain.from_iterable(failed))
         return [_check_broken_run(run, folder, errors) for run in BROKEN_RUNS]

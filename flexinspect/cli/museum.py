@@ -13,9 +13,10 @@ from flexinspect.core.errors import UsageError
 
 DESCRIPTION = """Without a name, list the museum: runs with one fault each, after faults
 that were reported in public. With a name, build that run (a few seconds, no
-network), print its description and a question, and open its trace. --check
-builds all runs and their repaired versions, and reports for each fault whether
-it is found, and for each repaired version whether there is a false alarm."""
+network), print its description and a question, open its trace, and print the
+answer when the interface closes. --check builds all runs and their repaired
+versions, and reports for each fault whether it is found, and for each repaired
+version whether there is a false alarm."""
 
 EXAMPLES = """examples:
   flexinspect museum
@@ -61,29 +62,33 @@ def _list(*, as_json: bool) -> None:
     if as_json:
         print_json(BROKEN_RUNS)
         return
+    from flexinspect.tui.saved_state import load_state
+
+    opened = [one.name for one in BROKEN_RUNS if one.name in load_state().opened_exhibits]
     width = max(len(one.name) for one in BROKEN_RUNS)
-    lines = [f"{one.name:{width}}  {one.title}" for one in BROKEN_RUNS]
-    lines += ["", f"{len(BROKEN_RUNS)} exhibits; flexinspect museum NAME opens one."]
+    lines = [
+        f"{'✓' if one.name in opened else ' '} {one.name:{width}}  {one.title}"
+        for one in BROKEN_RUNS
+    ]
+    count = f"{len(opened)} of {len(BROKEN_RUNS)} opened"
+    lines += ["", f"{count}; flexinspect museum NAME opens one."]
     stdout_console().print("\n".join(lines))
 
 
 def _open(args: argparse.Namespace) -> int:
-    from flexinspect.analysis.broken_run_check import annotate_trace, build_broken_runs
-    from flexinspect.inputs.broken_run_catalog import cache_folder, find_broken_run
+    from flexinspect.analysis.broken_run_check import build_exhibit
+    from flexinspect.inputs.broken_run_catalog import exhibit_path, find_broken_run
 
     broken_run = find_broken_run(args.name)
     if args.out is not None and args.out.exists():
         raise UsageError(f"{args.out} exists already.", hint="Choose another --out.")
-    suffix = "-repaired" if args.repaired else ""
-    path = args.out or cache_folder() / f"{broken_run.name}{suffix}.flextrace"
+    path = args.out or exhibit_path(broken_run, repaired=args.repaired)
     console = stdout_console()
     for number, line in enumerate(broken_run.tutorial_lines()):
         console.print(line, style="bold" if number == 0 else None)
-    if not path.exists():
-        print("building it …", file=sys.stderr)
-        build_broken_runs({("!" if args.repaired else "") + broken_run.name: path})
-        annotate_trace(path, broken_run, repaired=args.repaired)
+    build_exhibit(broken_run, path, _print_stage, repaired=args.repaired)
     if args.no_ui or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        console.print("\n".join(broken_run.answer_lines()))
         print(f"\ntrace {path}\nnext  flexinspect open {path} --step {broken_run.step}")
         return 0
     try:
@@ -91,8 +96,16 @@ def _open(args: argparse.Namespace) -> int:
     except EOFError:
         return 0
     from flexinspect.cli.interface import open_trace_file
+    from flexinspect.tui.saved_state import add_opened_exhibit
 
-    return open_trace_file(path, {"step": broken_run.step})
+    add_opened_exhibit(broken_run.name)
+    code = open_trace_file(path, {"step": broken_run.step})
+    console.print("\n".join(broken_run.answer_lines()))
+    return code
+
+
+def _print_stage(stage: str) -> None:
+    print(f"{stage} …", file=sys.stderr, flush=True)
 
 
 def _check(*, as_json: bool) -> int:

@@ -38,14 +38,13 @@ class BrokenRun(Struct, frozen=True):
     step: int = 0
 
     def tutorial_lines(self) -> list[str]:
-        """Return the paragraphs of the tutorial."""
-        return [
-            self.title,
-            self.story,
-            f"Question: {self.question}",
-            f"Where to look: the {self.panel} panel, step {self.step}. {self.answer}",
-            f"Imitates: {self.case}.",
-        ]
+        """Return the paragraphs of the tutorial, without the answer."""
+        return [self.title, self.story, f"Question: {self.question}"]
+
+    def answer_lines(self) -> list[str]:
+        """Return the answer, where it is shown, and which public case the run imitates."""
+        where = f"The {self.panel} panel shows it at step {self.step}."
+        return [f"Answer: {self.answer} {where}", f"Imitates: {self.case}."]
 
 
 _CATALOGUE = tomllib.loads(Path(__file__).with_name("broken_runs.toml").read_text(encoding="utf-8"))
@@ -70,6 +69,11 @@ def cache_folder() -> Path:
     if root is None:
         raise UsageError("There is no home folder for the cache.", hint="Add --out FILE.")
     return root / "flexinspect" / "museum" / f"{__version__}-{_code_fingerprint()}"
+
+
+def exhibit_path(run: BrokenRun, *, repaired: bool = False) -> Path:
+    """Return the path of the trace of a broken run in the cache. Raises `UsageError`."""
+    return cache_folder() / f"{run.name}{'-repaired' if repaired else ''}.flextrace"
 
 
 @cache

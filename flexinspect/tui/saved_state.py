@@ -24,14 +24,15 @@ DEFAULT_PANELS = ("mask", "logits", "tokens", "attention")
 class InterfaceState(Struct, frozen=True):
     """The saved state.
 
-    `panels` are names by slot, `slots` the number shown (0: as many as fit), and `recent` the
-    traces, newest first.
+    `panels` are names by slot, `slots` the number shown (0: as many as fit), `recent` the traces,
+    newest first, and `opened_exhibits` the names of broken runs that were opened.
     """
 
     panels: tuple[str, ...] = DEFAULT_PANELS
     slots: int = 0
     theme: str = ""
     recent: tuple[str, ...] = ()
+    opened_exhibits: tuple[str, ...] = ()
 
 
 def state_file() -> Path | None:
@@ -71,6 +72,12 @@ def add_recent_trace(path: Path) -> None:
     """Save a trace as the one opened last."""
     mine = str(path.absolute())
     save_state(recent=tuple(dict.fromkeys((mine, *load_state().recent)))[:N_RECENT])
+
+
+def add_opened_exhibit(name: str) -> None:
+    """Save that a broken run of the museum was opened."""
+    opened = dict.fromkeys([*load_state().opened_exhibits, name])
+    save_state(opened_exhibits=tuple(opened))
 
 
 def known_traces(folder: Path | None = None) -> Sequence[Path]:

@@ -85,8 +85,13 @@ def test_a_built_run_prints_its_tutorial_and_is_reused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["museum", SHORT, "--no-ui"]) == 0
     (run,) = [run for run in BROKEN_RUNS if run.name == SHORT]
-    printed = " ".join(capsys.readouterr().out.split())
-    assert all(text in printed for text in (run.title, run.story, run.question))
+    captured = capsys.readouterr()
+    printed = " ".join(captured.out.split())
+    assert all(text in printed for text in (run.title, run.story, run.question, run.answer))
+    assert captured.err.splitlines() == [
+        "importing torch and transformers …",
+        "running and recording the program …",
+    ]
     path = cache_folder() / f"{SHORT}.flextrace"
     with open_trace(path) as reader:
         assert reader.state == "finished"
@@ -99,12 +104,44 @@ def test_a_built_run_prints_its_tutorial_and_is_reused(
         labels = [segment.label for segment in reader.segments(0)]
         assert labels[1:4] == ["wording 1", "wording 2", "wording 3"]
 
-    def refuse(*wanted: object) -> None:
+    def refuse(*wanted: object, **options: object) -> None:
         raise AssertionError("it was built again")
 
-    monkeypatch.setattr(broken_run_check, "build_broken_runs", refuse)
+    monkeypatch.setattr(broken_run_check, "_build_in_process", refuse)
     assert main(["museum", SHORT, "--no-ui"]) == 0
     assert str(path) in capsys.readouterr().out
+
+
+def test_an_opened_run_is_marked_in_the_list_and_answered_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flexinspect.cli import interface
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = tmp_path / "built.flextrace"
+    path.touch()
+    opened: list[Path] = []
+    (run,) = [run for run in BROKEN_RUNS if run.name == SHORT]
+
+    def open_trace_file(trace: Path, place: object) -> int:
+        opened.append(trace)
+        assert run.answer not in " ".join(capsys.readouterr().out.split())
+        return 0
+
+    monkeypatch.setattr(interface, "open_trace_file", open_trace_file)
+    monkeypatch.setattr("flexinspect.inputs.broken_run_catalog.exhibit_path", lambda *a, **k: path)
+    monkeypatch.setattr("builtins.input", lambda text: "")
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    assert main(["museum"]) == 0
+    assert f"0 of {len(NAMES)} opened" in capsys.readouterr().out
+    assert main(["museum", SHORT]) == 0
+    assert opened == [path]
+    assert run.answer in " ".join(capsys.readouterr().out.split())
+    assert main(["museum"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("✓")] == [SHORT]
+    assert lines[-1].startswith(f"1 of {len(NAMES)} opened")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """`python -m flexinspect_hooks.broken_runs NAME=FILE ...`: build broken runs one after the other.
 
-A name that begins with "!" builds the repaired version. As soon as a run is finished, one JSON line
-on stdout reports its name and, if it failed, the error.
+A name that begins with "!" builds the repaired version. A JSON line on stdout reports each stage of
+a run, and as soon as it is finished its name and, if it failed, the error.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ def run_function(name: str) -> Callable[..., None]:
     return function
 
 
-def build(name: str, out: Path) -> None:
+def build(name: str, out: Path, on_stage: Callable[[str], None]) -> None:
     """Build one broken run, or its repaired version, as a trace at `out`.
+
+    `on_stage` is called with what is being done.
 
     Raises `UsageError` for a name that is not in the catalog.
     """
-    import torch
-
     from flexinspect.inputs.broken_run_catalog import find_broken_run
-    from flexinspect_hooks.broken_runs.broken_run_setup import BrokenRunSetup
 
     entry = find_broken_run(name.removeprefix("!"))
+    on_stage("importing torch and transformers")
+    import torch
+
+    from flexinspect_hooks.broken_runs.broken_run_setup import BrokenRunSetup
+
     run = run_function(entry.name)
+    on_stage("running and recording the program")
     torch._dynamo.reset()  # graphs (and failed traces) of one run must not reach the next
     torch.manual_seed(0)
     run(BrokenRunSetup(f"museum-{entry.name}", out), repaired=name.startswith("!"))
@@ -42,15 +47,20 @@ def build(name: str, out: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Build every named run; one that fails does not stop the others."""
+    stdout = sys.stdout
+
+    def report(**fact: str) -> None:
+        print(json.dumps(fact), file=stdout, flush=True)
+
     for argument in arguments:
         name, _, out = argument.partition("=")
-        result = {"name": name, "error": ""}
+        error_text = ""
         try:
             with redirect_stdout(sys.stderr):
-                build(name, Path(out))
+                build(name, Path(out), lambda stage: report(stage=stage))
         except Exception as error:
-            result["error"] = f"{type(error).__name__}: {error}"
-        print(json.dumps(result), flush=True)
+            error_text = f"{type(error).__name__}: {error}"
+        report(name=name, error=error_text)
     return 0
 
 
