@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def _build_in_process(
             subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True
             ) as process,
+            _kill_on_error(process),
         ):
             for line in process.stdout or ():
                 result = json.loads(line)
@@ -87,6 +89,15 @@ def _build_in_process(
     if process.returncode:
         message = "The process that builds broken runs failed."
         raise FlexInspectError(message, hint="\n".join(last_lines))
+
+
+@contextmanager
+def _kill_on_error(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
 
 
 class BrokenRunCheck(Struct, frozen=True):

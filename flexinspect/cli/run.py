@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import astuple, replace
 
@@ -18,7 +18,7 @@ from flexinspect.cli.output import errors_as_json
 from flexinspect.core.addresses import format_address, is_loopback, parse_address
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import print_message
+from flexinspect.core.text import capitalize, print_message
 from flexinspect.records import job as jobs
 from flexinspect.records.job import DebuggerOptions, Job, ScriptJob
 
@@ -229,10 +229,17 @@ def run(args: argparse.Namespace) -> int:
     return show_run(run, as_json=args.json, verbose=args.verbose)
 
 
+class _RaisingParser(argparse.ArgumentParser):
+    """Raises `UsageError` instead of ending the process, which an interface must not do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{capitalize(message)}.", hint="See flexinspect run --help.")
+
+
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
     """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
     command, *arguments = argv
-    parser = argparse.ArgumentParser(f"flexinspect {command}")
+    parser = _RaisingParser(f"flexinspect {command}", add_help=False)
     configure(parser)
     return replace(checked_job(parser.parse_args(arguments)), argv=("flexinspect", *argv))
 

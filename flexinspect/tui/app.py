@@ -131,11 +131,11 @@ class InspectorApp(App[None]):
             saved_state.add_recent_trace(path)
         self.push_screen(TraceScreen(self.session, place, has_tour=self._has_tour))
 
-    def _open_target(self, target: Path | Job | ScriptJob) -> None:
+    def _open_target(self, target: Path | Job | ScriptJob, place: TracePlace | None = None) -> None:
         if not isinstance(target, Path):
             self.inspect_run(target)
         else:
-            self.inspect_trace(target)
+            self.inspect_trace(target, place)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Return none of Textual's own commands: the table of keys has all commands."""

@@ -16,6 +16,8 @@ from msgspec import Struct, ValidationError, convert
 from msgspec.structs import asdict, fields, replace
 
 from flexinspect.core.environment import replace_file, user_folder
+from flexinspect.core.errors import TraceError, TruncatedTraceError
+from flexinspect.trace.file.connections import check_header
 
 N_RECENT = 12
 DEFAULT_PANELS = ("mask", "logits", "tokens", "attention")
@@ -91,7 +93,18 @@ def known_traces(folder: Path | None = None) -> Sequence[Path]:
         in_folder = []
     newest = sorted(in_folder, key=lambda path: -_modified_at(path))[:N_RECENT]
     traces = dict.fromkeys([*map(Path, load_state().recent), *newest])
-    return [path for path in traces if _modified_at(path)][: 2 * N_RECENT]
+    return [path for path in traces if _is_trace(path)][: 2 * N_RECENT]
+
+
+def _is_trace(path: Path) -> bool:
+    """Return whether a file is a trace, by its header; also one that is cut short."""
+    try:
+        check_header(path)
+    except TruncatedTraceError:
+        return True
+    except TraceError:
+        return False
+    return True
 
 
 def _modified_at(path: Path) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.traces import sample_trace
 
 from flexinspect.tui import saved_state
 
@@ -58,9 +59,19 @@ def test_recent_traces_are_newest_first_and_once(tmp_path: Path) -> None:
     assert len(recent) == saved_state.N_RECENT
 
 
-def test_known_traces_exist_and_come_once(tmp_path: Path) -> None:
+def test_known_traces_are_traces_that_exist_and_come_once(tmp_path: Path) -> None:
     here, gone = tmp_path / "here.flextrace", tmp_path / "gone.flextrace"
-    here.touch()
+    other = tmp_path / "other.flextrace"
+    sample_trace(here)
+    other.write_text("not a trace")
+    saved_state.add_recent_trace(other)
     saved_state.add_recent_trace(here)
     saved_state.add_recent_trace(gone)
     assert saved_state.known_traces(tmp_path) == [here]
+
+
+def test_a_trace_that_is_cut_short_is_known(tmp_path: Path) -> None:
+    trace = sample_trace(tmp_path / "short.flextrace")
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[: len(whole) // 2])
+    assert saved_state.known_traces(tmp_path) == [trace]

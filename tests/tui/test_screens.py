@@ -25,7 +25,7 @@ from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_layout import Slots, n_columns, n_slots
 from flexinspect.tui.saved_state import DEFAULT_PANELS, load_state, save_state
 from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen, TextDialog
-from flexinspect.tui.screens.start_screen import StartScreen, UnreadableTraceScreen
+from flexinspect.tui.screens.start_screen import UnreadableTraceScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
 
 WIDE, SMALL = (130, 40), (80, 24)
@@ -409,23 +409,6 @@ async def test_a_screenshot_is_saved_where_the_program_runs(
     pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert len(pictures) == 2
     assert all(path.read_text().startswith("<svg") for path in tmp_path.glob("*.svg"))
-
-
-async def test_the_start_screen_offers_demo_model_and_recent_traces(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    app = InspectorApp()
-    async with app.run_test(size=WIDE) as pilot:
-        await pilot.pause()
-        assert isinstance(app.screen, StartScreen)
-        text = screen_text(app)
-        assert "flexinspect run --model demo" in text
-        assert f"flexinspect open {trace}" in text
-        await pilot.press("down", "down", "enter")
-        await settle(pilot)
-        assert isinstance(app.screen, TraceScreen)
-    assert load_state().recent == (str(trace),)
 
 
 async def test_a_broken_trace_gets_a_screen_with_what_is_left(tmp_path: Path) -> None:

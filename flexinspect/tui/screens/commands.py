@@ -118,7 +118,7 @@ def _title(name: str) -> str:
 
 def format_rows(rows: Mapping[str, list[tuple[str, str]]], width: int) -> Content:
     """Return a table of keys under headings, in two columns if `width` allows."""
-    n_columns = 2 if width >= MIN_COLUMN * 2 + GAP else 1
+    n_columns = 2 if len(rows) > 1 and width >= 2 * MIN_COLUMN + GAP else 1
     column = (width - GAP * (n_columns - 1)) // n_columns
     blocks = [_block(heading, block, column) for heading, block in rows.items()]
     if n_columns == 1:

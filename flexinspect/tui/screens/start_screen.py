@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 from textual import work
 from textual.app import ComposeResult
@@ -20,49 +20,125 @@ from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from flexinspect.core.errors import FlexInspectError, TraceError
+from flexinspect.core.keyboard import KEYS
 from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.text_lines import clip_text
+from flexinspect.panels.base import TracePlace
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file import salvage
-from flexinspect.tui.saved_state import known_traces
-from flexinspect.tui.screens.dialogs import ask_text
+from flexinspect.tui.saved_state import add_opened_exhibit, known_traces, load_state
+from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text, call_in_thread
+from flexinspect.tui.trace_verdict import TraceVerdict, read_verdict
 
-OpenTarget = Callable[["Path | Job | ScriptJob"], None]
-"""Opens a trace or starts a job."""
 
-JobFactory = Callable[[Sequence[str]], Job | ScriptJob]
-"""Returns the job of a command line. Raises `FlexInspectError`."""
+class OpenTarget(Protocol):
+    """Opens a trace, at a place, or starts a job."""
 
+    def __call__(self, target: Path | Job | ScriptJob, place: TracePlace | None = None) -> None: ...
+
+
+class JobFactory(Protocol):
+    """Returns the job of a command line. Raises `FlexInspectError`."""
+
+    def __call__(self, argv: Sequence[str]) -> Job | ScriptJob: ...
+
+
+SLOGAN = "See what every token could see, and find the bug in your mask."
 DEMO = ("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2")
+ENTRIES = {
+    "demo": ("Run the demo", f"flexinspect {shlex.join(DEMO)}"),
+    "model": ("Run a model …", "flexinspect run --model NAME --prompt TEXT"),
+    "script": ("Run your own script …", "flexinspect run SCRIPT.py"),
+    "attach": ("Attach to a running capture …", "flexinspect attach"),
+    "museum": ("Museum: practise on planted bugs …", "flexinspect museum"),
+}
+"""By name, what can be started: its title, and the command line that does the same."""
+
+_HELP = """\
+flexinspect records a model that generates text under FlexAttention, and shows for each token what \
+it attended to, and whether that is what you meant.
+To see how it works, run the demo. To practise, open an exhibit of the museum: a small program \
+with one planted bug, and a question.
+Your own program needs no changes: choose “Run your own script”, or use flexinspect run."""
+_VERDICT_WIDTH, _AGE_WIDTH = 14, 13
 
 
 class StartScreen(Screen[None]):
-    """Lists what can be run or opened, each with its command line."""
+    """Lists what can be run or opened; the line below has the command of the highlighted entry.
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
+    The verdicts on the traces are read in a thread, one after the other.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark", "help", "help", id="app.help"),
+        Binding("G", "glossary", "glossary", id="app.glossary"),
+        Binding("q", "app.quit", "quit", id="app.quit"),
+    ]
 
     def __init__(self, open_target: OpenTarget, make_job: JobFactory) -> None:
         super().__init__()
         self._open_target, self._make_job = open_target, make_job
         self._traces = known_traces()
+        self._verdicts: dict[int, TraceVerdict] = {}
 
     def compose(self) -> ComposeResult:
         with Vertical(id="start"):
-            yield Static(Content.styled("flexinspect", "bold"), markup=False)
-            yield Static("The debugger for FlexAttention generation.\n")
+            yield Static(Content.styled("flexinspect", "bold"))
+            yield Static(f"{SLOGAN}\n")
             yield OptionList(*self._options())
+            yield Static(id="command", classes="muted")
         yield Footer(show_command_palette=False)
 
     def _options(self) -> list[Option]:
-        options = [
-            _make_option("demo", "Run the demo model", f"flexinspect {shlex.join(DEMO)}"),
-            _make_option("model", "Run a model …", "flexinspect run --model NAME --prompt TEXT"),
-        ]
-        for number, path in enumerate(self._traces):
-            command = f"flexinspect open {shlex.quote(str(path))}"
-            options.append(
-                _make_option(f"trace-{number}", f"Open {path.name}, {_format_age(path)}", command)
-            )
+        options = [_heading("Start")]
+        options += [Option(f"  {title}", id=name) for name, (title, _) in ENTRIES.items()]
+        if self._traces:
+            options += [Option("", disabled=True), _heading("Recent traces")]
+            options += [Option("", id=_trace_id(n)) for n in range(len(self._traces))]
         return options
+
+    def on_mount(self) -> None:
+        """Highlight the newest trace, or else the demo."""
+        entries = self.query_one(OptionList)
+        entries.highlighted = entries.get_option_index(_trace_id(0) if self._traces else "demo")
+        self._read_verdicts()
+
+    def on_resize(self) -> None:
+        for number in range(len(self._traces)):
+            self._show_trace(number)
+
+    @work
+    async def _read_verdicts(self) -> None:
+        for number, path in enumerate(self._traces):
+            self._verdicts[number] = await asyncio.to_thread(read_verdict, path)
+            self._show_trace(number)
+
+    def _show_trace(self, number: int) -> None:
+        """Write the line of a trace: verdict, name, answer and age, as far as they fit."""
+        path, verdict = self._traces[number], self._verdicts.get(number, TraceVerdict("…"))
+        room = max(self.size.width - _VERDICT_WIDTH - _AGE_WIDTH - 14, 10)
+        answer_width = min(room // 2, 30)
+        answer = f"“{escape_unprintable(verdict.answer)}”" if verdict.answer else ""
+        line = Content.assemble(
+            "  ",
+            (clip_text(verdict.text, _VERDICT_WIDTH), verdict.style),
+            "  ",
+            (clip_text(escape_unprintable(path.name), room - answer_width), "bold"),
+            "  ",
+            clip_text(answer, answer_width),
+            "  ",
+            (clip_text(_format_file_age(path), _AGE_WIDTH).rstrip(), "dim"),
+        )
+        self.query_one(OptionList).replace_option_prompt(_trace_id(number), line)
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        """Show the command line that does the same as the entry."""
+        name = event.option.id or ""
+        if name in ENTRIES:
+            command = ENTRIES[name][1]
+        else:
+            command = f"flexinspect open {shlex.quote(str(self._trace_of(name)))}"
+        self.query_one("#command", Static).update(Content(f"$ {escape_unprintable(command)}"))
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         name = event.option.id or ""
@@ -70,8 +146,17 @@ class StartScreen(Screen[None]):
             self._run_command(list(DEMO))
         elif name == "model":
             self._ask_model()
+        elif name == "script":
+            self._ask_script()
+        elif name == "attach":
+            self._ask_capture()
+        elif name == "museum":
+            self._ask_exhibit()
         else:
-            self._open_target(self._traces[int(name.rpartition("-")[2])])
+            self._open_target(self._trace_of(name))
+
+    def _trace_of(self, name: str) -> Path:
+        return self._traces[int(name.rpartition("-")[2])]
 
     @work
     async def _ask_model(self) -> None:
@@ -88,25 +173,111 @@ class StartScreen(Screen[None]):
         pieces = [piece.strip() for piece in prompts.split("|") if piece.strip()]
         self._run_command(["run", f"--model={model}", *(f"--prompt={piece}" for piece in pieces)])
 
+    @work
+    async def _ask_script(self) -> None:
+        question = "Your program and its arguments, as you start them with Python"
+        example = "generate.py --prompt hello, or -m package.module"
+        typed = await ask_text(self.app, question, placeholder=example)
+        try:
+            words = _program_arguments(shlex.split(typed or ""))
+        except ValueError as error:  # a quotation that has no end
+            self.notify(f"The command line cannot be split: {error}.", severity="error")
+            return
+        if words:
+            self._run_command(["run", *words])
+
+    @work
+    async def _ask_capture(self) -> None:
+        from flexinspect.control.discovery import running
+
+        entries = await call_in_thread(self.app, running)
+        if entries is None:
+            return
+        if not entries:
+            self.notify("No capture is running. Start one with flexinspect run.")
+            return
+        options = []
+        for number, entry in enumerate(entries):
+            age = _format_age(time.time() - entry.started_at)
+            line = f"{entry.title or entry.kind}, process {entry.pid}, {age}\n  {entry.trace}"
+            options.append((str(number), "\n".join(map(escape_unprintable, line.split("\n")))))
+        answer = await ask_choice(self.app, "Attach to which capture?", options)
+        if answer is not None:
+            self._open_target(Path(entries[int(answer)].trace))
+
+    @work
+    async def _ask_exhibit(self) -> None:
+        from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS, find_broken_run
+        from flexinspect.tui.screens.exhibit_screen import ExhibitScreen
+
+        opened = [one.name for one in BROKEN_RUNS if one.name in load_state().opened_exhibits]
+        options = [
+            (one.name, f"{'✓' if one.name in opened else ' '} {one.title}") for one in BROKEN_RUNS
+        ]
+        question = f"Which symptom? {len(opened)} of {len(BROKEN_RUNS)} opened"
+        name = await ask_choice(self.app, question, options)
+        if name is None:
+            return
+        run = find_broken_run(name)
+        trace = await self.app.push_screen_wait(ExhibitScreen(run))
+        if trace is not None:
+            add_opened_exhibit(name)
+            self._open_target(trace, TracePlace(step=run.step))
+            self.app.notify(f"{run.question} The Run panel has the answer.", timeout=30)
+
     def _run_command(self, argv: list[str]) -> None:
         try:
             self._open_target(self._make_job(argv))
         except FlexInspectError as error:
             self.notify(error.sentence(), severity="error", timeout=15)
 
+    def action_help(self) -> None:
+        """Show the keys and the first steps."""
+        app: Any = self.app
+        rows = [("↑ ↓", "choose"), ("⏎", "open or run")]
+        named = {key.id: key.text for key in KEYS}
+        rows += [(app.keys_of(id_), named[id_]) for id_ in ("app.help", "app.glossary", "app.quit")]
+        app.push_screen(HelpScreen("First steps", _HELP.splitlines(), {"Start screen": rows}))
 
-def _make_option(name: str, title: str, command: str) -> Option:
-    text = Content.assemble(
-        (escape_unprintable(title), "bold"), "\n  ", (escape_unprintable(command), "dim"), "\n"
-    )
-    return Option(text, id=name)
+    def action_glossary(self) -> None:
+        """Explain the words of the interface."""
+        from flexinspect.tui.screens.glossary_screen import GlossaryScreen
+
+        self.app.push_screen(GlossaryScreen())
 
 
-def _format_age(path: Path) -> str:
+def _heading(text: str) -> Option:
+    return Option(Content.styled(text, "bold"), disabled=True)
+
+
+def _trace_id(number: int) -> str:
+    return f"trace-{number}"
+
+
+def _program_arguments(argv: list[str]) -> list[str]:
+    """Return the arguments of `flexinspect run` for a program and its own arguments.
+
+    Words that users may type before the program are removed.
+    """
+    for words in (["flexinspect", "run"], ["python"], ["python3"]):
+        if argv[: len(words)] == words:
+            argv = argv[len(words) :]
+    n_words = 2 if argv[:1] == ["-m"] else 1
+    program, arguments = argv[:n_words], argv[n_words:]
+    has_own_flags = n_words == 1 and "".join(program).startswith("-")
+    if not arguments or arguments[0] == "--" or has_own_flags:
+        return argv
+    return [*program, "--", *arguments]
+
+
+def _format_file_age(path: Path) -> str:
     try:
-        seconds = max(time.time() - path.stat().st_mtime, 0)
+        return _format_age(time.time() - path.stat().st_mtime)
     except OSError:
         return "gone"
+
+
+def _format_age(seconds: float) -> str:
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} old"
@@ -119,7 +290,10 @@ class UnreadableTraceScreen(Screen[None]):
     The readable parts are counted, and copied on request, in threads.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "back", "back"),
+        Binding("q", "app.quit", "quit", id="app.quit"),
+    ]
 
     def __init__(self, path: Path, error: TraceError, open_target: OpenTarget) -> None:
         super().__init__()
@@ -145,6 +319,13 @@ class UnreadableTraceScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#copying").display = False
         self._show_readable_parts()
+
+    def action_back(self) -> None:
+        """Return to the start screen, if it was opened from there."""
+        app: Any = self.app
+        if isinstance(app.screen_stack[-2], StartScreen):
+            app.trace_error = None
+            app.pop_screen()
 
     @work
     async def _show_readable_parts(self) -> None:
