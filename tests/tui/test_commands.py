@@ -50,13 +50,13 @@ async def test_the_palette_lists_keys_and_groups_instead_of_ids(trace: Path) -> 
     ("query", "first"),
     [
         ("reset", "Panels = Reset the layout"),
-        ("layout", "Panels = Reset the layout"),
+        ("reset layout", "Panels = Reset the layout"),
         ("layers", "Panels 5 Show panel Layers"),
         ("mask", "Panels 2 Show panel Mask"),
         ("screenshot", "Save s Save a picture of the screen"),
         ("x", "Panels x This panel alone, or all again"),
-        ("pause", "Run space Pause the model after this step, or continue"),
-        ("fork token", "Fork F Continue from this step with another token, as a branch"),
+        ("pause", "Run space Pause after this step, or continue"),
+        ("fork token", "Fork F Try another token here"),
     ],
 )
 async def test_a_search_offers_what_was_meant_first(trace: Path, query: str, first: str) -> None:

@@ -624,5 +624,6 @@ async def test_without_any_panel_the_interface_says_so(
     async with app.run_test(size=SMALL) as pilot:
         await press(pilot, "right", "x", "1", "m")
         assert place(app).step == 1
-        (note, *_) = app._notifications
-        assert note.message.startswith("No panel could be loaded")
+        texts = [text for _, text in app.messages()]
+        assert texts[-1].startswith("No panel could be loaded")
+        assert texts[0].startswith("The plug-in 'mask'")

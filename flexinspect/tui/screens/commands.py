@@ -49,7 +49,7 @@ class _Command(NamedTuple):
     call: Callable[[], Any]
 
     def score(self, query: str) -> float:
-        """Return how well the command matches: 1 for its key or its beginning, 0 for no match.
+        """Return how well the command matches, from 1 (by its key or its name) to 0 (not at all).
 
         Every word of the query must occur as it is. Letters of it that are spread over a command
         do not match: Enter would run a command that has nothing to do with the query.
@@ -60,6 +60,8 @@ class _Command(NamedTuple):
         found_in = f"{text} {self.group} {self.words}".lower()
         if not all(word in found_in for word in query.split()):
             return 0.0
+        if query in self.words.lower().split():
+            return 0.95
         if text.startswith(query):
             return 0.9
         if re.search(rf"\b{re.escape(query)}", text):
@@ -82,7 +84,8 @@ class KeyCommands(Provider):
                 for number, name in enumerate(panel_names(), start=1):
                     call = partial(screen.navigate, Navigate(panel=name))
                     keys = app.keys_of(f"panel.show-{number}")
-                    yield _Command(key.group, keys, f"Show panel {_title(name)}", name, call)
+                    title = _title(name)
+                    yield _Command(key.group, keys, f"Show panel {title}", f"{name} {title}", call)
 
     def _line(self, command: _Command, query: str = "") -> Content:
         text = Content(command.text)
