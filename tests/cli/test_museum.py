@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support import warm_python
@@ -16,6 +18,7 @@ from support.paths import DOCS
 from flexinspect.analysis import broken_run_check
 from flexinspect.analysis.broken_run_check import BrokenRunCheck, check_broken_runs
 from flexinspect.cli.main import main
+from flexinspect.core.errors import FlexInspectError
 from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS, BrokenRun, cache_folder
 from flexinspect.panels.panel_registry import panel_names
 from flexinspect.rules.engine import load_rules
@@ -110,6 +113,27 @@ def test_a_built_run_prints_its_tutorial_and_is_reused(
     monkeypatch.setattr(broken_run_check, "_build_in_process", refuse)
     assert main(["museum", SHORT, "--no-ui"]) == 0
     assert str(path) in capsys.readouterr().out
+
+
+def test_a_build_that_is_interrupted_ends_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(subprocess.Popen(*arguments, **options))
+        return started[-1]
+
+    def leave(stage: str) -> None:
+        raise FlexInspectError(f"left at {stage}")
+
+    replaced = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    monkeypatch.setattr(broken_run_check, "subprocess", replaced)
+    path = tmp_path / "a.flextrace"
+    with pytest.raises(FlexInspectError, match="left at importing torch"):
+        broken_run_check.build_exhibit(BROKEN_RUNS[0], path, leave)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert not path.exists()
 
 
 def test_an_opened_run_is_marked_in_the_list_and_answered_at_the_end(

@@ -298,6 +298,7 @@ async def test_escape_returns_from_an_unreadable_trace_to_the_start_screen() -> 
         app._open_target(Path("new.flextrace"))
         await pilot.pause()
         assert isinstance(app.screen, UnreadableTraceScreen)
+        assert "back" in screen_lines(app)[-1]
         await pilot.press("escape")
         await pilot.pause()
         assert isinstance(app.screen, StartScreen)
@@ -312,6 +313,7 @@ async def test_escape_does_not_quit_an_unreadable_trace_that_was_opened_directly
         await pilot.pause()
         assert isinstance(app.screen, UnreadableTraceScreen)
         assert not app._exit
+        assert "back" not in screen_lines(app)[-1]
 
 
 def trace_with(

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from textual import work
+from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -60,7 +60,11 @@ it attended to, and whether that is what you meant.
 To see how it works, run the demo. To practise, open an exhibit of the museum: a small program \
 with one planted bug, and a question.
 Your own program needs no changes: choose “Run your own script”, or use flexinspect run."""
-_VERDICT_WIDTH, _AGE_WIDTH = 14, 13
+_VERDICT_WIDTH, _AGE_WIDTH = 14, 14
+_OTHER_WIDTH = 18  # padding, gaps between columns, the scroll bar
+_MAX_NAME, _MAX_ANSWER = 48, 30
+_MIN_HEIGHT = 14
+"""The height from which there is room for more than the list."""
 
 
 class StartScreen(Screen[None]):
@@ -84,7 +88,7 @@ class StartScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         with Vertical(id="start"):
             yield Static(Content.styled("flexinspect", "bold"))
-            yield Static(f"{SLOGAN}\n")
+            yield Static(f"{SLOGAN}\n", id="slogan")
             yield OptionList(*self._options())
             yield Static(id="command", classes="muted")
         yield Footer(show_command_palette=False)
@@ -103,7 +107,10 @@ class StartScreen(Screen[None]):
         entries.highlighted = entries.get_option_index(_trace_id(0) if self._traces else "demo")
         self._read_verdicts()
 
-    def on_resize(self) -> None:
+    def on_resize(self, event: events.Resize) -> None:
+        """Leave out columns and lines that do not fit."""
+        for name in ("#slogan", "#command"):
+            self.query_one(name).display = event.size.height >= _MIN_HEIGHT
         for number in range(len(self._traces)):
             self._show_trace(number)
 
@@ -116,14 +123,15 @@ class StartScreen(Screen[None]):
     def _show_trace(self, number: int) -> None:
         """Write the line of a trace: verdict, name, answer and age, as far as they fit."""
         path, verdict = self._traces[number], self._verdicts.get(number, TraceVerdict("…"))
-        room = max(self.size.width - _VERDICT_WIDTH - _AGE_WIDTH - 14, 10)
-        answer_width = min(room // 2, 30)
+        room = max(self.size.width - _VERDICT_WIDTH - _AGE_WIDTH - _OTHER_WIDTH, 10)
+        answer_width = min(room // 2, _MAX_ANSWER)
+        name_width = min(room - answer_width, _MAX_NAME)
         answer = f"“{escape_unprintable(verdict.answer)}”" if verdict.answer else ""
         line = Content.assemble(
             "  ",
             (clip_text(verdict.text, _VERDICT_WIDTH), verdict.style),
             "  ",
-            (clip_text(escape_unprintable(path.name), room - answer_width), "bold"),
+            (clip_text(escape_unprintable(path.name), name_width), "bold"),
             "  ",
             clip_text(answer, answer_width),
             "  ",
@@ -320,12 +328,15 @@ class UnreadableTraceScreen(Screen[None]):
         self.query_one("#copying").display = False
         self._show_readable_parts()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:
+        """Offer the way back only if there is one: to the start screen."""
+        return action != "back" or isinstance(self.app.screen_stack[-2], StartScreen)
+
     def action_back(self) -> None:
-        """Return to the start screen, if it was opened from there."""
+        """Return to the start screen; the trace that cannot be read is no error of the command."""
         app: Any = self.app
-        if isinstance(app.screen_stack[-2], StartScreen):
-            app.trace_error = None
-            app.pop_screen()
+        app.trace_error = None
+        app.pop_screen()
 
     @work
     async def _show_readable_parts(self) -> None:
