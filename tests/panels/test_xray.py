@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support import mask_trace
-from support.tui import screen_lines, settle
+from support.tui import screen_lines, settle, until
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Request, TracePlace
@@ -84,7 +84,7 @@ async def test_one_key_shows_the_xray_in_the_strip_and_moves_with_the_token(
         await settle(pilot)
         await pilot.press("a")
         await settle(pilot)
-        assert "sees 15 of 15 tokens" in screen_lines(app)[3]
+        await until(pilot, lambda: "sees 15 of 15 tokens" in screen_lines(app)[3])
         assert "━" in screen_lines(app)[2]
         await pilot.press("comma", "comma")
         await settle(pilot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from textual.pilot import Pilot
@@ -20,6 +21,15 @@ async def settle(pilot: Pilot[Any]) -> None:
             return
         await pilot.pause(0.01)
     raise AssertionError("the interface never came to rest")
+
+
+async def until(pilot: Pilot[Any], is_so: Callable[[], object]) -> None:
+    """Wait until something is so on the screen, for instance after a change of its layout."""
+    for _ in range(400):
+        if is_so():
+            return
+        await pilot.pause(0.01)
+    raise AssertionError(screen_text(pilot.app))
 
 
 def screen_lines(app: Any) -> list[str]:

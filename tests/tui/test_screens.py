@@ -11,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.style import Style
 from support.traces import LAYERS, sample_trace
-from support.tui import screen_lines, screen_text, settle
+from support.tui import screen_lines, screen_text, settle, until
 from textual.command import CommandList, CommandPalette
 
 from flexinspect.core.keyboard import KEYS
@@ -161,9 +161,8 @@ async def test_n_goes_to_the_finding_and_its_layer(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await settle(pilot)
-        card = screen_lines(app)[4:8]
-        assert card[0].startswith("✖ ")
-        assert "1 error" in card[3]
+        await until(pilot, lambda: screen_lines(app)[4].startswith("✖ "))
+        assert "1 error" in screen_lines(app)[7]
         await press(pilot, "n")
         assert (place(app).step, place(app).layer) == (3, 2)
         await press(pilot, "backspace")

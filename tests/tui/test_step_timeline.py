@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.traces import sample_trace
-from support.tui import screen_lines, settle
+from support.tui import screen_lines, settle, until
 
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
@@ -29,6 +29,7 @@ def drawn(app: Any) -> str:
 async def test_a_finding_marks_its_step_and_the_current_step_is_reversed(path: Path) -> None:
     async with InspectorApp(path).run_test(size=(80, 24)) as pilot:
         await settle(pilot)
+        await until(pilot, lambda: "entropy" in drawn(pilot.app))
         line = drawn(pilot.app)
         assert line[12] == "✖"  # four columns per step, and the finding is in step 3
         assert line.count("✖") == 2  # one is in the legend
