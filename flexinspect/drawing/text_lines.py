@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TypeVar
 
 from msgspec import Struct
@@ -37,9 +37,12 @@ class Canvas(Widget):
     """The strips that are shown."""
 
     def show(self, strips: Sequence[Strip]) -> None:
-        """Show these strips from the next repaint on."""
+        """Show these strips from the next repaint on, which draws only the lines that changed."""
+        lines = enumerate(zip_longest(self.strips, strips))
+        changed = [Region(0, y, self.size.width, 1) for y, (old, new) in lines if old != new]
         self.strips = strips
-        self.refresh()
+        if changed:
+            self.refresh(*changed)
 
     def repaint(self) -> None:
         """Draw the strips again in the current size and colours; for subclasses."""

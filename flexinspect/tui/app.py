@@ -26,10 +26,12 @@ from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_layout import start_gc
 from flexinspect.tui.screens.trace_screen import TraceScreen
+from flexinspect.tui.terminal_output import TerminalCells
 from flexinspect.tui.trace_session import TraceSession
 
 # What opening a trace does not show is imported on first use.
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from textual.notifications import SeverityLevel
 
     from flexinspect.records.job import Job, ScriptJob
@@ -73,6 +75,7 @@ class InspectorApp(App[None]):
         self.session: TraceSession | None = None
         self.trace_error: TraceError | None = None
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
+        self._terminal_cells = TerminalCells()
         self.animation_level = "none"  # animating a view of data only costs repaints
 
     def on_mount(self) -> None:
@@ -136,6 +139,14 @@ class InspectorApp(App[None]):
             self.inspect_run(target)
         else:
             self.inspect_trace(target, place)
+
+    def on_resize(self) -> None:
+        """Repaint the whole terminal: it is resized, or shown again after a suspension."""
+        self._terminal_cells.forget()
+
+    def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
+        """Write an update of the screen, without the cells that did not change."""
+        super()._display(screen, self._terminal_cells.limit(renderable))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Return none of Textual's own commands: the table of keys has all commands."""
