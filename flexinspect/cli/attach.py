@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from flexinspect.cli.flags import add_switches
+from flexinspect.cli.flags import add_low_bandwidth_flag, add_switches
 from flexinspect.cli.output import print_json, print_lines
 from flexinspect.control.client import ControlClient
 from flexinspect.control.discovery import Address, CaptureEntry, find_capture, running
@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("which", metavar="PID|TRACE", nargs="?", help=which)
     listing, as_json = "list the captures and exit", "list them as JSON, with their tokens"
     add_switches(parser, list=listing, json=as_json)
+    add_low_bandwidth_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:

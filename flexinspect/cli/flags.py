@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+import os
+from argparse import Action, ArgumentParser, ArgumentTypeError
 from contextlib import suppress
 from typing import Any
+
+from flexinspect.core import low_bandwidth
 
 MAX_THREADS = 1024  # OpenMP would create more, until the system runs out
 
@@ -13,6 +16,17 @@ def add_switches(group: Any, **switches: str) -> None:
     """Add flags that take no value to a parser or a group of it, each with its help."""
     for name, text in switches.items():
         group.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
+
+
+def add_low_bandwidth_flag(group: Any) -> None:
+    """Add --low-bandwidth, whose effect begins when it is parsed."""
+    text = "256 colours and fewer frames; automatic on a slow SSH connection (docs/remote.md)"
+    group.add_argument("--low-bandwidth", action=_SaveOutput, nargs=0, help=text)
+
+
+class _SaveOutput(Action):
+    def __call__(self, *_: object) -> None:
+        os.environ[low_bandwidth.VARIABLE] = "1"
 
 
 def add_number_flags(parser: ArgumentParser, **flags: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
+from flexinspect.core.low_bandwidth import choose_bandwidth
 from flexinspect.core.text import escape_unprintable
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def _make_app(
 ) -> InspectorApp:
     # The app enables it again after its first frame; until then it costs 90 ms and frees nothing.
     gc.disable()
+    choose_bandwidth()
     try:
         from flexinspect.inputs.config import load_config
         from flexinspect.panels.base import TracePlace

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flexinspect.cli.flags import add_number_flags, add_switches, non_negative_int
+from flexinspect.cli.flags import (
+    add_low_bandwidth_flag,
+    add_number_flags,
+    add_switches,
+    non_negative_int,
+)
 from flexinspect.cli.interface import open_trace_file
 from flexinspect.core.addresses import LOOPBACK, bind_problem
 from flexinspect.core.errors import UsageError
@@ -27,6 +32,9 @@ examples:
   flexinspect open run.flextrace --web
 """
 
+WEB_PORT = 8422
+"""The port of --web unless --port gives another one."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
@@ -38,8 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         head="begin at this query head (default: 0)",
     )
     add_switches(parser, web="serve the interface to a browser on this machine")
-    port = "of --web (default: 8422)"
-    parser.add_argument("--port", type=non_negative_int, default=8422, help=port)
+    port = f"of --web (default: {WEB_PORT})"
+    parser.add_argument("--port", type=non_negative_int, default=WEB_PORT, help=port)
+    add_low_bandwidth_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import astuple, replace
 
-from flexinspect.cli.flags import add_switches, n_threads, positive_int
-from flexinspect.cli.output import errors_as_json
+from flexinspect.cli.flags import add_low_bandwidth_flag, add_switches, n_threads, positive_int
+from flexinspect.cli.output import errors_as_json, print_lines
 from flexinspect.core.addresses import format_address, is_loopback, parse_address
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import UsageError
@@ -45,12 +45,14 @@ examples:
   flexinspect run script.py -- --its-own flags         # everything after the script is for it
   flexinspect run --no-ui --out t.flextrace script.py < questions.txt > answers.txt
   flexinspect run --declare prompt.toml -m package.module 3
+  flexinspect run --debugpy 5678 --remote-help          # from a laptop: see docs/remote.md
 """
 
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
     *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
+    "--low-bandwidth",
     *("--break", "--wait"),
     *("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb"),
 )
@@ -162,6 +164,7 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
         json="print a summary as JSON on stdout",
         verbose="print lengths, kernel path and candidates of each step; no interface",
     )
+    add_low_bandwidth_flag(group)
 
 
 def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
@@ -202,10 +205,14 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
     insecure = "let --serve listen on an address that other machines can reach, unencrypted"
     add_switches(group, hold=hold, insecure_bind=insecure)
     add("--no-control", dest="control", action="store_false", help="accept no commands")
+    remote = "print the command lines to use this run from another machine, and exit"
+    add_switches(group, remote_help=remote)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe, and return its exit code."""
+    if args.remote_help:
+        return _print_remote_help(args)
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
         if job.serving is not None:
@@ -234,6 +241,15 @@ class _RaisingParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{capitalize(message)}.", hint="See flexinspect run --help.")
+
+
+def _print_remote_help(args: argparse.Namespace) -> int:
+    from flexinspect.cli.remote_help import remote_help
+
+    debugpy = args.debugpy[1] if args.debugpy else None
+    serving = _serve_options(args)
+    print_lines(remote_help(debugpy, serving[1] if serving else None))
+    return 0
 
 
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:

@@ -12,6 +12,7 @@ from textual import events
 from textual.message import Message
 
 from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.low_bandwidth import is_low_bandwidth
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Canvas, wrap_paragraph
 from flexinspect.drawing.theme import Theme
@@ -212,7 +213,8 @@ class PanelView(LoadedCanvas, can_focus=True):
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
         """Pass the mouse position on to a panel with a cursor."""
-        if "cursor.left" in self.panel.actions and event.button == 0:
+        follows = "cursor.left" in self.panel.actions and event.button == 0
+        if follows and not is_low_bandwidth():
             self._call_panel(self.panel.on_mouse, event.x, event.y, click=False)
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:

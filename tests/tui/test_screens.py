@@ -626,3 +626,18 @@ async def test_without_any_panel_the_interface_says_so(
         texts = [text for _, text in app.messages()]
         assert texts[-1].startswith("No panel could be loaded")
         assert texts[0].startswith("The plug-in 'mask'")
+
+
+@pytest.mark.parametrize("low_bandwidth", ["0", "1"])
+async def test_a_panel_follows_the_mouse_unless_output_is_saved(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, low_bandwidth: str
+) -> None:
+    monkeypatch.setenv("FLEXINSPECT_LOW_BANDWIDTH", low_bandwidth)
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        view = app.screen.query_one(Slots).views()[0]
+        seen: list[tuple[int, int]] = []
+        monkeypatch.setattr(view, "_call_panel", lambda _, x, y, click: seen.append((x, y)))
+        await pilot.hover(view, offset=(18, 3))
+        assert seen == ([(18, 3)] if low_bandwidth == "0" else [])
