@@ -212,13 +212,13 @@ def _format_halt(capture_status: CaptureStatus) -> str:
 
 
 def _format_cost(status: RunStatus, step: StepRow | None) -> str:
+    """Return the time of capture, in percent of the model's own: of the ended run, else of a step."""
     cost = status.run.get("cost")
     ratio = cost.get("ratio") if isinstance(cost, dict) else None
-    if isinstance(ratio, (int, float)):
-        return f"capture {100 * ratio:.1f} %"
-    if step is not None and step.wall_ms and step.capture_ms == step.capture_ms:
-        return f"capture {step.capture_ms:.2f} of {step.wall_ms:.1f} ms"
-    return ""
+    if not isinstance(ratio, (int, float)) and step is not None:
+        model_ms = step.wall_ms - step.capture_ms
+        ratio = step.capture_ms / model_ms if model_ms > 0 else None
+    return f"overhead {100 * ratio:.0f} %" if isinstance(ratio, (int, float)) else ""
 
 
 class TraceHeader(LoadedCanvas):
