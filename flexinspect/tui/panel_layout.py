@@ -215,11 +215,10 @@ class Slots(Container):
         shown[(shown.index(self.current()) + by) % len(shown)].focus()
 
     def show_panel(self, name: str) -> None:
-        """Show a panel in the focused frame, or focus it if it is already shown."""
+        """Show a panel in the focused frame; a frame that had it gets the panel from there."""
         slot = self._slots[self._current_index()]
         other = next((s for s in self._slots if s.view.panel.name == name), None)
-        if other is not None and other.display:
-            other.view.focus()
+        if other is slot:
             return
         before = slot.view.panel.name
         try:
@@ -227,10 +226,18 @@ class Slots(Container):
         except FlexInspectError as error:
             self.notify(error.sentence(), severity="error", timeout=15)
             return
-        if other is not None:  # a hidden frame that had it gets the other panel
+        if other is not None:
             other.replace(before)
         self._save_layout()
         self.post_message(self.Changed())
+
+    def focus_panel(self, name: str) -> None:
+        """Focus a panel; if it is not shown, show it in the focused frame."""
+        view = next((view for view in self.views() if view.panel.name == name), None)
+        if view is None:
+            self.show_panel(name)
+        else:
+            view.focus()
 
     def bring_panel(self, name: str) -> None:
         """Show a panel beside the focused one, if it is not shown; "" for none. It is not saved."""

@@ -212,7 +212,7 @@ def _format_halt(capture_status: CaptureStatus) -> str:
 
 
 def _format_cost(status: RunStatus, step: StepRow | None) -> str:
-    """Return the time of capture, in percent of the model's own: of the ended run, else of a step."""
+    """Return the time of capture in percent of the model's own: of an ended run, or of a step."""
     cost = status.run.get("cost")
     ratio = cost.get("ratio") if isinstance(cost, dict) else None
     if not isinstance(ratio, (int, float)) and step is not None:

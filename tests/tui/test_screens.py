@@ -192,6 +192,24 @@ async def test_tab_moves_between_panels_and_digits_change_them(
         assert again.screen.query_one(Slots).views()[0].panel.name == "layers"
 
 
+async def test_a_digit_of_a_panel_in_another_frame_swaps_the_two(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        slots = app.screen.query_one(Slots)
+        names = [view.panel.name for view in slots.views()]
+        number = panel_names().index(names[1]) + 1
+        await press(pilot, str(number))
+        assert [view.panel.name for view in slots.views()] == names[::-1]
+        assert slots.current() is slots.views()[0]
+        await press(pilot, str(number))  # a panel that is there already stays
+        assert [view.panel.name for view in slots.views()] == names[::-1]
+        slots.focus_panel(names[0])
+        await pilot.pause()
+        assert slots.current() is slots.views()[1]
+        assert [view.panel.name for view in slots.views()] == names[::-1]
+
+
 async def test_garbage_collection_is_on_after_the_first_frame(trace: Path) -> None:
     gc.disable()
     try:

@@ -434,7 +434,7 @@ class TraceScreen(Screen[None]):
         values = {"layer": target.layer, "head": target.head}
         self.place = replace(place, **{k: v for k, v in values.items() if v is not None})
         if target.panel is not None:
-            self.slots.show_panel(target.panel)
+            self.slots.focus_panel(target.panel)
 
     def _jump(self, target: Navigate) -> None:
         """Go to a place from which `place.back` returns."""
