@@ -268,7 +268,7 @@ def hit_reason(
     shown = [name for name in names if name not in _PLACE_NAMES and name in values]
     reasons += [f"{name} {_format_value(name, values[name])}" for name in shown]
     if token is not None and "token" not in names:
-        reasons.append(f"it chose {grammar.quote(str(token))}")
+        reasons.append(f"token {grammar.quote(str(token))}")
     where = describe_location(observations, layer)
     return ": ".join([grammar.to_text(expression), where, *filter(None, ["; ".join(reasons)])])
 

@@ -16,7 +16,7 @@ meant, cell by cell."""
 EXAMPLES = """examples:
   flexinspect declare run.flextrace                    (writes run.toml)
   flexinspect declare run.flextrace --move 1           (every border one token later)
-  flexinspect declare run.flextrace --border 9=10      (this border alone)
+  flexinspect declare run.flextrace --border 9=10      (only this border)
   flexinspect declare run.flextrace --out segments.toml --generation 1
   flexinspect run --declare run.toml my_script.py
 

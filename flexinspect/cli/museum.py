@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """List, open or check exhibits. Raises `UsageError` for flags that exclude each other."""
     if args.check:
         if args.name or args.out or args.repaired:
-            raise UsageError("--check builds all exhibits.", hint="Give it alone, or with --json.")
+            raise UsageError("--check builds all exhibits.", hint="Use it only with --json.")
         return _check(as_json=args.json)
     if args.name is None:
         if args.out or args.repaired:

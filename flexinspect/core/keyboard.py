@@ -82,7 +82,7 @@ KEYS: tuple[Key, ...] = (
     Key("panel.next", ("tab",), "next panel", label="panel"),
     Key("panel.previous", ("shift+tab",), "previous panel"),
     Key("panel.choose", ("c",), "choose what the panel shows"),
-    Key("panel.maximize", ("x",), "this panel alone, or all again", label="max"),
+    Key("panel.maximize", ("x",), "only this panel, or all again", label="max"),
     Key("panel.more", ("plus",), "one panel more"),
     Key("panel.fewer", ("minus",), "one panel fewer"),
     Key("panel.reset", ("equals_sign",), "reset the layout"),

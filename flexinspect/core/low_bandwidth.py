@@ -1,7 +1,7 @@
 """Slow connections to the terminal: when the interface saves output, and how.
 
-Over SSH the terminal is asked once for the position of its cursor, after some invisible output. It
-answers when it has read all of it, so the time until then is that of a small frame.
+Over SSH the interface writes some invisible output, and requests the position of the cursor. The
+terminal answers when it has read all of it: the time until then is that of a small frame.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ HIDDEN_COLUMN = "hidden"
 """The column of the norms at the layers' outputs."""
 
 CAVEAT = (
-    "First order, at this text alone: it does not show what would happen without a segment or a "
+    "First order, only for this text: it does not show what would happen without a segment or a "
     "token (flexinspect prove changes them and runs again), and it is not attention."
 )
 """The limits of an attribution by gradients."""

@@ -190,7 +190,7 @@ def _decode_lines(facts: RunFacts) -> list[str]:
         lines.append(f"{total_ms / n_timed:.1f} ms per step")
         lines.append(f"{1e3 * n_timed / total_ms:.1f} tokens/s")
     if isinstance(ratio, int | float):
-        lines.append(f"capture {100 * ratio:.1f} % of the whole run")
+        lines.append(f"overhead {100 * ratio:.1f} % of the model's time")
     return lines
 
 
@@ -511,7 +511,7 @@ def run_stages(facts: RunFacts) -> list[Box]:
     wrong = facts.fact("training", "anomaly_steps")
     outcome = [
         _format_state(facts.branch),
-        plural(wrong, "wrong step") if base.is_count(wrong) else "",
+        f"{plural(wrong, 'step')} with anomalies" if base.is_count(wrong) else "",
     ]
     return [
         make_box("model", model),

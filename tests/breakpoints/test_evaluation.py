@@ -142,7 +142,7 @@ def test_a_nan_in_a_layers_record_is_reported_with_its_location() -> None:
     assert verdict.holds is True
     reason = hit_reason(parse("nan"), facts, verdict)
     assert reason == (
-        'nan: step 5 (decode) of generation 1: 3 NaN values in model.layers.1; it chose " Paris"'
+        'nan: step 5 (decode) of generation 1: 3 NaN values in model.layers.1; token " Paris"'
     )
     assert evaluate(parse("nan and layer == 0"), facts).holds is False
     assert evaluate(parse("nan @ layers.1"), facts).holds is True
@@ -188,13 +188,13 @@ def test_the_reason_names_place_values_and_token() -> None:
 
     where = "step 5 (decode) of generation 1"
     assert reason_of("entropy > 3 and step > 2") == (
-        f'entropy > 3 and step > 2: {where}: entropy 3.5; it chose " Paris"'
+        f'entropy > 3 and step > 2: {where}: entropy 3.5; token " Paris"'
     )
     assert reason_of('path == "sdpa"').startswith(
-        f'path == "sdpa": {where}, layer 1: path "sdpa"; it'
+        f'path == "sdpa": {where}, layer 1: path "sdpa"; token'
     )
     assert reason_of("finding mask.*").endswith(
-        f'{where}: mask.leak: Row 7 sees row 3; it chose " Paris"'
+        f'{where}: mask.leak: Row 7 sees row 3; token " Paris"'
     )
     assert "kv_cache 2.0 MiB" in reason_of("kv_cache > 1 MiB")
 

@@ -184,7 +184,7 @@ def test_the_decode_loop_gives_the_true_mean_and_the_cost_of_capture(data: RunFa
         "3 steps",
         "40.0 ms per step",
         "25.0 tokens/s",
-        "capture 1.8 % of the whole run",
+        "overhead 1.8 % of the model's time",
     )
 
 

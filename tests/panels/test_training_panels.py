@@ -209,7 +209,7 @@ def test_the_run_panel_shows_the_stages_of_a_training_run(source: Source) -> Non
         "model: 400 weights are trained; 4 parameters in 2 groups; on cpu (25%), cuda:0 (75%).",
         "optimizer: AdamW.",
         "training loop: 40 steps; level basic.",
-        "outcome: finished; 1 wrong step.",
+        "outcome: finished; 1 step with anomalies.",
         "Manifest:",
     ]
     training = replace(PANEL.load(source, request(3)), run_facts=about)

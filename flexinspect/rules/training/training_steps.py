@@ -92,8 +92,8 @@ class TrainingRule(Rule):
         arrives = ", but the incoming gradient is not" if "arrives" in origin.detail else ""
         sentence = (
             f"The gradient of {printable(origin.name)} is not finite in step {step.step} "
-            f"({printable(origin.detail.partition(';')[0])}), the first on the way back from the "
-            f"loss; {loss}{arrives}{_describe_carriers(origin, 'parameter')}"
+            f"({printable(origin.detail.partition(';')[0])}), the first in the backward pass; "
+            f"{loss}{arrives}{_describe_carriers(origin, 'parameter')}"
         )
         return self._finding(step, "training.nan-gradient", sentence, evidence)
 
@@ -123,7 +123,7 @@ class TrainingRule(Rule):
         clipped = f" after clipping to {training.max_norm:g}" if training.max_norm else ""
         sentence = (
             f"The gradient of {printable(origin.name)} explodes in step {step.step}: its norm is "
-            f"{origin.detail}{clipped}, above 10; the first on the way back from the loss"
+            f"{origin.detail}{clipped}, above 10; the first in the backward pass"
             f"{_describe_carriers(origin, 'parameter')}"
         )
         return self._finding(step, "training.explosion", sentence, _origin_evidence(origin))

@@ -122,7 +122,7 @@ class TokenGradients:
     """Keeps what the gradients of a generation need, and computes them after it, in its thread.
 
     `compiled` is whether generation ran compiled kernels. A failure becomes an event, and the run
-    goes on. The model stays unchanged: no `.grad` is written, and all hooks are removed.
+    continues. The model stays unchanged: no `.grad` is written, and all hooks are removed.
     """
 
     def __init__(self, model: Any, spec: GradientSpec, *, compiled: bool) -> None:

@@ -147,7 +147,7 @@ class GradientMeter:
     def _producer(
         self, outliers: Sequence[training_step.ParameterGradient], vanishing: float
     ) -> training_step.AnomalyOrigin | None:
-        """The parameter in which an anomaly first appears on the way back from the loss."""
+        """The parameter in which an anomaly first appears in the backward pass."""
         last = len(self._backward_order)
         ordered = sorted(outliers, key=lambda one: self._backward_order.get(one.name, last))
         if bad := [one for one in ordered if one.has_nonfinite]:

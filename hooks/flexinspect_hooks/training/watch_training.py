@@ -179,7 +179,7 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
         dropped = f"{text} " if (text := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
-        text = f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
+        text = f"{summary.total_steps} training steps, {summary.anomaly_steps} with anomalies; "
         return text + f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
 
     def _conclude(self, session: TrainingSession, writer: TraceWriter, **facts: Any) -> None:

@@ -74,7 +74,7 @@ class LogEntry(DictDataclass):
 
 
 class AsyncTrainingLogger:
-    """Logs and checks one training; blocking work runs in a thread, so that the event loop goes on.
+    """Logs and checks one training; blocking work runs in a thread, beside the event loop.
 
     Other tasks run during a check: await it before you change the tensor or the gradients. Entries
     go to the standard log, and the newest `history` of them are kept. Use it in an `async with`

@@ -38,7 +38,7 @@ class SwitchBoard:
     """Thirteen switches, for one debugger or several, which may be set from any thread.
 
     Reading a switch costs an attribute access. A switch whose work fails is turned off
-    (`run_guarded`), and the training goes on.
+    (`run_guarded`), and the training continues.
     """
 
     def __init__(self, switches: DebugSwitches | None = None) -> None:

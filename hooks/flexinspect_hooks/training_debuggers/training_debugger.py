@@ -131,7 +131,7 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         """Check a step: call it after `backward()` and before `optimizer.step()`.
 
         The step is counted in `get_training_summary`; its anomalies are logged and kept. An error
-        in the debugger itself is logged, and the training goes on.
+        in the debugger itself is logged, and the training continues.
 
         Args:
             optimizer: with it, small gradients are not anomalies while its learning rate rises.

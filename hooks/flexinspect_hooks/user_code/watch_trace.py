@@ -59,7 +59,7 @@ class WatchedTrace(ABC, Generic[S]):
     _watched: ClassVar[set[int]]  # `id` of each model that is being watched
     _function: ClassVar[str]  # the public function that makes the handle
     _messages: ClassVar[tuple[str, str]]
-    """What is said of a second block, and of a model that is being watched already."""
+    """The error of a second block, and of a model that is being watched already."""
     _facts: ClassVar[Mapping[str, Any]]
     """What the manifest has besides the facts of the model and the run."""
 

@@ -229,7 +229,7 @@ def test_a_run_pauses_and_its_breakpoints_are_commanded(
     _wait_until(lambda: client.status().state == "paused")
     status = client.status()
     assert status.place.step == 0
-    assert status.reason.startswith("breakpoint 1, step == 0: step 0 (prefill): it chose ")
+    assert status.reason.startswith("breakpoint 1, step == 0: step 0 (prefill): token ")
     with open_trace(out) as reader:
         assert [row.step for row in reader.steps(0)] == [0]
     assert [info.n_hits for info in client.breakpoints()] == [1]

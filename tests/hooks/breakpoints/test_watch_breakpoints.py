@@ -97,7 +97,7 @@ def test_values_of_the_chosen_token_are_evaluated_and_reported(tmp_path: Path, m
     assert hit.step == 3
     assert hit.values["entropy"] > 0.01  # type: ignore[operator]
     assert hit.reason.startswith("entropy > 0.01 and step > 2: step 3 (decode): entropy ")
-    assert "; it chose " in hit.reason
+    assert "; token " in hit.reason
 
 
 def test_a_token_is_hit_by_its_text(tmp_path: Path, model: Any) -> None:

@@ -394,7 +394,7 @@ def test_the_run_reports_its_cost(path: Path, capsys: pytest.CaptureFixture[str]
         loop(model, optimizer, 2, lambda: None)
     printed = capsys.readouterr().err
     assert re.search(
-        r"2 training steps, 0 of them wrong; capture took .+ \(\d+\.\d\d ms a step\)", printed
+        r"2 training steps, 0 with anomalies; capture took .+ \(\d+\.\d\d ms a step\)", printed
     )
 
 
