@@ -423,12 +423,12 @@ def _describe_mask_change(data: PathData) -> str:
         }
         for masks in (previous, current)
     )
-    changed = f"The fingerprint changed since step {step - 1} in {_format_layers(layers).lower()}"
+    changed = f"{_format_layers(layers)} received another mask than at step {step - 1}"
     if not old or not new or "" in old | new:  # some of the masks are not known
         return f"{changed}; the mask_mods are unknown."
     if old == new:
-        return f"{changed}, with the same mask_mod."
-    return f"{changed}; so did the mask_mod: {', '.join(sorted(old))} → {', '.join(sorted(new))}."
+        return f"{changed}, of the same mask_mod."
+    return f"{changed}, of another mask_mod: {', '.join(sorted(old))} → {', '.join(sorted(new))}."
 
 
 def _masks_by_layer(paths: Iterable[queries.StepPath]) -> dict[int, set[str]]:

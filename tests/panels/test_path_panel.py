@@ -199,18 +199,18 @@ def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source])
     [
         (
             "user.masks.isolate.<locals>.mask_mod",
-            "The fingerprint changed since step 0 in layers 0-1, with the same mask_mod.",
+            "Layers 0-1 received another mask than at step 0, of the same mask_mod.",
         ),
         (
             "user.masks.causal",
             (
-                "The fingerprint changed since step 0 in layers 0-1; so did the mask_mod: "
+                "Layers 0-1 received another mask than at step 0, of another mask_mod: "
                 "masks.isolate → masks.causal."
             ),
         ),
         (
             None,
-            "The fingerprint changed since step 0 in layers 0-1; the mask_mods are unknown.",
+            "Layers 0-1 received another mask than at step 0; the mask_mods are unknown.",
         ),
     ],
 )

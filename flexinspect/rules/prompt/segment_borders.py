@@ -151,8 +151,8 @@ class BorderCheck:
             positions += lost
         if places:
             what = (
-                f"{join_labels(limit_names(places))} {is_or_are(len(positions))} treated as part "
-                f"of what comes {'after' if n > 0 else 'before'}"
+                f"{join_labels(limit_names(places))} {is_or_are(len(positions))} counted as part "
+                f"of the {'next' if n > 0 else 'previous'} segment"
             )
         else:  # inside separators
             positions, first = list(fault.borders), fault.borders[0]
