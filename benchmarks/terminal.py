@@ -36,6 +36,7 @@ class Terminal:
     ) -> None:
         self.started = time.perf_counter()
         self.output = b""
+        self.n_bytes = 0
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
@@ -117,4 +118,5 @@ class Terminal:
         except OSError:  # the process is gone
             return b""
         self.output = (self.output + data)[-1 << 16 :]
+        self.n_bytes += len(data)
         return data

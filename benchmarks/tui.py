@@ -130,8 +130,12 @@ def _since(terminal: Terminal) -> float:
 
 
 def key_to_frame(traces: dict[str, Path]) -> dict[str, dict[str, float]]:
-    """Return what a step key takes until the frame is complete: median, 95th percentile, memory."""
+    """Return what a step key takes until the frame is complete: median, 95th percentile.
+
+    Also the mean of the bytes that it writes to the terminal, and the memory of the process.
+    """
     times: dict[str, list[float]] = {name: [] for name in traces}
+    written: dict[str, list[int]] = {name: [] for name in traces}
     resident: dict[str, int] = {}
     for _ in range(N_ROUNDS):
         for name, path in traces.items():
@@ -141,9 +145,15 @@ def key_to_frame(traces: dict[str, Path]) -> dict[str, dict[str, float]]:
                 terminal.settle(silence=FIRST_LOAD_S)
                 for _ in range(5):
                     terminal.frame(RIGHT)
+                before = terminal.n_bytes
                 times[name] += [terminal.frame(RIGHT) for _ in range(N_KEYS)]
+                written[name].append((terminal.n_bytes - before) // N_KEYS)
                 resident[name] = max(resident.get(name, 0), terminal.resident())
-    return {name: _summary(times[name], resident[name]) for name in traces}
+    return {
+        name: _summary(times[name], resident[name])
+        | {"bytes_per_key": round(statistics.mean(written[name]))}
+        for name in traces
+    }
 
 
 def _summary(times: list[float], resident: int) -> dict[str, float]:
