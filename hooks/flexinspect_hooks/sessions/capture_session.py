@@ -105,7 +105,7 @@ class CaptureSession:
         """The level and layers that commands set, for each step that opens."""
         self._applied: tuple[str, str | None] | None = None  # of `SessionLevels.request`
         self._breaks: ModelBreakpoints | None = None
-        self.capture_s = self.total_s = self.waited_s = self.written_s = 0.0
+        self.capture_s = self.total_s = self.waited_s = 0.0
 
     def use_levels(self, levels: SessionLevels) -> None:
         """Record at the level and layers that `levels` has when a step opens."""
@@ -348,8 +348,6 @@ class CaptureSession:
         step.capture_s += time.perf_counter() - started
         self.capture_s += step.capture_s
         queued = time.perf_counter()
-        # What the writer does after the last step, or in a pause, does not slow the model down.
-        self.written_s = self.recorder.writer_s
         self.recorder.put(finished)  # from here on the step belongs to the writer thread
         self.place = StepRef(step.generation, step.branch, step.step)
         return queued
@@ -384,10 +382,10 @@ class CaptureSession:
     def cost(self) -> dict[str, float | int]:
         """Return the cost of capture so far, in seconds, and its `ratio` to the time without it.
 
-        `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. If
-        torch uses every core, the ratio includes the part of `writer_s` before the last step,
-        because then the writer takes cores from the model. Otherwise it includes `waited_s`, the
-        time that the model's thread waited in forwards, because it shares the GIL with the writer.
+        `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
+        ratio includes `writer_s` if torch uses every core, because then the writer takes cores from
+        the model. Otherwise it includes `waited_s`, the time that the model's thread waited in
+        forwards, because it shares the GIL with the writer.
         """
         return capture_cost([self], self.recorder)
 
@@ -450,11 +448,11 @@ def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict
     capture_s = sum(session.capture_s for session in sessions)
     total_s = sum(session.total_s for session in sessions)
     cores_are_taken = any(session.cores_are_taken() for session in sessions)
-    written_s = max((session.written_s for session in sessions), default=0.0)
     # A thread may wait for other reasons too, but for the writer at most as long as that runs.
-    waited_s = max(min(sum(session.waited_s for session in sessions), written_s), 0.0)
+    waited_s = max(min(sum(session.waited_s for session in sessions), recorder.writer_s), 0.0)
     rest_s = max(total_s - capture_s, 0.0)
-    slowed_s = min(written_s if cores_are_taken else waited_s, rest_s / 2)
+    # In a short run the writer works mostly after the model has ended, and does not slow it down.
+    slowed_s = min(recorder.writer_s if cores_are_taken else waited_s, rest_s / 2)
     without_s = rest_s - slowed_s
     return {
         "capture_s": round(capture_s, 6),

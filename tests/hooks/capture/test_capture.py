@@ -603,7 +603,7 @@ def test_the_writer_uses_a_short_switch_interval_only_with_a_free_core(
     assert all((interval < before) is yields for interval in intervals)
 
 
-def test_the_cost_does_not_include_what_is_written_after_the_last_step(
+def test_the_writer_of_a_short_run_counts_for_at_most_half_of_the_rest(
     llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
@@ -611,23 +611,26 @@ def test_the_cost_does_not_include_what_is_written_after_the_last_step(
     with session:
         begin(session, prompt)
         generate(llama, prompt, max_new_tokens=1, on_choice=chooser(session, prompt))
-    session.recorder.writer_s += 100.0  # the writer has time in a pause
-    assert session.cost()["ratio"] < 10.0
+    session.recorder.writer_s += 100.0  # the writer works after the model has ended
+    cost = session.cost()
+    rest = cost["total_s"] - cost["capture_s"]
+    expected = (cost["capture_s"] + rest / 2) / (rest / 2)
+    assert cost["ratio"] == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize("threads", [1, 10_000])
+@pytest.mark.parametrize(("threads", "counts"), [(1, "waited_s"), (10_000, "writer_s")])
 def test_the_cost_includes_the_time_that_the_writer_takes_from_the_model(
-    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int
+    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, counts: str
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 2)
     session = CaptureSession(llama, MemorySink())
     # A sleep in a forward uses no CPU time of this thread, as when another thread holds the GIL.
-    with session, llama.model.register_forward_hook(lambda *_: time.sleep(0.1)):
+    with session, llama.model.register_forward_hook(lambda *_: time.sleep(0.002)):
         begin(session, prompt)
         generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
     cost = session.cost()
-    assert 0 < cost["waited_s"] <= round(session.written_s, 6) < cost["writer_s"]
-    assert session.waited_s >= 0.1 * NEW
-    spent = cost["capture_s"] + (cost["waited_s"] if threads == 1 else session.written_s)
+    assert 0 < cost["waited_s"] <= cost["writer_s"]
+    assert session.waited_s >= 0.002 * NEW
+    spent = cost["capture_s"] + cost[counts]
     assert cost["ratio"] == pytest.approx(spent / (cost["total_s"] - spent), rel=1e-2)
