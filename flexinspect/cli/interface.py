@@ -22,22 +22,32 @@ if TYPE_CHECKING:
     from flexinspect.tui.screens.start_screen import JobFactory
 
 
-def open_trace_file(trace: Path, place: Mapping[str, int] | None = None) -> int:
+def open_trace_file(
+    trace: Path, place: Mapping[str, int] | None = None, *, has_tour: bool = False
+) -> int:
     """Open the interface on a trace, finished or being recorded, and return the exit code.
 
-    `place` are the fields of the first `TracePlace`.
+    `place` are the fields of the first `TracePlace`. With `has_tour` a tour leads through it.
 
     Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
     """
-    is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
-    if not is_served and not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _has_terminal():
         from flexinspect.trace.file.connections import check_header
 
         check_header(trace)  # for a missing file or another one, no command is the remedy
-        what = "The interface needs a terminal, and there is none here."
-        hint = f"Without one: flexinspect show {trace}, or flexinspect dump {trace}."
-        raise UsageError(what, hint=hint)
-    return _run_app(_make_app(trace, place))
+        check_terminal(f"Without one: flexinspect show {trace}, or flexinspect dump {trace}.")
+    return _run_app(_make_app(trace, place, has_tour=has_tour))
+
+
+def check_terminal(hint: str) -> None:
+    """Raise `UsageError` with a hint where there is no terminal."""
+    if not _has_terminal():
+        raise UsageError("The interface needs a terminal, and there is none here.", hint=hint)
+
+
+def _has_terminal() -> bool:
+    is_served = "TEXTUAL_DRIVER" in os.environ  # set by textual-serve: the page is the terminal
+    return is_served or (sys.stdin.isatty() and sys.stdout.isatty())
 
 
 def open_start_screen(make_job: JobFactory) -> int:

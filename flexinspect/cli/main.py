@@ -35,6 +35,7 @@ examples:
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
   flexinspect models
+  flexinspect tour
   flexinspect museum
   flexinspect vscode
 
@@ -57,6 +58,7 @@ COMMANDS = {
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "dump": "print a trace as text or JSON",
     "models": "list the models: size, and whether they are local, cached or need a download",
+    "tour": "learn the interface in two minutes, on a run with one planted bug",
     "museum": "runs with one known fault each, as tutorials",
     "vscode": "write the debug configurations for VS Code",
 }

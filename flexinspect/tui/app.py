@@ -134,7 +134,14 @@ class InspectorApp(App[None]):
             saved_state.add_recent_trace(path)
         self.push_screen(TraceScreen(self.session, place, has_tour=self._has_tour))
 
-    def _open_target(self, target: Path | Job | ScriptJob, place: TracePlace | None = None) -> None:
+    def _open_target(
+        self,
+        target: Path | Job | ScriptJob,
+        place: TracePlace | None = None,
+        *,
+        has_tour: bool = False,
+    ) -> None:
+        self._has_tour = has_tour
         if not isinstance(target, Path):
             self.inspect_run(target)
         else:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 from textual.content import Content
 from textual.widgets import Static
 
+EXHIBIT = "spans-without-bos"
+"""The run of the museum that the tour leads through."""
+
 
 class TourStep(NamedTuple):
     """A text, in which {keys} is the key of `action`, the action that ends the step."""

@@ -68,7 +68,7 @@ async def test_a_newcomer_sees_what_can_be_done(size: tuple[int, int]) -> None:
         if size >= SMALL:
             for part in (SLOGAN, "Run your own script …", "Attach to a running", "planted bugs"):
                 assert part in text
-            assert "$ flexinspect run --model demo" in text
+            assert "$ flexinspect tour" in text
             assert "Recent traces" not in text
 
 

@@ -28,13 +28,20 @@ from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file import salvage
 from flexinspect.tui.saved_state import add_opened_exhibit, known_traces, load_state
 from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text, call_in_thread
+from flexinspect.tui.tour import EXHIBIT
 from flexinspect.tui.trace_verdict import TraceVerdict, read_verdict
 
 
 class OpenTarget(Protocol):
-    """Opens a trace, at a place, or starts a job."""
+    """Opens a trace, at a place or with a tour, or starts a job."""
 
-    def __call__(self, target: Path | Job | ScriptJob, place: TracePlace | None = None) -> None: ...
+    def __call__(
+        self,
+        target: Path | Job | ScriptJob,
+        place: TracePlace | None = None,
+        *,
+        has_tour: bool = False,
+    ) -> None: ...
 
 
 class JobFactory(Protocol):
@@ -46,6 +53,7 @@ class JobFactory(Protocol):
 SLOGAN = "See what every token could see, and find the bug in your mask."
 DEMO = ("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2")
 ENTRIES = {
+    "tour": ("Take the tour: two minutes, seven keys", "flexinspect tour"),
     "demo": ("Run the demo", f"flexinspect {shlex.join(DEMO)}"),
     "model": ("Run a model …", "flexinspect run --model NAME --prompt TEXT"),
     "script": ("Run your own script …", "flexinspect run SCRIPT.py"),
@@ -102,9 +110,9 @@ class StartScreen(Screen[None]):
         return options
 
     def on_mount(self) -> None:
-        """Highlight the newest trace, or else the demo."""
+        """Highlight the newest trace, or else the tour."""
         entries = self.query_one(OptionList)
-        entries.highlighted = entries.get_option_index(_trace_id(0) if self._traces else "demo")
+        entries.highlighted = entries.get_option_index(_trace_id(0) if self._traces else "tour")
         self._read_verdicts()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -150,7 +158,9 @@ class StartScreen(Screen[None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         name = event.option.id or ""
-        if name == "demo":
+        if name == "tour":
+            self._open_exhibit(EXHIBIT, has_tour=True)
+        elif name == "demo":
             self._run_command(list(DEMO))
         elif name == "model":
             self._ask_model()
@@ -215,8 +225,7 @@ class StartScreen(Screen[None]):
 
     @work
     async def _ask_exhibit(self) -> None:
-        from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS, find_broken_run
-        from flexinspect.tui.screens.exhibit_screen import ExhibitScreen
+        from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS
 
         opened = [one.name for one in BROKEN_RUNS if one.name in load_state().opened_exhibits]
         options = [
@@ -224,13 +233,21 @@ class StartScreen(Screen[None]):
         ]
         question = f"Which symptom? {len(opened)} of {len(BROKEN_RUNS)} opened"
         name = await ask_choice(self.app, question, options)
-        if name is None:
-            return
+        if name is not None:
+            self._open_exhibit(name)
+
+    @work
+    async def _open_exhibit(self, name: str, *, has_tour: bool = False) -> None:
+        from flexinspect.inputs.broken_run_catalog import find_broken_run
+        from flexinspect.tui.screens.exhibit_screen import ExhibitScreen
+
         run = find_broken_run(name)
         trace = await self.app.push_screen_wait(ExhibitScreen(run))
-        if trace is not None:
-            add_opened_exhibit(name)
-            self._open_target(trace, TracePlace(step=run.step))
+        if trace is None:
+            return
+        add_opened_exhibit(name)
+        self._open_target(trace, TracePlace(step=run.step), has_tour=has_tour)
+        if not has_tour:
             self.app.notify(f"{run.question} The Run panel has the answer.", timeout=30)
 
     def _run_command(self, argv: list[str]) -> None:
