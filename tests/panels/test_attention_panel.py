@@ -129,6 +129,21 @@ def test_an_unknown_measure_falls_back_to_the_first(made: Made) -> None:
     assert load(source, measure="paraphrase 9").grid.measure == "paraphrase 1"
 
 
+def test_a_prompt_of_one_segment_shows_the_attention_on_the_first_token(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_segment(segments: Any) -> dict[str, list[int]]:
+        return {"shared": [*range(len(segments))]}
+
+    monkeypatch.setattr("flexinspect.panels.attention.attention_data.measure_groups", one_segment)
+    _, source = made()
+    data = load(source, step=2)
+    assert data.grid.measure == "sink"
+    assert "the first token (the prompt is one segment)" in described(data)
+    chosen = load(source, step=2, measure="shared")
+    assert (chosen.grid.measure, chosen.grid.is_single_part) == ("shared", False)
+
+
 def without_bos(synthetic: SyntheticGeneration, path: Path) -> Source:
     first = Segment(0, 4, "paraphrase 1", SegmentKind.PARAPHRASE, 0)
     rest = [replace(segment, owner=0) for segment in segments()[2:]]

@@ -38,6 +38,8 @@ _GROUPED_KINDS = {
     SegmentKind.CUE: "cue",
     SegmentKind.GENERATED: "generated",
 }
+_NOT_READ = {_GROUPED_KINDS[kind] for kind in (SegmentKind.SEPARATOR, SegmentKind.GENERATED)}
+"""Measures that do not make another one informative: most of the attention is on the prompt."""
 _KIND_ORDER = (SegmentKind.PARAPHRASE, *_GROUPED_KINDS)
 
 
@@ -56,6 +58,7 @@ class AttentionGrid(Struct, frozen=True):
     """A measure of the newest row: `values` float64 (layers, heads), one LSE check per layer.
 
     `layers` are the layers of the grid's rows. `unit` is "nats" for the entropy, else "share".
+    `is_single_part` says that another measure was chosen because the prompt is a single segment.
     """
 
     measure: str
@@ -64,6 +67,7 @@ class AttentionGrid(Struct, frozen=True):
     values: attention_row.Floats
     lse_checks: tuple[attention_row.LseCheck, ...]
     unit: str = "share"
+    is_single_part: bool = False
 
     @property
     def failed_layers(self) -> list[int]:
@@ -195,7 +199,12 @@ def _load_grid(
     is_stored = {"q", "k", "attention.lse"} <= streams and view.step_row.q_len == 1
     measures = [*groups, *[ENTROPY] * ("attention.entropy" in streams)]
     measures += [SINK] if one_token or is_stored else []
-    measure = chosen if chosen in measures else measures[0]
+    parts = [name for name in groups if name not in _NOT_READ]
+    # The share of a single part is 1 for every head.
+    default = next((one for one in (SINK, ENTROPY) if one in measures), measures[0])
+    default = measures[0] if len(parts) > 1 else default
+    measure = chosen if chosen in measures else default
+    is_single_part = len(parts) < 2 and chosen not in measures
     gates = tuple(map(attention_row.recorded_check, view.calls))
     values: npt.NDArray[np.floating] | None
     if measure == ENTROPY:
@@ -211,7 +220,9 @@ def _load_grid(
         values = np.full(segment_attention.shape[:2], np.nan)
     unit = "nats" if measure == ENTROPY else "share"
     layers = tuple(call.layer for call in view.calls)
-    return AttentionGrid(measure, tuple(measures), layers, values.astype(np.float64), gates, unit)
+    return AttentionGrid(
+        measure, tuple(measures), layers, values.astype(np.float64), gates, unit, is_single_part
+    )
 
 
 def measure_groups(segments: Sequence[Segment]) -> dict[str, list[int]]:

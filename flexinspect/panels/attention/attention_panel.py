@@ -44,6 +44,8 @@ MAX_TABLE_LAYERS, MAX_TABLE_HEADS = 12, 16
 """The largest grid that `describe` writes as a table."""
 
 N_LISTED_TOKENS = 10
+SINGLE_PART = "the prompt is one segment"
+"""Why the default measure is not the attention on a segment."""
 
 
 class AttentionPanel(Panel[AttentionData, AttentionOptions]):
@@ -80,7 +82,8 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         layout = attention_layout(data, request.width, request.height)
         strips = draw_attention(data, layout, request.height, Pen(theme, request.width))
         grid_check, check = worst_check(grid.lse_checks), row_lse_check(data)
-        note = f"{grid.measure} · {check.describe()}"
+        note = grid.measure + (f" ({SINGLE_PART})" if grid.is_single_part else "")
+        note += f" · {check.describe()}"
         note += ": not what ran" if check.is_failed else ""
         if grid_check.is_failed and not check.is_failed:
             note += f" · grid {grid_check.describe()}"
@@ -124,6 +127,7 @@ def _describe_grid(data: AttentionData) -> list[str]:
     grid = data.grid
     measured = "the first token" if grid.measure == SINK else grid.measure
     title = "entropy in nats" if grid.unit == "nats" else f"share of its attention on {measured}"
+    title += f" ({SINGLE_PART})" if grid.is_single_part else ""
     check = worst_check(grid.lse_checks).describe()
     lines = [f"Step {data.place.step}, newest row, {title}, by layer and head ({check})."]
     n_layers, n_heads = grid.values.shape
