@@ -1,7 +1,7 @@
-"""`make screenshots`: the pictures of the README, taken of the interface on a real run.
+"""`make screenshots`: the pictures of the README and of docs/screens.md, taken of real runs.
 
-Runs the demo question at level extreme, opens its trace as a user would, presses keys, and saves
-what is on the screen. Needs the extra `png`.
+Runs the demo questions at level extreme, builds exhibits of the museum, opens their traces as a
+user would, presses keys, and saves what is on the screen. Needs the extra `png`.
 """
 
 from __future__ import annotations
@@ -13,51 +13,82 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from flexinspect.drawing.export import to_png
+from textual.pilot import Pilot
+
+from flexinspect.drawing.export import to_png, to_svg
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.panel_view import LoadedCanvas
+from flexinspect.tui.panel_view import LoadedCanvas, theme_of
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One picture: which panels, how large, which keys are pressed first."""
+    """One picture: of which run, how large, in which theme, which keys are pressed first."""
 
     name: str
+    run: str
+    keys: tuple[str, ...]
     size: tuple[int, int]
-    panels: tuple[str, ...]
-    keys: tuple[str, ...] = ()
+    theme: str = "textual-dark"
 
 
+DEMO = "demo"
+SCENES = {
+    "borders": ("spans-without-bos", ("n",)),
+    "decode": ("decode-without-offset", ("right", "a")),
+    "layer": ("silent-fallback", ("n",)),
+    "nan": ("padding-of-infinity", ("n",)),
+}
+"""By name, the exhibit of the museum and the keys."""
+
+SIZES = ((80, 24), (120, 40), (200, 55))
 SHOTS = (
-    Shot("wide", (150, 44), ("mask", "logits", "attention", "path"), ("right",)),
-    Shot("small", (80, 24), ("mask", "tokens"), ("right", "m", "m", "m")),
+    Shot("wide", DEMO, ("right",), (150, 44)),
+    Shot("small", "spans-without-bos", ("n", "a"), (80, 24)),
+    *(
+        Shot(f"{name}-{size[0]}x{size[1]}", run, keys, size)
+        for name, (run, keys) in SCENES.items()
+        for size in SIZES
+    ),
+    *(
+        Shot(f"{name}-light", run, keys, SIZES[1], "textual-light")
+        for name, (run, keys) in SCENES.items()
+    ),
 )
 
 
-def record(trace: Path) -> None:
-    """Run the demo question."""
-    words = [sys.executable, "-P", "-m", "flexinspect", "run", "--model", "demo", "--no-ui"]
-    words += ["--dataset", "demo", "--level", "extreme", "--out", str(trace)]
-    subprocess.run(words, check=True)
+def record(run: str, trace: Path) -> None:
+    """Run the demo questions, or build an exhibit."""
+    words = [sys.executable, "-P", "-m", "flexinspect"]
+    if run == DEMO:
+        words += ["run", "--model", "demo", "--dataset", "demo", "--level", "extreme"]
+    else:
+        words += ["museum", run]
+    subprocess.run([*words, "--no-ui", "--out", str(trace)], check=True, stdout=subprocess.DEVNULL)
 
 
 async def shoot(shot: Shot, trace: Path) -> str:
     """Return the screen as SVG."""
-    from flexinspect.tui import saved_state
-
-    saved_state.save_state(panels=shot.panels)
     app = InspectorApp(trace)
     async with app.run_test(size=shot.size) as pilot:
+        app.theme = shot.theme
+        await settle(pilot)
         for key in shot.keys:
             await pilot.press(key)
-        screen = app.screen
-        for canvas in screen.query(LoadedCanvas):
-            await canvas.loader.wait_idle()
-        await pilot.pause(0.2)
-        return app.export_screenshot(title="flexinspect open demo.flextrace", simplify=True)
+            await settle(pilot)
+        strips = app.screen._compositor.render_strips()
+        return to_svg(strips, title=f"flexinspect open {trace.name}", look=theme_of(app))
+
+
+async def settle(pilot: Pilot[Any]) -> None:
+    """Wait until all is loaded and drawn."""
+    await pilot.pause(0.2)
+    for canvas in pilot.app.screen.query(LoadedCanvas):
+        await canvas.loader.wait_idle()
+    await pilot.pause(0.2)
 
 
 def main() -> None:
@@ -66,9 +97,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(XDG_STATE_HOME=folder, COLORTERM="truecolor", TERM="xterm-256color")
         os.environ.pop("NO_COLOR", None)
-        trace = Path(folder) / "demo.flextrace"
-        record(trace)
         for shot in SHOTS:
+            trace = Path(folder) / f"{shot.run}.flextrace"
+            if not trace.exists():
+                record(shot.run, trace)
             svg = asyncio.run(shoot(shot, trace))
             file = IMAGES / f"{shot.name}.png"
             file.write_bytes(to_png(svg, zoom=1.0))

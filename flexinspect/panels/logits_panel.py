@@ -123,10 +123,10 @@ def describe_bad_logits(data: LogitsData) -> str:
 
 
 def format_rank(rank: int) -> str:
-    """Return "rank 0 (the best)" or "rank 3"."""
+    """Return "the top candidate" or "rank 3"."""
     if rank < 0:
         return "rank unknown"
-    return "rank 0 (the best)" if rank == 0 else f"rank {rank}"
+    return "the top candidate" if rank == 0 else f"rank {rank}"
 
 
 def format_chosen(data: LogitsData) -> str:

@@ -49,11 +49,10 @@ async def test_all_styles_of_text_are_readable(name: str, tmp_path: Path) -> Non
             background = Color.parse(drawn.colors["background"])
             for part in ("border_title_color", "border_subtitle_color"):
                 color = getattr(slot.styles, part)
-                if color.a:
-                    solid = slot.background_colors[1].blend(color, color.a)
-                    titles[part, slot.has_pseudo_class("focus-within")] = contrast(
-                        Color.parse(solid.hex6), background
-                    )
+                solid = slot.background_colors[1].blend(color, color.a)
+                titles[part, slot.has_pseudo_class("focus-within")] = contrast(
+                    Color.parse(solid.hex6), background
+                )
         assert all(value >= MIN_CONTRAST for value in titles.values()), titles
 
 
