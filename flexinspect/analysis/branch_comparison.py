@@ -150,11 +150,26 @@ def step_change(
     reader: TraceReader, generation: int, step: int, one: int, other: int
 ) -> StepChange | None:
     """Return how a step's distribution differs between branches, None if a branch has none."""
-    branches = [queries.branch_of_step(reader, generation, step, branch) for branch in (one, other)]
-    left, right = (reader.candidates(generation, step, branch) for branch in branches)
+    return side_change(step, (reader, generation, one), (reader, generation, other))
+
+
+Side = tuple[TraceReader, int, int]
+"""A branch of any trace: its reader, generation and branch."""
+
+
+def side_change(step: int, one: Side, other: Side) -> StepChange | None:
+    """Return how a step's distribution differs between two sides, None if a side has none."""
+    places = [
+        (reader, (generation, step, queries.branch_of_step(reader, generation, step, branch)))
+        for reader, generation, branch in (one, other)
+    ]
+    left, right = (reader.candidates(*place) for reader, place in places)
     if not left or not right:
         return None
-    rows = [reader.array(generation, step, LOGITS_STREAM, None, branch) for branch in branches]
+    rows = [
+        reader.array(generation, at, LOGITS_STREAM, None, branch)
+        for reader, (generation, at, branch) in places
+    ]
     if rows[0] is not None and rows[1] is not None and rows[0].shape == rows[1].shape:
         return _change_from_logits(step, rows[0], rows[1], [*left, *right])
     return _change_from_candidates(step, left, right)
@@ -182,7 +197,28 @@ def _change_from_candidates(
     if rest[0] > 1e-12:
         kl += rest[0] * math.log(rest[0] / max(rest[1], 1e-12))
     changes = ((a.token_id, a.text, a.logit, b.logit) for a, b in pairs)
-    return StepChange(step, "candidates", max(kl, 0.0), _sort_by_change(changes))
+    kl = max(kl, _unlisted_bound(one, other), 0.0)
+    return StepChange(step, "candidates", kl, _sort_by_change(changes))
+
+
+def _unlisted_bound(one: Sequence[Candidate], other: Sequence[Candidate]) -> float:
+    """Return a lower bound of the KL if `other` does not list likely tokens of `one`.
+
+    A token that `other` does not list is at most as likely as the last of its highest ranks. The
+    tokens that neither lists are one token, by the log sum inequality
+    (https://en.wikipedia.org/wiki/Log_sum_inequality).
+    """
+    by_rank = {each.rank: each.logprob for each in other}
+    ranks = next((rank for rank in range(len(by_rank) + 1) if rank not in by_rank), 0)
+    if not ranks:
+        return 0.0
+    listed = {each.token_id: each.logprob for each in other}
+    last = by_rank[ranks - 1]
+    bounds = [(each.logprob, listed.get(each.token_id, last)) for each in one]
+    kl = sum(math.exp(p) * (p - q) for p, q in bounds)
+    shared = sum(math.exp(q) for each in one if (q := listed.get(each.token_id)) is not None)
+    rest, other_rest = 1 - sum(math.exp(p) for p, _ in bounds), 1 - shared
+    return kl + (rest * math.log(rest / max(other_rest, 1e-12)) if rest > 1e-12 else 0.0)
 
 
 def _sort_by_change(

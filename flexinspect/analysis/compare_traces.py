@@ -185,7 +185,12 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         yield "Identical files: byte for byte the same, so this compares a run with itself."
     for generation in comparison.generations:
         yield from _generation_lines(generation)
-    yield _VERDICT_TEXTS[comparison.verdict]
+    yield verdict_text(comparison)
+
+
+def verdict_text(comparison: Comparison) -> str:
+    """Return the verdict as a sentence."""
+    return _VERDICT_TEXTS[comparison.verdict]
 
 
 def _generation_lines(one: GenerationDifference) -> Iterator[str]:

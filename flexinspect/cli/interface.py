@@ -39,6 +39,19 @@ def open_trace_file(
     return _run_app(_make_app(trace, place, has_tour=has_tour))
 
 
+def open_comparison(one: Path, other: Path, generation: int) -> int:
+    """Show a generation of two traces side by side, and return the exit code.
+
+    Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
+    """
+    from flexinspect.trace.reader import open_trace
+
+    check_terminal("Without one: flexinspect compare prints where two traces differ.")
+    for path in (one, other):
+        open_trace(path).close()  # an error is printed, not shown by an interface
+    return _run_app(_make_app(compare=(one, other, generation)))
+
+
 def check_terminal(hint: str) -> None:
     """Raise `UsageError` with a hint where there is no terminal."""
     if not _has_terminal():

@@ -122,6 +122,7 @@ KEYS: tuple[Key, ...] = (
         "change the mask, re-run from here",
         label="other mask",
     ),
+    Key("branch.compare", ("C",), "compare this branch with its parent, side by side"),
     Key("branch.choose", ("t",), "choose a branch", label="branch"),
     Key(
         "run.stop",

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,7 +47,8 @@ class InspectorApp(App[None]):
 
     `keymap` maps ids of `flexinspect.core.keyboard` to keys, separated by commas; `make_job`
     returns the job of a command line of the start screen. With `has_tour` a guided tour leads
-    through the trace.
+    through the trace. `compare` are two traces and the generation of which both are shown side by
+    side.
     """
 
     CSS_PATH = "app.tcss"
@@ -64,6 +66,7 @@ class InspectorApp(App[None]):
         keymap: Mapping[str, str] | None = None,
         make_job: JobFactory | None = None,
         has_tour: bool = False,
+        compare: tuple[Path, Path, int] | None = None,
     ) -> None:
         super().__init__()
         # Sixteen colours are the terminal's own, so no pair of them is surely readable.
@@ -72,6 +75,7 @@ class InspectorApp(App[None]):
         self._trace, self._job, self._place = trace, job, place
         self._keymap_overrides = dict(keymap or {})
         self._has_tour = has_tour
+        self._compare = compare
         self.session: TraceSession | None = None
         self.trace_error: TraceError | None = None
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
@@ -88,6 +92,8 @@ class InspectorApp(App[None]):
         self._install_signal_handlers()
         if self._job is not None:
             self.inspect_run(self._job)
+        elif self._compare is not None:
+            self._compare_traces(*self._compare)
         elif self._trace is not None:
             self.inspect_trace(self._trace, self._place)
         else:
@@ -133,6 +139,28 @@ class InspectorApp(App[None]):
         if not is_repaired_copy(path):
             saved_state.add_recent_trace(path)
         self.push_screen(TraceScreen(self.session, place, has_tour=self._has_tour))
+
+    def _compare_traces(self, one: Path, other: Path, generation: int) -> None:
+        """Show a generation of two traces side by side, from its first difference on."""
+        from flexinspect.analysis.compare_traces import compare_traces, verdict_text
+        from flexinspect.panels.panel_source import Source
+        from flexinspect.trace.reader import TraceReader
+        from flexinspect.tui.pair_data import Side
+        from flexinspect.tui.screens.compare_screen import CompareScreen
+
+        readers = TraceReader(one), TraceReader(other)
+        comparison = compare_traces(*readers, generation=generation)
+        found = comparison.generations[0]
+        steps = [each.step for each in (found.divergence, found.first_difference) if each]
+        step = next(iter(steps), 0)
+        sides = (
+            Side(Source(readers[0]), 0, f"A {one.stem}"),
+            Side(Source(readers[1]), 0, f"B {other.stem}"),
+        )
+        place = TracePlace(generation, step=step)
+        open_place = partial(self.inspect_trace, one)
+        self.push_screen(CompareScreen(sides, verdict_text(comparison), place, open_place))
+        self.call_after_refresh(start_gc)
 
     def _open_target(
         self,

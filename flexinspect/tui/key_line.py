@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.cells import cell_len
 from textual import events
@@ -43,10 +43,17 @@ def actions_to_show(
 
 
 def lay_out_keys(
-    actions: Iterable[str], keys_of: Callable[[str], str], width: int
+    actions: Iterable[str],
+    keys_of: Callable[[str], str],
+    width: int,
+    last_actions: Sequence[str] = LAST_ACTIONS,
+    own_labels: Mapping[str, str] | None = None,
 ) -> list[tuple[int, str, str, str]]:
-    """Return (column, action, key, label) of the actions that fit; the last ones are at the end."""
-    labels = {key.id: key.label or key.text for key in all_keys()}
+    """Return (column, action, key, label) of the actions that fit; the last ones are at the end.
+
+    `own_labels` replace those of the table of keys.
+    """
+    labels = {key.id: key.label or key.text for key in all_keys()} | dict(own_labels or {})
 
     def entry(action: str) -> tuple[str, str, str]:
         return action, keys_of(action).split(" ")[0], labels[action]
@@ -54,7 +61,7 @@ def lay_out_keys(
     def length(action: str, key: str, label: str) -> int:
         return cell_len(key) + cell_len(label) + 3
 
-    last = [entry(action) for action in LAST_ACTIONS]
+    last = [entry(action) for action in last_actions]
     room = width - sum(length(*one) for one in last)
     column, placed = 0, []
     for one in map(entry, dict.fromkeys(actions)):
@@ -74,8 +81,15 @@ class KeyLine(Canvas):
 
     DEFAULT_CSS = "KeyLine { height: 1; }"
 
-    def __init__(self, act: Callable[[str], object], list_actions: Callable[[], Iterable[str]]):
+    def __init__(
+        self,
+        act: Callable[[str], object],
+        list_actions: Callable[[], Iterable[str]],
+        last_actions: Sequence[str] = LAST_ACTIONS,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(id="keys")
+        self._last_actions, self._labels = last_actions, labels
         self._act, self._list_actions = act, list_actions
         self._placed: Sequence[tuple[int, str, str, str]] = ()
         self._shown: tuple[object, ...] = ()
@@ -90,7 +104,9 @@ class KeyLine(Canvas):
             return
         self._shown = (theme, actions, self.size.width)
         keys_of: Callable[[str], str] = self.app.keys_of  # type: ignore[attr-defined]
-        self._placed = lay_out_keys(actions, keys_of, self.size.width)
+        self._placed = lay_out_keys(
+            actions, keys_of, self.size.width, self._last_actions, self._labels
+        )
         self.show([Pen(theme, self.size.width).line(*self._spans())])
 
     def _spans(self) -> Iterator[NamedSpan]:

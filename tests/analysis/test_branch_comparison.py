@@ -180,3 +180,15 @@ def test_a_replayed_branch_is_described() -> None:
     assert branch_comparison.describe_change({"kind": "token", "token_id": 5, "instead_id": 6}) == (
         "token 5 instead of token 6"
     )
+
+
+def test_candidates_that_the_other_does_not_list_raise_the_bound() -> None:
+    p, q = np.array([0.9, 0.05, 0.03, 0.02]), np.array([0.02, 0.08, 0.7, 0.2])
+    whole = float((p * np.log(p / q)).sum())
+    one = [candidate(0, math.log(p[0]))]
+    other = [
+        Candidate(rank, token, f"t{token}", *[math.log(q[token])] * 4)
+        for rank, token in enumerate((2, 3))
+    ]
+    change = branch_comparison._change_from_candidates(0, one, other)
+    assert 1.0 < change.kl < whole

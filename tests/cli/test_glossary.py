@@ -13,7 +13,7 @@ INTERFACE_TERMS = (
     *("generation", "answer", "step", "token", "prefill", "decode", "branch", "segment"),
     *("executed", "received", "declared", "difference", "lost", "leaked", "block", "partial"),
     *("full", "LSE", "margin", "entropy", "rank", "sink", "fingerprint", "level", "capture cost"),
-    *("breakpoint", "path", "head", "KL", "finding", "model held", "#"),
+    *("breakpoint", "path", "head", "KL", "finding", "model still loaded", "#"),
 )
 
 

@@ -119,7 +119,7 @@ def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
     page = (DOCS / "interface.md").read_text()
     example = page.split("```toml\n")[1].split("```")[0]
     (home / "flexinspect.toml").write_text(example)
-    assert load_config().keys == {"step.next": "w", "step.previous": "a,left"}
+    assert load_config().keys == {"step.next": "w", "step.previous": "u,left"}
 
 
 @pytest.mark.parametrize(
@@ -153,15 +153,15 @@ def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, message:
 def test_keys_may_be_written_as_on_the_keyboard_or_in_the_help(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
         '[keys]\n"step.next" = ["!", "Ctrl + A", "shift+w", "w"]\n'
-        '"step.last" = ["pgdn", ",", "ctrl++"]\n"step.forward" = "SPACE"\n'
-        '"run.pause" = "a"\n'
+        '"step.last" = ["pgdn", "~", "ctrl++"]\n"step.forward" = "SPACE"\n'
+        '"run.pause" = "u"\n'
         '"step.previous" = ["←", "shift+alt+left"]\n'
     )
     assert load_config().keys == {
         "step.next": "exclamation_mark,ctrl+a,W,w",
-        "step.last": "pagedown,comma,ctrl+plus",
+        "step.last": "pagedown,tilde,ctrl+plus",
         "step.forward": "space",
-        "run.pause": "a",
+        "run.pause": "u",
         "step.previous": "left,alt+shift+left",
     }
 

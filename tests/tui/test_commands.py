@@ -54,7 +54,7 @@ async def test_the_palette_lists_keys_and_groups_instead_of_ids(trace: Path) -> 
         ("layers", "Panels 5 Show panel Layers"),
         ("mask", "Panels 2 Show panel Mask"),
         ("screenshot", "Save s Save a picture of the screen"),
-        ("x", "Panels x This panel alone, or all again"),
+        ("x", "Panels x Only this panel, or all again"),
         ("pause", "Run space Pause after this step, or continue"),
         ("fork token", "Fork F Try another token here"),
     ],

@@ -37,17 +37,17 @@ def find_row(view: MaskView, pos: int) -> int | None:
 
 def row_states(view: MaskView, row: int) -> States:
     """Return the state of each key for a row, uint8 (keys,): see `flexinspect.masks.viewport`."""
-    states: States = _states(view, range(row, row + 1), slice(0, view.n_keys))[0]
+    states: States = region_states(view, range(row, row + 1), slice(0, view.n_keys))[0]
     return states
 
 
 def column_states(view: MaskView, key: int, rows: range) -> States:
     """Return the state of a key for some rows, uint8 (rows,)."""
-    states: States = _states(view, rows, slice(key, key + 1))[:, 0]
+    states: States = region_states(view, rows, slice(key, key + 1))[:, 0]
     return states
 
 
-def _states(view: MaskView, rows: range, keys: slice) -> States:
+def region_states(view: MaskView, rows: range, keys: slice) -> States:
     """Return states, uint8 (rows, keys)."""
     states = np.full((len(rows), keys.stop - keys.start), CLOSED, np.uint8)
     for part in view.parts:

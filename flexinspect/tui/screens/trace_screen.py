@@ -834,6 +834,30 @@ class TraceScreen(Screen[None]):
             self.navigate(Navigate(generation=place.generation, branch=int(answer)))
             self.navigate(Navigate(step=place.step))
 
+    def compare_branch(self) -> None:
+        """Show the branch, or the last fork of it, side by side with its parent."""
+        source, place = self._session.source, self.place
+        if source is None:
+            return
+        rows = source.reader.branches(place.generation)
+        own = [row for row in rows if row.parent is not None and row.branch == place.branch]
+        forks = own or [row for row in rows if row.parent == place.branch]
+        if not forks:
+            fork = self.keys_of("travel.fork")
+            self.notify(f"There is no fork to compare with; {fork} tries another token.")
+            return
+        from flexinspect.tui.pair_data import Side
+        from flexinspect.tui.screens.compare_screen import CompareScreen
+
+        row = forks[-1]
+        sides = (
+            Side(source, row.parent or 0, f"branch {row.parent}"),
+            Side(source, row.branch, f"branch {row.branch}"),
+        )
+        verdict = f"Branch {row.branch} and branch {row.parent}, of which it is a fork"
+        there = replace(place, step=row.fork_step or 0, pos=None)
+        self.app.push_screen(CompareScreen(sides, verdict, there))
+
     # -- declarations ----------------------------------------------------------------------------
 
     @work(group="dialog")
@@ -949,6 +973,7 @@ class TraceScreen(Screen[None]):
             "travel.fork": lambda: self.rewind("fork"),
             "travel.mask": lambda: self.rewind("edit"),
             "branch.choose": self.choose_branch,
+            "branch.compare": self.compare_branch,
             "step.next": lambda: self._move_by(1),
             "step.previous": lambda: self._move_by(-1),
             "step.forward": lambda: self._move_by(PAGE),

@@ -150,7 +150,7 @@ def test_our_own_generation_stops_on_the_terminal_and_the_interface_is_suspended
     assert "(1, ())" in terminal.until("(flexinspect pdb) ")
     terminal.type("c")
     terminal.until("\x1b[?1049h")  # it is back
-    terminal.until("model held")  # and the generation has come to its end
+    terminal.until("model still loaded")  # and the generation has come to its end
     terminal.process.terminate()
     terminal.end()
     with open_trace(tmp_path / "t.flextrace") as reader:

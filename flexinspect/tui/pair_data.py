@@ -1,0 +1,120 @@
+"""Two branches at one place, of one trace or of two: tokens, candidates, KL and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from flexinspect.analysis import branch_comparison
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.panels.base import Missing, TracePlace
+from flexinspect.panels.mask.cells_around import CellsAround
+from flexinspect.panels.mask.mask_pair import load_mask_pair
+from flexinspect.panels.panel_source import Source
+from flexinspect.panels.timeline import StepWindow, step_window
+from flexinspect.panels.token_window import TokenWindow, load_token_window
+from flexinspect.records.step import Candidate
+from flexinspect.trace import queries
+
+TOKEN_RADIUS = 96
+MAX_SEARCHED_STEPS = 100_000
+"""Steps in which differences are searched."""
+
+
+class Side(Struct, frozen=True):
+    """One of the two: a branch of a trace, and the name that it has on the screen."""
+
+    source: Source
+    branch: int
+    name: str
+
+    def place(self, place: TracePlace) -> TracePlace:
+        """Return a place of the pair in this side's branch."""
+        return replace(place, branch=self.branch)
+
+
+class SideData(Struct, frozen=True):
+    """The tokens around the place, and the candidates of its step; None and () without any."""
+
+    window: TokenWindow | None
+    candidates: Sequence[Candidate]
+    chosen: int | None
+
+
+class PairData(Struct, frozen=True):
+    """Both sides at a place.
+
+    `kl` is (KL in nats, whether it is a lower bound) by step of `steps`, `differences` the steps
+    whose tokens differ, in the whole branches. `cells` are around the first cell that differs;
+    `n_only` counts the cells that are open in one side only, first and second.
+    """
+
+    place: TracePlace
+    sides: tuple[SideData, SideData]
+    steps: StepWindow
+    kl: Mapping[int, tuple[float, bool]]
+    differences: tuple[int, ...]
+    cells: CellsAround | None
+    n_only: tuple[int, int]
+
+
+def load_pair(sides: tuple[Side, Side], place: TracePlace, n_columns: int) -> PairData:
+    """Read both sides at a place. Raises `Missing` if a side has no steps, and `TraceError`."""
+    bounds = [step_bounds_of(side, place.generation) for side in sides]
+    first, last = max(low for low, _ in bounds), max(high for _, high in bounds)
+    steps = step_window(place.step, first, last, n_columns)
+    found = load_mask_pair(*((side.source, side.place(place)) for side in sides))
+    cells, *n_only = found if found is not None else (None, 0, 0)
+    return PairData(
+        place=place,
+        sides=(_load_side(sides[0], place), _load_side(sides[1], place)),
+        steps=steps,
+        kl=_load_kl(sides, place.generation, steps),
+        differences=find_differences(sides, place.generation),
+        cells=cells,
+        n_only=(n_only[0], n_only[1]),
+    )
+
+
+def step_bounds_of(side: Side, generation: int) -> tuple[int, int]:
+    """Return the first and the last step of a side. Raises `Missing` without any."""
+    bounds = queries.step_bounds(side.source.reader, generation, side.branch)
+    if bounds is None:
+        raise Missing(f"{side.name} has no step of generation {generation}.")
+    return bounds
+
+
+def find_differences(sides: tuple[Side, Side], generation: int) -> tuple[int, ...]:
+    """Return the steps that chose different tokens, or that one side does not have."""
+    left, right = (
+        queries.chosen_tokens(side.source.reader, generation, 0, MAX_SEARCHED_STEPS, side.branch)
+        for side in sides
+    )
+    steps = sorted(left.keys() | right.keys())
+    return tuple(step for step in steps if left.get(step) != right.get(step))
+
+
+def _load_side(side: Side, place: TracePlace) -> SideData:
+    reader, own = side.source.reader, side.place(place)
+    try:
+        window = load_token_window(side.source, own, TOKEN_RADIUS)
+    except (Missing, FlexInspectError):
+        window = None
+    branch = queries.branch_of_step(reader, place.generation, place.step, side.branch)
+    candidates = reader.candidates(place.generation, place.step, branch)
+    chosen = reader.logits(place.generation, place.step, branch)
+    return SideData(window, candidates, chosen.chosen_id if chosen is not None else None)
+
+
+def _load_kl(
+    sides: tuple[Side, Side], generation: int, steps: StepWindow
+) -> dict[int, tuple[float, bool]]:
+    left, right = ((side.source.reader, generation, side.branch) for side in sides)
+    found = {}
+    for step in steps.steps:
+        change = branch_comparison.side_change(step, left, right)
+        if change is not None:
+            found[step] = (change.kl, change.basis == "candidates")
+    return found

@@ -1,0 +1,194 @@
+"""The drawing of two branches side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from textual.strip import Strip
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text, join_blocks
+from flexinspect.drawing.token_cells import TokenCell, token_style
+from flexinspect.panels.mask.cells_around import CELLS_WIDTH
+from flexinspect.panels.token_window import token_cells
+from flexinspect.records.step import Candidate
+from flexinspect.tui.pair_data import PairData, Side, SideData
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+KL_TITLE = "KL  "
+FULL_KL = 1.0
+"""KL in nats that fills the height of the line."""
+KL_LINE = 5
+"""The line of KL per step, from the top."""
+N_CANDIDATES = 5
+_GAP = 2
+
+
+def draw_pair(data: PairData, sides: tuple[Side, Side], verdict: str, pen: Pen) -> list[Strip]:
+    """Draw the verdict, the place, the tokens, KL per step, candidates and masks."""
+    lines = [
+        pen.line((verdict, "strong")),
+        pen.line((_format_place(data), "muted")),
+        *_draw_tokens(data, sides, pen),
+        _draw_kl(data, pen),
+        pen.line((_describe_kl(data), "text")),
+        pen.line(),
+    ]
+    return [*lines, *_draw_candidates(data, sides, pen), pen.line(), *_draw_masks(data, sides, pen)]
+
+
+def _format_place(data: PairData) -> str:
+    place, n_steps = data.place, data.steps.last + 1
+    differences = len(data.differences)
+    parts = [f"token {place.step + 1} of {n_steps} (step {place.step})"]
+    parts += [f"{differences} of {n_steps} tokens differ"]
+    return " · ".join([*parts, f"layer {place.layer}", f"head {place.head}"])
+
+
+def step_at(data: PairData, x: int, width: int) -> int | None:
+    """Return the step of the KL line at a column."""
+    column = x - len(KL_TITLE)
+    return data.steps.step_at(column, width - len(KL_TITLE)) if column >= 0 else None
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+def _draw_tokens(data: PairData, sides: tuple[Side, Side], pen: Pen) -> list[Strip]:
+    """Draw both texts, tokens of one position below each other, and marks of differences."""
+    cells = [_cells_by_pos(side) for side in data.sides]
+    positions = sorted(cells[0].keys() | cells[1].keys())
+    if not positions:
+        return [pen.line(("no tokens are recorded", "muted"))] * 3
+    widths = {
+        pos: max(cell_len(side[pos].text) if pos in side else 1 for side in cells)
+        for pos in positions
+    }
+    current = next((s.window.current for s in data.sides if s.window is not None), None)
+    name_width = min(max(len(side.name) for side in sides) + 1, 14)
+    shown = _fit(positions, widths, current, pen.width - name_width)
+    lines: list[list[NamedSpan]] = []
+    for side, own in zip(sides, cells, strict=True):
+        name = clip_text(escape_unprintable(side.name), name_width - 1) + " "
+        spans: list[NamedSpan] = [(name, "title")]
+        for pos in shown:
+            cell = own.get(pos)
+            text = "" if cell is None else cell.text
+            style = (
+                "muted" if cell is None else token_style(cell, pen.theme, current=pos == current)
+            )
+            spans.append((clip_text(text or "–", widths[pos]), style))
+        lines.append(spans)
+    marks: list[NamedSpan] = [(" " * name_width, "text")]
+    for pos in shown:
+        one, other = cells[0].get(pos), cells[1].get(pos)
+        differs = one is None or other is None or one.text != other.text
+        mark = "≠" if differs else "▲" if pos == current else ""
+        marks.append((clip_text(mark, widths[pos]), "bad" if differs else "strong"))
+    return [pen.line(*spans) for spans in (*lines, marks)]
+
+
+def _cells_by_pos(side: SideData) -> dict[int, TokenCell]:
+    if side.window is None:
+        return {}
+    return {cell.pos: cell for cell in token_cells(side.window, "probability")}
+
+
+def _fit(
+    positions: Sequence[int], widths: dict[int, int], current: int | None, room: int
+) -> Sequence[int]:
+    """Return the positions around the current one whose tokens fit."""
+    at = positions.index(current) if current in positions else len(positions) - 1
+    first = last = at
+    used = widths[positions[at]]
+    while True:
+        left = used + widths[positions[first - 1]] if first > 0 else room + 1
+        right = used + widths[positions[last + 1]] if last + 1 < len(positions) else room + 1
+        if left <= room and (at - first <= last - at or right > room):
+            first, used = first - 1, left
+        elif right <= room:
+            last, used = last + 1, right
+        else:
+            return positions[first : last + 1]
+
+
+# -- distributions --------------------------------------------------------------------------------
+
+
+def _draw_kl(data: PairData, pen: Pen) -> Strip:
+    steps, width = data.steps, pen.width - len(KL_TITLE)
+    each = steps.columns_per_point(width)
+    spans: list[NamedSpan] = [(KL_TITLE, "title")]
+    for step in steps.steps:
+        value, _ = data.kl.get(step, (math.nan, False))
+        sign = "?"
+        if not math.isnan(value):
+            sign = BLOCKS[min(int(value / FULL_KL * len(BLOCKS)), len(BLOCKS) - 1)]
+        style = "bad" if step in data.differences else "accent"
+        spans.append((sign * each, "cursor" if step == steps.current else style))
+    return pen.line(*spans)
+
+
+def _describe_kl(data: PairData) -> str:
+    step = data.place.step
+    if step not in data.kl:
+        return f"Step {step}: a side has no logits, so there is no KL."
+    value, is_bound = data.kl[step]
+    bound = "at least " if is_bound else ""
+    return f"Step {step}: KL {bound}{value:.3g} nats. Red: another token; ?: no logits."
+
+
+def _draw_candidates(data: PairData, sides: tuple[Side, Side], pen: Pen) -> list[Strip]:
+    half = pen.resize((pen.width - _GAP) // 2)
+    blocks = []
+    for side, own, other in zip(sides, data.sides, reversed(data.sides), strict=True):
+        title = f"candidates of {escape_unprintable(side.name)}"
+        lines = [half.line((title, "title"))]
+        ranks = {each.token_id: n for n, each in enumerate(other.candidates)}
+        for number, candidate in enumerate(own.candidates[:N_CANDIDATES]):
+            lines.append(_draw_candidate(number, candidate, own, ranks, half))
+        if not own.candidates:
+            lines.append(half.line(("none are recorded", "muted")))
+        blocks.append(lines)
+    return join_blocks(blocks[0], blocks[1], pen.style("text"), gap=_GAP)
+
+
+def _draw_candidate(
+    number: int, candidate: Candidate, own: SideData, ranks: dict[int, int], pen: Pen
+) -> Strip:
+    rank = ranks.get(candidate.token_id)
+    moved = "not listed there" if rank is None else f"there {rank}" if rank != number else ""
+    is_chosen = candidate.token_id == own.chosen
+    return pen.line(
+        (f"{'*' if is_chosen else ' '}{number} ", "chosen" if is_chosen else "text"),
+        (clip_text(escape_unprintable(candidate.text), 14), "chosen" if is_chosen else "text"),
+        (f" {math.exp(min(candidate.logprob, 0)):7.2%} ", "text"),
+        (moved, "warn"),
+    )
+
+
+# -- masks ----------------------------------------------------------------------------------------
+
+
+def _draw_masks(data: PairData, sides: tuple[Side, Side], pen: Pen) -> list[Strip]:
+    if data.cells is None:
+        return pen.paragraph(
+            "A side has no recorded mask cells, so masks are not compared.", "muted"
+        )
+    names = [escape_unprintable(side.name) for side in sides]
+    n_one, n_other = data.n_only
+    if not n_one and not n_other:
+        return pen.paragraph("The executed masks are the same up to this step.", "good")
+    text = pen.resize(max(pen.width - CELLS_WIDTH - _GAP, 20))
+    lines = [
+        *text.paragraph("The executed masks differ:", "strong"),
+        *text.paragraph(f"□ {n_one} cells are open in {names[0]} only", "warn"),
+        *text.paragraph(f"✖ {n_other} cells are open in {names[1]} only", "bad"),
+        *text.paragraph("The first of them is shown.", "muted"),
+    ]
+    if pen.width < CELLS_WIDTH + 20 + _GAP:
+        return lines
+    cells = [pen.resize(CELLS_WIDTH).line(*line) for line in data.cells.lines()]
+    return join_blocks(lines, cells, pen.style("text"), gap=_GAP)

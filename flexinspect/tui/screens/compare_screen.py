@@ -1,0 +1,180 @@
+"""The screen of two branches side by side, of one trace or of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.reactive import reactive
+from textual.screen import Screen
+
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.keyboard import all_keys
+from flexinspect.drawing.text_lines import Pen
+from flexinspect.panels.base import Missing, TracePlace
+from flexinspect.tui.key_line import KeyLine
+from flexinspect.tui.pair_data import PairData, Side, find_differences, load_pair, step_bounds_of
+from flexinspect.tui.pair_view import KL_LINE, draw_pair, step_at
+from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
+
+ACTIONS = (
+    *("step.next", "step.previous", "step.first", "step.last", "finding.next", "finding.previous"),
+    *("layer.next", "layer.previous", "head.next", "head.previous", "cursor.enter"),
+)
+"""The actions of the screen; in this one, `finding` stands for a difference."""
+LABELS = {
+    "finding.next": "next difference",
+    "layer.next": "layer",
+    "head.next": "head",
+    "cursor.enter": "open A here",
+}
+
+
+def _bindings() -> list[BindingType]:
+    keys = {key.id: key for key in all_keys()}
+    own = [
+        Binding(",".join(keys[id_].keys), f"do('{id_}')", keys[id_].text, id=id_) for id_ in ACTIONS
+    ]
+    return [*own, Binding("escape,q", "leave", "back")]
+
+
+class PairView(LoadedCanvas):
+    """Everything about both sides at the place of the screen."""
+
+    def __init__(self, sides: tuple[Side, Side], verdict: str, pool: ThreadPoolExecutor) -> None:
+        super().__init__(id="pair")
+        self._sides, self._verdict = sides, verdict
+        self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
+        self._data: PairData | str = ""
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.run_worker(self.loader.run(), exclusive=True)
+
+    def _load(self, request: PlaceLoadRequest) -> PairData | str:
+        try:
+            return load_pair(self._sides, request[0], max(self.app.size.width, 1))
+        except Missing as missing:
+            return " ".join(missing.lines())
+        except FlexInspectError as error:
+            return error.sentence()
+
+    def _show_loaded(self, request: PlaceLoadRequest, loaded: PairData | str) -> None:
+        self._data = loaded
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Draw both sides, or why there is nothing to draw."""
+        width, height = self.size
+        if not width:
+            return
+        pen = Pen(theme_of(self.app), width)
+        if isinstance(self._data, str):
+            strips = [pen.line((self._verdict, "strong")), *pen.paragraph(self._data)]
+        else:
+            strips = draw_pair(self._data, self._sides, self._verdict, pen)
+        self.show(strips[:height])
+
+    def on_click(self, event: events.Click) -> None:
+        """Go to a step of the KL line."""
+        if event.y == KL_LINE and isinstance(self._data, PairData):
+            step = step_at(self._data, event.x, self.size.width)
+            if step is not None:
+                self.trace_screen.go_to(step)
+
+
+class CompareScreen(Screen[None]):
+    """Shows two sides with one cursor, from the first difference on.
+
+    `open_place` opens the first side in the screen of its trace.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = _bindings()
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False)
+    version: reactive[int] = reactive(0, repaint=False)
+
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        verdict: str,
+        place: TracePlace,
+        open_place: Callable[[TracePlace], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._sides, self._verdict, self._open_place = sides, verdict, open_place
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flexinspect-compare")
+        self.set_reactive(CompareScreen.place, place)
+
+    def compose(self) -> ComposeResult:
+        yield PairView(self._sides, self._verdict, self._pool)
+        yield KeyLine(self.action_do, self._list_actions, ("app.quit",), LABELS)
+
+    def on_unmount(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _list_actions(self) -> Iterator[str]:
+        yield from ("step.next", "finding.next", "layer.next", "head.next")
+        if self._open_place is not None:
+            yield "cursor.enter"
+
+    def go_to(self, step: int) -> None:
+        """Go to a step, or to the nearest one that a side has."""
+        bounds = [step_bounds_of(side, self.place.generation) for side in self._sides]
+        last = max(high for _, high in bounds)
+        self.place = replace(self.place, step=max(0, min(step, last)))
+
+    def _go_to_difference(self, direction: int) -> None:
+        """Go to the next (1) or the previous (-1) step with another token, wrapping around."""
+        steps = find_differences(self._sides, self.place.generation)
+        here = self.place.step
+        later = [s for s in steps if (s > here if direction > 0 else s < here)] or [*steps]
+        if not later:
+            self.notify("All tokens are the same.")
+            return
+        self.go_to(later[0] if direction > 0 else later[-1])
+
+    def _move(self, name: str, by: int) -> None:
+        limits = {"layer": "layers", "head": "heads"}
+        model = self._sides[0].source.reader.model(self.place.generation)
+        count = model.get(limits[name])
+        value = getattr(self.place, name) + by
+        if isinstance(count, int) and 0 <= value < count:
+            self.place = replace(self.place, **{name: value})
+
+    def action_do(self, name: str) -> None:
+        """Run an action of `ACTIONS`, or of the line of keys."""
+        step = self.place.step
+        actions: dict[str, Callable[[], object]] = {
+            "step.next": partial(self.go_to, step + 1),
+            "step.previous": partial(self.go_to, step - 1),
+            "step.first": partial(self.go_to, 0),
+            "step.last": partial(self.go_to, 1 << 30),
+            "finding.next": partial(self._go_to_difference, 1),
+            "finding.previous": partial(self._go_to_difference, -1),
+            "layer.next": partial(self._move, "layer", 1),
+            "layer.previous": partial(self._move, "layer", -1),
+            "head.next": partial(self._move, "head", 1),
+            "head.previous": partial(self._move, "head", -1),
+            "cursor.enter": self._open,
+            "app.quit": self.action_leave,
+        }
+        if name in actions:
+            actions[name]()
+
+    def _open(self) -> None:
+        if self._open_place is not None:
+            self._open_place(self._sides[0].place(self.place))
+
+    def action_leave(self) -> None:
+        """Go back to the screen below, or quit."""
+        app: Any = self.app
+        if self._open_place is None:
+            self.dismiss()
+        else:
+            app.exit()

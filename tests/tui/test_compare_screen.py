@@ -1,0 +1,130 @@
+"""Two branches side by side: tokens, candidates, KL and masks at one place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from support.traces import RUN, SEGMENTS, sample_generation, sample_step, sample_trace
+from support.tui import screen_lines, screen_text, settle, until
+from support.undeclared import SECOND, THIRD, blocks, write
+
+from flexinspect.cli import interface
+from flexinspect.cli.main import main
+from flexinspect.records.step import GenerationEnd, StepRecord
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.pair_view import KL_LINE
+from flexinspect.tui.screens.compare_screen import CompareScreen, PairView
+from flexinspect.tui.screens.trace_screen import TraceScreen
+
+SIZE = (100, 30)
+
+
+def chosen(step: StepRecord, text: str) -> StepRecord:
+    """Return the step with another token chosen."""
+    assert step.logits is not None
+    tokens = tuple(replace(token, token_id=77, text=text) for token in step.tokens)
+    return replace(step, tokens=tokens, logits=replace(step.logits, chosen_id=77))
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Path:
+    """Branch 1 leaves branch 0 at step 2 with another token."""
+    path = tmp_path / "forked.flextrace"
+    change = {"kind": "token", "step": 2, "token_id": 77, "text": " Emily", "instead": " Aus"}
+    with TraceWriter.create(path, RUN) as writer:
+        writer.begin_generation(sample_generation(0))
+        for step in range(5):
+            writer.write_step(sample_step(step))
+        writer.end_generation(GenerationEnd(0, "finished", " Jane Austen", SEGMENTS, "eos"))
+        writer.begin_branch(0, 1, parent=0, fork_step=2, change=change, segments=SEGMENTS)
+        writer.write_step(replace(chosen(sample_step(2), " Emily"), branch=1, masks=()))
+        writer.write_step(replace(sample_step(3), branch=1, masks=()))
+    return path
+
+
+async def test_a_branch_is_shown_beside_its_parent_at_the_fork(forked: Path) -> None:
+    app: Any = InspectorApp(forked)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("C")
+        await until(pilot, lambda: isinstance(app.screen, CompareScreen))
+        await until(pilot, lambda: "token 3 of 5" in screen_text(app))
+        lines = screen_lines(app)
+        assert lines[0].startswith("Branch 1 and branch 0, of which it is a fork")
+        assert "Aus" in lines[2]
+        assert "Emily" in lines[3]
+        assert "≠" in lines[4]
+        assert "candidates of branch 0" in screen_text(app)
+        await pilot.press("escape")
+        assert isinstance(app.screen, TraceScreen)
+
+
+async def test_without_a_fork_a_message_names_the_key_that_forks(tmp_path: Path) -> None:
+    app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"))
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("C")
+        (note,) = app._notifications
+        assert note.message == "There is no fork to compare with; F tries another token."
+
+
+async def test_two_traces_share_one_cursor_and_enter_opens_the_first(
+    tmp_path: Path, forked: Path
+) -> None:
+    other = sample_trace(tmp_path / "other.flextrace", generations=1)
+    app: Any = InspectorApp(compare=(forked, other, 0))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: "candidates of A forked" in screen_text(app))
+        assert "The two runs differ." in screen_lines(app)[0]
+        await pilot.press("home")
+        await until(pilot, lambda: "token 1 of 6" in screen_text(app))
+        await pilot.press("n")  # the step that only one of them has
+        await until(pilot, lambda: "token 6 of 6" in screen_text(app))
+        await pilot.press("left", "left", "down")
+        await until(pilot, lambda: "token 4 of 6 (step 3)" in screen_text(app))
+        await until(pilot, lambda: "layer 1" in screen_text(app))
+        await pilot.click(PairView, offset=(5, KL_LINE))
+        await until(pilot, lambda: "token 1 of 6" in screen_text(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, TraceScreen))
+        assert app.screen.place.layer == 1
+
+
+async def test_masks_that_differ_are_shown_at_the_first_cell(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.flextrace", blocks([SECOND - 1, THIRD], reader=THIRD))
+    other = write(tmp_path / "other.flextrace", blocks([SECOND, THIRD], reader=THIRD))
+    app: Any = InspectorApp(compare=(one, other, 0))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: "The executed masks differ:" in screen_text(app))
+        text = screen_text(app)
+        # The row of the line break sees itself alone, or the 7 tokens of its line; the 7 rows of
+        # the next line see the line break, or not.
+        assert "□ 7 cells are open in A one only" in text
+        assert "✖ 7 cells are open in B other only" in text
+        assert "no KL" in text
+
+
+async def test_equal_traces_have_nothing_to_go_to(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "a.flextrace", generations=1, nan_at=None)
+    app: Any = InspectorApp(compare=(path, path, 0))
+    async with app.run_test(size=(60, 20)) as pilot:
+        await until(pilot, lambda: "0 of 6 tokens differ" in screen_text(app))
+        assert "The executed masks are the same up to this step." in screen_text(app)
+        await pilot.press("n")
+        assert [note.message for note in app._notifications] == ["All tokens are the same."]
+
+
+def test_compare_ui_needs_a_terminal_and_excludes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(sample_trace(tmp_path / "a.flextrace"))
+    assert main(["compare", path, path, "--ui"]) == 2
+    assert "flexinspect compare prints where two traces differ" in capsys.readouterr().err
+    monkeypatch.setattr(interface, "_has_terminal", lambda: True)
+    assert main(["compare", path, path, "--ui", "--json"]) == 2
+    assert main(["compare", path, str(tmp_path / "none"), "--ui"]) == 2
+    assert "There is no trace at" in capsys.readouterr().err
