@@ -20,7 +20,7 @@ GROUPS = ("Move", "Find", "View", "Panels", "Run", "Fork", "Save", "App")
 _GROUPS = {
     **dict.fromkeys(("step", "place", "generation", "layer", "head"), "Move"),
     **dict.fromkeys(("tokens", "finding"), "Find"),
-    **dict.fromkeys(("zoom", "view", "cursor"), "View"),
+    **dict.fromkeys(("zoom", "view", "cursor", "code"), "View"),
     **dict.fromkeys(("travel", "branch"), "Fork"),
     **dict.fromkeys(("screen", "mask", "panel.export"), "Save"),
     **dict.fromkeys(("panel", "layout"), "Panels"),
@@ -123,6 +123,7 @@ KEYS: tuple[Key, ...] = (
         label="other mask",
     ),
     Key("branch.compare", ("C",), "compare this branch with its parent, side by side"),
+    Key("code.open", ("e",), "open the code of the mask in your editor", label="code"),
     Key("branch.choose", ("t",), "choose a branch", label="branch"),
     Key(
         "run.stop",

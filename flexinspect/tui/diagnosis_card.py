@@ -114,9 +114,8 @@ class DiagnosisCard(LoadedCanvas):
 
     def _load_cells(self, place: TracePlace, finding: Finding) -> CellsAround | None:
         """Return the cells around the first position of a finding about a mask, if they fit."""
-        is_about_mask = finding.id.partition(".")[0] in ("mask", "segments", "decode", "attention")
         source = self._session.source
-        if source is None or not is_about_mask or not self._has_room_for_cells():
+        if source is None or not _is_about_mask(finding) or not self._has_room_for_cells():
             return None
         # The mask panel has loaded them already; another layout does not need them.
         from flexinspect.panels.mask.cells_around import load_cells_around
@@ -173,12 +172,17 @@ class DiagnosisCard(LoadedCanvas):
         self.post_message(self.Opened())
 
 
+def _is_about_mask(finding: Finding) -> bool:
+    return finding.id.partition(".")[0] in ("mask", "segments", "decode", "attention")
+
+
 _ABOUT_INFERRED_SEGMENTS = ("segments.inferred", "segments.suspect-border")
 """The findings that `mask.declare` answers."""
 
 CARD_KEYS = {
     "finding.read": "reads on",
     "finding.next": "next",
+    "code.open": "code",
     "mask.declare": "declares the mask",
 }
 """The actions that the last line of the card names, and what they do."""
@@ -223,9 +227,13 @@ def _key_spans(diagnosis: Diagnosis, keys: dict[str, str], *, is_cut: bool) -> I
     counts = diagnosis.summary.counts() if diagnosis.summary is not None else ""
     yield counts, "strong"
     finding = diagnosis.finding
-    is_inferred = finding is not None and finding.id in _ABOUT_INFERRED_SEGMENTS
+    left_out = set()
+    if finding is None or not _is_about_mask(finding):
+        left_out.add("code.open")
+    if finding is None or finding.id not in _ABOUT_INFERRED_SEGMENTS:
+        left_out.add("mask.declare")
     for name, text in CARD_KEYS.items():
-        if name == "mask.declare" and not is_inferred:
+        if name in left_out:
             continue
         more = " (there is more)" if name == "finding.read" and is_cut else ""
         yield " · ", "muted"

@@ -7,6 +7,8 @@ pictures of the whole screen and of one panel.
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from msgspec.structs import replace
 from textual import events, on, work
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.reactive import reactive
 from textual.screen import Screen
@@ -40,7 +42,7 @@ from flexinspect.panels.panel_registry import panel_names
 from flexinspect.panels.token_window import current_pos
 from flexinspect.panels.xray import DIRECTIONS, Direction
 from flexinspect.records.finding import Finding
-from flexinspect.trace.queries import find_text, read_tokens
+from flexinspect.trace.queries import branch_of_step, find_text, read_tokens
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import trace_session
@@ -883,6 +885,45 @@ class TraceScreen(Screen[None]):
         else:
             self.notify(f"Saved {file}. The next run: flexinspect run --declare {file.name} …")
 
+    # -- code ------------------------------------------------------------------------------------
+
+    def open_code(self) -> None:
+        """Open the mask_mod of the place's layer in the user's editor. Raises `UsageError`."""
+        from flexinspect.launch.editor import editor_command
+
+        source = self._find_mask_mod_source()
+        name, _, line = (source or "").rpartition(":")
+        if source is None or not line.isdecimal():
+            self.notify(f"No mask_mod of layer {self.place.layer} is recorded at this step.")
+            return
+        file = Path(name)
+        if not file.exists():
+            message = f"{escape_unprintable(source)} does not exist on this machine."
+            self.notify(message, severity="warning")
+            return
+        command = editor_command(file, int(line), os.environ)
+        try:
+            if command.needs_terminal:
+                with self.app.suspend():
+                    subprocess.run(command.arguments, check=False)
+            else:
+                subprocess.Popen(command.arguments, stdin=subprocess.DEVNULL)
+        except (OSError, SuspendNotSupported) as error:
+            editor = escape_unprintable(command.arguments[0])
+            reason = getattr(error, "strerror", None) or "this terminal cannot be suspended"
+            self.notify(f"{editor} could not be started: {reason}.", severity="error")
+
+    def _find_mask_mod_source(self) -> str | None:
+        """Return file and line of the mask_mod of the place's layer, None where none is known."""
+        reader, place = self.reader, self.place
+        if reader is None:
+            return None
+        owner = branch_of_step(reader, place.generation, place.step, place.branch)
+        calls = reader.calls(place.generation, place.step, owner)
+        names = [call.mask for call in calls if call.layer == place.layer and call.mask]
+        mask = reader.mask_summary(names[0]) if names else None
+        return mask.mask_mod_source if mask is not None else None
+
     # -- pictures, help, quitting -----------------------------------------------------------------
 
     def _save_picture(self, name: str, save: Callable[[Path], Path | None]) -> None:
@@ -974,6 +1015,7 @@ class TraceScreen(Screen[None]):
             "travel.mask": lambda: self.rewind("edit"),
             "branch.choose": self.choose_branch,
             "branch.compare": self.compare_branch,
+            "code.open": self.open_code,
             "step.next": lambda: self._move_by(1),
             "step.previous": lambda: self._move_by(-1),
             "step.forward": lambda: self._move_by(PAGE),
