@@ -448,3 +448,22 @@ def test_a_breakpoint_is_one_line() -> None:
 
 def test_refusals_are_errors_with_a_hint() -> None:
     assert ControlError("No.", hint="Wait.").sentence().startswith("No.")
+
+
+async def test_the_answer_of_a_fork_stays_on_the_screen_when_the_run_continues(
+    path: Path,
+) -> None:
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        screen = app.screen
+        screen.following, screen._forked = True, 0
+        more = replace(screen.status, generations=screen.status.generations + 1)
+        screen.apply_status(more)
+        assert (screen.place.generation, screen.following) == (0, False)
+        (_, message), *_ = app.messages()
+        assert message.startswith("Branch 0 is finished, and the run continues with the next")
+        assert "f follows it" in message
+        screen.following = True  # without a fork the next answer is followed
+        screen.apply_status(replace(more, generations=more.generations))
+        assert screen.place.generation == more.generations - 1

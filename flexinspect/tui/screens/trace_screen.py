@@ -252,6 +252,8 @@ class TraceScreen(Screen[None]):
         self._search = self._last_error = ""
         self._is_frame_open = False
         self._next_place: TracePlace | None = None
+        self._forked: int | None = None
+        """The branch that is followed to its end only."""
         self._places: list[TracePlace] = []
         self._replay_timer: Timer | None = None
         if place is not None:
@@ -353,7 +355,9 @@ class TraceScreen(Screen[None]):
         messages = self._session.debugger_messages
         while messages:  # such as where to attach
             self.notify(escape_unprintable(messages.popleft()), timeout=15)
-        if self.following and moved_on and (status.live or self.version):
+        if self.following and moved_on and self._forked == self.place.branch:
+            self._stay_in_fork()
+        elif self.following and moved_on and (status.live or self.version):
             self.place = TracePlace(
                 status.generations - 1, layer=self.place.layer, head=self.place.head
             )
@@ -368,6 +372,15 @@ class TraceScreen(Screen[None]):
             self.review_once()
         elif self.capture_status.state == "holding":
             self.review_once(status.generations)
+
+    def _stay_in_fork(self) -> None:
+        """Stop following at the end of a fork, so that its answer stays on the screen."""
+        self.following, self._forked = False, None
+        follow, compare = self.keys_of("step.follow"), self.keys_of("branch.compare")
+        self.notify(
+            f"Branch {self.place.branch} is finished, and the run continues with the next answer. "
+            f"{follow} follows it, {compare} compares this branch with its parent."
+        )
 
     def _start_at(self, place: TracePlace) -> None:
         """Go to the requested place, or to the nearest one in the trace."""
@@ -533,7 +546,7 @@ class TraceScreen(Screen[None]):
 
     def follow(self) -> None:
         """Follow the newest step."""
-        self.following = True
+        self.following, self._forked = True, None
         newest = self.status.generations - 1
         if self.status.live and newest > self.place.generation:
             self.place = TracePlace(newest, layer=self.place.layer, head=self.place.head)
@@ -736,7 +749,8 @@ class TraceScreen(Screen[None]):
 
     def step_once(self) -> None:
         """Let the model generate one token, and show it."""
-        self.follow()
+        if not self.following:
+            self.follow()
         self._run_command(lambda client: client.step(1))
 
     @work(group="dialog")
@@ -816,6 +830,7 @@ class TraceScreen(Screen[None]):
         else:
             self.navigate(Navigate(generation=there.generation, branch=there.branch))
             self.follow()
+            self._forked = there.branch
 
     # -- branches --------------------------------------------------------------------------------
 
