@@ -455,7 +455,7 @@ async def test_the_answer_of_a_fork_stays_on_the_screen_when_the_run_continues(
 ) -> None:
     app: Any = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
-        here = await driven(app, pilot)
+        await driven(app, pilot)
         screen = app.screen
         screen.following, screen._forked = True, 0
         more = replace(screen.status, generations=screen.status.generations + 1)

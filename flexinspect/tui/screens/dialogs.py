@@ -141,7 +141,7 @@ async def ask_fork(app: Any, reader: TraceReader, there: StepRef) -> Fork | None
     options = await call_in_thread(app, lambda: _candidate_options(reader, there))
     if options is None:
         return None
-    question = f"Continue from step {there.step} with another token"
+    question = f"Try another token at step {there.step}"
     answer = await ask_choice(app, question, [*options, (OTHER, "… type a token or a text")])
     if answer is None:
         return None
@@ -197,7 +197,7 @@ async def ask_edit(app: Any, reader: TraceReader, there: StepRef) -> EditMask | 
     from flexinspect.control.messages import EditMask, MaskEdit
     from flexinspect.masks.algebra import PRESETS
 
-    question = f"Continue from step {there.step} with another mask"
+    question = f"Change the mask and re-run from step {there.step}"
     kind = await ask_choice(app, question, EDIT_KINDS)
     edit: MaskEdit | None = None
     if kind == "preset":

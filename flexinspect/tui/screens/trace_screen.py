@@ -788,8 +788,9 @@ class TraceScreen(Screen[None]):
         if dry is None:
             return
         if dry.cost is not None and dry.cost.is_expensive:
-            options = [("do", "Do it"), ("leave", "Leave it")]
-            if await ask_choice(self.app, escape_unprintable(dry.cost.sentence), options) != "do":
+            options = [("do", "Re-run"), ("cancel", "Cancel")]
+            question = f"Re-run from here? {escape_unprintable(capitalize(dry.cost.sentence))}"
+            if await ask_choice(self.app, question, options) != "do":
                 return
         response = await self.call_capture(lambda client: client.rewind(command))
         if response is None or response.rewind_number is None:

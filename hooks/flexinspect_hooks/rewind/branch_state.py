@@ -129,7 +129,8 @@ class BranchState(Struct):
         if change.get("kind") == "token":
             replaced = change.get("instead_text")
             instead = "" if replaced is None else f" instead of {replaced!r}"
-            return f"{where}: it takes {change.get('text', change.get('token_id'))!r}{instead}."
+            text = change.get("text", change.get("token_id"))
+            return f"Branch {self.number}: {text!r}{instead} at step {self.fork_step}."
         n_changed = int(change.get("changed_rows", 0))
         how = "no computed row changes, so only the cache is forked"
         if change.get("recomputed") and not n_changed:

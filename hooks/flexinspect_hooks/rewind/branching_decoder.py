@@ -478,7 +478,7 @@ class RewindHandler:
         how = "the cache is cropped"
         if cost.n_forwards:
             rows, forwards = plural(cost.n_rows, "row"), plural(cost.n_forwards, "forward")
-            how = f"{rows} in {forwards}, about {seconds:.2f} s as measured"
+            how = f"about {seconds:.1f} s ({rows} in {forwards})"
         sentence = f"{prefix}{how}; the caches will hold {size}."
         return messages.Cost(sentence, round(seconds, 4), cost.n_bytes, seconds > CONFIRM_ABOVE_S)
 
