@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from flexinspect.core.glossary import TOPICS, read_glossary
+from flexinspect.core.glossary_terms import TOPICS, read_glossary
 
 PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
 _HEAD = """# Glossary

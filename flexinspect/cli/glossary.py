@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.core.errors import UsageError
-from flexinspect.core.glossary import TOPICS, Term, read_glossary, search_glossary
+from flexinspect.core.glossary_terms import TOPICS, Term, read_glossary, search_glossary
 from flexinspect.core.text import did_you_mean
 
 DESCRIPTION = """Explain the words of the interface. With a term, explain those that have it

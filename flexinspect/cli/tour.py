@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.analysis.broken_run_check import build_exhibit
     from flexinspect.cli.interface import check_terminal, open_trace_file
     from flexinspect.inputs.broken_run_catalog import exhibit_path, find_broken_run
-    from flexinspect.tui.tour import EXHIBIT
+    from flexinspect.tui.guided_tour import EXHIBIT
 
     check_terminal("flexinspect museum lists runs that can be looked at without one.")
     broken_run = find_broken_run(EXHIBIT)

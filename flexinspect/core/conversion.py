@@ -40,3 +40,9 @@ def _known_values(kind: Any, path: Sequence[str]) -> Sequence[str]:
         kind = next((one for one in get_args(hint) if hasattr(one, "__struct_fields__")), hint)
     literals = next((get_args(one) for one in get_args(kind) if get_args(one)), get_args(kind))
     return literals or kind.__struct_fields__
+
+
+def parse_step_number(text: str) -> int | None:
+    """Return the number that was typed, None for a word (or a number too large for a step)."""
+    typed = text.strip()
+    return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None

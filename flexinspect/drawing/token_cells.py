@@ -105,7 +105,7 @@ def _heat_style(level: int, plain: bool) -> Style:
     return Style(color=Color.parse(ink), bgcolor=Color.from_rgb(red, green, blue))
 
 
-class CellStyle(Protocol):
+class TokenStyler(Protocol):
     """Returns the style of a token."""
 
     def __call__(self, cell: TokenCell, theme: Theme, *, current: bool) -> Style: ...
@@ -122,7 +122,7 @@ class TokenCellRow(Struct, frozen=True):
         return [0, *accumulate(cell_len(cell.text) for cell in self.cells)]
 
     def spans(
-        self, theme: Theme, *, current: int | None, style: CellStyle | None = None
+        self, theme: Theme, *, current: int | None, style: TokenStyler | None = None
     ) -> list[Span]:
         """Return the row as spans; `current` is the position of the current token.
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from flexinspect.cli.main import main
-from flexinspect.core.glossary import TOPICS, read_glossary, search_glossary
+from flexinspect.core.glossary_terms import TOPICS, read_glossary, search_glossary
 
 INTERFACE_TERMS = (
     *("generation", "answer", "step", "token", "prefill", "decode", "branch", "segment"),

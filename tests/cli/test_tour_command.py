@@ -15,7 +15,7 @@ from flexinspect.cli import interface
 from flexinspect.cli.main import main
 from flexinspect.inputs import broken_run_catalog
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.tour import EXHIBIT, TourLine
+from flexinspect.tui.guided_tour import EXHIBIT, TourLine
 
 __all__ = ["own_state"]
 

@@ -6,7 +6,7 @@ import re
 
 from support.paths import DOCS
 
-from flexinspect.core.glossary import read_glossary
+from flexinspect.core.glossary_terms import read_glossary
 from tools.glossary_page import PAGE, page
 
 

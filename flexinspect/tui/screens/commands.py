@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
+from flexinspect.core.conversion import parse_step_number
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import GROUPS, N_DIGITS, Key, all_keys
 from flexinspect.core.text import capitalize
 from flexinspect.panels.base import Navigate
 from flexinspect.panels.panel_registry import load_panel, panel_names
-from flexinspect.tui.screens.trace_screen import parse_step_number
 
 
 def help_rows(

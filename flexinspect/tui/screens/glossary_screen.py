@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from flexinspect.core.glossary import TOPICS, search_glossary
+from flexinspect.core.glossary_terms import TOPICS, search_glossary
 
 _SCROLL_KEYS = ("up", "down", "pageup", "pagedown")
 

@@ -26,9 +26,9 @@ from flexinspect.drawing.text_lines import clip_text
 from flexinspect.panels.base import TracePlace
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file import salvage
+from flexinspect.tui.guided_tour import EXHIBIT
 from flexinspect.tui.saved_state import add_opened_exhibit, known_traces, load_state
 from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text, call_in_thread
-from flexinspect.tui.tour import EXHIBIT
 from flexinspect.tui.trace_verdict import TraceVerdict, read_verdict
 
 

@@ -27,6 +27,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 
 from flexinspect.analysis.reports import collect
+from flexinspect.core.conversion import parse_step_number
 from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
@@ -73,12 +74,6 @@ if TYPE_CHECKING:
     )
 
 T = TypeVar("T")
-
-
-def parse_step_number(text: str) -> int | None:
-    """Return the number that was typed, None for a word (or a number too large for a step)."""
-    typed = text.strip()
-    return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
 
 
 def parse_step(text: str, first: int, last: int) -> int | None:
@@ -268,7 +263,7 @@ class TraceScreen(Screen[None]):
         yield DiagnosisCard(self._session, self._pool)
         yield Slots(self._session, self._pool)
         if self._has_tour:
-            from flexinspect.tui.tour import TourLine
+            from flexinspect.tui.guided_tour import TourLine
 
             yield TourLine(self.keys_of)
         yield KeyLine(self.action_do, self._list_actions)
@@ -540,7 +535,7 @@ class TraceScreen(Screen[None]):
         else:
             self.slots.handle_action(name)
         if self._has_tour:
-            from flexinspect.tui.tour import TourLine
+            from flexinspect.tui.guided_tour import TourLine
 
             self.query_one(TourLine).note_action(name)
 

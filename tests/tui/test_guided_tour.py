@@ -10,7 +10,7 @@ from support.tui import screen_text, settle
 
 from flexinspect.core.keyboard import all_keys
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.tour import STEPS, TourLine
+from flexinspect.tui.guided_tour import STEPS, TourLine
 
 
 def test_every_step_waits_for_an_action_that_has_a_key() -> None:
