@@ -155,7 +155,7 @@ def header_parts(
 
 
 def _format_answer(answer: Answer | None) -> tuple[str, str, int]:
-    text = " ".join(escape_unprintable(answer.text).split()) if answer is not None else ""
+    text = escape_unprintable(" ".join(answer.text.split())) if answer is not None else ""
     if answer is None or not text:
         return "", "text", 3
     sign, style = {None: ("", "text"), True: (" ✓", "good"), False: (" ✖", "bad")}[

@@ -1,11 +1,18 @@
-"""The header: a capture that does not answer, and what capture costs."""
+"""The header: answer, place, state of the capture and its cost; and the messages."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from support.traces import sample_trace
+from support.tui import screen_text, settle
+
+from flexinspect.control.messages import PAUSE_REQUESTED, StatusResponse, StepRef
 from flexinspect.panels.base import TracePlace
+from flexinspect.panels.token_window import Answer
 from flexinspect.trace.query_results import StepRow
+from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.status_lines import header_parts
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus
 
@@ -41,3 +48,58 @@ def test_the_cost_is_a_percentage_during_and_after_the_run() -> None:
     assert cost_of(step_of(53.0, 3.0)) == ["overhead 6 %"]
     assert cost_of(step_of(53.0, 3.0), cost={"ratio": 0.084}) == ["overhead 8 %"]
     assert cost_of(step_of(53.0, float("nan"))) == cost_of() == []
+
+
+FINISHED = RunStatus(
+    "finished",
+    run={"model": {"name": "/home/me/models/demo", "device": "cpu"}, "level": "advanced"},
+    generations=2,
+    last_step=2,
+)
+
+
+def header_of(status: RunStatus, *answer: object, **capture: object) -> list[str]:
+    place = TracePlace(generation=1, step=1)
+    known = Answer(*answer) if answer else None  # type: ignore[arg-type]
+    parts = header_parts(status, place, None, known, following=False, **capture)  # type: ignore[arg-type]
+    return [text for text, _, _ in parts]
+
+
+def test_ordinals_count_from_1_and_ids_from_0() -> None:
+    texts_ = header_of(FINISHED)
+    assert "answer 2 of 2" in texts_
+    assert "token 2 of 3 (step 1)" in texts_
+
+
+def test_the_answer_comes_first_with_a_sign_whether_it_was_expected() -> None:
+    assert header_of(FINISHED, " Paris\n", "finished", True)[0] == "“Paris” ✓"
+    assert header_of(FINISHED, "Lyon", "finished", False)[0] == "“Lyon” ✖"
+    assert header_of(FINISHED, "x" * 99, "finished", None)[0] == f"“{'x' * 23}…”"
+
+
+def test_a_local_model_is_named_by_its_folder() -> None:
+    assert "demo" in header_of(FINISHED)
+    assert not any("/home/me" in text for text in header_of(FINISHED))
+
+
+def test_the_header_says_why_the_run_is_paused() -> None:
+    live = RunStatus("recording", generations=2, last_step=2)
+    status = StatusResponse("paused", StepRef(1, 0, 1), "paused", "breakpoint 1, entropy > 3")
+    texts_ = header_of(live, capture_status=CaptureStatus(status))
+    assert "paused: breakpoint 1, entropy > 3" in texts_
+    asked = StatusResponse("paused", StepRef(1, 0, 1), "paused", PAUSE_REQUESTED)
+    assert "paused" in header_of(live, capture_status=CaptureStatus(asked))
+
+
+async def test_a_message_replaces_the_last_one_and_all_are_listed(tmp_path: Path) -> None:
+    app = InspectorApp(sample_trace(tmp_path / "sample.flextrace"))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for text in ("one", "two", "three"):
+            app.notify(text)
+            await pilot.pause()
+        assert [note.message for note in app._notifications] == ["three"]
+        await pilot.press("M")
+        await pilot.pause(0.1)
+        shown = screen_text(app)
+        assert shown.index("three") < shown.index("two") < shown.index("one")
