@@ -18,7 +18,6 @@ from flexinspect.panels import findings_panel
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.findings_panel import describe_coverage
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.trace.query_results import FindingRow
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, theme_of
 from flexinspect.tui.trace_session import TraceSession
 
@@ -78,11 +77,6 @@ class DiagnosisCard(LoadedCanvas):
     def finding(self) -> Finding | None:
         """The finding that is shown."""
         return self._diagnosis.finding
-
-    @property
-    def worst(self) -> FindingRow | None:
-        """The worst finding of the place's generation, or else of the trace."""
-        return self._diagnosis.summary.row if self._diagnosis.summary is not None else None
 
     def show_finding(self, finding: Finding) -> None:
         """Show a finding until the user leaves its place."""

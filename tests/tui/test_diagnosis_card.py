@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.traces import sample_trace
+from support.traces import RUN, SEGMENTS, sample_generation, sample_step, sample_trace
 from support.tui import screen_lines, screen_text, settle
 from support.undeclared import SECOND, THIRD, blocks, write
 from textual.pilot import Pilot
 
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import GenerationEnd
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.diagnosis_card import DiagnosisCard, card_height
 from flexinspect.tui.screens.text_screen import TextScreen
@@ -119,3 +123,23 @@ async def test_segments_that_nobody_declared_are_named_in_the_strip(tmp_path: Pa
         await settle(pilot)
         assert "╵What is the mon…?" in screen_lines(pilot.app)[2]
         assert "╵↵Name its curre…?" in screen_lines(pilot.app)[2]
+
+
+@pytest.mark.parametrize("key", ["n", "N"])
+async def test_the_first_finding_to_go_to_is_the_worst_even_if_typed_ahead(
+    key: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.flextrace"
+    with TraceWriter.create(path, RUN) as writer:
+        writer.begin_generation(sample_generation(0))
+        for step in range(2):
+            writer.write_step(sample_step(step))
+        note = Finding("mask.leak", Severity.NOTE, "A cell leaks.", step=0, positions=(2,))
+        error = Finding("segments.shifted", Severity.ERROR, "Borders.", step=1, positions=(2,))
+        writer.write_findings([note, error])
+        writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS, "eos"))
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.press(key)
+        await settle(pilot)
+        assert app.screen._finding.finding.severity is Severity.ERROR

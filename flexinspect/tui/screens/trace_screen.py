@@ -35,6 +35,7 @@ from flexinspect.core.text import capitalize, escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.findings_panel import (
     evidence_panel,
+    load_summary,
     navigate_to_finding,
     next_finding,
     read_paragraphs,
@@ -554,10 +555,11 @@ class TraceScreen(Screen[None]):
 
         The first one is the worst, which the card shows.
         """
-        if self.reader is None:
+        source = self._session.source
+        if source is None:
             return
-        row = self.query_one(DiagnosisCard).worst if self._finding is None else None
-        row = row or next_finding(self.reader, self.place, direction, self._finding)
+        row = load_summary(source, self.place).row if self._finding is None else None
+        row = row or next_finding(source.reader, self.place, direction, self._finding)
         if row is None:
             self.notify("There is no finding in this trace.")
             return
