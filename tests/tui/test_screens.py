@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -659,3 +661,25 @@ async def test_a_panel_follows_the_mouse_unless_output_is_saved(
         monkeypatch.setattr(view, "_call_panel", lambda _, x, y, click: seen.append((x, y)))
         await pilot.hover(view, offset=(18, 3))
         assert seen == ([(18, 3)] if low_bandwidth == "0" else [])
+
+
+async def test_a_load_that_outlives_the_interface_leaves_the_trace_closed(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+
+    def load(self: Any, source: Any, request: Any) -> None:
+        loads.append("started")
+        time.sleep(0.5)
+        source.reader.run()  # opens the trace again
+        loads.append("ended")
+
+    monkeypatch.setattr("flexinspect.panels.logits_panel.LogitsPanel.load", load)
+    app: Any = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await until(pilot, lambda: loads)
+    for thread in threading.enumerate():
+        if thread.name == "flexinspect-close":
+            thread.join()
+    assert loads[-1] == "ended"
+    assert all(handle.db is None for handle in app.session.reader._connections._handles)

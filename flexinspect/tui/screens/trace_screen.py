@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -301,6 +302,12 @@ class TraceScreen(Screen[None]):
 
     def on_unmount(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        # A load that still runs may open the trace again, so it is closed after the last of them.
+        threading.Thread(target=self._close_after_loads, name="flexinspect-close").start()
+
+    def _close_after_loads(self) -> None:
+        self._pool.shutdown(wait=True)
+        self._session.close()
 
     @property
     def reader(self) -> TraceReader | None:
