@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.terminal_screen import TerminalScreen
 
 from flexinspect.cli.open import is_local_request
 
@@ -52,13 +53,13 @@ def free_port() -> int:
 
 
 class Browser:
-    """One page; keeps what its web sockets received."""
+    """One page, and the screen that the frames of its web sockets draw."""
 
     def __init__(self, socket_: Any) -> None:
         self._socket = socket_
         self._number = 0
         self._answers: dict[int, Any] = {}
-        self.received = ""
+        self._terminal = TerminalScreen()
 
     async def call(self, method: str, **params: Any) -> Any:
         self._number += 1
@@ -78,11 +79,12 @@ class Browser:
             data = frame["payloadData"]
             if frame["opcode"] == 2:
                 data = base64.b64decode(data).decode("utf-8", "replace")
-            self.received += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", data)
+            self._terminal.write(data)
 
     async def until(self, text: str) -> None:
+        """Wait until the screen shows the text. Only cells that changed arrive."""
         async with asyncio.timeout(30):
-            while text not in self.received:
+            while text not in self._terminal.text():
                 await self.listen()
 
 

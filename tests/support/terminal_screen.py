@@ -26,12 +26,19 @@ class TerminalScreen:
         for token in _TOKENS.finditer(text):
             codes = token["codes"]
             if token["kind"] == "H":
-                row, column = map(int, codes.split(";"))
+                row, column = map(int, (codes or "1;1").split(";"))
                 self._at = row, column
             elif token["kind"] == "m":
                 self._style = _changed_style(self._style, codes)
             elif len(token[0]) == 1:
                 self._draw(token[0])
+
+    def text(self) -> str:
+        """Return the characters, one line for each row that was drawn."""
+        rows: dict[int, str] = {}
+        for row, column in sorted(self.cells):
+            rows[row] = rows.get(row, "") + self.cells[row, column][0]
+        return "\n".join(rows.values())
 
     def _draw(self, character: str) -> None:
         row, column = self._at
