@@ -34,6 +34,8 @@ from flexinspect.trace.reader import TraceReader, open_trace
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
+_NO_NOTES = ("phase", "error", "source")
+"""Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200
 _MAX_QUESTION_CHARS = 120  # a prompt may have thousands; --json and the trace have all
 _MAX_ANSWER_CHARS = 300  # limit of an answer's printed length
@@ -56,7 +58,7 @@ def summarize_run(path: Path) -> dict[str, Any]:
             "bytes": path.stat().st_size,
             **{name: run.get(name) for name in ("model", "level", "cost")},
             "generations": [_summarize_generation(row, reader) for row in reader.generations()],
-            "notes": [r.event.text for r in events if r.event.kind not in ("phase", "error")],
+            "notes": [r.event.text for r in events if r.event.kind not in _NO_NOTES],
             "findings": sort_by_severity(findings),
         }
 
@@ -198,7 +200,7 @@ class RunProgress:
             self._on_phase(event)
         elif event.kind == "breakpoint" and not event.text.startswith("paused"):
             self.print_line(event.text)
-        elif event.kind not in ("error", "breakpoint"):
+        elif event.kind not in ("error", "breakpoint", "source"):
             self.print_line(f"{event.kind}: {event.text}")
         self._draw()
 

@@ -211,7 +211,8 @@ class MaskRecord(Struct, frozen=True):
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
     mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
     `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `mask_mod` has
-    its module and qualified name, `mask_mod_source` its file and first line where known.
+    its module and qualified name, `mask_mod_source` its file and first line where known, and
+    `mask_mod_code` the variables that it reads, see docs/trace-format.md.
     `heads` is the number of heads that the mask was built for; the mask_mod of a mask built for 1
     head may still depend on the head.
 
@@ -242,6 +243,7 @@ class MaskRecord(Struct, frozen=True):
     mask_mod: str | None = None
     mask_mod_source: str | None = None
     compiled: bool = False
+    mask_mod_code: Mapping[str, Any] | None = None
     cells: npt.NDArray[np.bool_] | None = None
     uniform_rows: npt.NDArray[np.bool_] | None = None
     partial: npt.NDArray[np.bool_] | None = None

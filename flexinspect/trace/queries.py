@@ -260,6 +260,15 @@ def matching_events(
     return reader._select(codec.decode_event, schema.EVENTS, rest, params)
 
 
+def source_texts(reader: TraceReader) -> Iterator[tuple[str, str, int, str]]:
+    """Yield the recorded functions: file and line, name, first line of the text, and the text."""
+    rest = "WHERE kind = 'source' ORDER BY event"
+    for row in reader._select(codec.decode_event, schema.EVENTS, rest, ()):
+        source, name, line, text = map(row.event.data.get, ("source", "name", "line", "text"))
+        if isinstance(line, int):
+            yield str(source), str(name), line, str(text)
+
+
 # -- steps ----------------------------------------------------------------------------------------
 
 

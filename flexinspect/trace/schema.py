@@ -204,7 +204,7 @@ MASKS = define_table(
     "generation branch step fingerprint",
     "fingerprint text, kind text, batch int, heads int, q_len int, kv_len int, q_offset int, "
     "kv_offset int, block_q int?, block_kv int?, mask_mod text?, mask_mod_source text?, "
-    "compiled bool",
+    "compiled bool, mask_mod_code object?",
 )
 ARRAYS = define_table(
     "arrays",

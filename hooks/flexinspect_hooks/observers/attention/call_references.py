@@ -25,8 +25,9 @@ class CapturedMask(Struct):
     heads share it; None at level basic and for masks that are too large. `averaged`, bool (1 or
     heads, q_len), marks rows of a float mask that are at its lowest float throughout. `bias` (1 or
     heads, kv_len) is what a dense mask adds to the scores of the newest row, 0 where closed.
-    `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`.
-    These four tensors are dropped before the writer thread gets the mask (its values go through the
+    `mask_mod_blocks` is what the mask_mod of a compiled call opens, as in `MaskRecord`. `code` and
+    `new_sources` are what `MaskModCodes.capture` returned.
+    The four tensors are dropped before the writer thread gets the mask (its values go through the
     buffer) and sets `fingerprint`.
     """
 
@@ -42,6 +43,8 @@ class CapturedMask(Struct):
     identity: str = ""
     block: tuple[int, int] | None = None
     mask_mod: Any = None
+    code: dict[str, Any] | None = None
+    new_sources: Sequence[tuple[str, Any]] = ()
     cells: Tensor | None = None
     averaged: Tensor | None = None
     bias: Tensor | None = None

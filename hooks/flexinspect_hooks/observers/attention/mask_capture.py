@@ -26,6 +26,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generation.mask_source import head_groups
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.mask_mod_code import MaskModCodes, record_sources
 from flexinspect_hooks.python_internals import mask_mod_identity as mask_mods
 
 MAX_CELLS = 1 << 26
@@ -40,6 +41,7 @@ class MaskStore:
 
     def __init__(self, device: torch.device) -> None:
         self._indices = _IndexTensors(device)
+        self._codes = MaskModCodes()
         self._stored: set[str] = set()
         self._last_key: tuple[Any, ...] = (None, None, None, None)
         self._last_grids: tuple[_Grid | None, _Grid | None] = (None, None)
@@ -75,6 +77,8 @@ class MaskStore:
         self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
     ) -> CapturedMask:
         mask = _describe_mask(ref, number, step)
+        if mask.mask_mod is not None:
+            mask.code, mask.new_sources = self._codes.capture(mask.mask_mod, buffer)
         # At level basic a decode row is identified by its mask_mod and lengths; its tables add
         # little information and half the cost of the step's record.
         if isinstance(ref.mask, BlockMask) and (step.level != "basic" or mask.q_len > 1):
@@ -93,6 +97,8 @@ class MaskStore:
     def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> None:
         """Set the mask's fingerprint, and store the mask if it is new (writer thread)."""
         arrays = with_prefix(values, f"mask.{mask.number}.")
+        self._codes.read_tensors(values)
+        record_sources(mask.new_sources, draft)
         partial, full = self._block_grids([arrays.get(name) for name in _TABLE_NAMES])
         averaged = arrays.get("averaged")
         block_q, block_kv = mask.block or (None, None)
@@ -112,7 +118,9 @@ class MaskStore:
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
             source = None if mask.mask_mod is None else mask_mods.mask_mod_source(mask.mask_mod)
-            draft.masks.append(replace(record, fingerprint=fingerprint, mask_mod_source=source))
+            code = self._codes.encode(mask.code)
+            record = replace(record, fingerprint=fingerprint, mask_mod_source=source)
+            draft.masks.append(replace(record, mask_mod_code=code))
 
     def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> Sequence[_Grid | None]:
         """Return the partial and the full blocks, computed only if they changed since last time."""
