@@ -45,6 +45,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "gradients": "flexinspect.panels.gradients_panel:GradientsPanel",
         "training": "flexinspect.panels.training_panel:TrainingPanel",
         "gradstrip": "flexinspect.panels.training_panel:GradientStripPanel",
+        "code": "flexinspect.panels.code_panel:CodePanel",
     },
     RULES: {
         "prompt": "flexinspect.rules.prompt.segments:PromptRule",

@@ -176,6 +176,7 @@ _ABOUT_INFERRED_SEGMENTS = ("segments.inferred", "segments.suspect-border")
 CARD_KEYS = {
     "finding.read": "reads on",
     "finding.next": "next",
+    "code.show": "why",
     "code.open": "code",
     "mask.declare": "declares the mask",
 }
@@ -223,7 +224,7 @@ def _key_spans(diagnosis: Diagnosis, keys: dict[str, str], *, is_cut: bool) -> I
     finding = diagnosis.finding
     left_out = set()
     if finding is None or not _is_about_mask(finding):
-        left_out.add("code.open")
+        left_out |= {"code.open", "code.show"}
     if finding is None or finding.id not in _ABOUT_INFERRED_SEGMENTS:
         left_out.add("mask.declare")
     for name, text in CARD_KEYS.items():

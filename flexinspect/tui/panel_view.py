@@ -69,12 +69,24 @@ class LoadedCanvas(Canvas):
         self.loader.preload((place, self.trace_screen.version))
 
 
+def cell_of(options: Any) -> tuple[int, int] | None:
+    """Return the cell of a mask that a panel's options select: the positions of row and key."""
+    q, kv = getattr(options, "q", None), getattr(options, "kv", None)
+    return None if q is None or kv is None else (q, kv)
+
+
 class PanelView(LoadedCanvas, can_focus=True):
     """A panel on the screen.
 
     Any exception of a panel is shown in place of the panel and does not end the interface. `note`
     receives the note of a new picture, and whether it is an alarm.
     """
+
+    @dataclass
+    class CellSelected(Message):
+        """The panel's options select another cell of a mask."""
+
+        cell: tuple[int, int]
 
     def __init__(
         self,
@@ -204,8 +216,11 @@ class PanelView(LoadedCanvas, can_focus=True):
     def change_options(self, options: Any) -> None:
         """Show the panel with other options of it."""
         if options != self.options:
-            self.options = options
+            before, self.options = cell_of(self.options), options
             self.loader.request_load()
+            cell = cell_of(options)
+            if cell is not None and cell != before:
+                self.post_message(self.CellSelected(cell))
 
     def on_click(self, event: events.Click) -> None:
         """Pass a click on to the panel."""

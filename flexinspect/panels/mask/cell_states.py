@@ -35,6 +35,22 @@ def find_row(view: MaskView, pos: int) -> int | None:
     return int(found[-1]) if len(found) else None
 
 
+def find_center(view: MaskView, pos: int | None) -> tuple[int, int] | None:
+    """Return the (row, key) of the first difference in the row of `pos`, or else in the mask.
+
+    Without a difference it is cell (`pos`, `pos`), None where no step had `pos` as its input.
+    """
+    row = None if pos is None else find_row(view, pos)
+    if row is not None:
+        different = np.flatnonzero(np.isin(row_states(view, row), (LEAKED, LOST)))
+        if len(different):
+            return row, int(different[0])
+    first = next(filter(None, map(view.first_cell, ("leaked", "lost"))), None)
+    if first is not None or row is None or pos is None:
+        return first
+    return row, min(pos, view.n_keys - 1)
+
+
 def row_states(view: MaskView, row: int) -> States:
     """Return the state of each key for a row, uint8 (keys,): see `flexinspect.masks.viewport`."""
     states: States = region_states(view, range(row, row + 1), slice(0, view.n_keys))[0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 from msgspec import Struct
 
 from flexinspect.drawing.text_lines import NamedSpan, clip_text, visible
 from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.panels.base import TracePlace
-from flexinspect.panels.mask.cell_states import find_row, load_mask_view, row_states
-from flexinspect.panels.mask.mask_grid import MaskView
+from flexinspect.panels.mask.cell_states import find_center, load_mask_view, row_states
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, load_token_cells
 
@@ -55,7 +53,7 @@ def load_cells_around(source: Source, place: TracePlace, pos: int | None) -> Cel
     instance because no mask was recorded.
     """
     view = load_mask_view(source, place)
-    center = None if view is None else _find_center(view, pos)
+    center = None if view is None else find_center(view, pos)
     if view is None or center is None:
         return None
     rows = range(view.n_rows)[visible(center[0], N_ROWS, view.n_rows)]
@@ -69,15 +67,3 @@ def load_cells_around(source: Source, place: TracePlace, pos: int | None) -> Cel
         tuple(words.get(at, str(at)) for at in keys),
         tuple(tuple(row_states(view, row)[keys.start : keys.stop].tolist()) for row in rows),
     )
-
-
-def _find_center(view: MaskView, pos: int | None) -> tuple[int, int] | None:
-    row = None if pos is None else find_row(view, pos)
-    if row is not None:
-        different = np.flatnonzero(np.isin(row_states(view, row), (LEAKED, LOST)))
-        if len(different):
-            return row, int(different[0])
-    first = next(filter(None, map(view.first_cell, ("leaked", "lost"))), None)
-    if first is not None or row is None or pos is None:
-        return first
-    return row, min(pos, view.n_keys - 1)

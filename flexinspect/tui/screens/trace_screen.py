@@ -41,7 +41,7 @@ from flexinspect.panels.findings_panel import (
     next_finding,
     read_paragraphs,
 )
-from flexinspect.panels.panel_registry import panel_names
+from flexinspect.panels.panel_registry import option_names, panel_names
 from flexinspect.panels.token_window import current_pos
 from flexinspect.panels.xray import DIRECTIONS, Direction
 from flexinspect.records.finding import Finding
@@ -52,7 +52,7 @@ from flexinspect.tui import trace_session
 from flexinspect.tui.diagnosis_card import DiagnosisCard
 from flexinspect.tui.key_line import KeyLine, actions_to_show
 from flexinspect.tui.panel_layout import Slots, format_panel_option
-from flexinspect.tui.panel_view import LoadedCanvas, theme_of
+from flexinspect.tui.panel_view import LoadedCanvas, PanelView, theme_of
 from flexinspect.tui.screens import dialogs
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
 from flexinspect.tui.screens.text_screen import TextScreen
@@ -233,6 +233,8 @@ class TraceScreen(Screen[None]):
     capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False)
     xray: reactive[Direction] = reactive[Direction]("off", repaint=False)
+    cell: tuple[int, int] | None = None
+    """The positions of the row and key that are selected in the mask, None before a selection."""
 
     def __init__(
         self, session: TraceSession, place: TracePlace | None = None, *, has_tour: bool = False
@@ -287,8 +289,9 @@ class TraceScreen(Screen[None]):
     @on(events.DescendantFocus)
     @on(Slots.Changed)
     def _handle_panel_change(self) -> None:
-        """Show the keys of the focused panel, and the X-ray in a panel that has just appeared."""
+        """Show the keys of the focused panel, the X-ray and the cell in one that has appeared."""
         self._show_keys()
+        self._select_cell()
         if self.xray != "off":
             self._share_xray()
 
@@ -667,6 +670,18 @@ class TraceScreen(Screen[None]):
         if answer:
             self.slots.show_panel(answer)
 
+    @on(PanelView.CellSelected)
+    def _share_cell(self, event: PanelView.CellSelected) -> None:
+        """Select a cell of the mask in the other panels that show one."""
+        self.cell = event.cell
+        self._select_cell()
+
+    def _select_cell(self) -> None:
+        for view in self.slots.views():
+            if self.cell is not None and {"q", "kv"}.issubset(option_names(view.panel)):
+                q, kv = self.cell
+                view.change_options(replace(view.options, q=q, kv=kv))
+
     @on(LoadedCanvas.NavigationRequest)
     def _handle_navigation(self, event: LoadedCanvas.NavigationRequest) -> None:
         self._jump(event.target)
@@ -933,6 +948,11 @@ class TraceScreen(Screen[None]):
             reason = getattr(error, "strerror", None) or "this terminal cannot be suspended"
             self.notify(f"{editor} could not be started: {reason}.", severity="error")
 
+    def _show_code(self) -> None:
+        """Show the code of the mask with the values of the selected cell."""
+        self.slots.bring_panel("code")
+        self.slots.focus_panel("code")
+
     def _find_mask_mod_source(self) -> str | None:
         """Return file and line of the mask_mod of the place's layer, None where none is known."""
         reader, place = self.reader, self.place
@@ -1036,6 +1056,7 @@ class TraceScreen(Screen[None]):
             "branch.choose": self.choose_branch,
             "branch.compare": self.compare_branch,
             "code.open": self.open_code,
+            "code.show": self._show_code,
             "step.next": lambda: self._move_by(1),
             "step.previous": lambda: self._move_by(-1),
             "step.forward": lambda: self._move_by(PAGE),
