@@ -88,6 +88,50 @@ def test_a_special_token_may_begin_a_segment() -> None:
     assert [finding.id for finding in look(blocks([1, 4], len(texts)), texts)] == [INFERRED]
 
 
+CHAT = ["<bos>"]
+for _text in ("Who| wrote| Emma", "Name| the| author| of| Emma", "Answer"):
+    CHAT += ["<start>", "user", "<end>", "\n\n", *_text.split("|"), "?", "<eot>"]
+TURNS = tuple(pos for pos, text in enumerate(CHAT) if text == "<start>")[1:]
+ROW = "Who| wrote| Emma|?| \\|| Name| the| author|?| \\|| Emma| is| by|?|\n|Answer|:"
+SEPARATED = ["<bos>", *ROW.replace("\\|", "¦").split("|")]
+AFTER_BARS = (*(pos + 1 for pos, text in enumerate(SEPARATED) if text == " ¦"), 16)
+_WORDS = "Question| one|,| Question| two| words|,| Question| three|\n|So|:"
+WORDED = ["<bos>", *_WORDS.split("|")]
+
+
+def test_a_segment_may_be_a_turn_of_a_chat_or_its_content() -> None:
+    n = len(CHAT)
+    for borders in (TURNS, tuple(turn + 4 for turn in TURNS)):
+        assert [finding.id for finding in look(blocks(borders, n), CHAT)] == [INFERRED]
+
+
+@pytest.mark.parametrize("n", [-1, 1])
+def test_borders_next_to_the_turns_of_a_chat_are_suspect(n: int) -> None:
+    finding = one(look(blocks([turn - n for turn in TURNS], len(CHAT)), CHAT), SUSPECT)
+    side = "before" if n > 0 else "after"
+    assert f"every border is 1 token {side} the beginning of a turn of the chat" in finding.sentence
+    assert finding.evidence["shift"] == n
+
+
+def test_segments_may_begin_after_a_separator_within_a_line() -> None:
+    cells = blocks(AFTER_BARS, len(SEPARATED))
+    assert [finding.id for finding in look(cells, SEPARATED)] == [INFERRED]
+
+
+def test_borders_that_are_off_from_a_separator_are_suspect() -> None:
+    cells = blocks([border - 1 for border in AFTER_BARS], len(SEPARATED))
+    finding = one(look(cells, SEPARATED), SUSPECT)
+    assert 'every border is 1 token before the text after "¦"' in finding.sentence
+    assert finding.evidence["shift"] == 1
+
+
+def test_borders_that_are_off_from_a_repeated_wording_are_suspect() -> None:
+    at = [pos for pos, text in enumerate(WORDED) if text.strip() in ("Question", "So")][1:]
+    assert [f.id for f in look(blocks(at, len(WORDED)), WORDED)] == [INFERRED]
+    finding = one(look(blocks([pos - 2 for pos in at], len(WORDED)), WORDED), SUSPECT)
+    assert 'every border is 2 tokens before "Question", with which' in finding.sentence
+
+
 def test_a_segment_of_the_bos_alone_is_named_by_it() -> None:
     cells = blocks([1, SECOND])
     cells[1:, 0] = False

@@ -1,14 +1,14 @@
 """Reads the segments of a prompt out of the executed mask, where nothing was declared.
 
 The rows at which another set of keys begins are the borders (see `segment_borders`). The text on
-both sides of a border says whether it may be a mistake: lines, sentences and special tokens begin a
-segment; the middle of a word does not.
+both sides of a border says whether it may be a mistake: lines, sentences, turns of a chat, special
+tokens, separators and repeated wordings begin a segment; the middle of a word does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -29,19 +29,31 @@ _MAX_QUOTED_CHARACTERS = 28
 _FIRST_SCRIPT_WITHOUT_SPACES = "\u0590"  # from here on, letters do not tell where a word ends
 
 
+_ROLES = frozenset(("system", "user", "assistant", "model", "tool", "developer", "human"))
+"""The words behind the special token with which a chat template begins a turn."""
+
+
+class Landmark(NamedTuple):
+    """Positions at which segments may begin, and what they are: `the beginning of a line`."""
+
+    name: str
+    positions: frozenset[int]
+
+
 class InferredSegments(NamedTuple):
     """The segments into which a mask cuts a prompt.
 
-    `borders` are the first positions of all segments but the first. All of them are at the
-    beginnings of lines after a move by `shift` tokens; 0 if they already are, or if no small move
-    achieves that. `in_words` and `before_breaks` are borders inside a word and just before a line
-    break, if they do not have a shift in common.
+    `borders` are the first positions of all segments but the first. All of them are at a landmark
+    after a move by `shift` tokens; 0 if they already are, or if no small move achieves that;
+    `landmark` is its name. `in_words` and `before_breaks` are borders inside a word and just before
+    a line break, if they do not have a shift in common.
     """
 
     borders: Borders
     shift: int = 0
     in_words: Borders = ()
     before_breaks: Borders = ()
+    landmark: str = ""
 
     @property
     def is_suspect(self) -> bool:
@@ -51,7 +63,7 @@ class InferredSegments(NamedTuple):
     def describe_distance(self) -> str:
         """Return where the borders are if they have a shift: `1 token before ... of a line`."""
         side = "before" if self.shift > 0 else "after"
-        return f"{plural(abs(self.shift), 'token')} {side} the beginning of a line"
+        return f"{plural(abs(self.shift), 'token')} {side} {self.landmark}"
 
 
 def find_segment_borders(mask: MaskRecord, prompt: PromptTokens) -> dict[Borders, int]:
@@ -88,15 +100,16 @@ def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
     """Return the segments that borders cut a prompt into, with what is odd about the borders."""
     if not prompt.has_text:
         return InferredSegments(borders)
-    begins = prompt.line_edges[0] | {token.pos for token in prompt.tokens if token.special}
-    if {*borders} <= begins:
+    landmarks = [*_landmarks(prompt, len(borders))]
+    if any(landmark.positions.issuperset(borders) for landmark in landmarks):
         return InferredSegments(borders)
-    for n in prompt_facts.candidate_shifts(prompt):
-        is_small = (
-            abs(n) == 1 if len(borders) == 1 else abs(n) <= max(_MAX_SHIFT, prompt.n_pads + 1)
-        )
-        if is_small and all(border + n in begins for border in borders):
-            return InferredSegments(borders, n)
+    largest = 1 if len(borders) == 1 else max(_MAX_SHIFT, prompt.n_pads + 1)
+    for size, shifts in groupby(prompt_facts.candidate_shifts(prompt), abs):
+        if size > largest:
+            break
+        for (name, positions), n in product(landmarks, [*shifts]):
+            if all(border + n in positions for border in borders):
+                return InferredSegments(borders, n, landmark=name)
     texts = {
         border: (prompt.texts[border - prompt.start - 1], prompt.texts[border - prompt.start])
         for border in borders
@@ -107,6 +120,41 @@ def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
         in_words=tuple(b for b, (before, after) in texts.items() if _is_in_word(before, after)),
         before_breaks=tuple(b for b, (_, after) in texts.items() if after.startswith("\n")),
     )
+
+
+def _landmarks(prompt: PromptTokens, n_borders: int) -> Iterator[Landmark]:
+    """Yield where segments may begin by the text, the most specific positions first.
+
+    Separators and wordings count if there are as many as borders, but for the one of the cue, and
+    at least two.
+    """
+    tokens, start = prompt.tokens, prompt.start
+    turns = {
+        token.pos
+        for token, after in pairwise(tokens)
+        if token.special and after.text.strip().lower() in _ROLES
+    }
+    if turns:
+        yield Landmark("the beginning of a turn of the chat", frozenset(turns))
+    special = {token.pos for token in tokens if token.special}
+    # The role belongs to the special token before it, and the end of a turn to the turn.
+    inside = {pos + 1 for pos in turns} | {pos - 1 for pos in turns if pos - 1 in special}
+    lines = (prompt.line_edges[0] | special) - inside
+    yield Landmark("the beginning of a line", lines)
+    places: dict[str, list[int]] = {}
+    for token in tokens:
+        if not token.special and token.pos not in inside and (text := token.text.strip()):
+            places.setdefault(text, []).append(token.pos)
+    words = {pos for text, own in places.items() if any(map(str.isalnum, text)) for pos in own}
+    first = first_text_position(prompt, start)
+    for text, positions in places.items():
+        quoted, n, after = f'"{printable(text)}"', len(positions), {pos + 1 for pos in positions}
+        is_separator = words.isdisjoint(positions) and words >= after
+        if is_separator and 2 <= n <= n_borders <= n + 1:
+            yield Landmark(f"the text after {quoted}", lines | after)
+        if positions[0] == first and 2 < n <= n_borders + 1 <= n + 1:
+            name = f"{quoted}, with which the prompt and other segments begin"
+            yield Landmark(name, lines | {*positions})
 
 
 def _is_in_word(before: str, after: str) -> bool:
