@@ -21,12 +21,12 @@ def standalone(trace: TraceReader) -> list[CallRecord]:
 
 def graphs(trace: TraceReader) -> list[tuple[str, ...]]:
     """Return, for each step, the events of graphs that were built in it, in order."""
-    reported = [
-        tuple(row.event.kind for row in trace.events(generation=step.generation, step=step.step))
+    kinds = [
+        [row.event.kind for row in trace.events(generation=step.generation, step=step.step)]
         for step in steps(trace)
     ]
-    assert {kind for kinds in reported for kind in kinds} <= {"compiled", "recompiled"}
-    return reported
+    assert {kind for of_step in kinds for kind in of_step} <= {"compiled", "recompiled", "source"}
+    return [tuple(kind for kind in of_step if kind != "source") for of_step in kinds]
 
 
 def rows_up_to(n_open: int, n_rows: int, n_keys: int) -> Cells:
