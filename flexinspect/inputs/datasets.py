@@ -488,7 +488,12 @@ def _library_rows(
 
 
 def is_correct_answer(answer: str, expected: Iterable[str]) -> bool:
-    """Return whether an answer equals an expected one up to case, spaces and a final dot."""
+    """Return whether an answer contains an expected one as whole words, up to case and spaces.
+
+    A model may answer in a sentence. This is the measure of Mallen et al., "When Not to Trust
+    Language Models" (2023), but for the borders of words.
+    """
     texts = (unicodedata.normalize("NFC", text).casefold() for text in (answer, *expected))
-    first, *others = (text.strip(" .").split() for text in texts)
-    return first in others
+    given, *others = (" ".join(text.split()) for text in texts)
+    names = filter(None, (text.rstrip(" .") for text in others))
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", given) for name in names)

@@ -169,11 +169,15 @@ def test_huge_step_ranges_are_refused_before_they_are_expanded() -> None:
             parse_steps(text)
 
 
-def test_answers_match_up_to_case_and_spaces() -> None:
+def test_an_answer_is_right_if_it_contains_an_expected_one_as_whole_words() -> None:
     assert is_correct_answer(" paris. ", ["Paris"])
     assert is_correct_answer("São  Tomé", ["são tomé"])
     assert not is_correct_answer("Parisian", ["Paris"])
     assert not is_correct_answer("", ["Paris"])
+    assert not is_correct_answer("Paris", ["", "."])
+    assert is_correct_answer("The domain is .fr.", [".fr"])
+    assert is_correct_answer("You dial +33.", ["+1", "+33"])
+    assert not is_correct_answer("You dial +331.", ["+33"])
 
 
 def test_text_from_a_model_cannot_move_the_cursor() -> None:
