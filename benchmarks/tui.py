@@ -23,20 +23,27 @@ from textual.app import App, ComposeResult
 from textual.widgets import Static
 
 class Hello(App):
-    BINDINGS = [("q", "quit", "")]
+    BINDINGS = [("q", "quit", ""), ("right", "count", "")]
+    number = 0
 
     def compose(self) -> ComposeResult:
-        yield Static("step ")
+        yield Static("step 0")
+
+    def action_count(self) -> None:
+        self.number += 1
+        self.query_one(Static).update(f"step {self.number}")
 
 Hello().run()
 """
-"""The smallest Textual application, which shows what the viewer's first screen begins with."""
+"""The smallest Textual application that shows a first screen, and answers a key."""
 
 RIGHT = b"\x1b[C"
 N_STARTS, N_KEYS, N_ROUNDS = 7, 40, 3
 IDLE_S = 20
 FIRST_LOAD_S = 2.0
 """Silence after which the largest mask has been read once; its time is given by itself."""
+COMPLETE_S = 0.5
+"""Silence after which a first screen is complete."""
 
 
 def measure(folder: Path | None = None, *, steps: int = 100_000, tokens: int = 32_768) -> Any:
@@ -66,14 +73,15 @@ def make_traces(folder: Path, steps: int, tokens: int) -> dict[str, Path]:
 
 
 def start_up(path: Path) -> dict[str, float]:
-    """Return the CPU seconds until the first screen, of `open` and of `HELLO` in turns (medians).
+    """Return the CPU seconds of the start of `open` and of `HELLO`, in turns (medians).
 
-    Also the CPU seconds of `flexinspect --version`, `--help`, and of importing argparse.
+    Until the first pixels are drawn, and until the screen is complete. Also the CPU seconds of
+    `flexinspect --version`, `--help`, and of importing argparse.
     """
     viewer, hello = [], []
     for _ in range(N_STARTS):
-        viewer.append(_cpu_until_screen(["open", str(path)]))
-        hello.append(_cpu_until_screen(["-c", HELLO], program=()))
+        viewer.append(_cpu_of_start(["open", str(path)]))
+        hello.append(_cpu_of_start(["-c", HELLO], program=()))
     module = ["-P", "-m", "flexinspect"]
     version, help_, argparse = [], [], []
     for _ in range(N_STARTS):
@@ -81,25 +89,31 @@ def start_up(path: Path) -> dict[str, float]:
         help_.append(_cpu_of([*module, "--help"]))
         argparse.append(_cpu_of(["-c", "import argparse"]))
     found = {
-        "open_cpu_s": _median(viewer),
-        "hello_world_cpu_s": _median(hello),
-        "ratio": round(statistics.median(viewer) / statistics.median(hello), 2),
+        **_ratio("first_pixels", [first for first, _ in viewer], [first for first, _ in hello]),
+        **_ratio("complete", [whole for _, whole in viewer], [whole for _, whole in hello]),
         "version_cpu_s": _median(version),
         "help_cpu_s": _median(help_),
         "argparse_cpu_s": _median(argparse),
     }
-    print(
-        f"first screen: {found['open_cpu_s']} s of CPU, a hello-world Textual app "
-        f"{found['hello_world_cpu_s']} s: {found['ratio']} times",
-        flush=True,
-    )
+    print(f"start: {found}", flush=True)
     return found
 
 
-def _cpu_until_screen(args: list[str], **options: Any) -> float:
+def _ratio(name: str, ours: list[float], hello: list[float]) -> dict[str, float]:
+    return {
+        f"{name}_cpu_s": _median(ours),
+        f"{name}_hello_world_cpu_s": _median(hello),
+        f"{name}_ratio": round(statistics.median(ours) / statistics.median(hello), 2),
+    }
+
+
+def _cpu_of_start(args: list[str], **options: Any) -> tuple[float, float]:
+    """Return the CPU seconds until the first pixels, and until nothing more is drawn."""
     with Terminal(args, **options) as terminal:
         terminal.until(b"step ")
-        return terminal.cpu_s()
+        first = terminal.cpu_s()
+        terminal.settle(silence=COMPLETE_S)
+        return first, terminal.cpu_s()
 
 
 def _cpu_of(args: list[str]) -> float:
@@ -130,40 +144,62 @@ def _since(terminal: Terminal) -> float:
 
 
 def key_to_frame(traces: dict[str, Path]) -> dict[str, dict[str, float]]:
-    """Return what a step key takes until the frame is complete: median, 95th percentile.
+    """Return what a step key takes until the frame is complete, by trace and for `HELLO`.
 
-    Also the mean of the bytes that it writes to the terminal, and the memory of the process.
+    In milliseconds the median and the 95th percentile, the median of the CPU time, and the ratios
+    to `HELLO`. Also the mean of the bytes that a key writes to the terminal, and the memory of the
+    process.
     """
-    times: dict[str, list[float]] = {name: [] for name in traces}
-    written: dict[str, list[int]] = {name: [] for name in traces}
-    resident: dict[str, int] = {}
+    starts = {
+        name: ["open", str(path), "--step", str(50_000 if name == "long" else 1)]
+        for name, path in traces.items()
+    }
+    keys = {name: _Keys() for name in ("hello", *starts)}
     for _ in range(N_ROUNDS):
-        for name, path in traces.items():
-            start = 50_000 if name == "long" else 1
-            with Terminal(["open", str(path), "--step", str(start)]) as terminal:
-                terminal.until(b"step ")
-                terminal.settle(silence=FIRST_LOAD_S)
-                for _ in range(5):
-                    terminal.frame(RIGHT)
-                before = terminal.n_bytes
-                times[name] += [terminal.frame(RIGHT) for _ in range(N_KEYS)]
-                written[name].append((terminal.n_bytes - before) // N_KEYS)
-                resident[name] = max(resident.get(name, 0), terminal.resident())
-    return {
-        name: _summary(times[name], resident[name])
-        | {"bytes_per_key": round(statistics.mean(written[name]))}
-        for name in traces
+        keys["hello"].measure(Terminal(["-c", HELLO], program=()))
+        for name, args in starts.items():
+            keys[name].measure(Terminal(args))
+    hello = keys.pop("hello").summary()
+    compared = ("median", "p95", "cpu")
+    return {"hello": hello} | {
+        name: found | {f"{one}_ratio": round(found[one] / hello[one], 2) for one in compared}
+        for name, found in ((name, key.summary()) for name, key in keys.items())
     }
 
 
-def _summary(times: list[float], resident: int) -> dict[str, float]:
-    ordered = sorted(times)
-    return {
-        "median": round(1e3 * statistics.median(ordered), 2),
-        "p95": round(1e3 * ordered[int(0.95 * len(ordered))], 2),
-        "n": len(ordered),
-        "resident_mb": round(resident / 1e6, 1),
-    }
+class _Keys:
+    """What step keys took in one program, in several starts of it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.cpu: list[float] = []
+        self.written: list[float] = []
+        self.resident = 0
+
+    def measure(self, terminal: Terminal) -> None:
+        """Press keys in a program that has just started, and end it."""
+        with terminal:
+            terminal.until(b"step ")
+            terminal.settle(silence=FIRST_LOAD_S)
+            for _ in range(5):
+                terminal.frame(RIGHT)
+            n_bytes, cpu_s = terminal.n_bytes, terminal.cpu_s()
+            self.times += [terminal.frame(RIGHT) for _ in range(N_KEYS)]
+            self.cpu.append((terminal.cpu_s() - cpu_s) / N_KEYS)
+            self.written.append((terminal.n_bytes - n_bytes) / N_KEYS)
+            self.resident = max(self.resident, terminal.resident())
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures, times in milliseconds."""
+        ordered = sorted(self.times)
+        return {
+            "median": round(1e3 * statistics.median(ordered), 2),
+            "p95": round(1e3 * ordered[int(0.95 * len(ordered))], 2),
+            "cpu": round(1e3 * statistics.median(self.cpu), 2),
+            "n": len(ordered),
+            "resident_mb": round(self.resident / 1e6, 1),
+            "bytes_per_key": round(statistics.mean(self.written)),
+        }
 
 
 def idle_cpu(path: Path) -> float:
