@@ -375,6 +375,7 @@ def _manifest(made: _Made) -> dict[str, Any]:
         "level": "advanced",
         "model": {**names, **sizes, **more, **where},
         "pid": os.getpid(),
+        "rules": [],
         "seed": 0,
         "started_at": STARTED_AT,
         "synthetic": True,

@@ -37,6 +37,8 @@ class Terminal:
         self.started = time.perf_counter()
         self.output = b""
         self.n_bytes = 0
+        self.drawn_cpu_s = 0.0
+        """CPU seconds of the process when the last byte was read in `settle`."""
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
@@ -72,6 +74,7 @@ class Terminal:
             if not self._read(silence):
                 return last - begun
             last = time.perf_counter()
+            self.drawn_cpu_s = self.cpu_s()
         raise TimeoutError("the interface never came to rest")
 
     def press(self, key: bytes) -> None:

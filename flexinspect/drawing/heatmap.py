@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 from rich.color import Color
-from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.drawing.theme import Theme
-
-_MIN_MEAN_RUN = 2.0
-"""Mean length of a run of equal cells from which drawing runs is faster than single cells."""
-
-_RESET = "\x1b[0m"
-
-
-class CellStrip(Strip):
-    """A line of cells with precomputed escape codes for a terminal with 24-bit colours.
-
-    Its segments hold the same cells, for crops, pictures and terminals with fewer colours.
-    """
-
-    __slots__ = ("_codes",)
-
-    def __init__(self, segments: Iterable[Segment], width: int, codes: list[str]) -> None:
-        super().__init__(segments, width)
-        self._codes = codes
-
-    def render(self, console: Console) -> str:
-        """Return the text with escape codes; see `Strip.render`."""
-        if console.color_system != "truecolor":
-            return super().render(console)
-        return "".join(self._codes) + _RESET
 
 
 def heat(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
@@ -94,35 +68,16 @@ def _clamp_levels(levels: Levels, palette: Palette) -> Levels:
 def _draw_pairs(upper: Levels, lower: Levels, palette: Palette, theme: Theme) -> list[Strip]:
     """Draw pairs of levels as cells; without colours, the one farther from the centre."""
     if not theme.no_color:
-        return _color_strips(upper, lower, palette, theme)
+        return _color_strips(upper, lower, palette)
     above, below = (np.abs(part.astype(int) - palette.centre) for part in (upper, lower))
     style, levels = theme.style("text"), np.where(above >= below, upper, lower)
     texts = ["".join([palette.ramp[level] for level in row]) for row in levels.tolist()]
     return [Strip([Segment(text, style)] if text else [], len(text)) for text in texts]
 
 
-def _color_strips(upper: Levels, lower: Levels, palette: Palette, theme: Theme) -> list[Strip]:
-    keys = upper.astype(np.uint32) * palette.size + lower
-    if not keys.size:
-        return [Strip([], 0) for _ in keys]
-    starts = np.ones(keys.shape, bool)
-    starts[:, 1:] = keys[:, 1:] != keys[:, :-1]
-    truecolor, width = theme.depth == "truecolor", keys.shape[1]
-    if truecolor and keys.size < _MIN_MEAN_RUN * np.count_nonzero(starts):
-        pairs, ansi = palette.pairs, palette.ansi
-        return [
-            CellStrip([pairs[key] for key in row], width, [ansi[key] for key in row])
-            for row in keys.tolist()
-        ]
-    at = np.flatnonzero(starts)
-    lengths = np.diff(at, append=keys.size).tolist()
-    runs = [palette.run(*run) for run in zip(keys.ravel()[at].tolist(), lengths, strict=True)]
-    strips: list[Strip] = []
-    for begin, end in pairwise((0, *np.cumsum(np.count_nonzero(starts, axis=1)).tolist())):
-        segments = [segment for segment, _ in runs[begin:end]]
-        codes = [code for _, code in runs[begin:end]]
-        strips.append(CellStrip(segments, width, codes) if truecolor else Strip(segments, width))
-    return strips
+def _color_strips(upper: Levels, lower: Levels, palette: Palette) -> list[Strip]:
+    keys = upper.astype(np.uint16) * np.uint16(palette.size) + lower
+    return [palette.line(row) for row in keys]
 
 
 def replace_cells(strip: Strip, at: int, piece: Segment) -> Strip:
@@ -137,6 +92,9 @@ Levels = npt.NDArray[np.uint8]
 
 _MAX_CACHED_RUNS = 20_000
 """Runs of equal cells that a palette caches, some megabytes; then the cache is cleared."""
+
+_MAX_CACHED_LINES = 2_000
+"""Lines that a palette caches; then the cache is cleared."""
 
 
 class Palette:
@@ -160,7 +118,8 @@ class Palette:
         self.rgb: tuple[RGB, ...] = tuple(rgb)
         self.ramp = ramp
         self.centre = centre
-        self._runs: dict[tuple[int, int], tuple[Segment, str]] = {}
+        self._runs: dict[tuple[int, int], Segment] = {}
+        self._lines: dict[bytes, Strip] = {}
 
     @property
     def size(self) -> int:
@@ -179,25 +138,32 @@ class Palette:
             for lower in colors
         ]
 
-    @cached_property
-    def ansi(self) -> list[str]:
-        """The cells of `pairs` as escape codes for 24-bit colours, without a reset at the end."""
-        codes = [";".join(map(str, rgb)) for rgb in self.rgb]
-        return [
-            f"\x1b[48;2;{lower}m " if upper is lower else f"\x1b[38;2;{upper};48;2;{lower}m▀"
-            for upper in codes
-            for lower in codes
-        ]
+    def line(self, keys: npt.NDArray[np.uint16]) -> Strip:
+        """Return the cells of these keys, shape (columns,), as a strip; cached.
 
-    def run(self, key: int, length: int) -> tuple[Segment, str]:
-        """Return `length` equal cells as a segment and as escape codes; cached."""
+        From one step to the next most lines of a picture stay. They are the same strips then, with
+        all that the compositor has cached in them.
+        """
+        code = keys.tobytes()
+        strip = self._lines.get(code)
+        if strip is None:
+            if len(self._lines) >= _MAX_CACHED_LINES:
+                self._lines.clear()
+            starts = np.flatnonzero(np.diff(keys, prepend=keys[:1] ^ 1))
+            lengths = np.diff(starts, append=len(keys)).tolist()
+            runs = zip(keys[starts].tolist(), lengths, strict=True)
+            strip = Strip([self.run(*run) for run in runs], len(keys))
+            self._lines[code] = strip
+        return strip
+
+    def run(self, key: int, length: int) -> Segment:
+        """Return `length` equal cells; cached."""
         run = self._runs.get((key, length))
         if run is None:
             if len(self._runs) >= _MAX_CACHED_RUNS:
                 self._runs.clear()
-            cell, code = self.pairs[key], self.ansi[key]
-            run = (Segment(cell.text * length, cell.style), code + cell.text * (length - 1))
-            self._runs[key, length] = run
+            cell = self.pairs[key]
+            run = self._runs[key, length] = Segment(cell.text * length, cell.style)
         return run
 
     def style(self, level: int) -> Style:

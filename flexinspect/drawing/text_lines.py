@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby, zip_longest
 from typing import TypeVar
 
@@ -20,6 +21,9 @@ from flexinspect.core.text import ensure_printable, escape_unprintable
 from flexinspect.drawing.theme import Theme
 
 S = TypeVar("S", bound=Style | str)
+
+_MAX_CACHED = 4096
+"""Lines that are cached, some megabytes."""
 
 
 class Canvas(Widget):
@@ -39,7 +43,11 @@ class Canvas(Widget):
     def show(self, strips: Sequence[Strip]) -> None:
         """Show these strips from the next repaint on, which draws only the lines that changed."""
         lines = enumerate(zip_longest(self.strips, strips))
-        changed = [Region(0, y, self.size.width, 1) for y, (old, new) in lines if old != new]
+        changed = [
+            Region(0, y, self.size.width, 1)
+            for y, (old, new) in lines
+            if old is not new and old != new
+        ]
         self.strips = strips
         if changed:
             self.refresh(*changed)
@@ -71,8 +79,14 @@ def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
     """Return the spans as a strip of exactly `width` cells, cut with "…" where they are longer.
 
     `fill` is the style of the cells after the text. A wide character that does not fit leaves a
-    blank. Trailing blanks are cut without "…".
+    blank. Trailing blanks are cut without "…". The last lines are cached: from one step to the next
+    most of them stay, and the compositor caches its work in the strip.
     """
+    return _draw_line(tuple(spans), width, fill)
+
+
+@lru_cache(_MAX_CACHED)
+def _draw_line(spans: tuple[Span, ...], width: int, fill: Style | None) -> Strip:
     segments: list[Segment] = []
     left = max(width, 0)
     for text, style in spans:
@@ -98,6 +112,21 @@ def _shorten_segments(segments: list[Segment], text: str, style: Style, left: in
         return [*segments, Segment(clip_text(text, left), style)] if left else segments
     *before, last = segments
     return [*before, Segment(set_cell_size(last.text, last.cell_length - 1) + "…", last.style)]
+
+
+_joined: dict[tuple[int, ...], tuple[tuple[Strip, ...], Strip]] = {}
+"""By the ids of strips, which are kept with them, the strip that they were joined to."""
+
+
+def join_strips(*strips: Strip) -> Strip:
+    """Join strips side by side; the same strips give the same one, as long as it is cached."""
+    key = tuple(map(id, strips))
+    known = _joined.get(key)
+    if known is None:
+        if len(_joined) >= _MAX_CACHED:
+            _joined.clear()
+        known = _joined[key] = strips, Strip.join(strips)
+    return known[1]
 
 
 def merge_spans(spans: Iterable[tuple[str, S]]) -> list[tuple[str, S]]:
@@ -174,7 +203,7 @@ def join_blocks(
         width = (block[0].cell_length if block else 0) + space
         rows = [strip.adjust_cell_length(width, blank) for strip in block]
         blocks.append([*rows, *[Strip.blank(width, blank)] * (height - len(block))])
-    return [Strip.join(pair) for pair in zip(*blocks, strict=True)]
+    return [join_strips(*pair) for pair in zip(*blocks, strict=True)]
 
 
 def visible(at: int, room: int, total: int) -> slice:

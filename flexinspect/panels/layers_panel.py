@@ -15,7 +15,7 @@ from textual.strip import Strip
 from flexinspect.core.text import capitalize, escape_unprintable, format_numbers, plural
 from flexinspect.drawing import heatmap
 from flexinspect.drawing.plots import format_number
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, join_strips
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
@@ -354,7 +354,7 @@ def _draw_grid(data: LayersData, rows: list[range], pen: Pen) -> list[Strip]:
             at = (bad.step - window.start) * each + (each - 1) // 2
             strip = heatmap.replace_cells(strip, at, mark) if 0 <= at < strip.cell_length else strip
         parts = [_label(data, row, pen), strip, _value(data, row, pen)]
-        strips.append(Strip.join(parts).adjust_cell_length(pen.width, pen.style("text")))
+        strips.append(join_strips(*parts).adjust_cell_length(pen.width, pen.style("text")))
     return strips
 
 

@@ -11,6 +11,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
+from textual.geometry import Region
 from textual.message import Message
 
 from flexinspect.core.errors import FlexInspectError
@@ -83,9 +84,9 @@ def _is_loadable(name: str) -> bool:
 def start_gc() -> None:
     """Start garbage collection, without the objects loaded so far.
 
-    A full collection takes 20 to 40 ms here, several frames, and modules and styles stay anyway.
+    Modules and styles stay anyway, and a full collection takes 20 to 60 ms here, several frames.
+    What is garbage already stays too: a few thousand small objects.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -126,9 +127,12 @@ class Slot(Container):
     def _show_note(self, note: str, alarm: bool) -> None:
         """Write the panel's note in the lower border, if it has changed."""
         if (note, alarm) != self._shown_note:
+            if alarm != self._shown_note[1]:
+                self.set_class(alarm, "alarm")
             self._shown_note = (note, alarm)
-            self.border_subtitle = Content(note)
-            self.set_class(alarm, "alarm")
+            # Setting Textual's `border_subtitle` draws all lines of the frame again, not only one.
+            self._border_subtitle = Content(note)
+            self.refresh(Region(-1, self.size.height, self.outer_size.width, 1))
 
 
 class Slots(Container):

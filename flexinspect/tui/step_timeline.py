@@ -9,7 +9,7 @@ from msgspec import Struct
 from textual import events
 
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.drawing.text_lines import NamedSpan, Pen
+from flexinspect.drawing.text_lines import NamedSpan, Pen, merge_spans
 from flexinspect.panels.base import Missing, Navigate
 from flexinspect.panels.timeline import StepWindow, load_step_window
 from flexinspect.panels.token_window import uncertainty
@@ -101,7 +101,7 @@ class StepTimeline(LoadedCanvas):
             spans.append((text, "cursor" if step == window.current else style))
         if pen.width - each * len(window) > len(LEGEND) + 2:
             spans.append((f"  {LEGEND}", "muted"))
-        self.show([pen.line(*spans)])
+        self.show([pen.line(*merge_spans(spans))])
 
     def on_click(self, event: events.Click) -> None:
         """Go to the step that was clicked."""

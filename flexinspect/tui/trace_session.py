@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from flexinspect.core import plugins
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import ControlError, FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
@@ -356,13 +357,29 @@ async def review_in_background(session: TraceSession, pool: Executor) -> str | N
 
 def needs_review(reader: TraceReader) -> bool:
     """Return whether any rule has not checked a part of the trace yet."""
-    from flexinspect.analysis.offline_rules import pending_tasks
-    from flexinspect.rules.engine import load_rules
-
     try:
+        if _all_rules_ran(reader):
+            return False
+        from flexinspect.analysis.offline_rules import pending_tasks
+        from flexinspect.rules.engine import load_rules
+
         return bool(pending_tasks(reader, load_rules().rules))
     except FlexInspectError:
         return False  # the panels show what is wrong with the trace
+
+
+def _all_rules_ran(reader: TraceReader) -> bool:
+    """Return whether each rule checked each generation, as far as names tell without an import.
+
+    Importing the rules takes as long as drawing the first screen.
+    """
+    live, done = reader.run().get("rules"), set(reader.reviews())
+    names = [name for name in plugins.names(plugins.RULES) if name not in (live or ())]
+    return all(
+        all((name, row.generation) in done for name in names)
+        and all(branch.state == "finished" for branch in reader.branches(row.generation))
+        for row in reader.generations()
+    )
 
 
 async def _run_review(reader: TraceReader) -> Review:

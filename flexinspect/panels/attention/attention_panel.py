@@ -18,6 +18,7 @@ from flexinspect.drawing.text_lines import (
     align_right,
     clip_text,
     join_blocks,
+    join_strips,
     merge_spans,
     visible,
 )
@@ -274,7 +275,7 @@ def _draw_grid(data: AttentionData, layout: AttentionLayout, pen: Pen) -> list[S
     for row, strip in zip(layout.rows, cells, strict=True):
         mark, style = ("▸", "chosen") if row == data.grid_row else (" ", "muted")
         label = f"{grid.layers[row]:>{layout.left - 1}}{mark}"
-        whole = Strip.join([pen.resize(layout.left).line((label, style)), strip])
+        whole = join_strips(pen.resize(layout.left).line((label, style)), strip)
         strips.append(whole.adjust_cell_length(layout.width, pen.style("text")))
     return [*strips, _grid_legend(grid, highest, pen)] if layout.has_legend else strips
 

@@ -16,6 +16,7 @@ from flexinspect.drawing.text_lines import (
     align_right,
     clip_text,
     join_blocks,
+    join_strips,
     merge_spans,
 )
 from flexinspect.drawing.theme import Theme
@@ -226,12 +227,13 @@ def _draw_grid(data: MaskData, pen: Pen) -> list[Strip]:
     layout, own = data.layout, pen.resize(data.layout.grid_width)
     strips = [_draw_segment_header(data, own)] * layout.header + _draw_token_header(data, own)
     for number, cells in enumerate(grid_strips(data, pen.theme)[: layout.lines]):
-        row = Strip.join([_draw_row_margin(data, number, pen.resize(layout.left)), cells])
+        row = join_strips(_draw_row_margin(data, number, pen.resize(layout.left)), cells)
         strips.append(row.adjust_cell_length(own.width, pen.style("text")))
     if layout.map_grid is None:
         return strips
     beside = map_strips(data, pen.theme)[: len(strips)]
-    whole = [Strip.join([Strip.blank(1, pen.style("text")), strip]) for strip in beside]
+    blank = pen.resize(1).line()
+    whole = [join_strips(blank, strip) for strip in beside]
     return join_blocks(strips, whole, pen.style("text"))
 
 
@@ -251,7 +253,7 @@ def _draw_row_margin(data: MaskData, number: int, pen: Pen) -> Strip:
             spans = [(" " * width, token_style(_blank_cell(data, positions[0]), pen.theme))]
     else:
         spans = [_draw_segment_at(data, number, width, pen)]
-    return Strip.join([pen.resize(width).line(*spans), pen.resize(1).line(_row_mark(data, rows))])
+    return join_strips(pen.resize(width).line(*spans), pen.resize(1).line(_row_mark(data, rows)))
 
 
 def _rows_of_line(data: MaskData, number: int) -> range:

@@ -13,7 +13,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.drawing.heatmap import RGB, Levels, Palette, blend, heat, replace_cells
-from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, merge_spans
+from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, join_strips, merge_spans
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.viewport import (
     APPLIED,
@@ -146,7 +146,7 @@ def step_strip(data: MaskData, pen: Pen) -> Strip | None:
         for pixels in (data.strip_states, _segment_tints(data, grid))
     )
     cells = _draw_pixels(states, tints, pen.theme)
-    return Strip.join([margin, *cells]).adjust_cell_length(pen.width, pen.style("text"))
+    return join_strips(margin, *cells).adjust_cell_length(pen.width, pen.style("text"))
 
 
 def _draw_pixels(states: Levels, tints: Levels, theme: Theme) -> list[Strip]:
