@@ -34,13 +34,9 @@ from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.core.text import capitalize, escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
-from flexinspect.panels.findings_panel import (
-    evidence_panel,
-    load_summary,
-    navigate_to_finding,
-    next_finding,
-    read_paragraphs,
-)
+from flexinspect.panels.finding_navigation import evidence_panel, navigate_to_finding, next_finding
+from flexinspect.panels.finding_summary import load_summary
+from flexinspect.panels.findings_panel import read_paragraphs
 from flexinspect.panels.panel_registry import option_names, panel_names
 from flexinspect.panels.token_window import current_pos
 from flexinspect.panels.xray import DIRECTIONS, Direction
