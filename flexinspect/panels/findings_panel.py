@@ -237,17 +237,6 @@ class FindingsPanel(base.Panel[FindingsData, FindingsOptions]):
         return _select_group(data, data.selected, data.member + across) if across else None
 
 
-def read_paragraphs(finding: Finding, tokens: collect.PositionTexts) -> list[tuple[str, str]]:
-    """Return (heading, text) of all there is to read about a finding, the fix first."""
-    headings = {"fix": "Fix", "confirm": "How to confirm", "why": "Why it matters"}
-    paragraphs = [("", finding.sentence)]
-    paragraphs += [(title, getattr(finding, name)) for name, title in headings.items()]
-    # Without the sentence and the texts above.
-    texts = replace(finding, sentence="", **dict.fromkeys(headings, ""))
-    paragraphs += [("", text) for text, _ in describe_finding(texts, tokens)]
-    return [pair for pair in paragraphs if pair[1]]
-
-
 # -- drawing -------------------------------------------------------------------------------------
 
 
