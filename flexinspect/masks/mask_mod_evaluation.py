@@ -21,7 +21,7 @@ INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 _MAX_EVALUATED, _MAX_CALLS = 20_000, 32
 
 
-class Table(Struct, frozen=True):
+class RecordedTensor(Struct, frozen=True):
     """A recorded tensor of at least one dimension: runs of equal elements, in row-major order.
 
     `stops` are the ends of the runs; without them the elements were not recorded.
@@ -54,7 +54,7 @@ class Line(Struct, frozen=True):
     lookups: tuple[str, ...] = ()
 
 
-class Term(Struct, frozen=True):
+class DecidingTerm(Struct, frozen=True):
     """A comparison, or another expression without `&`, `|` or `~`, that decided the cell."""
 
     source: str
@@ -81,7 +81,7 @@ class Evaluation(Struct, frozen=True):
 
     is_open: bool | None
     functions: tuple[CalledFunction, ...]
-    terms: tuple[Term, ...]
+    terms: tuple[DecidingTerm, ...]
     reason: str
 
 
@@ -165,14 +165,14 @@ def _decode(value: Any) -> Any:
         return _Operation(str(value.get("module") or value.get("builtin")))
     if "shape" in value:
         stops = tuple(accumulate(value.get("counts", ())))
-        table = Table(tuple(value["shape"]), tuple(value.get("values", ())), stops)
+        table = RecordedTensor(tuple(value["shape"]), tuple(value.get("values", ())), stops)
         if table.shape:
             return table
         return _element(table) if stops else UNKNOWN
     return UNKNOWN
 
 
-def _element(table: Table) -> Any:
+def _element(table: RecordedTensor) -> Any:
     return table.values[bisect_right(table.stops, table.offset)]
 
 
@@ -180,7 +180,7 @@ def _index(table: Any, index: Any, name: str) -> Any:
     """Return `table[index]` for indices of single elements, and slices of sequences."""
     if isinstance(table, list | tuple):
         return table[index]
-    if not isinstance(table, Table):
+    if not isinstance(table, RecordedTensor):
         raise _UnsupportedError("" if table is UNKNOWN else f"{name} cannot be indexed")
     if not table.stops:
         shape = " x ".join(map(str, table.shape))
@@ -188,13 +188,13 @@ def _index(table: Any, index: Any, name: str) -> Any:
     for one in index if isinstance(index, tuple) else (index,):
         if type(one) is not int:
             raise _UnsupportedError("" if one is UNKNOWN else f"{name} has an index {_show(one)}")
-        if not isinstance(table, Table):
+        if not isinstance(table, RecordedTensor):
             raise _UnsupportedError(f"{name} has too many indices")
         size = table.shape[0]
         if not -size <= one < size:
             raise _UnsupportedError(f"index {one} is out of range: {name} has {size} elements")
         stride = math.prod(table.shape[1:])
-        table = Table(
+        table = RecordedTensor(
             table.shape[1:], table.values, table.stops, table.offset + one % size * stride
         )
         table = table if table.shape else _element(table)
@@ -204,7 +204,7 @@ def _index(table: Any, index: Any, name: str) -> Any:
 def _show(value: Any) -> str:
     if isinstance(value, _Operation | _Function | _Local):
         return "a function"
-    if isinstance(value, Table):
+    if isinstance(value, RecordedTensor):
         return f"a tensor of shape {value.shape}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -315,7 +315,7 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "max": max,
     "floor": math.floor,
     "ceil": math.ceil,
-    "len": lambda value: value.shape[0] if isinstance(value, Table) else len(value),
+    "len": lambda value: value.shape[0] if isinstance(value, RecordedTensor) else len(value),
     "range": lambda *bounds: list(range(*bounds)),
     "zip": lambda *lists: [list(items) for items in zip(*lists, strict=False)],
     "enumerate": lambda items, start=0: [[n, item] for n, item in enumerate(items, start)],
@@ -403,7 +403,7 @@ class _Frame:
         self.arguments: dict[str, str] = {}
         self.lines: list[Line] = []
         self._values: dict[ast.AST, Any] = {}
-        self._deciders: dict[str, list[Term]] = {}
+        self._deciders: dict[str, list[DecidingTerm]] = {}
         self._callees: dict[ast.AST, _Frame] = {}
         self._returned: ast.expr | None = None
         self._lookups: list[str] = []
@@ -565,9 +565,9 @@ class _Frame:
             return owner.fields[name]
         if isinstance(owner, _Operation) and not owner.owner:
             return _Operation(name)  # of a module
-        if isinstance(owner, Table) and name == "shape":
+        if isinstance(owner, RecordedTensor) and name == "shape":
             return list(owner.shape)
-        if isinstance(owner, Table) or _is_scalar(owner):
+        if isinstance(owner, RecordedTensor) or _is_scalar(owner):
             return _Operation(name, (owner,))
         raise _UnsupportedError("" if owner is UNKNOWN else f"{ast.unparse(node)} was not recorded")
 
@@ -581,7 +581,7 @@ class _Frame:
     def _subscript(self, node: ast.Subscript, table: Any, index: Any) -> Any:
         name = ast.unparse(node.value)
         value = _index(table, index, name)
-        if isinstance(table, Table) and _is_scalar(value):
+        if isinstance(table, RecordedTensor) and _is_scalar(value):
             inside = index if isinstance(index, tuple) else (index,)
             self._lookups.append(f"{name}[{', '.join(map(str, inside))}] = {_show(value)}")
         return value
@@ -614,18 +614,18 @@ class _Frame:
     def _known(*values: Any) -> tuple[Any, ...]:
         if any(value is UNKNOWN for value in values):
             raise _UnsupportedError("")
-        if any(isinstance(value, Table) for value in values):
+        if any(isinstance(value, RecordedTensor) for value in values):
             raise _UnsupportedError("an operation on a whole tensor")
         return values
 
     # -- what decided, and how it is shown --------------------------------------------------------
 
-    def deciders(self) -> Iterator[Term]:
+    def deciders(self) -> Iterator[DecidingTerm]:
         """Yield the terms that decided the returned value."""
         if self._returned is not None:
             yield from self._deciders_of(self._returned)
 
-    def _deciders_of(self, node: ast.expr) -> Iterator[Term]:
+    def _deciders_of(self, node: ast.expr) -> Iterator[DecidingTerm]:
         value = self._values.get(node, UNKNOWN)
         if not isinstance(value, bool):
             return
@@ -644,7 +644,7 @@ class _Frame:
             yield from self._callees[node].deciders()
         elif not isinstance(node, ast.Constant) and _called_name(node) not in _FILLS:
             text, with_values = ast.unparse(node), ast.unparse(self._with_values(node, 0))
-            yield Term(self.text.source, self._line(node), text, with_values, value)
+            yield DecidingTerm(self.text.source, self._line(node), text, with_values, value)
 
     def _with_values(self, node: ast.expr, level: int, *, is_top: bool = True) -> ast.expr:
         """Return an expression with numbers in place of what has one; at level 1 also True, False.

@@ -15,9 +15,9 @@ from flexinspect.drawing.text_lines import Pen, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.mask_mod_evaluation import (
     CalledFunction,
+    DecidingTerm,
     Evaluation,
     SourceText,
-    Term,
     evaluate,
 )
 from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN
@@ -209,7 +209,7 @@ def _head_lines(data: CodeData) -> Iterator[_StyledText]:
         )
 
 
-def _format_term(term: Term) -> str:
+def _format_term(term: DecidingTerm) -> str:
     text = escape_unprintable(term.text)
     values = escape_unprintable(term.with_values)
     return f"{text}, which is {values}, {term.value}" if values != text else f"{text}, {term.value}"

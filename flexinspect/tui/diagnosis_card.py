@@ -14,9 +14,10 @@ from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.drawing.text_lines import NamedSpan, Pen, join_blocks
-from flexinspect.panels import findings_panel
 from flexinspect.panels.base import TracePlace
-from flexinspect.panels.findings_panel import describe_coverage
+from flexinspect.panels.finding_navigation import navigate_to_finding
+from flexinspect.panels.finding_summary import FindingSummary, load_summary
+from flexinspect.panels.findings_panel import Coverage, describe_coverage, load_coverage
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, theme_of
 from flexinspect.tui.trace_session import TraceSession
@@ -41,9 +42,9 @@ class Diagnosis(Struct, frozen=True):
     All are None before anything is recorded.
     """
 
-    summary: findings_panel.FindingSummary | None = None
+    summary: FindingSummary | None = None
     finding: Finding | None = None
-    coverage: findings_panel.Coverage | None = None
+    coverage: Coverage | None = None
     cells: CellsAround | None = None
 
 
@@ -98,10 +99,10 @@ class DiagnosisCard(LoadedCanvas):
         if source is None or self._session.is_waiting:
             return Diagnosis()
         try:
-            summary = findings_panel.load_summary(source, place)
+            summary = load_summary(source, place)
             finding = visited or summary.worst
             if finding is None:
-                return Diagnosis(summary, coverage=findings_panel.load_coverage(source.reader))
+                return Diagnosis(summary, coverage=load_coverage(source.reader))
         except FlexInspectError:
             return Diagnosis()  # the panels show the reason
         return Diagnosis(summary, finding, cells=self._load_cells(place, finding))
@@ -114,7 +115,7 @@ class DiagnosisCard(LoadedCanvas):
         # The mask panel has loaded them already; another layout does not need them.
         from flexinspect.panels.mask.cells_around import load_cells_around
 
-        target = findings_panel.navigate_to_finding(finding)
+        target = navigate_to_finding(finding)
         where = TracePlace(
             finding.generation,
             finding.branch,

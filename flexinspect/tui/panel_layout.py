@@ -20,6 +20,7 @@ from flexinspect.panels.base import Panel, Picture, is_training_trace
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_view import LoadedCanvas, PanelView
+from flexinspect.tui.screens.dialogs import ask_choice
 from flexinspect.tui.trace_session import TraceSession
 
 MAX_SLOTS = 4
@@ -207,7 +208,15 @@ class Slots(Container):
         return [slot.view for slot in self._slots].index(self.current())
 
     def handle_action(self, action: str) -> None:
-        """Pass an action to the focused panel, or else to the first one that handles it."""
+        """Show a panel or a layout, or pass the action to the first panel that handles it."""
+        if action.startswith("panel.show-"):
+            number = int(action.rpartition("-")[2])
+            if number <= len(panel_names()):
+                self.show_panel(panel_names()[number - 1])
+            return
+        if action.startswith("layout."):
+            self.apply_layout(action.partition(".")[2])
+            return
         for view in (self.current(), *self.views()):
             if view.handles(action):
                 view.handle_action(action)
@@ -235,6 +244,13 @@ class Slots(Container):
         self._save_layout()
         self.post_message(self.Changed())
 
+    async def choose_panel(self) -> None:
+        """Choose the panel of the focused frame from a list."""
+        options = [(name, format_panel_option(name)) for name in panel_names()]
+        answer = await ask_choice(self.app, "Show here", options)
+        if answer:
+            self.show_panel(answer)
+
     def focus_panel(self, name: str) -> None:
         """Focus a panel; if it is not shown, show it in the focused frame."""
         view = next((view for view in self.views() if view.panel.name == name), None)
@@ -258,6 +274,11 @@ class Slots(Container):
             hidden.replace(slot.view.panel.name)
         slot.replace(name)
         self.post_message(self.Changed())
+
+    def focus_beside(self, name: str) -> None:
+        """Focus a panel; if it is not shown, show it beside the focused one."""
+        self.bring_panel(name)
+        self.focus_panel(name)
 
     def _save_layout(self) -> None:
         if self._is_training or not self.loaded.is_set():

@@ -3,73 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from support import mask_trace
+from support.finding_traces import MANY, SEGMENTS, TOKENS, found
 
 from flexinspect.analysis.reports.collect import UNDECLARED, FindingFilter, collect_report
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.algebra import causal
 from flexinspect.panels.base import Navigate, Request, TracePlace
-from flexinspect.panels.findings_panel import (
-    FindingsData,
-    FindingsOptions,
-    FindingsPanel,
-    load_groups,
-    load_summary,
-    navigate_to_finding,
-    next_finding,
-)
+from flexinspect.panels.finding_summary import load_groups
+from flexinspect.panels.findings_panel import FindingsData, FindingsOptions, FindingsPanel
 from flexinspect.panels.panel_source import Source
-from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import GenerationRecord, TokenRecord
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import GenerationRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.queries import NumberRange
-from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import open_trace
 
 PANEL = FindingsPanel()
 PLAIN = Theme("none")
-SEGMENTS = (Segment(0, 9, "generated", SegmentKind.GENERATED, 0),)
-TOKENS = (
-    TokenRecord(0, 1, "<s>", "", 0, 0, True),
-    TokenRecord(1, 2, "Ċ", "\n", 1, 0),
-    TokenRecord(2, 3, "x", "\x1b[31mred", 2, 0),
-)
-
-
-def found(
-    id_: str, severity: Severity = Severity.ERROR, step: int | None = 0, **changes: Any
-) -> Finding:
-    return replace(Finding(id_, severity, f"{id_} is wrong.", step=step), **changes)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Callable[..., Source]:
-    def make(
-        findings: Sequence[Finding], run: dict[str, Any] | None = None, n_generations: int = 1
-    ) -> Source:
-        path = tmp_path / "run.flextrace"
-        with TraceWriter.create(path, run or {}) as writer:
-            for number in range(n_generations):
-                writer.begin_generation(GenerationRecord(number, "s", "", "", SEGMENTS, TOKENS))
-            writer.write_findings(findings)
-        return Source(open_trace(path))
-
-    return make
-
-
-MANY = [
-    *(found("mask.leak", step=n, layer=i) for n in range(3, 41) for i in range(28)),
-    found("logits.flat", Severity.NOTE, 7),
-    found("numbers.nan", Severity.WARNING, 2, layer=1, head=3),
-    found("mask.empty-row", step=5, positions=(1, 2), evidence={"rows": 2, "worst": float("inf")}),
-]
 
 
 def request(
@@ -180,10 +137,6 @@ def test_enter_goes_to_the_step_layer_and_head(source: Callable[..., Source]) ->
     assert PANEL.on_action("cursor.enter", data, request()) == Navigate(0, 0, 2, 1, 3)
 
 
-def test_a_finding_with_positions_shows_the_first_of_them() -> None:
-    assert navigate_to_finding(MANY[-1]) == Navigate(0, 0, 5, pos=1)
-
-
 def test_a_click_selects_and_a_second_one_goes_there(source: Callable[..., Source]) -> None:
     data = load(source(MANY))
     selected = PANEL.on_mouse(9, 2, data, request(), click=True)
@@ -251,103 +204,6 @@ def test_it_draws_at_any_size(
     source: Callable[..., Source], size: tuple[int, int], look: Theme
 ) -> None:
     assert drawn(load(source(MANY)), *size, look)
-
-
-def test_the_line_of_findings_prefers_this_generation(source: Callable[..., Source]) -> None:
-    worse = found("bad", sentence="All is lost.")
-    here = found("mild", Severity.WARNING, generation=1, sentence="Look here.")
-    kept = source([worse, here], n_generations=3)
-    assert load_summary(kept, TracePlace(0)).text() == "1 error, 1 warning: All is lost."
-    assert load_summary(kept, TracePlace(1)).text() == "1 error, 1 warning: Look here."
-    elsewhere = load_summary(kept, TracePlace(2)).text()
-    assert elsewhere == "1 error, 1 warning: All is lost. (generation 0)"
-
-
-def test_the_line_of_findings_of_a_clean_trace(source: Callable[..., Source]) -> None:
-    assert load_summary(source([]), TracePlace()).text() == "no findings"
-
-
-def walk(source: Source, direction: int, n: int) -> list[tuple[int, int | None, int | None]]:
-    place, row, seen = TracePlace(), None, []
-    for _ in range(n):
-        row = next_finding(source.reader, place, direction, row)
-        assert row is not None
-        place = moved(place, row)
-        seen.append((row.finding.generation, row.finding.step, row.finding.layer))
-    return seen
-
-
-def moved(place: TracePlace, row: FindingRow) -> TracePlace:
-    go = navigate_to_finding(row.finding)
-    named = {name: getattr(go, name) for name in ("generation", "branch", "step", "layer", "head")}
-    return replace(place, **{name: value for name, value in named.items() if value is not None})
-
-
-WALKED = [
-    found("c", step=4, layer=2),
-    found("b", step=4),
-    found("a", step=2, layer=1),
-    found("whole", step=None, generation=1),
-    found("twice", step=0, generation=1, layer=0),
-    found("again", step=0, generation=1, layer=0),
-]
-IN_ORDER = [(0, 2, 1), (0, 4, None), (0, 4, 2), (1, None, None), (1, 0, 0), (1, 0, 0)]
-
-
-def test_next_finding_visits_every_finding_once_and_starts_again(
-    source: Callable[..., Source],
-) -> None:
-    assert walk(source(WALKED, n_generations=2), 1, 7) == [*IN_ORDER, IN_ORDER[0]]
-
-
-def test_previous_finding_goes_through_the_same_findings_backwards(
-    source: Callable[..., Source],
-) -> None:
-    backwards = IN_ORDER[::-1]
-    assert walk(source(WALKED, n_generations=2), -1, 7) == [*backwards, backwards[0]]
-
-
-def test_next_finding_after_a_place_needs_no_last_one(source: Callable[..., Source]) -> None:
-    reader = source(WALKED, n_generations=2).reader
-    row = next_finding(reader, TracePlace(0, 0, 2, 1), 1)
-    assert row is not None
-    assert row.finding.id == "b"
-
-
-def test_without_findings_there_is_no_next(source: Callable[..., Source]) -> None:
-    assert next_finding(source([]).reader, TracePlace(), 1) is None
-
-
-def test_stepping_uses_the_index_and_never_reads_the_whole_table(
-    source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = source(MANY).reader
-    queries: list[tuple[str, Any]] = []
-    query = reader._query
-    monkeypatch.setattr(
-        reader, "_query", lambda sql, params: (queries.append((sql, params)), query(sql, params))[1]
-    )
-    for direction in (1, -1):
-        next_finding(reader, TracePlace(step=20, layer=27), direction)
-    plans = [
-        row[3] for sql, params in queries for row in query(f"EXPLAIN QUERY PLAN {sql}", params)
-    ]
-    assert plans
-    assert not [plan for plan in plans if plan.startswith("SCAN")]
-
-
-def test_classes_are_counted_once_while_nothing_new_comes(
-    source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = source(MANY)
-    first = load_groups(kept)
-    queries: list[str] = []
-    query = kept.reader._query
-    monkeypatch.setattr(
-        kept.reader, "_query", lambda sql, params: (queries.append(sql), query(sql, params))[1]
-    )
-    assert load_groups(kept) is first
-    assert queries == ["SELECT max(finding) + sum(times) FROM findings"]
 
 
 LONG = replace(

@@ -1,4 +1,4 @@
-"""Driving the interface in a test: wait until all is loaded, read the screen."""
+"""Driving the interface in a test: press keys, wait until all is loaded, read the screen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Any
 
 from textual.pilot import Pilot
 
+from flexinspect.panels.base import TracePlace
+from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import LoadedCanvas
+from flexinspect.tui.screens.dialogs import TextDialog
+from flexinspect.tui.screens.trace_screen import TraceScreen
 
 
 async def settle(pilot: Pilot[Any]) -> None:
@@ -40,3 +44,26 @@ def screen_lines(app: Any) -> list[str]:
 def screen_text(app: Any) -> str:
     """Return the text on the screen."""
     return "\n".join(screen_lines(app))
+
+
+async def press(pilot: Any, *keys: str) -> None:
+    """Press keys, and wait until all is loaded."""
+    for key in keys:
+        await pilot.press(key)
+    await settle(pilot)
+
+
+async def answer(pilot: Any, key: str, text: str) -> None:
+    """Press a key that opens a prompt, and type the text."""
+    await settle(pilot)
+    await pilot.press(key)
+    await pilot.pause()
+    assert isinstance(pilot.app.screen, TextDialog)
+    await pilot.press(*text, "enter")
+    await settle(pilot)
+
+
+def place(app: InspectorApp) -> TracePlace:
+    """Return the place that the screen of the trace shows."""
+    assert isinstance(app.screen, TraceScreen)
+    return app.screen.place

@@ -36,6 +36,7 @@ from flexinspect.control.messages import (
 from flexinspect.core.errors import ControlError
 from flexinspect.launch.child_process import CaptureState
 from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.capture_commands import NOTIFY_AFTER_S
 from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen, format_breakpoint
 from flexinspect.tui.screens.dialogs import (
     ChoiceDialog,
@@ -43,7 +44,6 @@ from flexinspect.tui.screens.dialogs import (
     format_error,
     parse_forced_token,
 )
-from flexinspect.tui.screens.trace_screen import NOTIFY_AFTER_S
 from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, TraceSession
 
 SIZE = (100, 30)
@@ -457,7 +457,7 @@ async def test_the_answer_of_a_fork_stays_on_the_screen_when_the_run_continues(
     async with app.run_test(size=SIZE) as pilot:
         await driven(app, pilot)
         screen = app.screen
-        screen.following, screen._forked = True, 0
+        screen.following, screen.navigation.forked = True, 0
         more = replace(screen.status, generations=screen.status.generations + 1)
         screen.apply_status(more)
         assert (screen.place.generation, screen.following) == (0, False)

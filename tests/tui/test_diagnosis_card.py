@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.traces import RUN, SEGMENTS, sample_generation, sample_step, sample_trace
+from support.traces import sample_trace
 from support.tui import screen_lines, screen_text, settle
 from support.undeclared import SECOND, THIRD, blocks, write
 from textual.pilot import Pilot
 
-from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import GenerationEnd
-from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.diagnosis_card import DiagnosisCard, card_height
 from flexinspect.tui.screens.text_screen import TextScreen
@@ -63,19 +59,6 @@ async def test_at_80x24_one_key_shows_the_whole_fix(tmp_path: Path) -> None:
         assert not isinstance(pilot.app.screen, TextScreen)
 
 
-async def test_n_in_the_window_of_a_finding_reads_the_next_one(tmp_path: Path) -> None:
-    path = sample_trace(tmp_path / "sample.flextrace")
-    async with InspectorApp(path).run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
-        await pilot.press("n", "i")
-        await pilot.pause(0.2)
-        first = screen_text(pilot.app)
-        await pilot.press("n")
-        await pilot.pause(0.3)
-        assert isinstance(pilot.app.screen, TextScreen)
-        assert "Error: " in first or "Warning: " in first
-
-
 async def test_without_findings_the_card_says_what_was_checked_and_what_was_not(
     tmp_path: Path,
 ) -> None:
@@ -100,20 +83,6 @@ def test_a_small_screen_keeps_its_lines_for_the_panels() -> None:
     assert [card_height(lines) for lines in (6, 12, 16, 24, 40, 55)] == [0, 1, 2, 4, 5, 6]
 
 
-async def test_going_to_a_finding_brings_the_panel_that_shows_it(tmp_path: Path) -> None:
-    path = sample_trace(tmp_path / "sample.flextrace")
-    app = InspectorApp(path)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("8", "x")  # the findings alone
-        await settle(pilot)
-        await pilot.press("n")
-        await settle(pilot)
-        names = [view.panel.name for view in app.screen.slots.views()]  # type: ignore[attr-defined]
-        assert "layers" in names
-        assert "findings" in names
-
-
 @pytest.mark.usefixtures("with_review")
 async def test_segments_that_nobody_declared_are_named_in_the_strip(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
@@ -123,23 +92,3 @@ async def test_segments_that_nobody_declared_are_named_in_the_strip(tmp_path: Pa
         await settle(pilot)
         assert "╵What is the mon…?" in screen_lines(pilot.app)[2]
         assert "╵↵Name its curre…?" in screen_lines(pilot.app)[2]
-
-
-@pytest.mark.parametrize("key", ["n", "N"])
-async def test_the_first_finding_to_go_to_is_the_worst_even_if_typed_ahead(
-    key: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.flextrace"
-    with TraceWriter.create(path, RUN) as writer:
-        writer.begin_generation(sample_generation(0))
-        for step in range(2):
-            writer.write_step(sample_step(step))
-        note = Finding("mask.leak", Severity.NOTE, "A cell leaks.", step=0, positions=(2,))
-        error = Finding("segments.shifted", Severity.ERROR, "Borders.", step=1, positions=(2,))
-        writer.write_findings([note, error])
-        writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS, "eos"))
-    app: Any = InspectorApp(path)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await pilot.press(key)
-        await settle(pilot)
-        assert app.screen._finding.finding.severity is Severity.ERROR

@@ -5,18 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
-from typing import Any
 
-import pytest
-from support.tui import screen_lines, settle
-
-from flexinspect.panels.base import TracePlace
-from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import Loader
-from flexinspect.tui.screens.trace_screen import clamp_place, extrapolate_place
-from flexinspect.tui.trace_session import RunStatus
 
 
 class LoaderBench:
@@ -104,77 +95,3 @@ def test_nothing_is_preloaded_while_a_request_waits() -> None:
         await bench.loader.wait_idle()
 
     assert with_loader(scenario).loaded == ["a"]
-
-
-def test_the_next_place_continues_in_the_same_direction() -> None:
-    assert extrapolate_place(TracePlace(step=3), TracePlace(step=4)) == TracePlace(step=5)
-    assert extrapolate_place(
-        TracePlace(step=14, layer=2), TracePlace(step=4, layer=2)
-    ) == TracePlace(step=-6, layer=2)
-    assert extrapolate_place(TracePlace(layer=1), TracePlace(layer=2)) == TracePlace(layer=3)
-    assert extrapolate_place(TracePlace(generation=0), TracePlace(generation=1)) is None
-
-
-async def test_a_second_step_in_one_direction_loads_only_ahead(
-    trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app: Any = InspectorApp(trace)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        for _ in range(2):
-            await pilot.press("right")
-            await settle(pilot)
-        app.screen._preload_next()  # a frame that is late, on a busy machine, does without
-        submitted: list[Any] = []
-        submit = ThreadPoolExecutor.submit
-
-        def watched(pool: Any, load: Any, request: Any) -> Any:
-            submitted.append(request)
-            return submit(pool, load, request)
-
-        monkeypatch.setattr(ThreadPoolExecutor, "submit", watched)
-        await pilot.press("right")
-        await settle(pilot)
-        assert "token 4 of 6" in screen_lines(app)[0]
-        places = [
-            request[0] if isinstance(request[0], TracePlace) else request[1].place
-            for request in submitted
-        ]
-        assert {place.step for place in places} <= {4}
-
-
-async def test_a_complete_frame_loads_the_next_place(
-    trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A frame that is late, on a busy machine, does without.
-    monkeypatch.setattr("flexinspect.tui.screens.trace_screen.FRAME_S", 60.0)
-    app: Any = InspectorApp(trace)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        loader = app.screen.slots.views()[0].loader
-        await pilot.press("right")
-        for _ in range(500):
-            await pilot.pause(0.01)
-            if loader._preloaded is not None:
-                break
-        assert loader._preloaded[0][1].place.step == 2
-
-
-async def test_preloaded_data_is_dropped_when_the_trace_grows(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        screen: Any = app.screen
-        await pilot.press("right")
-        await settle(pilot)
-        view = screen.slots.views()[0]
-        screen._preload_next()
-        assert view.loader._preloaded[0][2] == screen.version
-        screen.version += 1
-        await settle(pilot)
-        assert view.loader._preloaded is None
-
-
-def test_without_a_step_places_are_limited_to_the_first() -> None:
-    assert clamp_place(TracePlace(step=-1), RunStatus()).step == 0
-    assert clamp_place(TracePlace(step=-1), RunStatus(first_step=2, last_step=4)).step == 2

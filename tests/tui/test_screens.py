@@ -13,7 +13,7 @@ import pytest
 from rich.cells import cell_len
 from rich.style import Style
 from support.traces import LAYERS, sample_trace
-from support.tui import screen_lines, screen_text, settle, until
+from support.tui import place, press, screen_lines, screen_text, settle, until
 from textual.command import CommandList, CommandPalette
 
 from flexinspect.core.keyboard import KEYS
@@ -26,33 +26,12 @@ from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_layout import Slots, n_columns, n_slots
 from flexinspect.tui.saved_state import DEFAULT_PANELS, load_state, save_state
-from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen, TextDialog
+from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen
 from flexinspect.tui.screens.start_screen import UnreadableTraceScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
 
 WIDE, SMALL = (130, 40), (80, 24)
 PANELS = ("tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run")
-
-
-def place(app: InspectorApp) -> TracePlace:
-    assert isinstance(app.screen, TraceScreen)
-    return app.screen.place
-
-
-async def press(pilot: Any, *keys: str) -> None:
-    for key in keys:
-        await pilot.press(key)
-    await settle(pilot)
-
-
-async def answer(pilot: Any, key: str, text: str) -> None:
-    """Press a key that opens a prompt, and type the text."""
-    await settle(pilot)
-    await pilot.press(key)
-    await pilot.pause()
-    assert isinstance(pilot.app.screen, TextDialog)
-    await pilot.press(*text, "enter")
-    await settle(pilot)
 
 
 async def test_a_trace_opens_at_its_first_step(trace: Path) -> None:
@@ -67,110 +46,6 @@ async def test_a_trace_opens_at_its_first_step(trace: Path) -> None:
         assert "Jane" in lines[1]
         assert "▲13" in lines[2]
         assert "quit" in lines[-1]
-
-
-async def test_arrows_step_forwards_and_backwards_and_stop_at_the_ends(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await press(pilot, "right", "l", "right")
-        assert place(app).step == 3
-        await press(pilot, "left", "h")
-        assert place(app).step == 1
-        await press(pilot, "end")
-        assert place(app).step == 5
-        await press(pilot, "right")
-        assert place(app).step == 5
-        await press(pilot, "home", "left")
-        assert place(app).step == 0
-        assert "token 1 of 6 (step 0, prefill)" in screen_lines(app)[0]
-
-
-async def test_layers_and_heads_stay_within_the_model(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await press(pilot, *["down"] * (LAYERS + 2), "]", "]", "]")
-        assert (place(app).layer, place(app).head) == (LAYERS - 1, 1)
-        await press(pilot, "up", "[", "[")
-        assert (place(app).layer, place(app).head) == (LAYERS - 2, 0)
-
-
-async def test_keys_step_through_generations(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await press(pilot, "right", ">")
-        assert place(app) == TracePlace(1, 0, 0)
-        await press(pilot, ">")
-        assert place(app).generation == 1
-        await press(pilot, "<")
-        assert place(app).generation == 0
-
-
-@pytest.mark.parametrize(
-    ("typed", "step"),
-    [("4", 4), ("ten", 2), ("last", 5), (" First ", 0), ("prefill", 0), ("Jane", 0), ("-1", 1)],
-)
-async def test_go_to_takes_a_number_a_name_or_a_text(trace: Path, typed: str, step: int) -> None:
-    app = InspectorApp(trace, place=TracePlace(0, 0, 1))
-    async with app.run_test(size=SMALL) as pilot:
-        await answer(pilot, "g", typed)
-        assert place(app).step == step
-
-
-async def test_a_missing_step_is_an_error_message(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await answer(pilot, "g", "999")
-        assert place(app).step == 5
-        messages = [note.message for note in app._notifications]
-        assert messages == ["Step 999 does not exist; the nearest step is shown."]
-
-
-async def test_search_finds_tokens_of_the_prompt_and_wraps_around(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await answer(pilot, "/", "emma")
-        assert place(app) == TracePlace(0, 0, 0, pos=3)
-        await press(pilot, "*")
-        assert place(app).pos == 6
-        await press(pilot, "*", "*")
-        assert place(app) == TracePlace(1, 0, 0, pos=6)
-        await press(pilot, "*")
-        assert place(app) == TracePlace(0, 0, 0, pos=3)
-        await press(pilot, "right")
-        assert place(app) == TracePlace(0, 0, 1)
-
-
-async def test_search_finds_words_of_several_tokens(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await answer(pilot, "/", "jane austen")
-        assert place(app) == TracePlace(0, 0, 0)
-        assert [note.message for note in app._notifications] == []
-        await answer(pilot, "/", "who wrote emma?")
-        assert place(app) == TracePlace(0, 0, 0, pos=1)
-        await answer(pilot, "/", "austen")
-        assert place(app) == TracePlace(0, 0, 1)
-
-
-async def test_a_text_without_a_match_is_reported(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await answer(pilot, "/", "[red]")
-        assert [note.message for note in app._notifications] == ["No text contains “[red]”."]
-
-
-async def test_n_goes_to_the_finding_and_its_layer(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await settle(pilot)
-        await until(pilot, lambda: screen_lines(app)[4].startswith("✖ "))
-        assert "1 error" in screen_lines(app)[7]
-        await press(pilot, "n")
-        assert (place(app).step, place(app).layer) == (3, 2)
-        await press(pilot, "backspace")
-        assert (place(app).step, place(app).layer) == (0, 0)
-        await press(pilot, "home", "N")
-        assert place(app).step == 3
 
 
 async def test_tab_moves_between_panels_and_digits_change_them(
@@ -417,19 +292,6 @@ def drawn(app: InspectorApp) -> list[tuple[str, Style]]:
     return [(each.text, each.style or Style()) for strip in strips for each in strip]
 
 
-async def test_a_screenshot_is_saved_where_the_program_runs(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await press(pilot, "s")
-        await press(pilot, "S")
-    pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
-    assert len(pictures) == 2
-    assert all(path.read_text().startswith("<svg") for path in tmp_path.glob("*.svg"))
-
-
 async def test_a_broken_trace_gets_a_screen_with_what_is_left(tmp_path: Path) -> None:
     path = tmp_path / "bad.flextrace"
     path.write_bytes(b"not a trace at all" * 100)
@@ -565,38 +427,6 @@ async def test_a_missing_place_becomes_the_nearest_one(trace: Path) -> None:
         await settle(pilot)
         assert place(app) == TracePlace(1, 0, 5, LAYERS - 1, 1)
         assert any("no generation 99" in note.message for note in app._notifications)
-
-
-async def test_a_number_beyond_any_step_is_searched_as_text(trace: Path) -> None:
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await settle(pilot)
-        await pilot.press("g")
-        await pilot.pause()
-        app.screen.query_one("Input").value = "9" * 5000  # type: ignore[attr-defined]
-        await pilot.press("enter")
-        await settle(pilot)
-        assert place(app).step == 0
-
-
-async def test_damage_found_by_a_search_is_reported(
-    trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from flexinspect.core.errors import TraceError
-    from flexinspect.tui.screens import trace_screen as screen_module
-
-    def fail(*args: object, **options: object) -> None:
-        raise TraceError("The page is damaged.")
-
-    app = InspectorApp(trace)
-    async with app.run_test(size=SMALL) as pilot:
-        await settle(pilot)
-        monkeypatch.setattr(screen_module, "find_token", fail)
-        await pilot.press("/")
-        await pilot.pause()
-        await pilot.press("a", "enter")
-        await settle(pilot)
-        assert [note.message for note in app._notifications] == ["The page is damaged."]
 
 
 async def test_a_theme_changes_the_whole_screen_at_once(trace: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from support.traces import sample_trace
 from support.tui import screen_lines, settle, until
+from textual import events
 
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.screens import trace_screen
 from flexinspect.tui.step_timeline import StepTimeline
 
 
@@ -47,28 +47,9 @@ async def test_a_click_and_a_drag_go_to_a_step(path: Path) -> None:
         await settle(pilot)
         assert app.screen.place.step == 2
         await pilot.mouse_down(StepTimeline, offset=(9, 0))
-        await pilot._post_mouse_events(
-            [trace_screen.events.MouseMove], StepTimeline, offset=(17, 0), button=1
-        )
+        await pilot._post_mouse_events([events.MouseMove], StepTimeline, offset=(17, 0), button=1)
         await settle(pilot)
         assert app.screen.place.step == 4
-
-
-async def test_the_replay_goes_on_to_the_last_step_and_stops(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trace_screen, "REPLAY_S", 0.01)
-    app: Any = InspectorApp(path)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("P")
-        for _ in range(200):
-            await pilot.pause(0.02)
-            if app.screen._replay_timer is None:
-                break
-        assert app.screen.place.step == 5
-        await pilot.press("P", "P")
-        assert app.screen._replay_timer is None
 
 
 async def test_a_small_window_and_a_single_step_have_no_timeline(

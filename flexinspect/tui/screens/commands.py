@@ -82,7 +82,7 @@ class KeyCommands(Provider):
                 yield _Command(key.group, app.keys_of(key.id), capitalize(key.text), words, call)
             elif key.id == "panel.show-1":
                 for number, name in enumerate(panel_names(), start=1):
-                    call = partial(screen.navigate, Navigate(panel=name))
+                    call = partial(screen.navigation.navigate, Navigate(panel=name))
                     keys = app.keys_of(f"panel.show-{number}")
                     title = _title(name)
                     yield _Command(key.group, keys, f"Show panel {title}", f"{name} {title}", call)
@@ -105,7 +105,8 @@ class KeyCommands(Provider):
         """Match descriptions, groups, keys and ids; a number is a step."""
         screen: Any = self.screen
         if (step := parse_step_number(query)) is not None:
-            yield Hit(2.0, f"Go to step {step}", partial(screen.navigate, Navigate(step=step)))
+            call = partial(screen.navigation.navigate, Navigate(step=step))
+            yield Hit(2.0, f"Go to step {step}", call)
         for command in self._commands():
             if score := command.score(query):
                 line = self._line(command, query)
