@@ -311,7 +311,7 @@ class Slots(Container):
 
     def lay_out(self) -> None:
         """Show as many frames as were requested or as fit, in columns."""
-        width, height = self.app.size
+        width, height = self.size.width or self.app.size.width, self.app.size.height
         n_wanted = self._n_requested or n_slots(width, height)
         for index, slot in enumerate(self._slots):
             slot.display = index < n_wanted if self._maximized is None else index == self._maximized
@@ -322,7 +322,5 @@ class Slots(Container):
         self.styles.grid_size_columns, self.styles.grid_size_rows = columns, n_rows
         self.styles.grid_columns = "2fr 1fr" if has_main else "1fr"
         self._slots[0].styles.row_span = n_rows if has_main else 1
-        if self.current() is not self.screen.focused and not isinstance(
-            self.screen.focused, PanelView
-        ):
+        if not isinstance(self.screen.focused, LoadedCanvas):
             self.current().focus()

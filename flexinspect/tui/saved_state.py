@@ -33,12 +33,14 @@ class Layout(Struct, frozen=True):
 class InterfaceState(Struct, frozen=True):
     """The saved state.
 
-    `layouts` are by kind of trace, `recent` are the traces, newest first, and `opened_exhibits` the
-    names of broken runs that were opened.
+    `layouts` are by kind of trace, `rail` is whether the side rail is shown (None: not chosen yet),
+    `recent` are the traces, newest first, and `opened_exhibits` the names of broken runs that were
+    opened.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     theme: str = ""
+    rail: bool | None = None
     recent: tuple[str, ...] = ()
     opened_exhibits: tuple[str, ...] = ()
 

@@ -56,6 +56,7 @@ from flexinspect.tui.panel_view import LoadedCanvas, PanelView, theme_of
 from flexinspect.tui.screens import dialogs
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
 from flexinspect.tui.screens.text_screen import TextScreen
+from flexinspect.tui.side_rail import RailList, SideRail
 from flexinspect.tui.status_lines import StatusBanner, TokenStrip, TraceHeader
 from flexinspect.tui.step_timeline import StepTimeline
 from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
@@ -266,6 +267,7 @@ class TraceScreen(Screen[None]):
         yield StatusBanner()
         yield DiagnosisCard(self._session, self._pool)
         yield Slots(self._session, self._pool)
+        yield SideRail(self._session, self._pool)
         if self._has_tour:
             from flexinspect.tui.guided_tour import TourLine
 
@@ -285,6 +287,7 @@ class TraceScreen(Screen[None]):
         """Give the card the lines that the panels can spare."""
         self.query_one(DiagnosisCard).fit_screen(event.size.height)
         self.query_one(StepTimeline).fit_screen(event.size.height)
+        self.query_one(SideRail).fit_screen(event.size.width)
 
     @on(events.DescendantFocus)
     @on(Slots.Changed)
@@ -440,7 +443,7 @@ class TraceScreen(Screen[None]):
                 canvas.preload(place)
 
     def _shown_canvases(self) -> list[LoadedCanvas]:
-        kinds = (TraceHeader, TokenStrip, StepTimeline, DiagnosisCard)
+        kinds = (TraceHeader, TokenStrip, StepTimeline, DiagnosisCard, RailList)
         return [*(self.query_one(kind) for kind in kinds), *self.slots.views()]
 
     # -- navigation ------------------------------------------------------------------------------
@@ -1020,27 +1023,43 @@ class TraceScreen(Screen[None]):
 
     @work
     async def _quit(self) -> None:
-        if self._session.process is not None and self.status.live:
-            answer = await self._ask_about_run()
-            if answer == "end":
-                self._session.is_ending = True
-            elif answer == "stop":
-                self._session.interrupt()
-            elif answer != "leave":
-                return
-            elif not self._session.detach():
-                self.notify("This run cannot continue without the interface.", severity="warning")
-                return
-        self.app.exit()
+        if await self._may_leave("quit"):
+            self.app.exit()
 
-    async def _ask_about_run(self) -> str | None:
+    @on(RailList.TraceRequest)
+    @work(exclusive=True, group="leave")
+    async def _open_other_trace(self, event: RailList.TraceRequest) -> None:
+        """Open another trace in place of this one, once a run that is to be stopped has ended."""
+        app: Any = self.app
+        if await self._may_leave("open the other trace"):
+            while self._session.process and self.status.live and not self._session.is_detached:
+                await asyncio.sleep(POLL_EVERY_S)
+            app.open_instead(event.path)
+
+    async def _may_leave(self, purpose: str) -> bool:
+        """Ask what happens to a run in progress; return whether its screen can be left."""
+        if self._session.process is None or not self.status.live:
+            return True
+        answer = await self._ask_about_run(purpose)
+        if answer == "end":
+            self._session.is_ending = True
+        elif answer == "stop":
+            self._session.interrupt()
+        elif answer != "leave":
+            return False
+        elif not self._session.detach():
+            self.notify("This run cannot continue without the interface.", severity="warning")
+            return False
+        return True
+
+    async def _ask_about_run(self, purpose: str) -> str | None:
         """Ask whether the run stops or continues; one that only holds its model is ended."""
         if self.capture_status.state == "holding":
             return "end" if await self.call_capture(lambda client: client.stop()) else "stop"
         options = [
-            ("stop", "Stop the run after this step and quit; the trace stays valid"),
+            ("stop", f"Stop the run after this step and {purpose}; the trace stays valid"),
             ("stay", "Continue"),
-            ("leave", "Quit, and let the run continue by itself"),
+            ("leave", f"{capitalize(purpose)}, and let the run continue by itself"),
         ]
         return await ask_choice(self.app, "The model is still running.", options)
 
@@ -1089,6 +1108,7 @@ class TraceScreen(Screen[None]):
             "panel.more": lambda: self.slots.change_count(1),
             "panel.fewer": lambda: self.slots.change_count(-1),
             "panel.reset": lambda: self.slots.reset(),
+            "rail.toggle": lambda: self.query_one(SideRail).toggle(),
             "panel.export": self._save_panel,
             "screen.shot": lambda: self._save_picture("screen", partial(save_screen, self.app)),
             "app.palette": self.app.action_command_palette,
