@@ -109,6 +109,10 @@ class RailList(LoadedCanvas, can_focus=True):
                 self._cursor = None
             self.loader.request_load()
 
+    def on_show(self) -> None:
+        """Load again: the place may have changed while the rail was hidden."""
+        self.loader.request_load()
+
     def on_resize(self, event: events.Resize) -> None:
         self.loader.request_load()
 
@@ -123,15 +127,15 @@ class RailList(LoadedCanvas, can_focus=True):
         cursor = self._cursor or row_of_place(place)
         return RailRequest(place, version, self._others, cursor, top, self.size.height)
 
-    def _load(self, request: RailRequest) -> RailData | None:
+    def _load(self, request: RailRequest) -> RailData:
         path = self._session.path
         name = escape_unprintable(path.stem) if path is not None else "This run"
         try:
             return rail_data.load_rail(self._session.source, name, request)
         except FlexInspectError:
-            return None  # the panels show the reason
+            return rail_data.load_rail(None, name, request)  # the panels show the reason
 
-    def _show_loaded(self, request: RailRequest, loaded: RailData | None) -> None:
+    def _show_loaded(self, request: RailRequest, loaded: RailData) -> None:
         self._data = loaded
         self.repaint()
 
@@ -293,7 +297,8 @@ def draw_row(
         text, style = f"● {data.captures.get(row.key, row.key.stem)}", "accent"
     elif row.kind == "trace":
         verdict = verdicts.get(row.key, TraceVerdict("…"))
-        text, note = escape_unprintable(row.key.stem), verdict.text
+        answer = f" “{verdict.answer}”" if verdict.answer else ""
+        text, note = escape_unprintable(row.key.stem + answer), verdict.text
         note_style = _VERDICT_STYLES.get(verdict.style, "muted")
     if row == here:
         style = "chosen"
