@@ -57,7 +57,7 @@ from flexinspect.tui.screens import dialogs
 from flexinspect.tui.screens.dialogs import ask_choice, ask_text, call_in_thread
 from flexinspect.tui.screens.text_screen import TextScreen
 from flexinspect.tui.side_rail import RailList, SideRail
-from flexinspect.tui.status_lines import StatusBanner, TokenStrip, TraceHeader
+from flexinspect.tui.status_lines import StatusBanner, TokenStrip, TraceHeader, pause_message
 from flexinspect.tui.step_timeline import StepTimeline
 from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
 
@@ -209,9 +209,6 @@ MAX_PLACES = 100
 
 POLL_S = 0.25
 """Interval between status requests to a running capture; each takes a millisecond of a thread."""
-
-NOTIFY_AFTER_S = 0.4
-"""If the header shows the effect of a command by then, its message is not shown."""
 
 COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
@@ -717,10 +714,8 @@ class TraceScreen(Screen[None]):
         if is_requested and self._has_shown_pause_hint:
             return
         self._has_shown_pause_hint = True
-        keys = f"{self.keys_of('run.pause')} continues, {self.keys_of('run.step')} runs one step"
-        show_reason = status.reason and not is_requested
-        reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
-        self.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.")
+        keys = (self.keys_of("run.pause"), self.keys_of("run.step"))
+        self.notify(pause_message(status, *keys))
 
     # -- rules -----------------------------------------------------------------------------------
 
@@ -755,14 +750,15 @@ class TraceScreen(Screen[None]):
 
     @work(group="command")
     async def _run_command(self, command: Callable[[ControlClient], CommandResponse]) -> None:
+        """Run a command; its effect is in the header, except that a held model does nothing."""
         response = await self.call_capture(command)
         if response is not None:
             self.capture_status = CaptureStatus(response.status)
-            if response.status.until:
-                await asyncio.sleep(NOTIFY_AFTER_S)
-            # The header shows a pause that the command has led to.
-            if not (response.status.until and self.capture_status.state == "paused"):
-                self.notify(f"{escape_unprintable(response.message)}.")
+            if response.status.state == "holding":
+                self._notify_response(response)
+
+    def _notify_response(self, response: CommandResponse) -> None:
+        self.notify(f"{escape_unprintable(capitalize(response.message))}.")
 
     def toggle_pause(self) -> None:
         """Pause after this step, or continue."""
@@ -1012,7 +1008,7 @@ class TraceScreen(Screen[None]):
         """Ask the run to end after this step; the second time, kill it."""
         process, is_live = self._session.process, self.status.live
         if process is None and is_live and self.capture_status.status is not None:
-            self._run_command(lambda client: client.stop())
+            self._stop_other_process()
         elif process is None or not is_live:
             self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.")
         elif self._session.is_stopping:
@@ -1020,6 +1016,12 @@ class TraceScreen(Screen[None]):
         else:
             self._session.interrupt()
             self.notify("Stopping after this step; press again to end the run immediately.")
+
+    @work(group="command")
+    async def _stop_other_process(self) -> None:
+        response = await self.call_capture(lambda client: client.stop())
+        if response is not None:
+            self._notify_response(response)
 
     @work
     async def _quit(self) -> None:
