@@ -142,9 +142,10 @@ class InspectorApp(App[None]):
             self.session = session  # a run that was started is concluded by the command
         self.push_screen(TraceScreen(session, place, has_tour=self._has_tour))
 
-    def open_instead(self, path: Path) -> None:
-        """Open another trace in place of the one on the screen."""
-        self.pop_screen()
+    def open_instead(self, screen: TraceScreen, path: Path) -> None:
+        """Open another trace in place of a screen and of the dialogs over it."""
+        while screen in self.screen_stack:
+            self.pop_screen()
         self._open_target(path)
 
     def _compare_traces(self, one: Path, other: Path, generation: int) -> None:

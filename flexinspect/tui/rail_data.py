@@ -155,8 +155,11 @@ def _make_data(
     forks: Mapping[int, BranchRow] | None = None,
     source: Source | None = None,
 ) -> RailData:
-    at, height = outline.index(request.cursor) or 0, max(request.height, 1)
-    top = min(max(request.top, at - height + 1), at, max(len(outline) - height, 0))
+    at, height, top = outline.index(request.cursor) or 0, max(request.height, 1), request.top
+    if not top - 1 <= at <= top + height:
+        top = at - height // 2  # a jump
+    top = min(max(top, at - height + 2), at - 1, len(outline) - height)  # a row of context
+    top = max(top, 0)
     rows = tuple(outline.row(index) for index in range(top, min(top + height, len(outline))))
     numbers = [row.key for row in rows if row.kind == "answer"]
     answers = {}

@@ -23,7 +23,7 @@ from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Pen, clip_text
 from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.tui import rail_data, saved_state
-from flexinspect.tui.panel_view import LoadedCanvas, Loader, theme_of
+from flexinspect.tui.panel_view import LoadedCanvas, Loader, PanelView, theme_of
 from flexinspect.tui.rail_data import OtherTraces, RailData, RailRequest, Row, row_of_place
 from flexinspect.tui.trace_session import TraceSession
 from flexinspect.tui.trace_verdict import TraceVerdict, read_verdict
@@ -224,16 +224,20 @@ class SideRail(Container):
     def compose(self) -> ComposeResult:
         yield self.rows
 
+    def on_mount(self) -> None:
+        self.watch(self.screen, "focused", self._on_focus_change, init=False)
+
     def fit_screen(self, width: int) -> None:
         """Stand beside the panels of a wide screen; cover them only while it has the focus."""
         self._is_overlay = width < MIN_WIDTH_BESIDE
         self.set_class(self._is_overlay, "overlay")
-        if self._is_overlay:
-            self._show(self.rows.has_focus)
-        elif self._is_wanted is None:
-            self._show(width >= MIN_WIDTH_AT_FIRST or self.rows.has_focus)
-        else:
-            self._show(self._is_wanted)
+        is_wanted = width >= MIN_WIDTH_AT_FIRST if self._is_wanted is None else self._is_wanted
+        self._show(self.rows.has_focus or (is_wanted and not self._is_overlay))
+
+    def _on_focus_change(self, focused: Widget | None) -> None:
+        """Uncover the panels when one of them gets the focus."""
+        if self._is_overlay and isinstance(focused, PanelView):
+            self._show(False)
 
     def toggle(self) -> None:
         """Show and focus the rail, focus it where it is shown, or hide it."""
@@ -248,19 +252,15 @@ class SideRail(Container):
             self._is_wanted = is_shown
             saved_state.save_state(rail=is_shown)
 
-    @on(RailList.Left)
-    def leave(self) -> None:
-        """Return to the panels; a rail that covers them is hidden."""
-        self._show(self.display and not self._is_overlay)
-        self._focus_panels()
-
     @on(LoadedCanvas.NavigationRequest)
-    def uncover(self) -> None:
-        """Hide a rail that covers the panels, which show the new place."""
+    def _leave_overlay(self) -> None:
+        """Show the new place in panels that the rail covers."""
         if self._is_overlay:
-            self.leave()
+            self._focus_panels()
 
+    @on(RailList.Left)
     def _focus_panels(self) -> None:
+        """Focus the panel that had the focus before."""
         slots: Any = self.rows.trace_screen.slots
         shown: list[Widget] = slots.views()
         before = [view for view in shown if view is self._focused_before]
@@ -287,7 +287,8 @@ def draw_row(
     if row.kind == "answer" and row.key in data.answers:
         line = data.answers[row.key]
         sign = {None: " ", True: "✓", False: "✖"}[line.is_correct]
-        text = f"{row.key + 1:>2} {sign} {line.text}"
+        width = max(2, len(str(max(data.answers) + 1)))
+        text = f"{row.key + 1:>{width}} {sign} {line.text}"
         errors, warnings = line.problems
         note, note_style = (f"✖ {errors}", "bad") if errors else (f"▲ {warnings}", "warn")
         note = note if errors or warnings else ""

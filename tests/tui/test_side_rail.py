@@ -143,10 +143,12 @@ def test_only_visible_answers_are_read(tmp_path: Path) -> None:
     place = TracePlace(700)
     data = load(path, place=place, cursor=row_of_place(place), height=10)
     assert len(data.outline) == 1001
-    assert sorted(data.answers) == [row.key for row in data.rows] == list(range(691, 701))
-    assert (
-        load(path, place=place, cursor=Row("answer", 695), top=data.top, height=10).top == data.top
-    )
+    assert sorted(data.answers) == [row.key for row in data.rows] == list(range(695, 705))
+    tops = {}
+    for number in (696, 695, 704, 0, 999):
+        cursor = Row("answer", number)
+        tops[number] = load(path, place=place, cursor=cursor, top=data.top, height=10).top
+    assert tops == {696: 696, 695: 695, 704: 697, 0: 0, 999: 991}
 
 
 # -- the widget -----------------------------------------------------------------------------------
@@ -207,7 +209,14 @@ async def test_a_narrow_screen_is_covered_only_while_a_row_is_chosen(forked: Pat
         assert app.screen.query_one("#header").region.x == 0
         await press(pilot, "escape")
         assert not rail.display
-        await press(pilot, "o", "down", "enter")
+        await press(pilot, "o", "tab")
+        assert not rail.display
+        await press(pilot, "o")
+        await pilot.resize_terminal(120, 40)
+        await settle(pilot)
+        assert rail.display
+        await pilot.resize_terminal(*SMALL)
+        await press(pilot, "down", "enter")
         assert not rail.display
         assert screen(app).place.generation == 1
         assert isinstance(app.screen.focused, PanelView)

@@ -1036,7 +1036,7 @@ class TraceScreen(Screen[None]):
         if await self._may_leave("open the other trace"):
             while self._session.process and self.status.live and not self._session.is_detached:
                 await asyncio.sleep(POLL_EVERY_S)
-            app.open_instead(event.path)
+            app.open_instead(self, event.path)
 
     async def _may_leave(self, purpose: str) -> bool:
         """Ask what happens to a run in progress; return whether its screen can be left."""
