@@ -75,8 +75,11 @@ class OtherTraces(Struct, frozen=True):
     traces: tuple[Path, ...] = ()
 
 
-def list_other_traces(current: Path | None) -> OtherTraces:
-    """Return the captures of this machine and the recent traces, without the current one."""
+def list_other_traces(current: Path | None, own_pid: int | None) -> OtherTraces:
+    """Return the captures of this machine and the recent traces, without the current one.
+
+    `own_pid` is the process of the current one, whose trace may not be open yet.
+    """
     from flexinspect.control.discovery import running
 
     captures: dict[Path, str] = {}
@@ -84,7 +87,7 @@ def list_other_traces(current: Path | None) -> OtherTraces:
         captures = {
             Path(one.trace): f"{escape_unprintable(one.title or one.kind)}, process {one.pid}"
             for one in running()
-            if current is None or not one.is_recording(current)
+            if one.pid != own_pid and (current is None or not one.is_recording(current))
         }
     left_out = {*captures, *([] if current is None else [current.absolute()])}
     return OtherTraces(captures, tuple(path for path in known_traces() if path not in left_out))

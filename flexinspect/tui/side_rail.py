@@ -89,8 +89,11 @@ class RailList(LoadedCanvas, can_focus=True):
     @work(exclusive=True, group="rail")
     async def list_other_traces(self) -> None:
         """List running captures and recent traces, then read the verdicts, while it is shown."""
+        process = self._session.process
+        own_pid = process.pid if process is not None else None
         while self.is_mounted:
-            others = await asyncio.to_thread(rail_data.list_other_traces, self._session.path)
+            path = self._session.path
+            others = await asyncio.to_thread(rail_data.list_other_traces, path, own_pid)
             if others != self._others:
                 self._others = others
                 self.loader.request_load()

@@ -303,6 +303,15 @@ async def test_a_new_answer_and_its_text_appear_while_a_run_records(tmp_path: Pa
 # -- other traces ---------------------------------------------------------------------------------
 
 
+def test_the_own_run_is_none_of_the_others_before_its_trace_is_open(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = CaptureEntry(11, time.time(), Address("/run/11.sock"), str(trace))
+    monkeypatch.setattr("flexinspect.control.discovery.running", lambda: [entry])
+    assert not rail_data.list_other_traces(None, 11).captures
+    assert rail_data.list_other_traces(None, None).captures == {trace: "generation, process 11"}
+
+
 async def test_other_traces_are_listed_with_their_verdict_and_opened(
     trace: Path, forked: Path
 ) -> None:
