@@ -29,6 +29,7 @@ from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
 from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
+from flexinspect.trace.queries import question_text
 from flexinspect.trace.query_results import GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -74,7 +75,7 @@ def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, 
     return {
         "generation": row.generation,
         "sample_id": row.sample_id,
-        "question": _question(row, reader),
+        "question": question_text(reader, row.generation),
         "answer": answer,
         "expected": row.expected,
         "correct": is_correct_answer(answer, row.expected) if row.expected else None,
@@ -252,7 +253,7 @@ class RunProgress:
         row = rows[self._generation]
         if not self._is_announced:
             self._begin_generation()
-            question = truncate(_question(row, reader), _MAX_QUESTION_CHARS)
+            question = truncate(question_text(reader, row.generation), _MAX_QUESTION_CHARS)
             self._lines.append(f"generation {row.generation}: {question}")
             self._is_announced = True
         for step in reader.steps(self._generation, start=self._next_step):
@@ -297,16 +298,6 @@ def _plan_line(plan: Mapping[str, Any]) -> str:
         f"{plan.get('name')}: {count} parameters in {plan.get('dtype')} on {plan.get('device')}, "
         f"from {plan.get('place')}; needs {needs} of {free} free"
     )
-
-
-def _question(generation: GenerationRow, reader: TraceReader) -> str:
-    """Return the text of a prompt's first paraphrase, decoded from its tokens."""
-    segments = sorted(reader.segments(generation.generation), key=lambda s: s.kind != "paraphrase")
-    if not segments:
-        return ""
-    first = segments[0]
-    tokens = reader.tokens(generation.generation, start=first.start, stop=first.stop)
-    return "".join(token.text for token in tokens).strip()
 
 
 def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:

@@ -23,7 +23,7 @@ _GROUPS = {
     **dict.fromkeys(("zoom", "view", "cursor", "code"), "View"),
     **dict.fromkeys(("travel", "branch"), "Fork"),
     **dict.fromkeys(("screen", "mask", "panel.export"), "Save"),
-    **dict.fromkeys(("panel", "layout"), "Panels"),
+    **dict.fromkeys(("panel", "layout", "rail"), "Panels"),
     "run": "Run",
     "app": "App",
 }
@@ -91,6 +91,7 @@ KEYS: tuple[Key, ...] = (
     Key("layout.health", ("f3",), "layout: layers, paths, memory, run"),
     Key("layout.training", ("f4",), "layout: training"),
     Key("layout.compare", ("f5",), "layout: branches"),
+    Key("rail.toggle", ("o", "ctrl+b"), "contents: answers, branches, other traces; or hide them"),
     Key("zoom.in", ("z",), "zoom in", label="zoom"),
     Key("zoom.out", ("Z",), "zoom out"),
     Key("view.flip", ("m",), "next view of the mask: ran, intended …", label="view"),

@@ -180,14 +180,6 @@ def hook_hint(hook: str, records: str) -> str:
     )
 
 
-def is_training_trace(source: Source) -> bool:
-    """Whether the trace is of a training run; False while it cannot be read."""
-    try:
-        return bool(source.reader.run().get("watch_training"))
-    except TraceError:
-        return False
-
-
 def training_facts(source: Source, generation: int) -> Mapping[str, Any] | None:
     """Return the declared facts of a training run, None for a generation of tokens."""
     try:

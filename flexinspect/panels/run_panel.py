@@ -30,7 +30,7 @@ from flexinspect.records.step import CallRecord, MaskRecord
 from flexinspect.trace import queries
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.file.location import COMPANION_SUFFIXES
-from flexinspect.trace.queries import read_tokens
+from flexinspect.trace.queries import question_text, read_tokens
 from flexinspect.trace.query_results import BranchRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader
 
@@ -392,7 +392,7 @@ def _load_generation_facts(
         generation=row,
         branch=branch,
         segments=tuple(segments),
-        question=_load_question(reader, generation, segments),
+        question=question_text(reader, generation, limit=_MAX_TOKENS),
         answer=answer,
         is_correct=is_answer_correct(source, own, (branch or row).state, answer, row.expected),
         prefill=prefill,
@@ -419,15 +419,6 @@ def _load_open_share(source: Source, summary: MaskRecord) -> float | None:
     if summary.q_len * summary.kv_len * summary.heads > _MAX_CELLS:
         return None
     return source.get_or_create(("open share", summary.fingerprint), count)
-
-
-def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segment]) -> str:
-    """Return the text of the first paraphrase, or without one of the first segment."""
-    first = min(segments, key=lambda s: s.kind is not SegmentKind.PARAPHRASE, default=None)
-    if first is None:
-        return ""
-    tokens = reader.tokens(generation, 0, first.start, first.stop, limit=_MAX_TOKENS)
-    return "".join(token.text for token in tokens).strip()
 
 
 def _load_answer(

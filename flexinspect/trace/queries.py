@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.records.finding import Severity
+from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import LayerStatRecord, MemoryRecord, TokenRecord
 from flexinspect.trace import codec, schema
 from flexinspect.trace.query_results import EventRow, FindingRow, GenerationRow, StepRow
@@ -503,6 +504,35 @@ def n_generations(trace: TraceReader) -> int:
     sql = "SELECT generation FROM generations ORDER BY generation DESC LIMIT 1"
     last = trace._read_int(sql)
     return 0 if last is None else last + 1
+
+
+def generation_range(trace: TraceReader, start: int, stop: int) -> list[GenerationRow]:
+    """Return the generations `start <= generation < stop`, in order."""
+    where = "WHERE g.generation >= ? AND g.generation < ? ORDER BY g.generation"
+    return trace._read(codec.decode_generation, f"{schema.READ_GENERATIONS} {where}", (start, stop))
+
+
+def problem_counts(trace: TraceReader, start: int, stop: int) -> dict[int, tuple[int, int]]:
+    """Return the number of errors and warnings of `start <= generation < stop`, if it has any."""
+    sql = (
+        "SELECT generation, sum(severity = 'error'), sum(severity = 'warning') FROM findings "
+        "WHERE generation >= ? AND generation < ? GROUP BY generation"
+    )
+    rows = trace._read_values(("int", "int", "int"), sql, (start, stop), "findings")
+    return {generation: (errors, warnings) for generation, errors, warnings in rows}
+
+
+def question_text(trace: TraceReader, generation: int, *, limit: int = -1) -> str:
+    """Return the text of the first paraphrase, or without one of the first segment.
+
+    It has at most `limit` tokens (-1: all).
+    """
+    segments = trace.segments(generation)
+    first = min(segments, key=lambda s: s.kind is not SegmentKind.PARAPHRASE, default=None)
+    if first is None:
+        return ""
+    tokens = trace.tokens(generation, 0, first.start, first.stop, limit=limit)
+    return "".join(token.text for token in tokens).strip()
 
 
 def n_steps_and_findings(trace: TraceReader) -> tuple[int, int]:

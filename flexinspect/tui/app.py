@@ -127,7 +127,7 @@ class InspectorApp(App[None]):
     def inspect_trace(self, path: Path, place: TracePlace | None = None) -> None:
         """Open a trace, or a screen with the reason when it could not be read."""
         try:
-            self.session = TraceSession(path)
+            session = TraceSession(path)
         except TraceError as error:
             from flexinspect.tui.screens.start_screen import UnreadableTraceScreen
 
@@ -138,7 +138,15 @@ class InspectorApp(App[None]):
         self.trace_error = None
         if not is_repaired_copy(path):
             saved_state.add_recent_trace(path)
-        self.push_screen(TraceScreen(self.session, place, has_tour=self._has_tour))
+        if self.session is None or self.session.process is None:
+            self.session = session  # a run that was started is concluded by the command
+        self.push_screen(TraceScreen(session, place, has_tour=self._has_tour))
+
+    def open_instead(self, screen: TraceScreen, path: Path) -> None:
+        """Open another trace in place of a screen and of the dialogs over it."""
+        while screen in self.screen_stack:
+            self.pop_screen()
+        self._open_target(path)
 
     def _compare_traces(self, one: Path, other: Path, generation: int) -> None:
         """Show a generation of two traces side by side, from its first difference on."""
@@ -235,7 +243,7 @@ class InspectorApp(App[None]):
                     loop.add_signal_handler(number, self._handle_signal, number)
 
     def _handle_signal(self, number: int) -> None:
-        if self.session is not None:
+        if self.session is not None and not self.session.is_detached:
             self.session.interrupt()
         self.exit(return_code=128 + number)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import capitalize, escape_unprintable
 from flexinspect.tui.navigation import Navigation
 from flexinspect.tui.screens.dialogs import ask_choice, call_in_thread
+from flexinspect.tui.status_lines import pause_message
 from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
 
 # The first screen does not need the messages of control.
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NOTIFY_AFTER_S = 0.4
-"""If the header shows the effect of a command by then, its message is not shown."""
+POLL_EVERY_S = 0.05
 
 
 class CaptureScreen(Protocol):
@@ -49,16 +50,15 @@ class CaptureCommands:
         return await call_in_thread(screen.app, lambda: screen.capture.call(command))
 
     async def _run(self, command: Callable[[ControlClient], CommandResponse]) -> None:
+        """Run a command; its effect is in the header, except that a held model does nothing."""
         response = await self.call(command)
-        if response is None:
-            return
-        screen = self._screen
-        screen.capture_status = CaptureStatus(response.status)
-        if response.status.until:
-            await asyncio.sleep(NOTIFY_AFTER_S)
-        # The header shows a pause that the command has led to.
-        if not (response.status.until and screen.capture_status.state == "paused"):
-            screen.app.notify(f"{escape_unprintable(response.message)}.")
+        if response is not None:
+            self._screen.capture_status = CaptureStatus(response.status)
+            if response.status.state == "holding":
+                self._notify_response(response)
+
+    def _notify_response(self, response: CommandResponse) -> None:
+        self._screen.app.notify(f"{escape_unprintable(capitalize(response.message))}.")
 
     def toggle_pause(self) -> Awaitable[None]:
         """Pause after this step, or continue."""
@@ -88,17 +88,15 @@ class CaptureCommands:
         if is_requested and self._has_shown_pause_hint:
             return
         self._has_shown_pause_hint = True
-        keys = f"{app.keys_of('run.pause')} continues, {app.keys_of('run.step')} runs one step"
-        show_reason = status.reason and not is_requested
-        reason = f": {escape_unprintable(status.reason)}" if show_reason else ""
-        app.notify(f"{escape_unprintable(status.description)}{reason}. {keys}.")
+        keys = (app.keys_of("run.pause"), app.keys_of("run.step"))
+        app.notify(pause_message(status, *keys))
 
     def stop(self) -> Awaitable[None] | None:
         """Ask the run to end after this step; the second time, kill it."""
         screen, process = self._screen, self._session.process
         is_live = screen.status.live
         if process is None and is_live and screen.capture_status.status is not None:
-            return self._run(lambda client: client.stop())
+            return self._stop_other_process()
         if process is None or not is_live:
             screen.app.notify(f"Nothing is running; {screen.app.keys_of('app.quit')} quits.")
         elif self._session.is_stopping:
@@ -109,30 +107,49 @@ class CaptureCommands:
             screen.app.notify(message)
         return None
 
+    async def _stop_other_process(self) -> None:
+        response = await self.call(lambda client: client.stop())
+        if response is not None:
+            self._notify_response(response)
+
     async def quit(self) -> None:
         """Close the interface; ask first what a run that it started shall do."""
-        app, session = self._screen.app, self._session
-        if session.process is not None and self._screen.status.live:
-            answer = await self._ask_about_run()
-            if answer == "end":
-                session.is_ending = True
-            elif answer == "stop":
-                session.interrupt()
-            elif answer != "leave":
-                return
-            elif not session.detach():
-                message = "This run cannot continue without the interface."
-                app.notify(message, severity="warning")
-                return
-        app.exit()
+        if await self._may_leave("quit"):
+            self._screen.app.exit()
 
-    async def _ask_about_run(self) -> str | None:
+    async def open_instead(self, path: Path) -> None:
+        """Open another trace in place of this one, once a run that is to be stopped has ended."""
+        screen, session = self._screen, self._session
+        if await self._may_leave("open the other trace"):
+            while session.process and screen.status.live and not session.is_detached:
+                await asyncio.sleep(POLL_EVERY_S)
+            screen.app.open_instead(screen, path)
+
+    async def _may_leave(self, purpose: str) -> bool:
+        """Ask what happens to a run in progress; return whether its screen can be left."""
+        session = self._session
+        if session.process is None or not self._screen.status.live:
+            return True
+        answer = await self._ask_about_run(purpose)
+        if answer == "end":
+            session.is_ending = True
+        elif answer == "stop":
+            session.interrupt()
+        elif answer != "leave":
+            return False
+        elif not session.detach():
+            message = "This run cannot continue without the interface."
+            self._screen.app.notify(message, severity="warning")
+            return False
+        return True
+
+    async def _ask_about_run(self, purpose: str) -> str | None:
         """Ask whether the run stops or continues; one that only holds its model is ended."""
         if self._screen.capture_status.state == "holding":
             return "end" if await self.call(lambda client: client.stop()) else "stop"
         options = [
-            ("stop", "Stop the run after this step and quit; the trace stays valid"),
+            ("stop", f"Stop the run after this step and {purpose}; the trace stays valid"),
             ("stay", "Continue"),
-            ("leave", "Quit, and let the run continue by itself"),
+            ("leave", f"{capitalize(purpose)}, and let the run continue by itself"),
         ]
         return await ask_choice(self._screen.app, "The model is still running.", options)

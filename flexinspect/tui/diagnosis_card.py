@@ -141,7 +141,8 @@ class DiagnosisCard(LoadedCanvas):
         self._set_height()
 
     def _set_height(self) -> None:
-        needed = len(_draw_verified(self._diagnosis, Pen(theme_of(self.app), self.app.size.width)))
+        width = self.size.width or self.app.size.width
+        needed = len(_draw_verified(self._diagnosis, Pen(theme_of(self.app), width)))
         lines = self._max_height if self._diagnosis.finding is not None else needed
         self.styles.height = max(min(lines, self._max_height), 1)
         self.display = min(lines, self._max_height) > 0

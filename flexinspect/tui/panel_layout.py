@@ -14,33 +14,42 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message
 
-from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.errors import FlexInspectError, TraceError
 from flexinspect.core.keyboard import N_DIGITS
-from flexinspect.panels.base import Panel, Picture, is_training_trace
+from flexinspect.panels.base import Panel, Picture
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
+from flexinspect.panels.panel_source import Source
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_view import LoadedCanvas, PanelView
+from flexinspect.tui.saved_state import MAX_SLOTS, Layout
 from flexinspect.tui.screens.dialogs import ask_choice
 from flexinspect.tui.trace_session import TraceSession
 
-MAX_SLOTS = 4
 LOAD_WITHIN_S = 1.0
 """When loading starts on a terminal that is too small for any frame."""
-TRAINING_PANELS = ("training", "gradstrip", "findings", "memory")
-"""The panels of a training run."""
-
-
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    "understand": saved_state.DEFAULT_PANELS,
+    "understand": ("mask", "logits", "tokens", "attention"),
     "token": ("logits", "attention", "tokens", "path"),
     "health": ("layers", "path", "memory", "run"),
-    "training": TRAINING_PANELS,
+    "training": ("training", "gradstrip", "findings", "memory"),
     "compare": ("branches", "mask", "logits", "tokens"),
 }
 """The panels of each layout that a key selects, the main one first."""
 
+_KIND_FACTS = {"training": "watch_training", "program": "program"}
+"""By kind of trace, the fact of the manifest that only this kind has."""
+
 MIN_MAIN_WIDTH = 100
 """Width from which the first panel has two thirds of the columns, and the others the rest."""
+
+
+def trace_kind(source: Source) -> str:
+    """Return the kind of a trace, by which layouts are saved: training, program or generation."""
+    try:
+        run = source.reader.run()
+    except TraceError:
+        run = {}
+    return next((kind for kind, fact in _KIND_FACTS.items() if run.get(fact)), "generation")
 
 
 def n_slots(width: int, height: int) -> int:
@@ -146,10 +155,10 @@ class Slots(Container):
         super().__init__(id="slots")
         self._session = session
         self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
-        self._saved = state = saved_state.load_state()
-        self._n_requested = state.slots
+        self._layouts = dict(saved_state.load_state().layouts)
+        self._kind = "generation"
+        self._n_requested = self._layout().slots
         self._maximized: int | None = None
-        self._is_training = False
         self.loaded = asyncio.Event()
         """Set when the panels are loaded: after the first frame, or before a key acts."""
 
@@ -170,8 +179,15 @@ class Slots(Container):
             self.call_after_refresh(start_gc)
 
     def _load_panels(self) -> None:
-        """Show the saved panels, or those of a training run, in the frames."""
-        self._show_panels(TRAINING_PANELS if self._is_training else self._saved.panels)
+        """Show the panels of this kind of trace in the frames."""
+        self._show_panels(self._layout().panels)
+
+    def _layout(self) -> Layout:
+        """Return the saved layout of this kind of trace, or its first one."""
+        return self._layouts.get(self._kind) or Layout(LAYOUTS[self._first_layout()])
+
+    def _first_layout(self) -> str:
+        return "training" if self._kind == "training" else "understand"
 
     def _show_panels(self, panels: tuple[str, ...]) -> None:
         names = loadable_panels(panels)
@@ -185,13 +201,15 @@ class Slots(Container):
         self.post_message(self.Changed())
 
     def _on_new_version(self) -> None:
-        """Show the panels of a training run for its trace, without saving that layout."""
+        """Show the layout of the kind of trace, which is not known before its run has begun."""
         source = self._session.source
-        if self._is_training or source is None or not is_training_trace(source):
+        kind = self._kind if source is None else trace_kind(source)
+        if kind == self._kind:
             return
-        self._is_training = True
+        self._kind = kind
+        self._n_requested = self._layout().slots
         for strip in self.screen.query("#strip"):
-            strip.display = False  # there are no tokens
+            strip.display = kind != "training"  # which has no tokens
         if self.loaded.is_set():
             self._load_panels()
 
@@ -281,10 +299,10 @@ class Slots(Container):
         self.focus_panel(name)
 
     def _save_layout(self) -> None:
-        if self._is_training or not self.loaded.is_set():
-            return  # not the panels that the user chose for generations
-        names = tuple(slot.view.panel.name for slot in self._slots)
-        saved_state.save_state(panels=names, slots=self._n_requested)
+        if self.loaded.is_set():
+            names = tuple(slot.view.panel.name for slot in self._slots)
+            self._layouts[self._kind] = layout = Layout(names, self._n_requested)
+            saved_state.save_layout(self._kind, layout)
 
     def toggle_maximized(self) -> None:
         """Show only the focused panel, or all panels again.
@@ -295,8 +313,8 @@ class Slots(Container):
         self.lay_out()
 
     def reset(self) -> None:
-        """Show the panels that a new user sees, as many as fit."""
-        self.apply_layout("training" if self._is_training else "understand")
+        """Show the panels that a new user sees for this kind of trace, as many as fit."""
+        self.apply_layout(self._first_layout())
 
     def apply_layout(self, name: str) -> None:
         """Show the panels of a layout, as many as fit."""
@@ -318,7 +336,7 @@ class Slots(Container):
 
     def lay_out(self) -> None:
         """Show as many frames as were requested or as fit, in columns."""
-        width, height = self.app.size
+        width, height = self.size.width or self.app.size.width, self.app.size.height
         n_wanted = self._n_requested or n_slots(width, height)
         for index, slot in enumerate(self._slots):
             slot.display = index < n_wanted if self._maximized is None else index == self._maximized
@@ -329,7 +347,5 @@ class Slots(Container):
         self.styles.grid_size_columns, self.styles.grid_size_rows = columns, n_rows
         self.styles.grid_columns = "2fr 1fr" if has_main else "1fr"
         self._slots[0].styles.row_span = n_rows if has_main else 1
-        if self.current() is not self.screen.focused and not isinstance(
-            self.screen.focused, PanelView
-        ):
+        if not isinstance(self.screen.focused, LoadedCanvas):
             self.current().focus()

@@ -1,4 +1,4 @@
-"""State of the interface between sessions: the layout, the theme, and recently opened traces.
+"""State of the interface between sessions: layouts, the theme, and recently opened traces.
 
 A small JSON file in the user's state folder (`XDG_STATE_HOME`, else `~/.local/state`, on Windows
 `LOCALAPPDATA`). A file that cannot be read or written is ignored without a message.
@@ -7,32 +7,40 @@ A small JSON file in the user's state folder (`XDG_STATE_HOME`, else `~/.local/s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, ValidationError, convert
-from msgspec.structs import asdict, fields, replace
+from msgspec import Meta, Struct, ValidationError, convert, field, to_builtins
+from msgspec.structs import fields, replace
 
 from flexinspect.core.environment import replace_file, user_folder
 from flexinspect.core.errors import TraceError, TruncatedTraceError
 from flexinspect.trace.file.connections import check_header
 
 N_RECENT = 12
-DEFAULT_PANELS = ("mask", "logits", "tokens", "attention")
+MAX_SLOTS = 4
+
+
+class Layout(Struct, frozen=True):
+    """The names of panels by slot, and the number of slots shown (0: as many as fit)."""
+
+    panels: Annotated[tuple[str, ...], Meta(min_length=1)]
+    slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] = 0
 
 
 class InterfaceState(Struct, frozen=True):
     """The saved state.
 
-    `panels` are names by slot, `slots` the number shown (0: as many as fit), `recent` the traces,
-    newest first, and `opened_exhibits` the names of broken runs that were opened.
+    `layouts` are by kind of trace, `rail` is whether the side rail is shown (None: not chosen yet),
+    `recent` are the traces, newest first, and `opened_exhibits` the names of broken runs that were
+    opened.
     """
 
-    panels: tuple[str, ...] = DEFAULT_PANELS
-    slots: int = 0
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
     theme: str = ""
+    rail: bool | None = None
     recent: tuple[str, ...] = ()
     opened_exhibits: tuple[str, ...] = ()
 
@@ -54,9 +62,7 @@ def load_state() -> InterfaceState:
     for one in fields(InterfaceState) if isinstance(data, dict) else ():
         with suppress(KeyError, ValidationError):
             values[one.name] = convert(data[one.name], one.type)
-    state = InterfaceState(**values)
-    slots, panels = min(max(state.slots, 0), 4), state.panels or DEFAULT_PANELS
-    return replace(state, slots=slots, panels=panels)
+    return InterfaceState(**values)
 
 
 def save_state(**changes: Any) -> None:
@@ -64,10 +70,15 @@ def save_state(**changes: Any) -> None:
     file = state_file()
     if file is None:
         return
-    text = json.dumps(asdict(replace(load_state(), **changes)), indent=2)
+    text = json.dumps(to_builtins(replace(load_state(), **changes)), indent=2)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, text.encode(), 0o600)
+
+
+def save_layout(kind: str, layout: Layout) -> None:
+    """Save the layout of a kind of trace."""
+    save_state(layouts={**load_state().layouts, kind: layout})
 
 
 def add_recent_trace(path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from textual import events
@@ -29,6 +31,9 @@ from flexinspect.panels.xray import SIGNS, Direction, XRay, load_xray
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus, TraceSession
+
+if TYPE_CHECKING:
+    from flexinspect.control.messages import StatusResponse
 
 BAR_WIDTH = 30
 
@@ -200,15 +205,33 @@ def _format_halt(capture_status: CaptureStatus) -> str:
         return "held by a debugger"
     if capture_status.is_unresponsive:
         return "busy, no reply"
+    status = capture_status.status
+    if status is not None and status.state == "running" and status.until:
+        return "pausing"
     text = _HALT_TEXTS.get(capture_status.state, "")
-    reason = capture_status.status.reason if capture_status.status is not None else ""
-    if text != "paused" or not reason:
-        return text
+    reason = pause_reason(status) if status is not None and text == "paused" else ""
+    return f"paused: {truncate(reason, MAX_REASON_CHARS)}" if reason else text
+
+
+def pause_reason(status: StatusResponse) -> str:
+    """Return why a run is paused: the condition of a breakpoint; empty if a command asked for it.
+
+    The values that the condition was evaluated with are left out: the panels show them.
+    """
     from flexinspect.control.messages import PAUSE_REQUESTED
 
-    if reason != PAUSE_REQUESTED:
-        text = f"paused: {truncate(escape_unprintable(reason), MAX_REASON_CHARS)}"
-    return text
+    if status.reason == PAUSE_REQUESTED:
+        return ""
+    hit = re.match(r"breakpoint \d+, (.+?): step \d", status.reason)
+    return escape_unprintable(f"breakpoint `{hit[1]}`" if hit else status.reason)
+
+
+def pause_message(status: StatusResponse, continue_key: str, step_key: str) -> str:
+    """Return in one line where a run is paused, why, and the keys that go on."""
+    step = status.place.step
+    where = f"at token {step + 1}" if step >= 0 else "before the first token"
+    keys = (f"{continue_key} continue", f"{step_key} one token")
+    return " · ".join(filter(None, (f"Paused {where}", pause_reason(status), *keys)))
 
 
 def _format_cost(status: RunStatus, step: StepRow | None) -> str:

@@ -257,7 +257,7 @@ def test_a_share_is_a_whole_percentage_without_a_sign_of_zero() -> None:
 
 async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
     path = grads_trace(tmp_path / "t.flextrace", gradients(0), nonfinite(1), red(2))
-    saved_state.save_state(panels=("gradients", "tokens"))
+    saved_state.save_layout("generation", saved_state.Layout(("gradients", "tokens")))
     app = InspectorApp(path)
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
@@ -283,7 +283,7 @@ async def test_the_screen_matches_its_golden_picture(
     tmp_path: Path, options: GradientsOptions
 ) -> None:
     path = grads_trace(tmp_path / "sample.flextrace", gradients(0), nonfinite(1))
-    saved_state.save_state(panels=("gradients", "tokens"))
+    saved_state.save_layout("generation", saved_state.Layout(("gradients", "tokens")))
     app = InspectorApp(path)
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)

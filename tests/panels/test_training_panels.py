@@ -36,7 +36,7 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import CurvePoint, open_trace
 from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.panel_layout import TRAINING_PANELS, Slot
+from flexinspect.tui.panel_layout import LAYOUTS, Slot, Slots
 
 PANEL, STRIP = TrainingPanel(), GradientStripPanel()
 SIZES = [(120, 40), (84, 6), (60, 20), (38, 5), (20, 3), (5, 30), (2, 2), (1, 1)]
@@ -288,19 +288,29 @@ def test_a_generation_of_tokens_has_no_training(trace: Path) -> None:
             panel.load(source, request(0))
 
 
-async def test_the_screen_shows_the_panels_of_training_and_forgets_them_again(run: Path) -> None:
-    before = saved_state.load_state().panels
+async def test_a_training_run_has_a_layout_of_its_own(run: Path, trace: Path) -> None:
+    saved_state.save_layout("generation", saved_state.Layout(("tokens", "mask"), 2))
     app = InspectorApp(run)
     async with app.run_test(size=(140, 44)) as pilot:
         await settle(pilot)
         text = screen_text(app)
-        assert [slot.view.panel.name for slot in app.screen.query(Slot)] == list(TRAINING_PANELS)
+        assert [slot.view.panel.name for slot in app.screen.query(Slot)] == list(
+            LAYOUTS["training"]
+        )
         assert "learning rate" in text
         assert "body.0" in text
         assert not app.screen.query_one("#strip").display
         await pilot.press("end")
         await settle(pilot)
         assert "Step 39: the output of body.0" in screen_text(app)
-        await pilot.press("x")
+        await pilot.press("6", "-", "-")
         await settle(pilot)
-    assert saved_state.load_state().panels == before
+    for path, panels in ((run, ["memory", "gradstrip"]), (trace, ["tokens", "mask"])):
+        app = InspectorApp(path)
+        async with app.run_test(size=(140, 44)) as pilot:
+            await settle(pilot)
+            shown = [view.panel.name for view in app.screen.query_one(Slots).views()]
+            assert shown == panels
+            if path == run:
+                await pilot.press("equals_sign")
+    assert saved_state.load_state().layouts["training"].panels == LAYOUTS["training"]

@@ -36,7 +36,6 @@ from flexinspect.control.messages import (
 from flexinspect.core.errors import ControlError
 from flexinspect.launch.child_process import CaptureState
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.capture_commands import NOTIFY_AFTER_S
 from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen, format_breakpoint
 from flexinspect.tui.screens.dialogs import (
     ChoiceDialog,
@@ -103,7 +102,7 @@ class FakeCapture:
 
     def step(self, n: int) -> CommandResponse:
         self.requests.append(("step", n))
-        return self._answer("pausing after 1 more step")
+        return self._answer("pausing after the next step")
 
     def breakpoints(self) -> list[BreakpointInfo]:
         return self.stored
@@ -175,7 +174,7 @@ async def test_space_pauses_and_continues_and_the_header_shows_it(path: Path) ->
         here = await driven(app, pilot)
         await pilot.press("space")
         await here.until(lambda: "paused" in screen_lines(app)[0])
-        assert here.shows("pausing after this step")
+        assert not here.shows("pausing")
         await pilot.press("space")
         await here.until(lambda: ("continue",) in here.capture.requests)
         await here.until(lambda: "paused" not in screen_lines(app)[0])
@@ -187,12 +186,12 @@ async def test_a_requested_pause_shows_the_keys_once_and_changes_the_header(path
         here = await driven(app, pilot)
         here.capture.reason, here.capture.until = PAUSE_REQUESTED, "after this step"
         await pilot.press("space")
-        await here.until(lambda: here.shows("space continues, . runs one step"))
+        await here.until(lambda: here.shows("Paused at token 3 · space continue · . one token"))
         app.clear_notifications()
         await pilot.press("space", "space")
         await here.until(lambda: here.capture.requests == [("pause",), ("continue",), ("pause",)])
         await here.until(lambda: "paused" in screen_lines(app)[0])
-        await pilot.pause(NOTIFY_AFTER_S)
+        await settle(pilot)
         assert not here.shows("paus")
 
 
@@ -213,10 +212,10 @@ async def test_a_stop_says_why_and_how_to_continue(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
-        here.capture.reason = "entropy is 3.4, above 3"
+        here.capture.reason = "breakpoint 1, step == 2: step 2 (decode): token 7"
         here.capture.state = "paused"
-        await here.until(lambda: here.shows("entropy is 3.4, above 3"))
-        assert here.shows("space continues")
+        message = "Paused at token 3 · breakpoint `step == 2` · space continue · . one token"
+        await here.until(lambda: here.shows(message))
 
 
 async def test_the_full_stop_key_makes_one_token(path: Path) -> None:
@@ -228,13 +227,24 @@ async def test_the_full_stop_key_makes_one_token(path: Path) -> None:
         assert app.screen.following  # type: ignore[attr-defined]
 
 
+async def test_a_held_model_that_cannot_pause_says_so(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.state = "holding"
+        here.capture.pause = lambda: here.capture._answer("nothing is running")  # type: ignore[method-assign]
+        await here.until(lambda: "model still loaded" in screen_lines(app)[0])
+        await pilot.press("space")
+        await here.until(lambda: here.shows("Nothing is running."))
+
+
 async def test_a_run_of_another_process_is_asked_to_stop(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await here.until(lambda: app.screen.capture_status.status)  # type: ignore[attr-defined]
         await pilot.press("ctrl+c")
-        await here.until(lambda: here.shows("stopping after this step"))
+        await here.until(lambda: here.shows("Stopping after this step."))
         assert here.capture.requests == [("stop",)]
 
 

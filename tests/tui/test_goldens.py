@@ -33,7 +33,7 @@ async def test_the_screen_looks_as_it_did(
     size, panels, keys = CASES[name]
     if name.endswith("plain"):
         monkeypatch.setenv("NO_COLOR", "1")
-    saved_state.save_state(panels=panels)
+    saved_state.save_layout("generation", saved_state.Layout(panels))
     app = InspectorApp(trace)
     async with app.run_test(size=size) as pilot:
         await settle(pilot)

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from support.paths import TESTS
+from support.traces import sample_trace
 from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.saved_state import add_recent_trace
 from flexinspect.tui.screens.dialogs import ChoiceDialog
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.status_lines import banner_text
@@ -137,6 +139,28 @@ async def test_quitting_a_live_run_asks_for_confirmation(tmp_path: Path) -> None
             break
         await asyncio.sleep(0.05)
     assert process.poll() is not None  # type: ignore[union-attr]
+    assert open_trace(path).state == "interrupted"
+
+
+async def test_opening_another_trace_asks_what_happens_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "run.flextrace", sample_trace(tmp_path / "other.flextrace")
+    add_recent_trace(other)
+    monkeypatch.setattr("flexinspect.control.discovery.running", list)
+    app = InspectorApp(job=job(path, **LONG))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
+        await pilot.press("o")
+        await until(pilot, lambda: "other" in screen_text(app))
+        await pilot.press("end", "enter")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        assert "Open the other trace, and let the run continue" in screen_text(app)
+        await pilot.press("enter")
+        await until(pilot, lambda: "Jane" in screen_text(app))
+        assert screen(app).status.state == "finished"
+    assert app.session is not None
+    assert app.session.process is not None  # the command prints the result of the run
     assert open_trace(path).state == "interrupted"
 
 

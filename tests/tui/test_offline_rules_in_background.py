@@ -19,7 +19,7 @@ from flexinspect.rules.numerics.nan_and_inf import NumbersRule
 from flexinspect.trace.file.writer import review_statements
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.saved_state import save_state
+from flexinspect.tui.saved_state import Layout, save_layout
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.trace_session import TraceSession
 
@@ -64,7 +64,7 @@ async def until(pilot: Pilot[None], text: str) -> str:
 async def test_findings_of_offline_rules_appear_in_an_open_trace(
     trace: Path, child: list[str]
 ) -> None:
-    save_state(panels=("findings",), slots=1)
+    save_layout("generation", Layout(("findings",), 1))
     async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
         await settle(pilot)
         assert "1 error" in screen_text(pilot.app)

@@ -20,25 +20,32 @@ def test_without_a_file_there_are_defaults() -> None:
 
 
 def test_saved_values_are_loaded_and_the_others_are_kept() -> None:
-    saved_state.save_state(panels=("run", "mask"), slots=3)
+    layout = saved_state.Layout(("run", "mask"), 3)
+    saved_state.save_layout("generation", layout)
+    saved_state.save_layout("training", saved_state.Layout(("training",)))
     saved_state.save_state(theme="nord")
-    assert saved_state.load_state() == saved_state.InterfaceState(("run", "mask"), 3, "nord", ())
+    state = saved_state.load_state()
+    assert state.layouts == {"generation": layout, "training": saved_state.Layout(("training",))}
+    assert (state.theme, state.recent) == ("nord", ())
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"panels": 3, "slots": "x"}', '{"panels": [1], "slots": 99}', "[" * 100_000],
+    [
+        *("", "{", "[]", '{"layouts": 3}', '{"layouts": {"generation": ["run"]}}', "[" * 100_000),
+        '{"layouts": {"generation": {"panels": ["run"], "slots": 99}}}',
+        '{"layouts": {"generation": {"panels": [], "slots": 1}}}',
+        '{"panels": ["run", "mask"], "slots": 2}',
+    ],
 )
 def test_an_invalid_file_gives_valid_settings(text: str) -> None:
     file = saved_state.state_file()
     assert file is not None
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    recalled = saved_state.load_state()
-    assert recalled.panels == saved_state.DEFAULT_PANELS
-    assert 0 <= recalled.slots <= 4
-    saved_state.save_state(slots=2)
-    assert saved_state.load_state().slots == 2
+    assert saved_state.load_state() == saved_state.InterfaceState()
+    saved_state.save_state(theme="nord")
+    assert saved_state.load_state().theme == "nord"
 
 
 def test_a_folder_that_cannot_be_written_is_ignored(
@@ -46,7 +53,7 @@ def test_a_folder_that_cannot_be_written_is_ignored(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    saved_state.save_state(slots=2)
+    saved_state.save_state(theme="nord")
     assert saved_state.load_state() == saved_state.InterfaceState()
 
 

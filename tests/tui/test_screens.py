@@ -24,8 +24,8 @@ from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.panel_layout import Slots, n_columns, n_slots
-from flexinspect.tui.saved_state import DEFAULT_PANELS, load_state, save_state
+from flexinspect.tui.panel_layout import LAYOUTS, Slots, n_columns, n_slots
+from flexinspect.tui.saved_state import Layout, load_state, save_layout
 from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen
 from flexinspect.tui.screens.start_screen import UnreadableTraceScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
@@ -62,7 +62,7 @@ async def test_tab_moves_between_panels_and_digits_change_them(
         await press(pilot, "tab", "5")
         assert slots.views()[0].panel.name == "layers"
     remembered = json.loads((own_state / "flexinspect" / "state.json").read_text())
-    assert remembered["panels"][0] == "layers"
+    assert remembered["layouts"]["generation"]["panels"][0] == "layers"
     again = InspectorApp(trace)
     async with again.run_test(size=SMALL) as pilot:
         await settle(pilot)
@@ -113,7 +113,7 @@ async def test_keys_typed_before_the_first_frame_act_on_the_real_panels(
         await settle(pilot)
         assert isinstance(app.screen, HelpScreen)
         assert slots.views()[0].panel.name == "layers"
-    assert load_state().panels[0] == "layers"
+    assert load_state().layouts["generation"].panels[0] == "layers"
 
 
 async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
@@ -143,14 +143,14 @@ async def test_panels_are_saved_but_not_that_one_is_alone(trace: Path) -> None:
 
 
 async def test_the_layout_can_be_reset(trace: Path) -> None:
-    save_state(panels=("tokens", "run", "memory", "layers"), slots=1)
+    save_layout("generation", Layout(("tokens", "run", "memory", "layers"), 1))
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
         await settle(pilot)
         await press(pilot, "x", "=")
         shown = [view.panel.name for view in app.screen.query_one(Slots).views()]
-        assert shown == [*DEFAULT_PANELS[:3]]
-    assert (load_state().panels, load_state().slots) == (DEFAULT_PANELS, 0)
+        assert shown == [*LAYOUTS["understand"][:3]]
+    assert load_state().layouts["generation"] == Layout(LAYOUTS["understand"], 0)
 
 
 async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> None:
@@ -163,7 +163,7 @@ async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> N
         assert len(slots.views()) == 1
         await press(pilot, "+")
         assert len(slots.views()) == 2
-    assert load_state().slots == 2
+    assert load_state().layouts["generation"].slots == 2
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (100, 50), (250, 70)])

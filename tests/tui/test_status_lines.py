@@ -13,7 +13,7 @@ from flexinspect.panels.base import TracePlace
 from flexinspect.panels.token_window import Answer
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.status_lines import header_parts
+from flexinspect.tui.status_lines import header_parts, pause_message
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus
 
 SILENT = CaptureStatus(is_unresponsive=True)
@@ -84,11 +84,28 @@ def test_a_local_model_is_named_by_its_folder() -> None:
 
 def test_the_header_says_why_the_run_is_paused() -> None:
     live = RunStatus("recording", generations=2, last_step=2)
-    status = StatusResponse("paused", StepRef(1, 0, 1), "paused", "breakpoint 1, entropy > 3")
+    reason = "breakpoint 1, entropy > 3\x1b: step 1 (decode): entropy 3.4"
+    status = StatusResponse("paused", StepRef(1, 0, 1), "paused", reason)
     texts_ = header_of(live, capture_status=CaptureStatus(status))
-    assert "paused: breakpoint 1, entropy > 3" in texts_
+    assert "paused: breakpoint `entropy > 3\\x1b`" in texts_
     asked = StatusResponse("paused", StepRef(1, 0, 1), "paused", PAUSE_REQUESTED)
     assert "paused" in header_of(live, capture_status=CaptureStatus(asked))
+    running = StatusResponse("running", StepRef(1, 0, 1), "", until="after the next step")
+    assert "pausing" in header_of(live, capture_status=CaptureStatus(running))
+
+
+def test_a_pause_says_where_why_and_how_to_continue() -> None:
+    hit = "breakpoint 1, step == 0: step 0 (prefill): token 'is'"
+    cases = {
+        hit: "Paused at token 1 · breakpoint `step == 0` · space continue · . one token",
+        "the fork": "Paused at token 1 · the fork · space continue · . one token",
+        PAUSE_REQUESTED: "Paused at token 1 · space continue · . one token",
+    }
+    for reason, message in cases.items():
+        status = StatusResponse("paused", StepRef(0, 0, 0), "paused", reason)
+        assert pause_message(status, "space", ".") == message
+    before = StatusResponse("paused", StepRef(0, 0, -1), "paused", PAUSE_REQUESTED)
+    assert pause_message(before, "p", "q").startswith("Paused before the first token · p cont")
 
 
 async def test_a_message_replaces_the_last_one_and_all_are_listed(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from flexinspect.tui.place_frames import PlaceFrames, next_place
 from flexinspect.tui.saved_files import save_declaration, save_picture
 from flexinspect.tui.screens.dialogs import HelpScreen
 from flexinspect.tui.screens.text_screen import TextScreen
+from flexinspect.tui.side_rail import RailList, SideRail
 from flexinspect.tui.status_lines import StatusBanner, TokenStrip, TraceHeader
 from flexinspect.tui.step_timeline import StepTimeline
 from flexinspect.tui.token_search import TokenSearch
@@ -123,6 +124,7 @@ class TraceScreen(Screen[None]):
         yield StatusBanner()
         yield self._card
         yield Slots(self._session, self._pool)
+        yield SideRail(self._session, self._pool)
         if self._has_tour:
             from flexinspect.tui.guided_tour import TourLine
 
@@ -142,6 +144,7 @@ class TraceScreen(Screen[None]):
         """Give the card the lines that the panels can spare."""
         self._card.fit_screen(event.size.height)
         self.query_one(StepTimeline).fit_screen(event.size.height)
+        self.query_one(SideRail).fit_screen(event.size.width)
 
     @on(events.DescendantFocus)
     @on(Slots.Changed)
@@ -258,7 +261,7 @@ class TraceScreen(Screen[None]):
         self.frames.show(next_place(old, new, self.status))
 
     def _shown_canvases(self) -> list[LoadedCanvas]:
-        kinds = (TraceHeader, TokenStrip, StepTimeline)
+        kinds = (TraceHeader, TokenStrip, StepTimeline, RailList)
         return [*(self.query_one(kind) for kind in kinds), self._card, *self.slots.views()]
 
     # -- selections that panels share ------------------------------------------------------------
@@ -317,6 +320,11 @@ class TraceScreen(Screen[None]):
     @on(LoadedCanvas.NavigationRequest)
     def _handle_navigation(self, event: LoadedCanvas.NavigationRequest) -> None:
         self.navigation.jump(event.target)
+
+    @on(RailList.TraceRequest)
+    def _open_other_trace(self, event: RailList.TraceRequest) -> None:
+        opening = self.commands.open_instead(event.path)
+        self.run_worker(opening, exclusive=True, group="leave")
 
     def _show_messages(self) -> None:
         app: Any = self.app
@@ -436,6 +444,7 @@ class TraceScreen(Screen[None]):
             "panel.more": lambda: self.slots.change_count(1),
             "panel.fewer": lambda: self.slots.change_count(-1),
             "panel.reset": lambda: self.slots.reset(),
+            "rail.toggle": lambda: self.query_one(SideRail).toggle(),
             "panel.export": lambda: self._save_picture(self.slots.current()),
             "screen.shot": self._save_picture,
             "app.palette": self.app.action_command_palette,

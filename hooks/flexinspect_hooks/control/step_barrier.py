@@ -45,7 +45,8 @@ class PauseTarget(Struct):
 
     def describe(self) -> str:
         if self.steps_left is not None:
-            return f"after {self.steps_left} more step{'s' if self.steps_left > 1 else ''}"
+            n = self.steps_left
+            return f"after {n} more steps" if n > 1 else "after the next step"
         qualifier = f" of generation {self.generation}" if self.generation else ""
         return f"after step {self.step}{qualifier}"
 

@@ -103,7 +103,7 @@ def test_a_run_can_be_stepped_restored_held_and_released(
 ) -> None:
     run, _ = held
     assert "paused before the first step" in ctl(capsys, "--wait", "pause")[1]
-    assert ctl(capsys, "step") == (0, "pausing after 1 more step\n")
+    assert ctl(capsys, "step") == (0, "pausing after the next step\n")
     ctl(capsys, "--wait", "pause")
     code, output = ctl(capsys, "--wait", "--json", "run-to", "4")
     status = json.loads(output)

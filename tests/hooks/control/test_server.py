@@ -243,7 +243,7 @@ def test_commands_return_before_the_step_ends(served: Any) -> None:
     assert served.client.step(2).message == "pausing after 2 more steps"
     served.model.settle()
     served.model.forward()
-    assert served.client.status().until == "after 1 more step"
+    assert served.client.status().until == "after the next step"
 
 
 def test_two_clients_can_send_commands_at_once(served: Any) -> None:

@@ -224,7 +224,7 @@ def test_the_target_of_a_rewind_does_not_count_as_a_step() -> None:
     assert queued is not None
     barrier.report_result(queued, StepRef(0, 0, 1))
     assert barrier.between_steps(StepRef(0, 0, 1)) is None
-    assert barrier.view().description == "pausing after 1 more step"
+    assert barrier.view().description == "pausing after the next step"
 
 
 def test_run_to_a_step_beyond_the_generation_pauses_at_the_next_one() -> None:
