@@ -36,6 +36,7 @@ MAX_CACHED_MASK_CELLS = 1 << 22
 """
 
 N_HEAVIEST = 64
+NOT_FINITE = "The scores of this row are not finite, so it has no weights."
 EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
 
 

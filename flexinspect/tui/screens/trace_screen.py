@@ -43,7 +43,7 @@ from flexinspect.panels.findings_panel import (
 )
 from flexinspect.panels.panel_registry import option_names, panel_names
 from flexinspect.panels.token_window import current_pos
-from flexinspect.panels.xray import DIRECTIONS, Direction
+from flexinspect.panels.xray import DIRECTIONS, WEIGHTS, Direction, WeightsOf
 from flexinspect.records.finding import Finding
 from flexinspect.trace.queries import branch_of_step, find_text, read_tokens
 from flexinspect.trace.query_results import FindingRow
@@ -233,6 +233,7 @@ class TraceScreen(Screen[None]):
     capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False)
     xray: reactive[Direction] = reactive[Direction]("off", repaint=False)
+    weights: reactive[WeightsOf] = reactive[WeightsOf]("off", repaint=False)
     cell: tuple[int, int] | None = None
     """The positions of the row and key that are selected in the mask, None before a selection."""
 
@@ -507,10 +508,17 @@ class TraceScreen(Screen[None]):
         self.xray = DIRECTIONS[(DIRECTIONS.index(self.xray) + 1) % len(DIRECTIONS)]
         self._share_xray()
 
+    def _next_weights(self) -> None:
+        """Weight what the token sees by the attention of its head, of more heads, or of none."""
+        if self.xray == "sees" or self.weights == "off":
+            self.weights = WEIGHTS[(WEIGHTS.index(self.weights) + 1) % len(WEIGHTS)]
+        self.xray = "sees"
+        self._share_xray()
+
     def _share_xray(self) -> None:
         for view in self.slots.views():
             if view.panel.name == "tokens":
-                view.change_options(replace(view.options, xray=self.xray))
+                view.change_options(replace(view.options, xray=self.xray, weights=self.weights))
 
     def _go_to_branch(self, generation: int | None, branch: int | None) -> None:
         """Go to the first step of another generation or branch; the current one is ignored."""
@@ -1071,6 +1079,7 @@ class TraceScreen(Screen[None]):
             "tokens.next": lambda: self._move_pos(1),
             "tokens.previous": lambda: self._move_pos(-1),
             "tokens.xray": self._next_xray,
+            "tokens.weights": self._next_weights,
             "finding.next": lambda: self._go_to_finding(1),
             "finding.previous": lambda: self._go_to_finding(-1),
             "finding.read": self.read_finding,
