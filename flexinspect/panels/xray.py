@@ -34,7 +34,8 @@ SIGNS: Mapping[State, str] = {"open": "━", "leaked": "✖", "lost": "□", "un
 
 MAX_RANGES_CHARS = 200
 WEIGHT_SIGNS = "▁▂▃▄▅▆▇█"
-"""The signs of weights: █ from 0.32 on, each of the others for weights 3.2 times smaller."""
+"""The signs of weights on a logarithmic scale: the last one is the heaviest token of the row, the
+first one a tenth of an even share or less."""
 
 
 def _name(token: TokenRecord) -> str:

@@ -11,7 +11,11 @@ from msgspec.structs import replace
 
 from flexinspect.core.text import plural
 from flexinspect.masks.attention_row import Floats, LseCheck, worst_check
-from flexinspect.panels.attention.attention_data import describe_mismatch, format_share
+from flexinspect.panels.attention.attention_data import (
+    NO_OPEN_KEY,
+    describe_mismatch,
+    format_share,
+)
 from flexinspect.panels.attention.row_recompute import (
     NOT_FINITE,
     RowNotRecordedError,
@@ -34,12 +38,13 @@ class RowWeights(Struct, frozen=True):
     """The attention weights of a row, of the heads that `of` names, and how they were checked.
 
     `by_pos` has those of the window's open tokens, `heaviest` (position, text, weight) the largest
-    ones of the whole row, in descending order. Without weights, `reason` is a sentence;
-    `is_mismatch` says that they are not what ran.
+    ones of the whole row, in descending order. `even` is the weight of every token if all had the
+    same. Without weights, `reason` is a sentence; `is_mismatch` says that they are not what ran.
     """
 
     of: str = ""
     check: str = ""
+    even: float = 1.0
     by_pos: Mapping[int, float] = {}
     heaviest: Sequence[tuple[int, str, float]] = ()
     reason: str = ""
@@ -47,11 +52,11 @@ class RowWeights(Struct, frozen=True):
 
     def level(self, pos: int) -> int | None:
         """Return the index of a token's sign in `WEIGHT_SIGNS`, None without a weight."""
-        weight = self.by_pos.get(pos)
-        if weight is None:
+        weight, last = self.by_pos.get(pos), len(WEIGHT_SIGNS) - 1
+        if weight is None or not self.heaviest:
             return None
-        half_decades = math.floor(2 * math.log10(weight)) if weight > 0 else -math.inf
-        return int(min(max(len(WEIGHT_SIGNS) + half_decades, 0), len(WEIGHT_SIGNS) - 1))
+        low, high = self.even / 10, self.heaviest[0][2]
+        return round(last * math.log(max(weight, low) / low) / math.log(high / low))
 
     def summary(self) -> str:
         """Return one line: the check, then the heaviest tokens with their weights."""
@@ -119,18 +124,18 @@ def load_weights(
     except RowNotRecordedError as error:
         return RowWeights(reason=str(error))
     weights = mean.weights()
+    if not weights.any():
+        return RowWeights(reason=NO_OPEN_KEY)
     heaviest = np.argsort(-weights, kind="stable")[:N_HEAVIEST].tolist()
     cells = load_token_cells(source, place, window.segments, heaviest)
+    texts = {at: cells[at].text if at in cells else "?" for at in heaviest}
     own = weights[window.start : window.stop].tolist()
     return RowWeights(
         name,
         mean.check(),
+        1 / int(np.count_nonzero(weights)),
         dict(enumerate(own, window.start)),
-        [
-            (at, cells[at].text, float(weights[at]))
-            for at in heaviest
-            if weights[at] and at in cells
-        ],
+        [(at, text, float(weights[at])) for at, text in texts.items() if weights[at]],
     )
 
 

@@ -14,6 +14,7 @@ from support.tui import screen_lines, settle, until
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import xray_weights
 from flexinspect.panels.attention import row_recompute
+from flexinspect.panels.attention.attention_data import NO_OPEN_KEY
 from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_window
@@ -140,10 +141,29 @@ def test_what_is_missing_is_a_sentence(made: Made, monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_the_sign_of_a_weight_has_half_a_decade() -> None:
-    weights = {0: 1.0, 1: 0.33, 2: 0.3, 3: 0.11, 4: 0.02, 5: 1e-9, 6: 0.0}
-    row = RowWeights("head", by_pos=weights)
-    assert [row.level(pos) for pos in range(8)] == [7, 7, 6, 6, 4, 0, 0, None]
+def test_a_row_without_open_keys_says_so(made: Made) -> None:
+    def closed(step: StepRecord) -> StepRecord:
+        cells = step.masks[0].cells
+        assert cells is not None
+        cells = cells.copy()
+        cells[:, 6] = False
+        return replace(step, masks=(replace(step.masks[0], cells=cells),))
+
+    _, source = made(n_steps=1, change=closed)
+    assert load(source, "head", TracePlace(pos=6)).summary() == NO_OPEN_KEY
+
+
+@pytest.mark.parametrize("even", [0.1, 1e-5])
+def test_the_scale_goes_from_a_tenth_of_an_even_share_to_the_heaviest_token(even: float) -> None:
+    middle = (even / 10 * 0.6) ** 0.5
+    weights = {0: 0.6, 1: middle * 1.01, 2: middle / 1.01, 3: even / 10, 4: 1e-9, 5: 0.0}
+    row = RowWeights("head", "", even, weights, [(0, "a", 0.6)])
+    assert [row.level(pos) for pos in range(7)] == [7, 4, 3, 0, 0, 0, None]
+
+
+def test_equal_weights_are_all_the_heaviest() -> None:
+    row = RowWeights("head", "", 0.5, {0: 0.5, 1: 0.5}, [(0, "a", 0.5)])
+    assert (row.level(0), row.level(1)) == (7, 7)
 
 
 @pytest.mark.parametrize("depth", ["none", "truecolor"])
@@ -153,7 +173,7 @@ def test_the_strip_shows_weights_below_the_tokens_and_by_their_colour(
     _, source = made()
     place, theme = TracePlace(step=1), Theme(depth)  # type: ignore[arg-type]
     window = load_token_window(source, place, 64)
-    found = load_xray(source, place, window, "sees", "head")
+    found = load_xray(source, place, window, "sees", "mean")
     assert found is not None
     assert found.weights is not None
     (tokens, signs), row = draw_token_strip(window, 80, theme, found)
