@@ -11,12 +11,13 @@ from flexinspect.tui.panel_view import LoadedCanvas
 
 
 async def settle(pilot: Pilot[Any]) -> None:
-    """Wait until every panel on the screen has loaded and painted what is wanted."""
+    """Wait until every panel has loaded and painted what is wanted, and every search has ended."""
     for _ in range(400):
         await pilot.pause()
         screen = pilot.app.screen
         loading = screen.query(LoadedCanvas).results(LoadedCanvas)
-        if not any(view.loader.is_busy for view in loading):
+        is_searching = any(worker.group == "search" for worker in screen.workers)
+        if not is_searching and not any(view.loader.is_busy for view in loading):
             await pilot.pause()
             return
         await pilot.pause(0.01)

@@ -17,7 +17,7 @@ from support.tui import screen_lines, screen_text, settle, until
 from textual.command import CommandList, CommandPalette
 
 from flexinspect.core.keyboard import KEYS
-from flexinspect.panels.base import Missing, Request, TracePlace
+from flexinspect.panels.base import Missing, Navigate, Request, TracePlace
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import EventRecord
@@ -577,6 +577,29 @@ async def test_a_number_beyond_any_step_is_searched_as_text(trace: Path) -> None
         await pilot.press("enter")
         await settle(pilot)
         assert place(app).step == 0
+
+
+async def test_the_interface_answers_during_a_search_that_takes_long(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexinspect.tui.screens import trace_screen as screen_module
+
+    has_moved, find = threading.Event(), screen_module.find_token
+
+    def slow(*args: Any, **options: Any) -> Navigate | None:
+        assert has_moved.wait(10)
+        return find(*args, **options)
+
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        monkeypatch.setattr(screen_module, "find_token", slow)
+        await pilot.press("/")
+        await pilot.pause()
+        await pilot.press("e", "m", "m", "a", "enter", "right")
+        await until(pilot, lambda: place(app).step == 1)
+        has_moved.set()
+        await until(pilot, lambda: place(app).pos == 3)
 
 
 async def test_damage_found_by_a_search_is_reported(

@@ -216,6 +216,9 @@ COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
 """How long to wait for a new branch in the trace after the capture has reported it."""
 
+MAX_SEARCHES = 2
+"""Searches at a time: one that runs, and one that waits for it."""
+
 REPLAY_S = 0.3
 """Interval between the steps of a replay."""
 
@@ -250,6 +253,7 @@ class TraceScreen(Screen[None]):
         self._initial_place = place
         self._finding: FindingRow | None = None
         self._search = self._last_error = ""
+        self._search_lock = asyncio.Lock()
         self._is_frame_open = False
         self._next_place: TracePlace | None = None
         self._forked: int | None = None
@@ -651,19 +655,26 @@ class TraceScreen(Screen[None]):
         else:
             self.ask_search()
 
-    def _go_to_match(
+    @work(group="search")
+    async def _go_to_match(
         self, text: str, *, only_generated: bool = False, is_next: bool = False
     ) -> None:
-        """Go to the next token at which the text begins; see `find_token`."""
-        reader = self.reader
-        if reader is None:
+        """Go to the next token at which the text begins; see `find_token`.
+
+        The next search begins where the one before has ended; more than that one do not wait.
+        """
+        if sum(worker.group == "search" for worker in self.workers) > MAX_SEARCHES:
             return
-        try:
-            options = {"only_generated": only_generated, "is_next": is_next}
-            target = find_token(reader, self.place, text, **options)
-        except FlexInspectError as error:
-            self.show_error(error)
-            return
+        async with self._search_lock:
+            reader, place = self.reader, self.place
+            if reader is None:
+                return
+            find = partial(find_token, only_generated=only_generated, is_next=is_next)
+            found = await call_in_thread(self.app, lambda: (find(reader, place, text),))
+            if found is not None:
+                self._show_match(text, *found, only_generated=only_generated)
+
+    def _show_match(self, text: str, target: Navigate | None, *, only_generated: bool) -> None:
         if target is None:
             where = "generated text" if only_generated else "text"
             message = f"No {where} contains “{escape_unprintable(text)}”."
