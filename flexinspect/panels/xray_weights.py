@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural
-from flexinspect.masks.attention_row import Floats, LseCheck, worst_check
+from flexinspect.masks.attention_row import UNCHECKED, Floats, LseCheck, worst_check
 from flexinspect.panels.attention.attention_data import (
     NO_OPEN_KEY,
     describe_mismatch,
@@ -75,39 +75,15 @@ class RowWeights(Struct, frozen=True):
             yield f"  {format_share(weight):>8}  {pos:>6} '{text}'"
 
 
-class _Mean:
-    """The mean of the rows of some heads over the keys of a step, and the checks of the heads."""
+class _MeanRow(Struct, frozen=True):
+    """The mean row of some heads, float64 (keys,), and the worst check of their newest rows.
 
-    def __init__(self, view: StepView, pos: int) -> None:
-        self._view, self._pos = view, pos
-        self._sum: Floats = np.zeros(view.step_row.kv_after)
-        self._checks: list[LseCheck] = []
+    Without weights, `why_not` says why.
+    """
 
-    def add(self, index: int, head: int) -> RowWeights | None:
-        """Add a head of a call. Returns why it has no weights, None if it has."""
-        newest_pos = self._view.step_row.kv_after - 1
-        newest = self._view.recompute_row(index, head, newest_pos)
-        is_newest = self._pos == newest_pos
-        row = newest if is_newest else self._view.recompute_row(index, head, self._pos)
-        of = f"layer {self._view.calls[index].layer}, head {head}"
-        if not np.isfinite((newest.total, row.total)).all():
-            return RowWeights(of, reason=NOT_FINITE)
-        if newest.lse_check.is_failed:
-            return RowWeights(of, reason=describe_mismatch(newest), is_mismatch=True)
-        self._sum[row.first_pos : row.first_pos + len(row.weights)] += row.weights
-        self._checks.append(newest.lse_check)
-        return None
-
-    def weights(self) -> Floats:
-        """Return the mean, float64 (keys,)."""
-        mean: Floats = self._sum / len(self._checks)
-        return mean
-
-    def check(self) -> str:
-        """Describe the worst check; only the newest row of a step has one."""
-        text = worst_check(self._checks).describe()
-        is_newest = self._pos == self._view.step_row.kv_after - 1
-        return text if is_newest else f"newest row: {text}"
+    weights: Floats
+    check: LseCheck
+    why_not: RowWeights | None = None
 
 
 def load_weights(
@@ -115,32 +91,51 @@ def load_weights(
 ) -> RowWeights:
     """Return the weights of row `pos`, which step `step` computed. Raises `TraceError`."""
     view = load_step_view(source, replace(place, step=step))
-    mean = _Mean(view, pos)
     try:
         name, heads = _choose_heads(view, of)
-        for index, head in heads:
-            if failure := mean.add(index, head):
-                return failure
+        key = ("xray.weights", place.generation, place.branch, step, pos, *heads.items())
+        row = source.get_or_create(key, lambda: _mean_row(view, heads, pos))
     except RowNotRecordedError as error:
         return RowWeights(reason=str(error))
-    weights = mean.weights()
-    if not weights.any():
-        return RowWeights(reason=NO_OPEN_KEY)
-    heaviest = np.argsort(-weights, kind="stable")[:N_HEAVIEST].tolist()
+    if row.why_not is not None:
+        return row.why_not
+    heaviest = np.argsort(-row.weights, kind="stable")[:N_HEAVIEST].tolist()
     cells = load_token_cells(source, place, window.segments, heaviest)
     texts = {at: cells[at].text if at in cells else "?" for at in heaviest}
-    own = weights[window.start : window.stop].tolist()
+    own = row.weights[window.start : window.stop].tolist()
+    check = row.check.describe()
     return RowWeights(
         name,
-        mean.check(),
-        1 / int(np.count_nonzero(weights)),
+        check if pos == view.step_row.kv_after - 1 else f"newest row: {check}",
+        1 / int(np.count_nonzero(row.weights)),
         dict(enumerate(own, window.start)),
-        [(at, text, float(weights[at])) for at, text in texts.items() if weights[at]],
+        [(at, text, float(row.weights[at])) for at, text in texts.items() if row.weights[at]],
     )
 
 
-def _choose_heads(view: StepView, of: WeightsOf) -> tuple[str, list[tuple[int, int]]]:
-    """Return the name of the chosen heads, and (index of the call, head) of each."""
+def _mean_row(view: StepView, heads: Mapping[int, range], pos: int) -> _MeanRow:
+    """Return the mean of row `pos` over the heads of each call; only the newest row has a check."""
+    newest_pos = view.step_row.kv_after - 1
+    total: Floats = np.zeros(newest_pos + 1)
+    checks: list[LseCheck] = []
+    for index, own in heads.items():
+        newest = view.recompute_rows(index, own, newest_pos)
+        rows = newest if pos == newest_pos else view.recompute_rows(index, own, pos)
+        for head, row, checked in zip(own, rows, newest, strict=True):
+            of = f"layer {view.calls[index].layer}, head {head}"
+            if not np.isfinite((row.total, checked.total)).all():
+                return _MeanRow(total, UNCHECKED, RowWeights(of, reason=NOT_FINITE))
+            if checked.lse_check.is_failed:
+                mismatch = RowWeights(of, reason=describe_mismatch(checked), is_mismatch=True)
+                return _MeanRow(total, checked.lse_check, mismatch)
+            total[row.first_pos : row.first_pos + len(row.weights)] += row.weights
+            checks.append(checked.lse_check)
+    why_not = None if total.any() else RowWeights(reason=NO_OPEN_KEY)
+    return _MeanRow(total / len(checks), worst_check(checks), why_not)
+
+
+def _choose_heads(view: StepView, of: WeightsOf) -> tuple[str, dict[int, range]]:
+    """Return the name of the chosen heads, and those of each call by its index."""
     place = view.place
     here = [index for index, call in enumerate(view.calls) if call.layer == place.layer][:1]
     if of == "mean":
@@ -154,11 +149,12 @@ def _choose_heads(view: StepView, of: WeightsOf) -> tuple[str, list[tuple[int, i
                 f"limit of {MAX_MEAN_BYTES >> 20} MiB; that of one layer needs less."
             )
         here = every or here  # without stored layers, this one gives the reason
-    heads = [(index, head) for index in here for head in range(view.calls[index].q_heads)]
-    if not heads:
+    heads = {index: range(view.calls[index].q_heads) for index in here}
+    n_heads = sum(map(len, heads.values()))
+    if not n_heads:
         raise RowNotRecordedError(f"Step {view.step_row.step} has no call of layer {place.layer}.")
     if of == "head":
-        head = min(max(place.head, 0), len(heads) - 1)
-        return f"layer {place.layer}, head {head}", heads[head : head + 1]
+        head = min(max(place.head, 0), n_heads - 1)
+        return f"layer {place.layer}, head {head}", {here[0]: range(head, head + 1)}
     layers = f"layer {place.layer}" if of == "layer" else plural(len(here), "layer")
-    return f"{layers}, mean of {len(heads)} heads", heads
+    return f"{layers}, mean of {n_heads} heads", heads

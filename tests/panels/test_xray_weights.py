@@ -21,7 +21,9 @@ from flexinspect.panels.token_window import load_token_window
 from flexinspect.panels.tokens_panel import TokensOptions, TokensPanel
 from flexinspect.panels.xray import WEIGHT_SIGNS, WEIGHTS, Direction, WeightsOf, load_xray
 from flexinspect.panels.xray_weights import RowWeights
-from flexinspect.records.step import StepRecord
+from flexinspect.records.step import Array, StepRecord
+from flexinspect.trace.array_parts import StoredArray
+from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.status_lines import draw_token_strip
 
@@ -91,6 +93,29 @@ def test_the_weights_of_a_window_are_shares_of_the_whole_row(
     assert [pos for pos, _, _ in found.weights.heaviest] == top
     assert min(top) < window.start
     assert found.weights.heaviest[0][1] == f" w{top[0]}"
+
+
+def test_one_row_of_one_head_is_read_and_nothing_else(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synthetic, source = made(n_steps=1)
+    n_items: list[int] = []
+    read = StoredArray.read
+
+    def counting(self: StoredArray, reader: TraceReader, start: int, stop: int) -> Array:
+        n_items.append(stop - start)
+        return read(self, reader, start, stop)
+
+    monkeypatch.setattr(StoredArray, "read", counting)
+    monkeypatch.delattr(TraceReader, "mask")
+    monkeypatch.setattr(row_recompute, "MAX_CACHED_MASK_CELLS", 1)
+    assert load(source, "head", TracePlace(pos=6, head=3)).by_pos
+    width = synthetic.width
+    # The queries of the row and of the newest one, for its check; the keys of one head.
+    assert sorted(n_items) == [width, width, N_PROMPT * width]
+    n_items.clear()
+    assert load(source, "head", TracePlace(pos=6, head=3)).by_pos
+    assert not n_items
 
 
 def test_the_text_names_the_heads_the_check_and_the_heaviest_tokens(made: Made) -> None:

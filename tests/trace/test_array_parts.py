@@ -11,7 +11,7 @@ import support.trace_samples as samples
 
 from flexinspect.core.errors import TraceError
 from flexinspect.records.step import Array, ArrayRecord
-from flexinspect.trace.array_parts import StoredArray, find_array
+from flexinspect.trace.array_parts import StoredArray, find_array, read_equal_arrays
 from flexinspect.trace.arrays import CHUNK_BYTES
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -87,3 +87,45 @@ def test_an_array_that_was_not_recorded_is_not_found(tmp_path: Path) -> None:
     reader = open_trace(write(tmp_path / "t.flextrace", np.zeros(4, np.float32)))
     assert find_array(reader, 0, 0, "k", 2, 0) is None
     assert find_array(reader, 0, 1, "k", 3, 0) is None
+
+
+def write_steps(path: Path, *shapes: tuple[int, ...] | None) -> Path:
+    """Write steps with an array of each shape, none where it is None."""
+    with TraceWriter.create(path, {"model": "parts"}) as writer:
+        writer.begin_generation(samples.generation())
+        for number, shape in enumerate(shapes):
+            one = () if shape is None else (ArrayRecord("k", filled(number, shape), 3),)
+            writer.write_step(samples.step(number, arrays=(*one, ArrayRecord("q", np.ones(2), 3))))
+    return path
+
+
+def filled(number: int, shape: tuple[int, ...]) -> Array:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 * number
+
+
+def test_equal_arrays_of_steps_are_read_at_once(tmp_path: Path) -> None:
+    reader = open_trace(write_steps(tmp_path / "t.flextrace", *[(2, 1, 3)] * 5))
+    found = read_equal_arrays(reader, (0, 0), range(1, 4), "k", 3)
+    expected = np.stack([filled(number, (2, 1, 3)) for number in (1, 2, 3)])
+    assert found is not None
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((2, 3), None, (2, 3)), ((2, 3), (3, 2), (2, 3)), ((2, 3), (2, 3)), ((N_ITEMS,),) * 3],
+    ids=["a step without", "another shape", "too few steps", "several chunks"],
+)
+def test_other_arrays_are_not_read_at_once(
+    tmp_path: Path, shapes: tuple[tuple[int, ...] | None, ...]
+) -> None:
+    reader = open_trace(write_steps(tmp_path / "t.flextrace", *shapes))
+    assert read_equal_arrays(reader, (0, 0), range(3), "k", 3) is None
+
+
+def test_damage_in_one_of_equal_arrays_is_a_sentence(tmp_path: Path) -> None:
+    path = write_steps(tmp_path / "t.flextrace", (4,), (4,))
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE stream = 'k' AND step = 1")
+    with pytest.raises(TraceError, match="checksum"):
+        read_equal_arrays(open_trace(path), (0, 0), range(2), "k", 3)

@@ -1,12 +1,14 @@
 """Recomputes attention rows from the queries, keys and masks of a trace.
 
-The keys of a layer are stored per step. Those of a head in the prefill, and those of every 64 steps
-after it, are cached together, so that going to the next step reads little more than the new keys.
+The keys of a layer are stored per step. Those of the prefill and of every 64 steps after it are
+cached together, so that going to the next step reads little more than the new keys. Only the heads
+that are asked for are cached, because those of all may be larger than the cache.
 """
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from math import prod
 
@@ -19,7 +21,7 @@ from flexinspect.masks.attention_row import Bools, Floats, LseCheck, kv_head_of,
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
-from flexinspect.trace.array_parts import StoredArray, find_array
+from flexinspect.trace.array_parts import StoredArray, find_array, read_equal_arrays
 from flexinspect.trace.mask_cells import find_mask_cells, read_mask_arrays, read_packed_rows
 from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.query_results import StepRow
@@ -91,27 +93,23 @@ class StepView(Struct, frozen=True):
         infos = self.source.reader.arrays(*here)
         return sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
 
-    def load_keys(self, call: CallRecord, head: int, q_heads: int) -> list[Array]:
-        """Return the keys of a query head up to this step: pieces of (rows, head dim)."""
+    def load_keys(self, call: CallRecord, kv_heads: Sequence[int]) -> Iterator[Array]:
+        """Yield the keys of some heads up to this step: pieces of (heads, rows, head dim)."""
         size = self.step_row.kv_after * call.head_dim * 4
         if size > MAX_READ_BYTES:
             limit = f"more than the limit of {MAX_READ_BYTES >> 20} MiB"
             raise RowNotRecordedError(f"The keys of this row take {size >> 20} MiB, {limit}.")
-        first = self._find_first_keys(call.layer)
-        kv_head = kv_head_of(head, q_heads, first.shape[0])
-        stop = self.step_row.step + 1
-        spans = [(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
-        chunks = [self._load_key_chunk(call.layer, *span) for span in spans]
-        if any(kv_head >= n for n in (first.shape[0], *map(len, chunks))):
-            raise _shape_error(call.layer)
-        pieces = [self._load_first_keys(first, call.layer, kv_head)]
-        pieces += [chunk[kv_head] for chunk in chunks]
-        n_keys = sum(map(len, pieces))
+        n_keys, stop = 0, self.step_row.step + 1
+        spans = [range(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
+        for span in (range(1), *spans):
+            load = self._load_key_chunk if span.start else self._load_first_keys
+            keys = load(call.layer, span, tuple(kv_heads))
+            n_keys += keys.shape[1]
+            yield keys
         if n_keys != self.step_row.kv_after:
             raise RowNotRecordedError(
                 f"The trace has {n_keys} stored keys, but this row had {self.step_row.kv_after}."
             )
-        return pieces
 
     def _find_first_keys(self, layer: int) -> StoredArray:
         """Return where the keys of the prefill are stored: (kv heads, rows, head dim)."""
@@ -120,24 +118,49 @@ class StepView(Struct, frozen=True):
             raise RowNotRecordedError(f"The keys of layer {layer} in step 0 are not stored.")
         return keys
 
-    def _load_first_keys(self, keys: StoredArray, layer: int, kv_head: int) -> Array:
-        """Return the keys of one head in the prefill, where those of all may be gigabytes."""
-        _, rows, width = keys.shape
-        start, stop = kv_head * rows * width, (kv_head + 1) * rows * width
+    def _load_first_keys(self, layer: int, steps: range, kv_heads: tuple[int, ...]) -> Array:
+        """Return the keys of some heads in the prefill, where those of all may be gigabytes."""
+        keys = self._find_first_keys(layer)
+        n_heads, rows, width = keys.shape
+        if max(kv_heads) >= n_heads:
+            raise _shape_error(layer)
 
-        def read() -> Array:
+        def read(head: int) -> Array:
+            start, stop = head * rows * width, (head + 1) * rows * width
             return keys.read(self.source.reader, start, stop).reshape(rows, width)
 
-        key = ("attention.k", self.place.generation, self.place.branch, layer, 0, kv_head)
-        return self.source.get_or_create(key, read)
+        return self._cache_keys(layer, steps, kv_heads, lambda: np.stack([*map(read, kv_heads)]))
 
-    def _load_key_chunk(self, layer: int, start: int, stop: int) -> Array:
-        read = partial(_join_keys, self, layer, start, stop)
-        if stop - start < KEY_CHUNK_STEPS:
+    def _load_key_chunk(self, layer: int, steps: range, kv_heads: tuple[int, ...]) -> Array:
+        def read() -> Array:
+            keys = self._read_key_chunk(layer, steps)
+            if max(kv_heads) >= len(keys):
+                raise _shape_error(layer)
+            return keys[[*kv_heads]]
+
+        if len(steps) < KEY_CHUNK_STEPS:
             return read()
+        return self._cache_keys(layer, steps, kv_heads, read)
+
+    def _cache_keys(
+        self, layer: int, steps: range, kv_heads: tuple[int, ...], read: Callable[[], Array]
+    ) -> Array:
         # A branch has keys of its own, so the requested branch is part of the cache key.
-        key = ("attention.k", self.place.generation, self.place.branch, layer, start)
-        return self.source.get_or_create(key, read)
+        place = (self.place.generation, self.place.branch)
+        return self.source.get_or_create(("attention.k", *place, layer, steps, kv_heads), read)
+
+    def _read_key_chunk(self, layer: int, steps: range) -> Array:
+        reader, generation = self.source.reader, self.place.generation
+        branches = {
+            branch_of_step(reader, generation, step, self.place.branch)
+            for step in (steps[0], steps[-1])
+        }
+        here = (generation, branches.pop())
+        keys = None if branches else read_equal_arrays(reader, here, steps, "k", layer)
+        if keys is None or keys.ndim != 4:
+            return _join_keys(self, layer, steps.start, steps.stop)
+        n_steps, heads, rows, width = keys.shape
+        return keys.transpose(1, 0, 2, 3).reshape(heads, n_steps * rows, width)
 
     def load_mask_row(self, call: CallRecord, row: int) -> Bools:
         """Return row `row` of the step's executed mask, bool (mask heads, keys)."""
@@ -174,7 +197,11 @@ class StepView(Struct, frozen=True):
         return bool(flags[row if len(flags) > 1 else 0])
 
     def recompute_row(self, index: int, head: int, q_idx: int) -> TokenRow:
-        """Recompute row `q_idx` of a head in call `index` of a step. Raises `RowNotRecordedError`.
+        """Recompute row `q_idx` of a head in call `index` of a step; see `recompute_rows`."""
+        return self.recompute_rows(index, (head,), q_idx)[0]
+
+    def recompute_rows(self, index: int, heads: Sequence[int], q_idx: int) -> list[TokenRow]:
+        """Recompute row `q_idx` of some heads in call `index`. Raises `RowNotRecordedError`.
 
         The newest row is normalised with the stored log-sum-exp. If the kernel returned none, that
         was computed during capture under the same mask and checked against the layer's output; then
@@ -182,39 +209,47 @@ class StepView(Struct, frozen=True):
         """
         call, step_row = self.calls[index], self.step_row
         queries, row_in_step = self._find_queries(call.layer), q_idx - step_row.kv_before
-        heads, rows, width = queries.shape
-        if not (0 <= head < heads and 0 <= row_in_step < rows):
-            raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
-        start = (head * rows + row_in_step) * width
-        query = queries.read(self.source.reader, start, start + width)
+        n_heads, rows, width = queries.shape
+        if not (0 <= row_in_step < rows and all(0 <= head < n_heads for head in heads)):
+            names = ", ".join(map(str, heads))
+            raise RowNotRecordedError(f"The query of row {q_idx}, head {names} is not stored.")
         # Not the mask record's own offset: a mask is stored once, with the step that had it first.
         first_pos = max(step_row.kv_after - call.kv_len, 0)
         mask_row, n_keys = self.load_mask_row(call, row_in_step), step_row.kv_after - first_pos
-        # For a mask with another number of heads the first one is read, as capture does.
-        open_keys = mask_row[head if mask_row.shape[0] == heads else 0]
-        if len(open_keys) < n_keys or open_keys[n_keys:].any():
+        if mask_row.shape[1] < n_keys or mask_row[:, n_keys:].any():
             raise RowNotRecordedError(
-                f"The mask has {len(open_keys)} keys in this row, but the cache has {n_keys}."
+                f"The mask has {mask_row.shape[1]} keys in this row, but the cache has {n_keys}."
             )
-        open_keys = open_keys[:n_keys]  # a static cache has room for more
-        scores = self._key_scores(call, query, head, heads)
-        if self._is_row_averaged(call, head, row_in_step):
-            scores = np.zeros_like(scores)
-        lse = self._stored_lse(index, head) if q_idx == step_row.kv_after - 1 else None
-        row = attention_row.row_weights(scores[first_pos:], open_keys, lse)
-        own, kind = row.lse_error, call.check_kind
-        check = LseCheck() if own is None else LseCheck(own, "lse")
-        if own is not None and kind == "output":
-            checks = [LseCheck(error, kind, call.dtype) for error in (own, call.lse_error)]
-            check = attention_row.worst_check(checks)
-        return TokenRow(row.weights, row.total, open_keys, first_pos, check)
+        mask_row = mask_row[:, :n_keys]  # a static cache has room for more
+        starts = [(head * rows + row_in_step) * width for head in heads]
+        own = [queries.read(self.source.reader, start, start + width) for start in starts]
+        found = []
+        for head, scores in zip(heads, self._key_scores(call, heads, own, n_heads), strict=True):
+            # For a mask with another number of heads the first one is read, as capture does.
+            open_keys = mask_row[head if len(mask_row) == n_heads else 0]
+            if self._is_row_averaged(call, head, row_in_step):
+                scores = np.zeros_like(scores)
+            lse = self._stored_lse(index, head) if q_idx == step_row.kv_after - 1 else None
+            row = attention_row.row_weights(scores[first_pos:], open_keys, lse)
+            check = _check_row(call, row.lse_error)
+            found.append(TokenRow(row.weights, row.total, open_keys, first_pos, check))
+        return found
 
-    def _key_scores(self, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
-        pieces = self.load_keys(call, head, q_heads)
-        if any(piece.shape[1] != len(query) for piece in pieces):
-            raise _shape_error(call.layer)
-        scores = (row_scores(query, piece, call.scale, call.softcap) for piece in pieces)
-        return np.concatenate([*scores])
+    def _key_scores(
+        self, call: CallRecord, heads: Sequence[int], queries: Sequence[Array], q_heads: int
+    ) -> list[Floats]:
+        """Return the scores of each head's query with all keys, reading these only once."""
+        n_kv = self._find_first_keys(call.layer).shape[0]
+        groups = [kv_head_of(head, q_heads, n_kv) for head in heads]
+        kv_heads = sorted(set(groups))
+        scores: list[list[Floats]] = [[] for _ in heads]
+        for keys in self.load_keys(call, kv_heads):
+            if keys.shape[2] != len(queries[0]):
+                raise _shape_error(call.layer)
+            for parts, group, query in zip(scores, groups, queries, strict=True):
+                own = keys[kv_heads.index(group)]
+                parts.append(row_scores(query, own, call.scale, call.softcap))
+        return [np.concatenate(parts) for parts in scores]
 
     def _stored_lse(self, index: int, head: int) -> float | None:
         lse = self.load_array("attention.lse")
@@ -280,6 +315,16 @@ def load_step_view(source: Source, place: TracePlace) -> StepView:
         raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
     calls = tuple(reader.calls(place.generation, place.step, branch))
     return StepView(source, place, branch, step_row, calls)
+
+
+def _check_row(call: CallRecord, lse_error: float | None) -> LseCheck:
+    """Return the check of a row by its own LSE error, and if it needs one by the output's."""
+    if lse_error is None:
+        return LseCheck()
+    if call.check_kind != "output":
+        return LseCheck(lse_error, "lse")
+    checks = [LseCheck(error, "output", call.dtype) for error in (lse_error, call.lse_error)]
+    return attention_row.worst_check(checks)
 
 
 def _shape_error(layer: int) -> RowNotRecordedError:
