@@ -37,7 +37,7 @@ ONLY_SEES = "Attention weights are those of the tokens that a token sees."
 class RowWeights(Struct, frozen=True):
     """The attention weights of a row, of the heads that `of` names, and how they were checked.
 
-    `by_pos` has those of the window's open tokens, `heaviest` (position, text, weight) the largest
+    `by_pos` has those of the window's tokens, `heaviest` (position, text, weight) the largest
     ones of the whole row, in descending order. `even` is the weight of every token if all had the
     same. Without weights, `reason` is a sentence; `is_mismatch` says that they are not what ran.
     """
