@@ -17,7 +17,7 @@ from flexinspect.drawing.token_cells import display_text, token_style, wrap_cell
 from flexinspect.panels import token_window
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.xray import DIRECTIONS, Direction, XRay, load_xray
+from flexinspect.panels.xray import DIRECTIONS, WEIGHTS, Direction, WeightsOf, XRay, load_xray
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries import read_tokens
@@ -34,11 +34,14 @@ MAX_PREVIEWS = 100
 class TokensOptions(Struct, frozen=True):
     """`colour` is the measure that colours generated tokens.
 
-    `xray` dims all tokens but those that the place's token sees, or those that see it.
+    `xray` dims all tokens but those that the place's token sees, or those that see it. `weights`
+    colours those that it sees by their attention weights, of one head, or the mean of the heads of
+    the layer or of all layers.
     """
 
     colour: Literal["probability", "entropy", "segment"] = "probability"
     xray: Direction = "off"
+    weights: WeightsOf = "off"
 
 
 class TokensData(Struct, frozen=True):
@@ -76,6 +79,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
     cycles: ClassVar = {
         "view.measure": ("colour", ("probability", "entropy", "segment")),
         "tokens.xray": ("xray", DIRECTIONS),
+        "tokens.weights": ("weights", WEIGHTS),
     }
     actions = tuple(cycles)
 
@@ -95,7 +99,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
             is_correct=answer.is_correct,
             place=place,
             previews=_load_previews(source, branch, window),
-            xray=load_xray(source, place, window, request.options.xray),
+            xray=load_xray(source, place, window, request.options.xray, request.options.weights),
         )
 
     def describe(self, data: TokensData) -> list[str]:
@@ -122,7 +126,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         pen, height, current = Pen(theme, request.width), request.height, data.window.current
         xray = data.xray
         footer = [_token_line(data, pen)] if height > 6 else []
-        footer = pen.paragraph(xray.summary(), "strong")[: height // 2] if xray else footer
+        footer = _xray_lines(xray, pen)[: height // 2] if xray else footer
         footer += [pen.line(_format_verdict(data))] if height > 3 else []
         room = height - len(footer)
         rows = wrap_cells(token_window.token_cells(data.window, request.options.colour), pen.width)
@@ -131,13 +135,24 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         strips = [pen.line(*row.spans(theme, current=current, style=style)) for row in shown]
         strips += [pen.line()] * (room - len(strips))
         extent = "" if _is_whole(data.window) else ", around this step"
+        weights = xray.weights if xray else None
         shows = f"X-ray: {xray.direction}" if xray else f"colour: {request.options.colour}"
+        shows += f" · {weights.of}" if weights and weights.of else ""
         note = f"{data.window.n_tokens} tokens{extent} · {shows}"
 
         def target(x: int, y: int) -> Navigate | None:
             return data.window.navigate_to(shown[y].cell_at(x)) if 0 <= y < len(shown) else None
 
-        return Picture([*strips, *footer][:height], note, target=target)
+        is_alarm = weights is not None and weights.is_mismatch
+        return Picture([*strips, *footer][:height], note, is_alarm, target)
+
+
+def _xray_lines(xray: XRay, pen: Pen) -> list[Strip]:
+    lines = pen.paragraph(xray.summary(), "strong")
+    if xray.weights is not None:
+        style = "bad" if xray.weights.is_mismatch else "text"
+        lines += pen.paragraph(xray.weights.summary(), style)
+    return lines
 
 
 def _is_whole(window: token_window.TokenWindow) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.style import Style
 
 from flexinspect.core.text import format_ranges
@@ -16,14 +17,25 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import TokenWindow
 from flexinspect.records.step import TokenRecord
 
+if TYPE_CHECKING:
+    from flexinspect.panels.xray_weights import RowWeights
+
 Direction = Literal["off", "sees", "seen by"]
 DIRECTIONS: tuple[Direction, ...] = ("off", "sees", "seen by")
+
+WeightsOf = Literal["off", "head", "layer", "mean"]
+"""Whose attention weights the tokens that are seen have: those of the place's head, the mean of the
+heads of its layer, or of all stored layers."""
+WEIGHTS: tuple[WeightsOf, ...] = ("off", "head", "layer", "mean")
 
 State = Literal["open", "closed", "leaked", "lost", "unknown"]
 SIGNS: Mapping[State, str] = {"open": "━", "leaked": "✖", "lost": "□", "unknown": "?"}
 """The signs below tokens, which also mark them without colours; closed ones have none."""
 
 MAX_RANGES_CHARS = 200
+WEIGHT_SIGNS = "▁▂▃▄▅▆▇█"
+"""The signs of weights on a logarithmic scale: the last one is the heaviest token of the row, the
+first one a tenth of an even share or less."""
 
 
 def _name(token: TokenRecord) -> str:
@@ -45,6 +57,7 @@ class XRay(Struct, frozen=True):
     states: Mapping[int, State]
     n_open: int
     n_keys: int
+    weights: RowWeights | None = None
 
     def positions(self, state: State) -> list[int]:
         """Return the positions of the window in a state."""
@@ -69,9 +82,14 @@ class XRay(Struct, frozen=True):
             positions = self.positions(state)
             if positions:
                 yield f"  {state}: {format_ranges(positions)[:MAX_RANGES_CHARS]}"
+        if self.weights is not None:
+            yield from self.weights.describe()
 
     def style(self, cell: TokenCell, theme: Theme, *, current: bool) -> Style:
-        """Return the style of a token: lit if it is seen, else dim."""
+        """Return the style of a token: lit if it is seen, by its weight if it has one, else dim."""
+        level = None if self.weights is None else self.weights.level(cell.pos)
+        if level is not None:
+            cell = replace(cell, heat=level / (len(WEIGHT_SIGNS) - 1))
         match self.states.get(cell.pos, "closed"):
             case "open":
                 return token_style(cell, theme, current=current)
@@ -84,7 +102,11 @@ class XRay(Struct, frozen=True):
 
 
 def load_xray(
-    source: Source, place: TracePlace, window: TokenWindow, direction: Direction
+    source: Source,
+    place: TracePlace,
+    window: TokenWindow,
+    direction: Direction,
+    weights: WeightsOf = "off",
 ) -> XRay | None:
     """Return the X-ray of the place's token, None without recorded cells of its row.
 
@@ -125,7 +147,7 @@ def load_xray(
         positions = view.positions[near.start : near.stop].tolist()
         n_open, n_keys = sum(names[s] in ("open", "leaked") for s in states.tolist()), len(near)
     token = window.token(pos)
-    return XRay(
+    found = XRay(
         direction,
         pos,
         "" if token is None else _name(token),
@@ -133,3 +155,11 @@ def load_xray(
         n_open,
         n_keys,
     )
+    if weights == "off":
+        return found
+    from flexinspect.panels.xray_weights import ONLY_SEES, RowWeights, load_weights
+
+    if direction != "sees":
+        return replace(found, weights=RowWeights(reason=ONLY_SEES))
+    step = view.part_of(row).step_at(row).step
+    return replace(found, weights=load_weights(source, place, window, step, pos, weights))

@@ -87,7 +87,7 @@ def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, 
     first = chunks[0]
     if [chunk.number for chunk in chunks] != list(range(len(chunks))):
         raise damaged_array(array_name, "a part of it is missing")
-    shape = _parse_shape(first.shape, array_name)
+    shape = parse_shape(first.shape, array_name)
     item = STORED_DTYPES.get(first.item)
     if item is None or first.codec not in CODECS:
         raise damaged_array(array_name, f"its type is {first.item!r} and its codec {first.codec!r}")
@@ -122,7 +122,8 @@ def damaged_array(array_name: str, reason: str) -> TraceError:
     return TraceError(what, hint=hint)
 
 
-def _parse_shape(text: str, where: str) -> tuple[int, ...]:
+def parse_shape(text: str, where: str) -> tuple[int, ...]:
+    """Return a stored shape. Raises `TraceError` for anything else."""
     try:
         shape = json.loads(text)
     except (ValueError, RecursionError):

@@ -27,7 +27,7 @@ from flexinspect.panels.token_window import (
     segment_at,
     token_cells,
 )
-from flexinspect.panels.xray import SIGNS, Direction, XRay, load_xray
+from flexinspect.panels.xray import SIGNS, WEIGHT_SIGNS, Direction, WeightsOf, XRay, load_xray
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus, TraceSession
@@ -293,8 +293,8 @@ class TraceHeader(LoadedCanvas):
             self.show([header(parts, self.size.width, theme_of(self.app))])
 
 
-StripRequest = tuple[TracePlace, int, Direction]
-"""The place, the version of the trace, and the direction of the X-ray."""
+StripRequest = tuple[TracePlace, int, Direction, WeightsOf]
+"""The place, the version of the trace, the direction of the X-ray, and whose weights it has."""
 
 NO_XRAY = "X-ray: the mask of this token's row is not recorded in this layer."
 TOKEN_RADIUS = 96
@@ -323,13 +323,17 @@ def draw_token_strip(
 
 
 def _draw_signs(row: TokenCellRow, xray: XRay, theme: Theme) -> list[Span]:
-    """Return the line below the tokens: whether each is seen, leaked or lost."""
+    """Return the line below the tokens: whether each is seen, leaked or lost, and its weight."""
     styles = {"leaked": "bad", "lost": "warn"}
     spans: list[Span] = []
     for cell in row.cells:
         state = xray.states.get(cell.pos, "closed")
         sign = "▲" if cell.pos == xray.pos and state == "open" else SIGNS.get(state, " ")
-        text = sign * cell_len(cell.text) if sign == "━" else sign.ljust(cell_len(cell.text))
+        level = xray.weights.level(cell.pos) if xray.weights is not None else None
+        weight = " " if level is None or state not in ("open", "leaked") else WEIGHT_SIGNS[level]
+        if sign == "━":
+            sign = weight = weight.strip() or sign
+        text = sign.ljust(cell_len(cell.text), weight)
         spans.append((text, theme.style(styles.get(state, "text"))))
     return spans
 
@@ -369,7 +373,7 @@ def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int,
 
 
 class TokenStrip(LoadedCanvas):
-    """Two lines with the tokens around the screen's place, three with an X-ray."""
+    """Two lines with the tokens around the screen's place, up to four with an X-ray."""
 
     DEFAULT_CSS = "TokenStrip { height: 2; }"
 
@@ -382,25 +386,28 @@ class TokenStrip(LoadedCanvas):
         self._row: TokenCellRow | None = None
 
     def on_mount(self) -> None:
-        self.watch(self.screen, "xray", self._on_xray, init=False)
+        for name in ("xray", "weights"):
+            self.watch(self.screen, name, self._on_xray, init=False)
 
-    def _on_xray(self, direction: Direction) -> None:
-        self.styles.height = 2 if direction == "off" else 3
+    def _on_xray(self) -> None:
+        screen = self.trace_screen
+        self.styles.height = 2 if screen.xray == "off" else 3 + (screen.weights != "off")
         self.loader.request_load()
 
     def _strip_request(self) -> StripRequest:
-        return *self.place_request(), self.trace_screen.xray
+        return *self.place_request(), self.trace_screen.xray, self.trace_screen.weights
 
     def preload(self, place: TracePlace) -> None:
-        self.loader.preload((place, self.trace_screen.version, self.trace_screen.xray))
+        _, *rest = self._strip_request()
+        self.loader.preload((place, *rest))
 
     def _load(self, request: StripRequest) -> tuple[TokenWindow, XRay | None] | None:
-        source, (place, _, direction) = self._session.source, request
+        source, (place, _, direction, weights) = self._session.source, request
         if source is None:
             return None
         try:
             window = load_token_window(source, place, TOKEN_RADIUS)
-            return window, load_xray(source, place, window, direction)
+            return window, load_xray(source, place, window, direction, weights)
         except (Missing, FlexInspectError):
             return None  # the panels show the reason
 
@@ -419,9 +426,21 @@ class TokenStrip(LoadedCanvas):
         width, theme = self.size.width, theme_of(self.app)
         strips, self._row = draw_token_strip(self._window, width, theme, self._xray)
         if self.trace_screen.xray != "off":
-            text = self._xray.summary() if self._xray is not None else NO_XRAY
-            strips.append(Pen(theme, width).line((text, "strong")))
+            strips += self._draw_summary(Pen(theme, width))
         self.show(strips)
+
+    def _draw_summary(self, pen: Pen) -> list[Strip]:
+        """Draw what the token sees; then the weights, or the key that shows them."""
+        xray = self._xray
+        if xray is None:
+            return [pen.line((NO_XRAY, "strong"))]
+        summary = (xray.summary(), "strong")
+        if xray.weights is None:
+            key = self.trace_screen.keys_of("tokens.weights")
+            hint = f"  {key} weighs them by attention" if xray.direction == "sees" else ""
+            return [pen.line(summary, (hint, "muted"))]
+        style = "bad" if xray.weights.is_mismatch else "text"
+        return [pen.line(summary), pen.line((xray.weights.summary(), style))]
 
     def on_click(self, event: events.Click) -> None:
         """Go to the token that was clicked."""

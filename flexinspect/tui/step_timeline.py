@@ -1,12 +1,14 @@
-"""One line with a cell per step: how uncertain the model was, and what happened there."""
+"""One line with a cell per step: how uncertain and how close it was, and what happened there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Executor
 
 from msgspec import Struct
+from rich.cells import cell_len
 from textual import events
+from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.drawing.text_lines import NamedSpan, Pen, merge_spans
@@ -26,15 +28,56 @@ _MARKS = {
     Severity.NOTE: ("●", "text"),
 }
 BREAKPOINT_MARK, BRANCH_MARK = ("◉", "accent"), ("┣", "accent")
-LEGEND = "entropy · ✖▲● findings · ◉ breakpoint · ┣ fork"
+CLOSE_MARGIN = 0.7
+"""In logits. Below it the second candidate was at least half as probable as the first, so a little
+would have changed the answer."""
+STEP_STYLE, CLOSE_STYLE = "muted", "warn"
+LEGEND: tuple[tuple[NamedSpan, ...], ...] = (
+    (("entropy", STEP_STYLE),),
+    (("█", CLOSE_STYLE), (f" margin < {CLOSE_MARGIN}", STEP_STYLE)),
+    (("✖▲● findings", STEP_STYLE),),
+    (("◉ breakpoint", STEP_STYLE),),
+    (("┣ fork", STEP_STYLE),),
+)
 
 
 class TimelineData(Struct, frozen=True):
-    """The steps around the place; `levels` are 0 to 1 by step, `marks` (sign, style) by step."""
+    """The steps around the place; `levels` are 0 to 1 by step, `marks` (sign, style) by step.
+
+    `close` are the steps whose margin is below `CLOSE_MARGIN`.
+    """
 
     window: StepWindow
     levels: Mapping[int, float]
+    close: Set[int]
     marks: Mapping[int, tuple[str, str]]
+
+
+def draw_steps(data: TimelineData, pen: Pen) -> Strip:
+    """Draw a column or more per step, and what they mean where there is room."""
+    window = data.window
+    each = window.columns_per_point(pen.width)
+    spans: list[NamedSpan] = []
+    for step in window.steps:
+        own = CLOSE_STYLE if step in data.close else STEP_STYLE
+        sign, style = data.marks.get(step, ("", own))
+        level = data.levels.get(step, 0.0)
+        block = BLOCKS[min(int(level * len(BLOCKS)), len(BLOCKS) - 1)]
+        is_current = step == window.current
+        spans.append((sign[:each], "cursor" if is_current else style))
+        spans.append((block * (each - len(sign)), "cursor" if is_current else own))
+    spans += _fit_legend(pen.width - each * len(window))
+    return pen.line(*merge_spans(span for span in spans if span[0]))
+
+
+def _fit_legend(room: int) -> Iterator[NamedSpan]:
+    """Yield the first parts of the legend, as many as there is room for."""
+    for part in LEGEND:
+        spans: list[NamedSpan] = [("  " if part is LEGEND[0] else " · ", STEP_STYLE), *part]
+        room -= sum(cell_len(text) for text, _ in spans)
+        if room < 0:
+            return
+        yield from spans
 
 
 class StepTimeline(LoadedCanvas):
@@ -65,10 +108,10 @@ class StepTimeline(LoadedCanvas):
         try:
             window = load_step_window(reader, place, width)
             span = (place.generation, window.start, window.stop)
-            levels = {
-                step.step: uncertainty(step, "entropy") or 0.0
-                for step in queries.step_range(reader, *span, place.branch)
-            }
+            steps = queries.step_range(reader, *span, place.branch)
+            levels = {step.step: uncertainty(step, "entropy") or 0.0 for step in steps}
+            margins = {step.step: step.margin for step in steps if step.margin is not None}
+            close = {step for step, margin in margins.items() if margin < CLOSE_MARGIN}
             hits = queries.matching_events(reader, *span, "breakpoint", len(window))
             marks = {hit.event.step: BREAKPOINT_MARK for hit in hits if hit.event.step is not None}
             for row in reader.branches(place.generation):
@@ -78,7 +121,7 @@ class StepTimeline(LoadedCanvas):
             marks |= {step: _MARKS[severity] for step, severity in found.items()}
         except (Missing, FlexInspectError):
             return None  # the panels show the reason
-        return TimelineData(window, levels, marks)
+        return TimelineData(window, levels, close, marks)
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: TimelineData | None) -> None:
         self._data = loaded
@@ -86,22 +129,11 @@ class StepTimeline(LoadedCanvas):
         self.repaint()
 
     def repaint(self) -> None:
-        """Draw a column or more per step, and what they mean where there is room."""
+        """Draw the loaded steps."""
         if self._data is None or not self.size.width:
             self.show([])
             return
-        pen, window = Pen(theme_of(self.app), self.size.width), self._data.window
-        each = window.columns_per_point(pen.width)
-        spans: list[NamedSpan] = []
-        for step in window.steps:
-            sign, style = self._data.marks.get(step, ("", "muted"))
-            level = self._data.levels.get(step, 0.0)
-            block = BLOCKS[min(int(level * len(BLOCKS)), len(BLOCKS) - 1)]
-            text = (sign + block * each)[:each]
-            spans.append((text, "cursor" if step == window.current else style))
-        if pen.width - each * len(window) > len(LEGEND) + 2:
-            spans.append((f"  {LEGEND}", "muted"))
-        self.show([pen.line(*merge_spans(spans))])
+        self.show([draw_steps(self._data, Pen(theme_of(self.app), self.size.width))])
 
     def on_click(self, event: events.Click) -> None:
         """Go to the step that was clicked."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
+from functools import partial
 
 from flexinspect.core.conversion import parse_step_number
-from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.token_window import current_pos
 from flexinspect.trace.queries import find_text
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.navigation import Navigation, PlacedScreen
-from flexinspect.tui.screens.dialogs import ask_text
+from flexinspect.tui.screens.dialogs import ask_text, call_in_thread
+
+MAX_SEARCHES = 2
+"""Searches at a time: one that runs, and one that waits for it."""
 
 
 def parse_step(text: str, first: int, last: int) -> int | None:
@@ -62,6 +66,7 @@ class TokenSearch:
     def __init__(self, screen: PlacedScreen, navigation: Navigation) -> None:
         self._screen, self._navigation = screen, navigation
         self._text = ""
+        self._lock, self._n_searches = asyncio.Lock(), 0
 
     async def ask_step(self) -> None:
         """Ask for a step by its number, its name, or a word of its token."""
@@ -74,7 +79,7 @@ class TokenSearch:
             return
         step = parse_step(answer, first, last)
         if step is None:
-            self._go_to_match(answer, only_generated=True)
+            await self._go_to_match(answer, only_generated=True)
             return
         self._navigation.jump(Navigate(step=step))
         if screen.place.step != step:
@@ -87,31 +92,38 @@ class TokenSearch:
         answer = await ask_text(self._screen.app, question, self._text)
         if answer:
             self._text = answer
-            self._go_to_match(answer)
+            await self._go_to_match(answer)
 
-    def next_match(self) -> Awaitable[None] | None:
+    def next_match(self) -> Awaitable[None]:
         """Go to the next match of the search; without a search ask for one."""
-        if not self._text:
-            return self.ask_search()
-        self._go_to_match(self._text, is_next=True)
-        return None
+        return self._go_to_match(self._text, is_next=True) if self._text else self.ask_search()
 
-    def _go_to_match(
+    async def _go_to_match(
         self, text: str, *, only_generated: bool = False, is_next: bool = False
     ) -> None:
-        """Go to the next token at which the text begins; see `find_token`."""
-        screen, reader = self._screen, self._screen.reader
-        if reader is None:
+        """Go to the next token at which the text begins; see `find_token`.
+
+        The next search begins where the one before has ended; more than that one do not wait.
+        """
+        if self._n_searches >= MAX_SEARCHES:
             return
+        self._n_searches += 1
         try:
-            options = {"only_generated": only_generated, "is_next": is_next}
-            target = find_token(reader, screen.place, text, **options)
-        except FlexInspectError as error:
-            screen.show_error(error)
-            return
+            async with self._lock:
+                screen, reader, place = self._screen, self._screen.reader, self._screen.place
+                if reader is None:
+                    return
+                find = partial(find_token, only_generated=only_generated, is_next=is_next)
+                found = await call_in_thread(screen.app, lambda: (find(reader, place, text),))
+                if found is not None:
+                    self._show_match(text, *found, only_generated=only_generated)
+        finally:
+            self._n_searches -= 1
+
+    def _show_match(self, text: str, target: Navigate | None, *, only_generated: bool) -> None:
         if target is None:
             where = "generated text" if only_generated else "text"
             message = f"No {where} contains “{escape_unprintable(text)}”."
-            screen.app.notify(message, severity="warning")
+            self._screen.app.notify(message, severity="warning")
         else:
             self._navigation.jump(target)

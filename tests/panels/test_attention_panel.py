@@ -25,6 +25,7 @@ from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, StepRecord
+from flexinspect.trace.array_parts import read_equal_arrays
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
 
@@ -50,14 +51,13 @@ def test_a_long_generation_reads_its_keys_in_pieces_and_keeps_them(
 ) -> None:
     synthetic, source = made(n_steps=28)
     monkeypatch.setattr("flexinspect.panels.attention.row_recompute.KEY_CHUNK_STEPS", 4)
-    reads: list[tuple[int, str]] = []
-    original = TraceReader.array
+    reads: list[range] = []
 
-    def counting(self: Any, generation: int, step: int, stream: str, *rest: Any) -> Any:
-        reads.append((step, stream))
-        return original(self, generation, step, stream, *rest)
+    def counting(reader: TraceReader, branch: Any, steps: range, stream: str, layer: int) -> Any:
+        reads.append(steps)
+        return read_equal_arrays(reader, branch, steps, stream, layer)
 
-    monkeypatch.setattr(TraceReader, "array", counting)
+    monkeypatch.setattr(row_recompute, "read_equal_arrays", counting)
     for step in (26, 27):
         reads.clear()
         data = load(source, step=step, layer=1, head=2)
@@ -65,7 +65,7 @@ def test_a_long_generation_reads_its_keys_in_pieces_and_keeps_them(
         expected = synthetic.weights(1, 2, N_PROMPT + step - 1)
         np.testing.assert_allclose(data.tokens.weights, expected, atol=1e-5)
     # The second time only what the last pieces did not hold: steps 25, 26 and 27.
-    assert [step for step, stream in reads if stream == "k"] == [25, 26, 27]
+    assert reads == [range(25, 28)]
 
 
 def test_any_row_of_the_prefill_is_recomputed_but_not_called_checked(made: Made) -> None:

@@ -15,12 +15,13 @@ from flexinspect.tui.screens.trace_screen import TraceScreen
 
 
 async def settle(pilot: Pilot[Any]) -> None:
-    """Wait until every panel on the screen has loaded and painted what is wanted."""
+    """Wait until every panel has loaded and painted what is wanted, and every search has ended."""
     for _ in range(400):
         await pilot.pause()
         screen = pilot.app.screen
         loading = screen.query(LoadedCanvas).results(LoadedCanvas)
-        if not any(view.loader.is_busy for view in loading):
+        is_searching = hasattr(screen, "search") and screen.search._n_searches > 0
+        if not is_searching and not any(view.loader.is_busy for view in loading):
             await pilot.pause()
             return
         await pilot.pause(0.01)

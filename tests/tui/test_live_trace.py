@@ -27,6 +27,8 @@ from flexinspect.tui.trace_session import RunStatus
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 LONG = {"weights": "random", "max_new_tokens": 950, "stop": "eos"}
+LONGER = {**LONG, "prompts": (), "dataset": "demo", "max_samples": 20, "max_new_tokens": 900}
+"""A run that lasts until it is stopped, also on a busy machine."""
 
 
 def job(path: Path, **changes: Any) -> Job:
@@ -120,7 +122,7 @@ async def test_a_run_that_cannot_begin_says_why(tmp_path: Path) -> None:
 
 async def test_quitting_a_live_run_asks_for_confirmation(tmp_path: Path) -> None:
     path = tmp_path / "run.flextrace"
-    app = InspectorApp(job=job(path, **LONG))
+    app = InspectorApp(job=job(path, **LONGER))
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
         await pilot.press("q")
@@ -148,7 +150,7 @@ async def test_opening_another_trace_asks_what_happens_to_the_run(
     path, other = tmp_path / "run.flextrace", sample_trace(tmp_path / "other.flextrace")
     add_recent_trace(other)
     monkeypatch.setattr("flexinspect.control.discovery.running", list)
-    app = InspectorApp(job=job(path, **LONG))
+    app = InspectorApp(job=job(path, **LONGER))
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
         await pilot.press("o")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ from support.traces import sample_trace
 from support.tui import screen_lines, settle, until
 from textual import events
 
+from flexinspect.drawing.text_lines import Pen
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels.timeline import StepWindow
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.step_timeline import StepTimeline
+from flexinspect.tui.step_timeline import StepTimeline, TimelineData, draw_steps
 
 
 @pytest.fixture
@@ -37,6 +41,40 @@ async def test_a_finding_marks_its_step_and_the_current_step_is_reversed(path: P
         first = next(iter(strip))
         assert first.style is not None
         assert first.style.reverse
+
+
+@pytest.mark.parametrize("depth", ["truecolor", "none"])
+def test_steps_with_a_close_second_have_the_style_of_the_legend(depth: Any) -> None:
+    theme = Theme(depth)
+    window = StepWindow(0, 4, 3, 0, 3, 4)
+    levels = {0: 0.1, 1: 0.5, 2: 0.5, 3: 0.9}
+    strip = draw_steps(TimelineData(window, levels, {1, 2}, {2: ("✖", "bad")}), Pen(theme, 110))
+    styles = [segment.style for segment in strip for _ in segment.text]
+    close, plain = theme.style("warn"), theme.style("muted")
+    assert close != plain
+    assert strip.text.startswith("▁▁▁▁▅▅▅▅✖▅▅▅████  entropy · █ margin < 0.7 · ")
+    assert strip.text.rstrip().endswith("┣ fork")
+    assert styles[0] == plain
+    assert styles[4] == styles[9] == styles[28] == close
+    assert styles[8] == theme.style("bad")
+    assert styles[12] == theme.style("cursor")
+
+
+def test_the_legend_is_cut_between_its_parts() -> None:
+    data = TimelineData(StepWindow(0, 4, 0, 0, 3, 4), {}, set(), {})
+    texts = [draw_steps(data, Pen(Theme("none"), width)).text[16:].rstrip() for width in (24, 60)]
+    assert texts == ["", "  entropy · █ margin < 0.7 · ✖▲● findings"]
+
+
+async def test_a_small_margin_is_read_from_the_step(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE steps SET margin = 0.2 WHERE step = 2")
+    async with InspectorApp(path).run_test(size=(110, 24)) as pilot:
+        await settle(pilot)
+        await until(pilot, lambda: "margin" in drawn(pilot.app))
+        data = pilot.app.screen.query_one(StepTimeline)._data
+        assert data is not None
+        assert data.close == {2}
 
 
 async def test_a_click_and_a_drag_go_to_a_step(path: Path) -> None:

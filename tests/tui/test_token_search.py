@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.tui import answer, place, press, settle
+from support.tui import answer, place, press, settle, until
 
 from flexinspect.core.errors import TraceError
-from flexinspect.panels.base import TracePlace
+from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.tui import token_search
 from flexinspect.tui.app import InspectorApp
 
@@ -79,6 +81,27 @@ async def test_a_number_beyond_any_step_is_searched_as_text(trace: Path) -> None
         await pilot.press("enter")
         await settle(pilot)
         assert place(app).step == 0
+
+
+async def test_the_interface_answers_during_a_search_that_takes_long(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_moved, find = threading.Event(), token_search.find_token
+
+    def slow(*args: Any, **options: Any) -> Navigate | None:
+        assert has_moved.wait(10)
+        return find(*args, **options)
+
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        monkeypatch.setattr(token_search, "find_token", slow)
+        await pilot.press("/")
+        await pilot.pause()
+        await pilot.press("e", "m", "m", "a", "enter", "right")
+        await until(pilot, lambda: place(app).step == 1)
+        has_moved.set()
+        await until(pilot, lambda: place(app).pos == 3)
 
 
 async def test_damage_found_by_a_search_is_reported(

@@ -273,8 +273,7 @@ def _load_token_row(view: row_recompute.StepView, data: AttentionData) -> Attent
     check = newest.lse_check
     data = replace(data, newest_lse_check=check, lse_check=row.lse_check)
     if not np.isfinite((newest.total, row.total)).all():
-        reason = "The scores of this row are not finite, so it has no weights."
-        return replace(data, missing_reason=reason)
+        return replace(data, missing_reason=row_recompute.NOT_FINITE)
     if check.is_failed:
         grid = data.grid
         if not any(own.is_checked for own in grid.lse_checks):

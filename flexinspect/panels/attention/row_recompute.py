@@ -1,13 +1,16 @@
 """Recomputes attention rows from the queries, keys and masks of a trace.
 
 The keys of a layer are stored per step. Those of the prefill and of every 64 steps after it are
-cached together, so that going to the next step reads little more than the new keys.
+cached together, so that going to the next step reads little more than the new keys. Only the heads
+that are asked for are cached, because those of all may be larger than the cache.
 """
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,7 @@ from flexinspect.masks.attention_row import Bools, Floats, LseCheck, kv_head_of,
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array, CallRecord
+from flexinspect.trace.array_parts import StoredArray, find_array, read_equal_arrays
 from flexinspect.trace.mask_cells import find_mask_cells, read_mask_arrays, read_packed_rows
 from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.query_results import StepRow
@@ -27,13 +31,14 @@ KEY_CHUNK_STEPS = 64
 """Number of decode steps whose keys are cached together."""
 
 MAX_READ_BYTES = 256 << 20
-"""Maximum bytes of keys (or queries) that are read for one picture, as float32."""
+"""Maximum bytes of the keys of a head that are read for one row, as float32."""
 
 MAX_CACHED_MASK_CELLS = 1 << 22
 """Cells of a head up to which a mask is cached as a whole; of a larger one, the row that is shown.
 """
 
 N_HEAVIEST = 64
+NOT_FINITE = "The scores of this row are not finite, so it has no weights."
 EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
 
 
@@ -59,51 +64,103 @@ class StepView(Struct, frozen=True):
         branch = branch_of_step(reader, generation, step, self.place.branch)
         return reader.array(generation, step, stream, layer, branch)
 
-    def load_queries(self, layer: int) -> Array:
-        """Return the queries of a layer in this step, (heads, rows, head dim).
+    def _find_array(self, stream: str, layer: int, step: int) -> StoredArray | None:
+        reader, generation = self.source.reader, self.place.generation
+        branch = branch_of_step(reader, generation, step, self.place.branch)
+        return find_array(reader, generation, step, stream, layer, branch)
+
+    def _find_queries(self, layer: int) -> StoredArray:
+        """Return where the queries of a layer in this step are stored: (heads, rows, head dim).
 
         Raises `RowNotRecordedError`, as all functions below that read stored arrays.
         """
-        key = ("attention.q", self.place.generation, self.branch, self.step_row.step, layer)
-        queries = self.source.get_or_create(key, lambda: self.load_array("q", layer))
+        queries = self._find_array("q", layer, self.step_row.step)
         if queries is None:
-            here = (self.place.generation, self.step_row.step, self.branch)
-            queried = (i.layer for i in self.source.reader.arrays(*here) if i.stream == "q")
-            stored = sorted({stored for stored in queried if stored is not None})
+            stored = self.stored_layers()
             names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
             missing = f"The queries and keys of layer {layer} are not stored"
             reason = f"{missing}; those of layers {names} are." if stored else EXTREME_ONLY
             raise RowNotRecordedError(reason)
-        if queries.ndim != 3:
+        if len(queries.shape) != 3:
             raise RowNotRecordedError(
                 f"The stored queries of layer {layer} have the unexpected shape {queries.shape}."
             )
         return queries
 
-    def load_keys(self, call: CallRecord) -> list[Array]:
-        """Return the keys of a layer up to this step: pieces of (kv heads, rows, head dim)."""
-        size = self.step_row.kv_after * call.kv_heads * call.head_dim * 4
+    def stored_layers(self) -> list[int]:
+        """Return the layers whose queries are stored in this step."""
+        here = (self.place.generation, self.step_row.step, self.branch)
+        infos = self.source.reader.arrays(*here)
+        return sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
+
+    def load_keys(self, call: CallRecord, kv_heads: Sequence[int]) -> Iterator[Array]:
+        """Yield the keys of some heads up to this step: pieces of (heads, rows, head dim)."""
+        size = self.step_row.kv_after * call.head_dim * 4
         if size > MAX_READ_BYTES:
             limit = f"more than the limit of {MAX_READ_BYTES >> 20} MiB"
             raise RowNotRecordedError(f"The keys of this row take {size >> 20} MiB, {limit}.")
-        stop = self.step_row.step + 1
-        spans = [(0, 1)]
-        spans += [(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
-        pieces = [self._load_key_chunk(call.layer, *span) for span in spans]
-        n_keys = sum(piece.shape[1] for piece in pieces)
+        n_keys, stop = 0, self.step_row.step + 1
+        spans = [range(n, min(n + KEY_CHUNK_STEPS, stop)) for n in range(1, stop, KEY_CHUNK_STEPS)]
+        for span in (range(1), *spans):
+            load = self._load_key_chunk if span.start else self._load_first_keys
+            keys = load(call.layer, span, tuple(kv_heads))
+            n_keys += keys.shape[1]
+            yield keys
         if n_keys != self.step_row.kv_after:
             raise RowNotRecordedError(
                 f"The trace has {n_keys} stored keys, but this row had {self.step_row.kv_after}."
             )
-        return pieces
 
-    def _load_key_chunk(self, layer: int, start: int, stop: int) -> Array:
-        read = partial(_join_keys, self, layer, start, stop)
-        if start > 0 and stop - start < KEY_CHUNK_STEPS:
+    def _find_first_keys(self, layer: int) -> StoredArray:
+        """Return where the keys of the prefill are stored: (kv heads, rows, head dim)."""
+        keys = self._find_array("k", layer, 0)
+        if keys is None or len(keys.shape) != 3 or 0 in keys.shape:
+            raise RowNotRecordedError(f"The keys of layer {layer} in step 0 are not stored.")
+        return keys
+
+    def _load_first_keys(self, layer: int, steps: range, kv_heads: tuple[int, ...]) -> Array:
+        """Return the keys of some heads in the prefill, where those of all may be gigabytes."""
+        keys = self._find_first_keys(layer)
+        n_heads, rows, width = keys.shape
+        if max(kv_heads) >= n_heads:
+            raise _shape_error(layer)
+
+        def read(head: int) -> Array:
+            start, stop = head * rows * width, (head + 1) * rows * width
+            return keys.read(self.source.reader, start, stop).reshape(rows, width)
+
+        return self._cache_keys(layer, steps, kv_heads, lambda: np.stack([*map(read, kv_heads)]))
+
+    def _load_key_chunk(self, layer: int, steps: range, kv_heads: tuple[int, ...]) -> Array:
+        def read() -> Array:
+            keys = self._read_key_chunk(layer, steps)
+            if max(kv_heads) >= len(keys):
+                raise _shape_error(layer)
+            return keys[[*kv_heads]]
+
+        if len(steps) < KEY_CHUNK_STEPS:
             return read()
+        return self._cache_keys(layer, steps, kv_heads, read)
+
+    def _cache_keys(
+        self, layer: int, steps: range, kv_heads: tuple[int, ...], read: Callable[[], Array]
+    ) -> Array:
         # A branch has keys of its own, so the requested branch is part of the cache key.
-        key = ("attention.k", self.place.generation, self.place.branch, layer, start)
-        return self.source.get_or_create(key, read)
+        place = (self.place.generation, self.place.branch)
+        return self.source.get_or_create(("attention.k", *place, layer, steps, kv_heads), read)
+
+    def _read_key_chunk(self, layer: int, steps: range) -> Array:
+        reader, generation = self.source.reader, self.place.generation
+        branches = {
+            branch_of_step(reader, generation, step, self.place.branch)
+            for step in (steps[0], steps[-1])
+        }
+        here = (generation, branches.pop())
+        keys = None if branches else read_equal_arrays(reader, here, steps, "k", layer)
+        if keys is None or keys.ndim != 4:
+            return _join_keys(self, layer, steps.start, steps.stop)
+        n_steps, heads, rows, width = keys.shape
+        return keys.transpose(1, 0, 2, 3).reshape(heads, n_steps * rows, width)
 
     def load_mask_row(self, call: CallRecord, row: int) -> Bools:
         """Return row `row` of the step's executed mask, bool (mask heads, keys)."""
@@ -140,48 +197,59 @@ class StepView(Struct, frozen=True):
         return bool(flags[row if len(flags) > 1 else 0])
 
     def recompute_row(self, index: int, head: int, q_idx: int) -> TokenRow:
-        """Recompute row `q_idx` of a head in call `index` of a step. Raises `RowNotRecordedError`.
+        """Recompute row `q_idx` of a head in call `index` of a step; see `recompute_rows`."""
+        return self.recompute_rows(index, (head,), q_idx)[0]
+
+    def recompute_rows(self, index: int, heads: Sequence[int], q_idx: int) -> list[TokenRow]:
+        """Recompute row `q_idx` of some heads in call `index`. Raises `RowNotRecordedError`.
 
         The newest row is normalised with the stored log-sum-exp. If the kernel returned none, that
         was computed during capture under the same mask and checked against the layer's output; then
         both checks must pass.
         """
         call, step_row = self.calls[index], self.step_row
-        query = self.load_queries(call.layer)
-        row_in_step = q_idx - step_row.kv_before
-        if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
-            raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
-        scores = self._key_scores(call, query[head, row_in_step], head, query.shape[0])
+        queries, row_in_step = self._find_queries(call.layer), q_idx - step_row.kv_before
+        n_heads, rows, width = queries.shape
+        if not (0 <= row_in_step < rows and all(0 <= head < n_heads for head in heads)):
+            names = ", ".join(map(str, heads))
+            raise RowNotRecordedError(f"The query of row {q_idx}, head {names} is not stored.")
         # Not the mask record's own offset: a mask is stored once, with the step that had it first.
         first_pos = max(step_row.kv_after - call.kv_len, 0)
-        mask_row, n_keys = self.load_mask_row(call, row_in_step), len(scores) - first_pos
-        # For a mask with another number of heads the first one is read, as capture does.
-        open_keys = mask_row[head if mask_row.shape[0] == query.shape[0] else 0]
-        if len(open_keys) < n_keys or open_keys[n_keys:].any():
+        mask_row, n_keys = self.load_mask_row(call, row_in_step), step_row.kv_after - first_pos
+        if mask_row.shape[1] < n_keys or mask_row[:, n_keys:].any():
             raise RowNotRecordedError(
-                f"The mask has {len(open_keys)} keys in this row, but the cache has {n_keys}."
+                f"The mask has {mask_row.shape[1]} keys in this row, but the cache has {n_keys}."
             )
-        open_keys = open_keys[:n_keys]  # a static cache has room for more
-        if self._is_row_averaged(call, head, row_in_step):
-            scores = np.zeros_like(scores)
-        lse = self._stored_lse(index, head) if q_idx == step_row.kv_after - 1 else None
-        row = attention_row.row_weights(scores[first_pos:], open_keys, lse)
-        own, kind = row.lse_error, call.check_kind
-        check = LseCheck() if own is None else LseCheck(own, "lse")
-        if own is not None and kind == "output":
-            checks = [LseCheck(error, kind, call.dtype) for error in (own, call.lse_error)]
-            check = attention_row.worst_check(checks)
-        return TokenRow(row.weights, row.total, open_keys, first_pos, check)
+        mask_row = mask_row[:, :n_keys]  # a static cache has room for more
+        starts = [(head * rows + row_in_step) * width for head in heads]
+        own = [queries.read(self.source.reader, start, start + width) for start in starts]
+        found = []
+        for head, scores in zip(heads, self._key_scores(call, heads, own, n_heads), strict=True):
+            # For a mask with another number of heads the first one is read, as capture does.
+            open_keys = mask_row[head if len(mask_row) == n_heads else 0]
+            if self._is_row_averaged(call, head, row_in_step):
+                scores = np.zeros_like(scores)
+            lse = self._stored_lse(index, head) if q_idx == step_row.kv_after - 1 else None
+            row = attention_row.row_weights(scores[first_pos:], open_keys, lse)
+            check = _check_row(call, row.lse_error)
+            found.append(TokenRow(row.weights, row.total, open_keys, first_pos, check))
+        return found
 
-    def _key_scores(self, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
-        pieces = self.load_keys(call)
-        group = kv_head_of(head, q_heads, pieces[0].shape[0])
-        if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
-            raise RowNotRecordedError(
-                f"The shapes of the stored queries and keys of layer {call.layer} do not match."
-            )
-        scores = (row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces)
-        return np.concatenate([*scores])
+    def _key_scores(
+        self, call: CallRecord, heads: Sequence[int], queries: Sequence[Array], q_heads: int
+    ) -> list[Floats]:
+        """Return the scores of each head's query with all keys, reading these only once."""
+        n_kv = self._find_first_keys(call.layer).shape[0]
+        groups = [kv_head_of(head, q_heads, n_kv) for head in heads]
+        kv_heads = sorted(set(groups))
+        scores: list[list[Floats]] = [[] for _ in heads]
+        for keys in self.load_keys(call, kv_heads):
+            if keys.shape[2] != len(queries[0]):
+                raise _shape_error(call.layer)
+            for parts, group, query in zip(scores, groups, queries, strict=True):
+                own = keys[kv_heads.index(group)]
+                parts.append(row_scores(query, own, call.scale, call.softcap))
+        return [np.concatenate(parts) for parts in scores]
 
     def _stored_lse(self, index: int, head: int) -> float | None:
         lse = self.load_array("attention.lse")
@@ -193,16 +261,12 @@ class StepView(Struct, frozen=True):
         """Recompute the newest row's weight on the first token, float64 (layers, heads).
 
         It needs no other key, because the stored log-sum-exp normalises it. NaN for layers that are
-        not stored; None for a prefill, without the log-sum-exp or any stored layer, or if there is
-        too much to read.
+        not stored; None for a prefill, or without the log-sum-exp or any stored layer.
         """
         if self.step_row.q_len > 1:
             return None
         lse = self.load_array("attention.lse")
         if lse is None or lse.ndim != 2 or len(lse) != len(self.calls):
-            return None
-        widths = sum(call.kv_heads * call.head_dim for call in self.calls)
-        if widths * self.step_row.kv_after * 4 > 4 * MAX_READ_BYTES:
             return None
         out = np.full(lse.shape, np.nan)
         for index, call in enumerate(self.calls):
@@ -213,12 +277,11 @@ class StepView(Struct, frozen=True):
         return None if np.isnan(out).all() else out
 
     def _first_token_weights_of(self, call: CallRecord, lse: Array) -> Floats:
-        query = self.load_queries(call.layer)
+        queries = self._find_queries(call.layer)
+        query = queries.read(self.source.reader, 0, prod(queries.shape)).reshape(queries.shape)
         if self.step_row.kv_after > call.kv_len:
             return np.zeros(len(lse))  # a sliding cache has dropped the first key
-        key = ("attention.first", self.place.generation, self.place.branch, call.layer)
-        read = partial(_join_keys, self, call.layer, 0, 1)
-        first = self.source.get_or_create(key, lambda: read()[:, 0].copy())
+        first = self._load_first_token_keys(call.layer)
         cells = self.load_mask_row(call, 0)[:, 0]
         cells = cells if len(cells) == len(lse) else cells[:1]
         if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
@@ -230,6 +293,18 @@ class StepView(Struct, frozen=True):
             weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)
         return weights
 
+    def _load_first_token_keys(self, layer: int) -> Array:
+        """Return the key of the first token in each head, (kv heads, head dim)."""
+
+        def read() -> Array:
+            keys = self._find_first_keys(layer)
+            heads, rows, width = keys.shape
+            starts = range(0, heads * rows * width, rows * width)
+            return np.stack([keys.read(self.source.reader, at, at + width) for at in starts])
+
+        key = ("attention.first", self.place.generation, self.place.branch, layer)
+        return self.source.get_or_create(key, read)
+
 
 def load_step_view(source: Source, place: TracePlace) -> StepView:
     """Return the step of a place. Raises `Missing` when it is not recorded."""
@@ -240,6 +315,22 @@ def load_step_view(source: Source, place: TracePlace) -> StepView:
         raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
     calls = tuple(reader.calls(place.generation, place.step, branch))
     return StepView(source, place, branch, step_row, calls)
+
+
+def _check_row(call: CallRecord, lse_error: float | None) -> LseCheck:
+    """Return the check of a row by its own LSE error, and if it needs one by the output's."""
+    if lse_error is None:
+        return LseCheck()
+    if call.check_kind != "output":
+        return LseCheck(lse_error, "lse")
+    checks = [LseCheck(error, "output", call.dtype) for error in (lse_error, call.lse_error)]
+    return attention_row.worst_check(checks)
+
+
+def _shape_error(layer: int) -> RowNotRecordedError:
+    return RowNotRecordedError(
+        f"The shapes of the stored queries and keys of layer {layer} do not match."
+    )
 
 
 def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:

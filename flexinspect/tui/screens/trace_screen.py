@@ -25,7 +25,7 @@ from flexinspect.core.keyboard import all_keys
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.panel_registry import option_names
-from flexinspect.panels.xray import DIRECTIONS, Direction
+from flexinspect.panels.xray import DIRECTIONS, WEIGHTS, Direction, WeightsOf
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import trace_session
 from flexinspect.tui.branch_commands import BranchCommands
@@ -91,6 +91,7 @@ class TraceScreen(Screen[None]):
     capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False)
     xray: reactive[Direction] = reactive[Direction]("off", repaint=False)
+    weights: reactive[WeightsOf] = reactive[WeightsOf]("off", repaint=False)
     cell: tuple[int, int] | None = None
     """The positions of the row and key that are selected in the mask, None before a selection."""
 
@@ -271,10 +272,17 @@ class TraceScreen(Screen[None]):
         self.xray = DIRECTIONS[(DIRECTIONS.index(self.xray) + 1) % len(DIRECTIONS)]
         self._share_xray()
 
+    def _next_weights(self) -> None:
+        """Weight what the token sees by the attention of its head, of more heads, or of none."""
+        if self.xray == "sees" or self.weights == "off":
+            self.weights = WEIGHTS[(WEIGHTS.index(self.weights) + 1) % len(WEIGHTS)]
+        self.xray = "sees"
+        self._share_xray()
+
     def _share_xray(self) -> None:
         for view in self.slots.views():
             if view.panel.name == "tokens":
-                view.change_options(replace(view.options, xray=self.xray))
+                view.change_options(replace(view.options, xray=self.xray, weights=self.weights))
 
     @on(PanelView.CellSelected)
     def _share_cell(self, event: PanelView.CellSelected) -> None:
@@ -426,6 +434,7 @@ class TraceScreen(Screen[None]):
             "tokens.next": lambda: go.move_pos(1),
             "tokens.previous": lambda: go.move_pos(-1),
             "tokens.xray": self._next_xray,
+            "tokens.weights": self._next_weights,
             "finding.next": lambda: self.findings.go_to_finding(1),
             "finding.previous": lambda: self.findings.go_to_finding(-1),
             "finding.read": self.findings.read_finding,

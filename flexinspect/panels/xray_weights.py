@@ -1,0 +1,160 @@
+"""The attention weights of the X-ray's row, recomputed from the stored queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from flexinspect.core.text import plural
+from flexinspect.masks.attention_row import UNCHECKED, Floats, LseCheck, worst_check
+from flexinspect.panels.attention.attention_data import (
+    NO_OPEN_KEY,
+    describe_mismatch,
+    format_share,
+)
+from flexinspect.panels.attention.row_recompute import (
+    NOT_FINITE,
+    RowNotRecordedError,
+    StepView,
+    load_step_view,
+)
+from flexinspect.panels.base import TracePlace
+from flexinspect.panels.panel_source import Source
+from flexinspect.panels.token_window import TokenWindow, load_token_cells
+from flexinspect.panels.xray import WEIGHT_SIGNS, WeightsOf
+
+N_HEAVIEST = 10
+MAX_MEAN_BYTES = 1 << 30
+"""Maximum bytes of keys, as float32, that are read for the mean of all layers."""
+
+ONLY_SEES = "Attention weights are those of the tokens that a token sees."
+
+
+class RowWeights(Struct, frozen=True):
+    """The attention weights of a row, of the heads that `of` names, and how they were checked.
+
+    `by_pos` has those of the window's tokens, `heaviest` (position, text, weight) the largest
+    ones of the whole row, in descending order. `even` is the weight of every token if all had the
+    same. Without weights, `reason` is a sentence; `is_mismatch` says that they are not what ran.
+    """
+
+    of: str = ""
+    check: str = ""
+    even: float = 1.0
+    by_pos: Mapping[int, float] = {}
+    heaviest: Sequence[tuple[int, str, float]] = ()
+    reason: str = ""
+    is_mismatch: bool = False
+
+    def level(self, pos: int) -> int | None:
+        """Return the index of a token's sign in `WEIGHT_SIGNS`, None without a weight."""
+        weight, last = self.by_pos.get(pos), len(WEIGHT_SIGNS) - 1
+        if weight is None or not self.heaviest:
+            return None
+        low, high = self.even / 10, self.heaviest[0][2]
+        return round(last * math.log(max(weight, low) / low) / math.log(high / low))
+
+    def summary(self) -> str:
+        """Return one line: the check, then the heaviest tokens with their weights."""
+        if self.reason:
+            return f"{self.of}: {self.reason}" if self.of else self.reason
+        tokens = ", ".join(f"“{text.strip() or text}” {own:.2g}" for _, text, own in self.heaviest)
+        return f"{self.of} ({self.check}): {tokens}"
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines of text: the check, then a line for each of the heaviest tokens."""
+        if self.reason:
+            yield self.summary()
+            return
+        yield f"Attention of {self.of} ({self.check}), the heaviest tokens:"
+        for pos, text, weight in self.heaviest:
+            yield f"  {format_share(weight):>8}  {pos:>6} '{text}'"
+
+
+class _MeanRow(Struct, frozen=True):
+    """The mean row of some heads, float64 (keys,), and the worst check of their newest rows.
+
+    Without weights, `why_not` says why.
+    """
+
+    weights: Floats
+    check: LseCheck
+    why_not: RowWeights | None = None
+
+
+def load_weights(
+    source: Source, place: TracePlace, window: TokenWindow, step: int, pos: int, of: WeightsOf
+) -> RowWeights:
+    """Return the weights of row `pos`, which step `step` computed. Raises `TraceError`."""
+    view = load_step_view(source, replace(place, step=step))
+    try:
+        name, heads = _choose_heads(view, of)
+        key = ("xray.weights", place.generation, place.branch, step, pos, *heads.items())
+        row = source.get_or_create(key, lambda: _mean_row(view, heads, pos))
+    except RowNotRecordedError as error:
+        return RowWeights(reason=str(error))
+    if row.why_not is not None:
+        return row.why_not
+    heaviest = np.argsort(-row.weights, kind="stable")[:N_HEAVIEST].tolist()
+    cells = load_token_cells(source, place, window.segments, heaviest)
+    texts = {at: cells[at].text if at in cells else "?" for at in heaviest}
+    own = row.weights[window.start : window.stop].tolist()
+    check = row.check.describe()
+    return RowWeights(
+        name,
+        check if pos == view.step_row.kv_after - 1 else f"newest row: {check}",
+        1 / int(np.count_nonzero(row.weights)),
+        dict(enumerate(own, window.start)),
+        [(at, text, float(row.weights[at])) for at, text in texts.items() if row.weights[at]],
+    )
+
+
+def _mean_row(view: StepView, heads: Mapping[int, range], pos: int) -> _MeanRow:
+    """Return the mean of row `pos` over the heads of each call; only the newest row has a check."""
+    newest_pos = view.step_row.kv_after - 1
+    total: Floats = np.zeros(newest_pos + 1)
+    checks: list[LseCheck] = []
+    for index, own in heads.items():
+        newest = view.recompute_rows(index, own, newest_pos)
+        rows = newest if pos == newest_pos else view.recompute_rows(index, own, pos)
+        for head, row, checked in zip(own, rows, newest, strict=True):
+            of = f"layer {view.calls[index].layer}, head {head}"
+            if not np.isfinite((row.total, checked.total)).all():
+                return _MeanRow(total, UNCHECKED, RowWeights(of, reason=NOT_FINITE))
+            if checked.lse_check.is_failed:
+                mismatch = RowWeights(of, reason=describe_mismatch(checked), is_mismatch=True)
+                return _MeanRow(total, checked.lse_check, mismatch)
+            total[row.first_pos : row.first_pos + len(row.weights)] += row.weights
+            checks.append(checked.lse_check)
+    why_not = None if total.any() else RowWeights(reason=NO_OPEN_KEY)
+    return _MeanRow(total / len(checks), worst_check(checks), why_not)
+
+
+def _choose_heads(view: StepView, of: WeightsOf) -> tuple[str, dict[int, range]]:
+    """Return the name of the chosen heads, and those of each call by its index."""
+    place = view.place
+    here = [index for index, call in enumerate(view.calls) if call.layer == place.layer][:1]
+    if of == "mean":
+        stored = view.stored_layers()
+        every = [index for index, call in enumerate(view.calls) if call.layer in stored]
+        calls = [view.calls[index] for index in every]
+        size = sum(call.kv_heads * call.head_dim for call in calls) * view.step_row.kv_after * 4
+        if size > MAX_MEAN_BYTES:
+            raise RowNotRecordedError(
+                f"The mean of {len(every)} layers needs {size >> 20} MiB of keys, more than the "
+                f"limit of {MAX_MEAN_BYTES >> 20} MiB; that of one layer needs less."
+            )
+        here = every or here  # without stored layers, this one gives the reason
+    heads = {index: range(view.calls[index].q_heads) for index in here}
+    n_heads = sum(map(len, heads.values()))
+    if not n_heads:
+        raise RowNotRecordedError(f"Step {view.step_row.step} has no call of layer {place.layer}.")
+    if of == "head":
+        head = min(max(place.head, 0), n_heads - 1)
+        return f"layer {place.layer}, head {head}", {here[0]: range(head, head + 1)}
+    layers = f"layer {place.layer}" if of == "layer" else plural(len(here), "layer")
+    return f"{layers}, mean of {n_heads} heads", heads
