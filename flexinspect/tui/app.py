@@ -26,6 +26,7 @@ from flexinspect.panels.base import TracePlace
 from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_layout import start_gc
+from flexinspect.tui.panel_view import forget_theme
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.terminal_output import TerminalCells
 from flexinspect.tui.trace_session import TraceSession
@@ -221,6 +222,7 @@ class InspectorApp(App[None]):
 
     def _repaint_all(self, theme: object) -> None:
         saved_state.save_state(theme=self.theme)
+        forget_theme(self)
         for screen in self.screen_stack:
             for view in screen.query(Canvas):
                 view.repaint()

@@ -298,6 +298,8 @@ async def test_the_screen_shows_the_panels_of_training_and_forgets_them_again(ru
         assert "learning rate" in text
         assert "body.0" in text
         assert not app.screen.query_one("#strip").display
+        assert "✖▲● findings" in text
+        assert "entropy" not in text
         await pilot.press("end")
         await settle(pilot)
         assert "Step 39: the output of body.0" in screen_text(app)

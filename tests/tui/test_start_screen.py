@@ -334,7 +334,7 @@ def test_a_verdict_says_the_worst_and_nothing_unproven(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     cases: list[tuple[str, dict[str, Any], tuple[Finding, ...], str]] = [
         ("✓ no problems", rules, (), "finished"),
-        ("✓ no problems", rules, (NOTE,), "finished"),
+        ("● 1 note", rules, (NOTE,), "finished"),
         ("▲ 1 warning", rules, (WARNING, NOTE), "finished"),
         ("– not checked", {}, (), "finished"),
         ("✖ failed", rules, (WARNING,), "failed"),
