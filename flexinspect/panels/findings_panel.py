@@ -106,6 +106,10 @@ NOT_CHECKED_AT_BASIC = (
 )
 
 
+_HEADINGS = {"fix": "Fix", "confirm": "How to confirm", "why": "Why it matters"}
+"""The texts of a finding that explain it, by their names, the fix first."""
+
+
 def describe_finding(
     finding: Finding, tokens: collect.PositionTexts = (), which: str = ""
 ) -> Iterator[tuple[str, str]]:
@@ -117,9 +121,9 @@ def describe_finding(
     yield f"At {collect.describe_place(finding)}{which}.", "text"
     if tokens:
         yield _format_positions(tokens, finding), "text"
-    for name in ("fix", "confirm", "why"):
+    for name, heading in _HEADINGS.items():
         if text := getattr(finding, name):
-            yield f"{name}: {text}", "text"
+            yield f"{heading}: {text}", "text"
     for key, value in list(finding.evidence.items())[:MAX_DETAILS]:
         text = value if isinstance(value, str) else plain_json(value, ensure_ascii=False)
         yield f"{key}: {text}"[:500], "muted"
@@ -356,12 +360,12 @@ def evidence_panel(finding: Finding) -> str:
 
 def read_paragraphs(finding: Finding, tokens: collect.PositionTexts) -> list[tuple[str, str]]:
     """Return (heading, text) of all there is to read about a finding, the fix first."""
-    headings = {"fix": "Fix", "confirm": "How to confirm", "why": "Why it matters"}
     paragraphs = [("", finding.sentence)]
-    paragraphs += [(title, getattr(finding, name)) for name, title in headings.items()]
+    paragraphs += [(heading, getattr(finding, name)) for name, heading in _HEADINGS.items()]
     # Without the sentence and the texts above.
-    texts = replace(finding, sentence="", **dict.fromkeys(headings, ""))
-    paragraphs += [("", text) for text, _ in describe_finding(texts, tokens)]
+    texts = replace(finding, sentence="", **dict.fromkeys(_HEADINGS, ""))
+    lines = [text for text, _ in describe_finding(texts, tokens) if text]
+    paragraphs.append(("Evidence", "\n".join(lines)))
     return [pair for pair in paragraphs if pair[1]]
 
 

@@ -13,7 +13,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 
 
 class TraceVerdict(NamedTuple):
-    """The verdict with its sign, its colour in the theme, and the answer of the first generation."""
+    """The verdict with its sign, its colour in the theme, and the first answer."""
 
     text: str
     color: str = "muted"
