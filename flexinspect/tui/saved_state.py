@@ -27,14 +27,14 @@ class InterfaceState(Struct, frozen=True):
     """The saved state.
 
     `panels` are names by slot, `slots` the number shown (0: as many as fit), `recent` the traces,
-    newest first, and `opened_exhibits` the names of broken runs that were opened.
+    newest first, and `solved_exhibits` the names of broken runs whose fault the user named.
     """
 
     panels: tuple[str, ...] = DEFAULT_PANELS
     slots: int = 0
     theme: str = ""
     recent: tuple[str, ...] = ()
-    opened_exhibits: tuple[str, ...] = ()
+    solved_exhibits: tuple[str, ...] = ()
 
 
 def state_file() -> Path | None:
@@ -76,10 +76,11 @@ def add_recent_trace(path: Path) -> None:
     save_state(recent=tuple(dict.fromkeys((mine, *load_state().recent)))[:N_RECENT])
 
 
-def add_opened_exhibit(name: str) -> None:
-    """Save that a broken run of the museum was opened."""
-    opened = dict.fromkeys([*load_state().opened_exhibits, name])
-    save_state(opened_exhibits=tuple(opened))
+def add_solved_exhibit(name: str) -> int:
+    """Save that a broken run of the museum was solved, and return how many are."""
+    solved = tuple(dict.fromkeys([*load_state().solved_exhibits, name]))
+    save_state(solved_exhibits=solved)
+    return len(solved)
 
 
 def known_traces(folder: Path | None = None) -> Sequence[Path]:

@@ -28,7 +28,7 @@ from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file import salvage
 from flexinspect.tui.guided_tour import EXHIBIT
 from flexinspect.tui.panel_view import theme_of
-from flexinspect.tui.saved_state import add_opened_exhibit, known_traces, load_state
+from flexinspect.tui.saved_state import known_traces, load_state
 from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text, call_in_thread
 from flexinspect.tui.trace_verdict import TraceVerdict, read_verdict
 
@@ -239,11 +239,11 @@ class StartScreen(Screen[None]):
     async def _ask_exhibit(self) -> None:
         from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS
 
-        opened = [one.name for one in BROKEN_RUNS if one.name in load_state().opened_exhibits]
+        solved = [one.name for one in BROKEN_RUNS if one.name in load_state().solved_exhibits]
         options = [
-            (one.name, f"{'✓' if one.name in opened else ' '} {one.title}") for one in BROKEN_RUNS
+            (one.name, f"{'✓' if one.name in solved else ' '} {one.title}") for one in BROKEN_RUNS
         ]
-        question = f"Which symptom? {len(opened)} of {len(BROKEN_RUNS)} opened"
+        question = f"Which symptom? {len(solved)} of {len(BROKEN_RUNS)} solved"
         name = await ask_choice(self.app, question, options)
         if name is not None:
             self._open_exhibit(name)
@@ -257,10 +257,9 @@ class StartScreen(Screen[None]):
         trace = await self.app.push_screen_wait(ExhibitScreen(run))
         if trace is None:
             return
-        add_opened_exhibit(name)
         self._open_target(trace, TracePlace(step=run.step), has_tour=has_tour)
         if not has_tour:
-            self.app.notify(f"{run.question} The Run panel has the answer.", timeout=30)
+            self.app.notify(f"{run.question} Press A to answer.", timeout=30)
 
     def _run_command(self, argv: list[str]) -> None:
         try:

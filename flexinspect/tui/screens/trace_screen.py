@@ -898,6 +898,12 @@ class TraceScreen(Screen[None]):
     # -- declarations ----------------------------------------------------------------------------
 
     @work(group="dialog")
+    async def _answer_exhibit(self) -> None:
+        from flexinspect.tui.exhibit_quiz import ask_fault
+
+        await ask_fault(self.app, self.reader.run().get("exhibit") if self.reader else None)
+
+    @work(group="dialog")
     async def declare(self) -> None:
         """Write the segments that nobody declared to a file, with the borders the user chooses."""
         from flexinspect.analysis import inferred_declaration as inferred
@@ -1076,6 +1082,7 @@ class TraceScreen(Screen[None]):
             "finding.read": self.read_finding,
             "place.back": self._go_back,
             "mask.declare": self.declare,
+            "exhibit.answer": self._answer_exhibit,
             "generation.next": lambda: self._go_to_branch(self.place.generation + 1, 0),
             "generation.previous": lambda: self._go_to_branch(self.place.generation - 1, 0),
             "layer.next": lambda: self.navigate(Navigate(layer=self.place.layer + 1)),
