@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.color import Color, ColorParseError
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter
@@ -21,7 +22,7 @@ from textual.screen import Screen
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Canvas
-from flexinspect.drawing.theme import NoColorFilter
+from flexinspect.drawing.theme import NoColorFilter, readable
 from flexinspect.panels.base import TracePlace
 from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
@@ -187,6 +188,14 @@ class InspectorApp(App[None]):
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Return none of Textual's own commands: the table of keys has all commands."""
         return ()
+
+    def get_css_variables(self) -> dict[str, str]:
+        """Return the colours of the theme, with an accent that is readable as text in a window."""
+        variables = super().get_css_variables()
+        with suppress(ColorParseError):  # the colours of the terminal itself are not known
+            accent, surface = (Color.parse(variables[name]) for name in ("accent", "surface"))
+            variables["text-accent"] = readable(accent, surface).get_truecolor().hex
+        return variables
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Remove all colours under `NO_COLOR`."""

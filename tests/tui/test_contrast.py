@@ -102,6 +102,24 @@ async def test_the_verdict_of_the_highlighted_trace_is_readable(
         assert min(map(ratio, styles)) >= MIN_CONTRAST
 
 
+@pytest.mark.parametrize("name", ["textual-dark", "textual-light"])
+@pytest.mark.parametrize("key", ["question_mark", "G"])
+async def test_the_text_of_windows_is_readable(name: str, key: str, tmp_path: Path) -> None:
+    saved_state.save_state(theme=name)
+    app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press(key)
+        await pilot.pause(0.2)
+        window = app.screen.query_one(".window").content_region
+        lines = app.screen._compositor.render_strips()[window.y : window.bottom]
+        parts = [part for line in lines for part in line.crop(window.x, window.right)]
+        # Blocks are those of the scroll bar.
+        texts = {part.text.strip(): part.style for part in parts if part.text.strip(" ▁▂▃▄▅▆▇")}
+        low = {text: ratio(style) for text, style in texts.items() if ratio(style) < MIN_CONTRAST}
+        assert low == {}
+
+
 async def test_the_colours_are_those_of_the_theme_also_if_they_were_asked_for_early(
     tmp_path: Path,
 ) -> None:

@@ -47,6 +47,18 @@ async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_pa
 
 
 @pytest.mark.usefixtures("with_review")
+async def test_the_code_is_that_of_the_cell_that_a_suspect_border_closes(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await reviewed(pilot, "1 token before the beginning of a")
+        await pilot.press("y")
+        await settle(pilot)
+        (options,) = [v.options for v in app.screen.slots.views() if v.panel.name == "code"]
+        assert (options.q, options.kv) == (SECOND - 1, SECOND - 2)
+
+
+@pytest.mark.usefixtures("with_review")
 async def test_at_80x24_one_key_shows_the_whole_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(80, 24)) as pilot:

@@ -342,7 +342,7 @@ class UnreadableTraceScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(id="broken"):
-            yield Static(Content.styled("This trace cannot be opened", "bold $error"))
+            yield Static(Content.styled("This trace cannot be opened", "bold $text-error"))
             yield Static(Content(f"\n{escape_unprintable(self._error.message)}"), id="why")
             if self._error.hint:
                 yield Static(Content(escape_unprintable(self._error.hint)), id="hint")

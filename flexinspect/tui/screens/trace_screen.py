@@ -955,8 +955,16 @@ class TraceScreen(Screen[None]):
             self.notify(f"{editor} could not be started: {reason}.", severity="error")
 
     def _show_code(self) -> None:
-        """Show the code of the mask with the values of the selected cell."""
+        """Show the code of the mask with the values of the selected cell.
+
+        That of a suspect border is the first one that the border closes.
+        """
         self.slots.bring_panel("code")
+        finding = self.query_one(DiagnosisCard).finding
+        if self.cell is None and finding is not None and finding.id == "segments.suspect-border":
+            border = finding.positions[0]
+            self.cell = (border, max(border - 1, 0))
+        self._select_cell()
         self.slots.focus_panel("code")
 
     def _find_mask_mod_source(self) -> str | None:
