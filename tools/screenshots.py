@@ -1,16 +1,21 @@
 """`make screenshots`: the pictures of the README and of docs/screens.md, taken of real runs.
 
-Runs the demo questions at level extreme, builds exhibits of the museum, opens their traces as a
-user would, presses keys, and saves what is on the screen. Needs the extra `png`.
+Runs the demo and examples, builds exhibits of the museum, opens their traces as a user would,
+presses keys, and saves what is on the screen. Needs the extra `png`. Some of the scenes, into
+another folder:
+
+    python -m tools.screenshots own compare --out /tmp/pictures
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,66 +26,99 @@ from flexinspect.drawing.export import to_png, to_svg
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import LoadedCanvas, theme_of
 
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLES = DOCS / "examples"
+OUT = "OUT"
+"""Stands for the path of the trace."""
+
+PROGRAM = ("-P", "-m", "flexinspect")
+RUN = (*PROGRAM, "run", "--no-ui", "--out", OUT)
+DEMO = (*RUN, "--model", "demo", "--dataset", "demo", "--level", "extreme")
+MUSEUM = (*PROGRAM, "museum", "--no-ui", "--out", OUT)
+RUNS = {
+    "demo": DEMO,
+    "causal": (*DEMO, "--mask", "causal"),
+    "own": (*RUN, str(EXAMPLES / "one_token_off.py")),
+    "decode": (*MUSEUM, "decode-without-offset"),
+    "borders": (*MUSEUM, "spans-without-bos"),
+    "training": (str(EXAMPLES / "train.py"), "--rate", "30", "--out", OUT),
+}
+"""By name, the arguments with which Python records a run."""
+
+SIZES = ((80, 24), (120, 40), (200, 55))
+THEMES = {"dark": "textual-dark", "light": "textual-light"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The runs that are opened, of which two are compared, and the keys that are pressed."""
+
+    runs: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = SIZES
+    themes: tuple[str, ...] = tuple(THEMES)
+
+
+SCENES = {
+    "wide": Scene(("demo",), ("right",), ((150, 44),), ("dark",)),
+    "own": Scene(("own",)),
+    "museum": Scene(("decode",), ("right", "a")),
+    "fix": Scene(("borders",), ("i",)),
+    "compare": Scene(("demo", "causal")),
+    "training": Scene(("training",), ("n",)),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One picture: of which run, how large, in which theme, which keys are pressed first."""
+    """One picture: of which scene, how large, in which theme."""
 
-    name: str
-    run: str
-    keys: tuple[str, ...]
+    scene: str
     size: tuple[int, int]
-    theme: str = "textual-dark"
+    theme: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.scene}-{self.size[0]}x{self.size[1]}-{self.theme}.png"
 
 
-DEMO = "demo"
-SCENES = {
-    "borders": ("spans-without-bos", ("n",)),
-    "decode": ("decode-without-offset", ("right", "a")),
-    "layer": ("silent-fallback", ("n",)),
-    "nan": ("padding-of-infinity", ("n",)),
-}
-"""By name, the exhibit of the museum and the keys."""
-
-SIZES = ((80, 24), (120, 40), (200, 55))
-SHOTS = (
-    Shot("wide", DEMO, ("right",), (150, 44)),
-    Shot("small", "spans-without-bos", ("n", "a"), (80, 24)),
-    *(
-        Shot(f"{name}-{size[0]}x{size[1]}", run, keys, size)
-        for name, (run, keys) in SCENES.items()
-        for size in SIZES
-    ),
-    *(
-        Shot(f"{name}-light", run, keys, SIZES[1], "textual-light")
-        for name, (run, keys) in SCENES.items()
-    ),
-)
+def shots(scenes: list[str]) -> Iterator[Shot]:
+    """Yield the pictures of the scenes."""
+    for name in scenes:
+        for size in SCENES[name].sizes:
+            for theme in SCENES[name].themes:
+                yield Shot(name, size, theme)
 
 
-def record(run: str, trace: Path) -> None:
-    """Run the demo questions, or build an exhibit."""
-    words = [sys.executable, "-P", "-m", "flexinspect"]
-    if run == DEMO:
-        words += ["run", "--model", "demo", "--dataset", "demo", "--level", "extreme"]
-    else:
-        words += ["museum", run]
-    subprocess.run([*words, "--no-ui", "--out", str(trace)], check=True, stdout=subprocess.DEVNULL)
+def record(run: str, folder: Path) -> Path:
+    """Return the trace of a run, which is recorded on first use."""
+    trace = folder / f"{run}.flextrace"
+    if not trace.exists():
+        words = [str(trace) if word == OUT else word for word in RUNS[run]]
+        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    return trace
 
 
-async def shoot(shot: Shot, trace: Path) -> str:
+def open_app(scene: Scene, folder: Path) -> InspectorApp:
+    """Return the interface with the trace of the scene, or with two side by side."""
+    first, *others = (record(run, folder) for run in scene.runs)
+    return InspectorApp(compare=(first, others[0], 0)) if others else InspectorApp(first)
+
+
+async def shoot(shot: Shot, folder: Path) -> str:
     """Return the screen as SVG."""
-    app = InspectorApp(trace)
+    scene = SCENES[shot.scene]
+    app = open_app(scene, folder)
     async with app.run_test(size=shot.size) as pilot:
-        app.theme = shot.theme
+        app.theme = THEMES[shot.theme]
         await settle(pilot)
-        for key in shot.keys:
+        for key in scene.keys:
             await pilot.press(key)
             await settle(pilot)
         strips = app.screen._compositor.render_strips()
-        return to_svg(strips, title=f"flexinspect open {trace.name}", look=theme_of(app))
+        command = "compare" if len(scene.runs) > 1 else "open"
+        files = " ".join(f"{run}.flextrace" for run in scene.runs)
+        return to_svg(strips, title=f"flexinspect {command} {files}", look=theme_of(app))
 
 
 async def settle(pilot: Pilot[Any]) -> None:
@@ -92,19 +130,22 @@ async def settle(pilot: Pilot[Any]) -> None:
 
 
 def main() -> None:
-    """Make all pictures."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
+    """Make the pictures of all scenes, or of those that are named."""
+    parser = argparse.ArgumentParser(description="Take the pictures of the docs again.")
+    parser.add_argument("scenes", nargs="*", metavar="SCENE", help=f"of {', '.join(SCENES)}")
+    parser.add_argument("--out", type=Path, default=DOCS / "images", help="the folder")
+    args = parser.parse_args()
+    if unknown := [name for name in args.scenes if name not in SCENES]:
+        parser.error(f"There is no scene {unknown[0]!r}.")
+    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(XDG_STATE_HOME=folder, COLORTERM="truecolor", TERM="xterm-256color")
         os.environ.pop("NO_COLOR", None)
-        for shot in SHOTS:
-            trace = Path(folder) / f"{shot.run}.flextrace"
-            if not trace.exists():
-                record(shot.run, trace)
-            svg = asyncio.run(shoot(shot, trace))
-            file = IMAGES / f"{shot.name}.png"
+        for shot in shots(args.scenes or list(SCENES)):
+            svg = asyncio.run(shoot(shot, Path(folder)))
+            file = args.out / shot.file_name
             file.write_bytes(to_png(svg, zoom=1.0))
-            print(f"{file.relative_to(IMAGES.parents[1])}: {file.stat().st_size} bytes")
+            print(f"{file}: {file.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import ensure_printable, printable
+from flexinspect.core.text import ensure_printable, printable, truncate
 from flexinspect.masks import algebra
 from flexinspect.records.prompt import Segment, SegmentKind, Span, find_text_spans
 from flexinspect.records.step import MaskRecord
@@ -66,8 +66,10 @@ class InferredDeclaration(Struct, frozen=True):
 
     def describe(self) -> str:
         """Return the move and the beginning of each segment in one line."""
-        texts = [entry.text or f"{entry.span[0]}-{entry.span[1] - 1}" for entry in self.segments]
-        listed = " | ".join(printable(text[:MAX_CHOICE_CHARACTERS]) for text in texts)
+        texts = [
+            entry.text or f"tokens {entry.span[0]}-{entry.span[1] - 1}" for entry in self.segments
+        ]
+        listed = " | ".join(truncate(printable(text), MAX_CHOICE_CHARACTERS) for text in texts)
         single = [f"border {old} at {new}" for old, new in self.moved.items()]
         how = [f"moved by {self.move:+d}"] if self.move else []
         return f"{', '.join([*how, *single]) or 'as it ran'}: {listed}"

@@ -64,13 +64,13 @@ def _list(*, as_json: bool) -> None:
         return
     from flexinspect.tui.saved_state import load_state
 
-    opened = [one.name for one in BROKEN_RUNS if one.name in load_state().opened_exhibits]
+    solved = [one.name for one in BROKEN_RUNS if one.name in load_state().solved_exhibits]
     width = max(len(one.name) for one in BROKEN_RUNS)
     lines = [
-        f"{'✓' if one.name in opened else ' '} {one.name:{width}}  {one.title}"
+        f"{'✓' if one.name in solved else ' '} {one.name:{width}}  {one.title}"
         for one in BROKEN_RUNS
     ]
-    count = f"{len(opened)} of {len(BROKEN_RUNS)} opened"
+    count = f"{len(solved)} of {len(BROKEN_RUNS)} solved"
     lines += ["", f"{count}; flexinspect museum NAME opens one."]
     stdout_console().print("\n".join(lines))
 
@@ -92,13 +92,11 @@ def _open(args: argparse.Namespace) -> int:
         print(f"\ntrace {path}\nnext  flexinspect open {path} --step {broken_run.step}")
         return 0
     try:
-        input("\nPress Enter to open it ('?' shows the keys). ")
+        input("\nPress Enter to open it (A answers the question, ? shows the keys). ")
     except EOFError:
         return 0
     from flexinspect.cli.interface import open_trace_file
-    from flexinspect.tui.saved_state import add_opened_exhibit
 
-    add_opened_exhibit(broken_run.name)
     code = open_trace_file(path, {"step": broken_run.step})
     console.print("\n".join(broken_run.answer_lines()))
     return code

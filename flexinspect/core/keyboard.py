@@ -19,7 +19,7 @@ GROUPS = ("Move", "Find", "View", "Panels", "Run", "Fork", "Save", "App")
 """The groups of actions, in the order of the help and of the palette."""
 _GROUPS = {
     **dict.fromkeys(("step", "place", "generation", "layer", "head"), "Move"),
-    **dict.fromkeys(("tokens", "finding"), "Find"),
+    **dict.fromkeys(("tokens", "finding", "exhibit"), "Find"),
     **dict.fromkeys(("zoom", "view", "cursor", "code"), "View"),
     **dict.fromkeys(("travel", "branch"), "Fork"),
     **dict.fromkeys(("screen", "mask", "panel.export"), "Save"),
@@ -74,6 +74,7 @@ KEYS: tuple[Key, ...] = (
         "declare the segments of the executed mask",
         label="declare",
     ),
+    Key("exhibit.answer", ("A",), "museum: name the fault of this exhibit", label="answer"),
     Key("generation.next", ("greater_than_sign",), "next generation"),
     Key("generation.previous", ("less_than_sign",), "previous generation"),
     Key("layer.next", ("down", "j"), "next layer"),

@@ -13,6 +13,8 @@ from flexinspect.drawing.theme import Theme
 
 _HORIZONTAL_BLOCKS = " ▏▎▍▌▋▊▉█"
 _VERTICAL_BLOCKS = " ▁▂▃▄▅▆▇█"
+MARK = "┊"
+"""Stands above the value of the marked column."""
 
 
 def bar(fraction: float, width: int) -> str:
@@ -57,7 +59,8 @@ def timeline(
     The scale goes from 0, or the lowest value if that is negative, to the highest value. With
     more values than columns, each column shows the highest value of a bucket. None is an empty
     column, a finite value is at least an eighth of a cell high, and NaN or Inf is a "!" at the
-    foot. `marked` is the index of a value, whose column is drawn reversed.
+    foot. `marked` is the index of a value: its column is drawn in the colour of text, with a dotted
+    line above the value; reversed without colours.
     """
     columns = _bucket_columns(values, width)
     heights = _scale_to_eighths(columns, 8 * height)
@@ -72,9 +75,18 @@ def timeline(
             text, name = _VERTICAL_BLOCKS[min(max(eighths - 8 * row, 0), 8)], style
             if row == 0 and _is_nonfinite(value):
                 text, name = "!", "bad"
-            cells.append((text, "cursor" if column == cursor else name))
+            if column == cursor:
+                text, name = _mark_cell(text, theme)
+            cells.append((text, name))
         strips.append(Pen(theme, width).line(*merge_spans(cells)))
     return strips
+
+
+def _mark_cell(text: str, theme: Theme) -> tuple[str, str]:
+    """Return a cell of the marked column and its style; the value stays visible."""
+    if theme.no_color or text == "!":
+        return text, "cursor"
+    return (MARK, "muted") if text == " " else (text, "strong")
 
 
 def format_number(value: float | None, width: int = 0) -> str:

@@ -102,6 +102,10 @@ NOT_CHECKED_AT_BASIC = (
 )
 
 
+HEADINGS = {"fix": "Fix", "confirm": "How to confirm", "why": "Why it matters"}
+"""The texts of a finding that explain it, by their names, the fix first."""
+
+
 def describe_finding(
     finding: Finding, tokens: collect.PositionTexts = (), which: str = ""
 ) -> Iterator[tuple[str, str]]:
@@ -113,9 +117,9 @@ def describe_finding(
     yield f"At {collect.describe_place(finding)}{which}.", "text"
     if tokens:
         yield _format_positions(tokens, finding), "text"
-    for name in ("fix", "confirm", "why"):
+    for name, heading in HEADINGS.items():
         if text := getattr(finding, name):
-            yield f"{name}: {text}", "text"
+            yield f"{heading}: {text}", "text"
     for key, value in list(finding.evidence.items())[:MAX_DETAILS]:
         text = value if isinstance(value, str) else plain_json(value, ensure_ascii=False)
         yield f"{key}: {text}"[:500], "muted"

@@ -64,8 +64,10 @@ class MemoryData(Struct, frozen=True):
 
     @property
     def figures(self) -> list[str]:
-        """The titles of the recorded figures: those of CUDA only on a CUDA device."""
-        return [name for name in FIGURES if set(self.series(name).values()) - {None}]
+        """The titles of the recorded figures, without the KV cache of a training."""
+        is_training = self.step_row is not None and self.step_row.phase == "train"
+        names = (name for name in FIGURES if not (is_training and name == "KV cache"))
+        return [name for name in names if set(self.series(name).values()) - {None}]
 
     def series(self, name: str) -> dict[int, int | None]:
         """Return a figure for each loaded step."""
@@ -216,7 +218,8 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         if not is_wide:
             top, most = top + len(left), 4
             room = min(height - top, max((height - top) * 2 // 3, 6))
-        areas = timeline.stack_timelines([main, "KV cache"], width, top, room, most)
+        names = [name for name in (main, "KV cache") if name in data.figures]
+        areas = timeline.stack_timelines(names, width, top, room, most)
         drawn = (_draw_figure_timeline(name, data, area, theme) for name, area in areas.items())
         timelines = [*chain.from_iterable(drawn)]
         if is_wide:

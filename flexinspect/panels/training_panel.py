@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, cycle
 from typing import Any
 
@@ -105,8 +105,7 @@ class TrainingPanel(base.Panel[TrainingData, NoOptions]):
         pen, problem, facts = Pen(theme, width), _describe_problem(data), step_facts(data)
         left_pen = pen.resize(timeline.column_widths(width)[0])
         left = left_pen.paragraph(problem, "bad") if problem else []
-        named = ((clip_text(name, _NAME_WIDTH), value) for name, value in facts)
-        left += [left_pen.line((name, "muted"), (value, "text")) for name, value in named]
+        left += [strip for fact in facts for strip in _draw_fact(*fact, left_pen)]
         if left_pen.width < width:
             areas = timeline.stack_timelines([*CURVES], width, 0, height)
         else:
@@ -118,6 +117,16 @@ class TrainingPanel(base.Panel[TrainingData, NoOptions]):
         strips = timeline.draw_beside(left, [*chain.from_iterable(drawn)], height, pen)
         target = timeline.timeline_target(window, areas)
         return Picture(strips, window.format_steps(), bool(problem), target)
+
+
+def _draw_fact(name: str, value: str, pen: Pen) -> list[Strip]:
+    """Draw a fact, its value below itself where it is too long for a line."""
+    values = pen.resize(max(pen.width - _NAME_WIDTH, 1)).paragraph(value)
+    names = [clip_text(name, _NAME_WIDTH), *[""] * (len(values) - 1)]
+    label = pen.resize(min(_NAME_WIDTH, pen.width))
+    if label.width == pen.width:
+        return [label.line((name, "muted"))]
+    return join_blocks([label.line((one, "muted")) for one in names], values, pen.style("text"))
 
 
 def _draw_curve(name: str, data: TrainingData, area: timeline.Area, theme: Theme) -> list[Strip]:
@@ -283,7 +292,8 @@ class GradientStripPanel(base.Panel[GradientStripData, NoOptions]):
         place = request.place
         declared = tuple(map(str, base.require_training_facts(source, place).get("groups", [])))
         groups = source.reader.added_groups(place.generation) or declared
-        window = timeline.load_whole_run(source.reader, place, _strip_width(request.width))
+        columns = request.width - _label_width(request.width, groups)
+        window = timeline.load_whole_run(source.reader, place, columns)
         norms = source.reader.group_curve(
             place.generation, window.start, len(window), window.n_points, place.branch
         )
@@ -314,8 +324,11 @@ class GradientStripPanel(base.Panel[GradientStripData, NoOptions]):
     def paint(self, data: GradientStripData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw all groups, or if there is no room those with the highest and lowest norms."""
         pen, window = Pen(theme, request.width), data.window
-        rows, columns = _choose_groups(data, request.height - 1), _strip_width(request.width)
-        label = pen.resize(_label_width(request.width))
+        rows, label = (
+            _choose_groups(data, request.height - 1),
+            pen.resize(_label_width(request.width, data.groups)),
+        )
+        columns = max(request.width - label.width, 1)
         each = window.columns_per_point(columns)
         cells = boxes(norm_levels(data.norms[rows]), CIVIDIS_MISSING, theme, cell_width=each)
         names = [_draw_group_name(data, row, label) for row in rows]
@@ -363,9 +376,6 @@ def _draw_group_name(data: GradientStripData, row: int, pen: Pen) -> Strip:
     return pen.line((short, "bad" if np.isnan(data.norms[row]).any() else "text"))
 
 
-def _strip_width(width: int) -> int:
-    return max(width - _label_width(width), 1)
-
-
-def _label_width(width: int) -> int:
-    return min(_MAX_LABEL_WIDTH, max(width // 3, 1))
+def _label_width(width: int, groups: Sequence[str]) -> int:
+    longest = max(map(len, groups), default=0) + 1
+    return min(max(longest, len("group ")), _MAX_LABEL_WIDTH, max(width // 3, 1))

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.color import Color, ColorParseError
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter
@@ -21,11 +22,12 @@ from textual.screen import Screen
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Canvas
-from flexinspect.drawing.theme import NoColorFilter
+from flexinspect.drawing.theme import NoColorFilter, readable
 from flexinspect.panels.base import TracePlace
 from flexinspect.trace.file.salvage import is_repaired_copy
 from flexinspect.tui import saved_state
 from flexinspect.tui.panel_layout import start_gc
+from flexinspect.tui.panel_view import forget_theme
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.terminal_output import TerminalCells
 from flexinspect.tui.trace_session import TraceSession
@@ -195,6 +197,14 @@ class InspectorApp(App[None]):
         """Return none of Textual's own commands: the table of keys has all commands."""
         return ()
 
+    def get_css_variables(self) -> dict[str, str]:
+        """Return the colours of the theme, with an accent that is readable as text in a window."""
+        variables = super().get_css_variables()
+        with suppress(ColorParseError):  # the colours of the terminal itself are not known
+            accent, surface = (Color.parse(variables[name]) for name in ("accent", "surface"))
+            variables["text-accent"] = readable(accent, surface).get_truecolor().hex
+        return variables
+
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Remove all colours under `NO_COLOR`."""
         return (_NO_COLOR_FILTER,) if self.no_color else super().get_line_filters()
@@ -229,6 +239,7 @@ class InspectorApp(App[None]):
 
     def _repaint_all(self, theme: object) -> None:
         saved_state.save_state(theme=self.theme)
+        forget_theme(self)
         for screen in self.screen_stack:
             for view in screen.query(Canvas):
                 view.repaint()

@@ -10,7 +10,7 @@ from flexinspect.analysis.reports import collect
 from flexinspect.core.text import capitalize
 from flexinspect.panels.finding_navigation import evidence_panel, navigate_to_finding, next_finding
 from flexinspect.panels.finding_summary import load_summary
-from flexinspect.panels.findings_panel import describe_finding
+from flexinspect.panels.findings_panel import HEADINGS, describe_finding
 from flexinspect.records.finding import Finding
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.tui.diagnosis_card import DiagnosisCard
@@ -21,12 +21,12 @@ from flexinspect.tui.trace_session import TraceSession
 
 def read_paragraphs(finding: Finding, tokens: collect.PositionTexts) -> list[tuple[str, str]]:
     """Return (heading, text) of all there is to read about a finding, the fix first."""
-    headings = {"fix": "Fix", "confirm": "How to confirm", "why": "Why it matters"}
     paragraphs = [("", finding.sentence)]
-    paragraphs += [(title, getattr(finding, name)) for name, title in headings.items()]
+    paragraphs += [(heading, getattr(finding, name)) for name, heading in HEADINGS.items()]
     # Without the sentence and the texts above.
-    texts = replace(finding, sentence="", **dict.fromkeys(headings, ""))
-    paragraphs += [("", text) for text, _ in describe_finding(texts, tokens)]
+    texts = replace(finding, sentence="", **dict.fromkeys(HEADINGS, ""))
+    lines = [text for text, _ in describe_finding(texts, tokens) if text]
+    paragraphs.append(("Evidence", "\n".join(lines)))
     return [pair for pair in paragraphs if pair[1]]
 
 

@@ -39,7 +39,8 @@ def actions_to_show(
         elif not following:
             yield "step.follow"
     yield from (action for action in _PANEL_ACTIONS if action in panel.actions)
-    yield from _MOVES
+    has_tokens = not status.run.get("watch_training")
+    yield from (action for action in _MOVES if has_tokens or not action.startswith("tokens."))
 
 
 def lay_out_keys(

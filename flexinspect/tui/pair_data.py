@@ -60,20 +60,25 @@ class PairData(Struct, frozen=True):
     n_only: tuple[int, int]
 
 
-def load_pair(sides: tuple[Side, Side], place: TracePlace, n_columns: int) -> PairData:
-    """Read both sides at a place. Raises `Missing` if a side has no steps, and `TraceError`."""
+def load_pair(
+    sides: tuple[Side, Side], place: TracePlace, n_columns: int, cells: tuple[int, int]
+) -> PairData:
+    """Read both sides at a place, with `cells` (rows, keys) around the difference of the masks.
+
+    Raises `Missing` if a side has no steps, and `TraceError`.
+    """
     bounds = [step_bounds_of(side, place.generation) for side in sides]
     first, last = max(low for low, _ in bounds), max(high for _, high in bounds)
     steps = step_window(place.step, first, last, n_columns)
-    found = load_mask_pair(*((side.source, side.place(place)) for side in sides))
-    cells, *n_only = found if found is not None else (None, 0, 0)
+    found = load_mask_pair(*((side.source, side.place(place)) for side in sides), size=cells)
+    around, *n_only = found if found is not None else (None, 0, 0)
     return PairData(
         place=place,
         sides=(_load_side(sides[0], place), _load_side(sides[1], place)),
         steps=steps,
         kl=_load_kl(sides, place.generation, steps),
         differences=find_differences(sides, place.generation),
-        cells=cells,
+        cells=around,
         n_only=(n_only[0], n_only[1]),
     )
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text, join_blocks
 from flexinspect.drawing.token_cells import TokenCell, token_style
-from flexinspect.panels.mask.cells_around import CELLS_WIDTH
+from flexinspect.panels.mask.cells_around import CELL_WIDTH, N_KEYS, N_ROWS, ROW_WORD_WIDTH
 from flexinspect.panels.token_window import token_cells
 from flexinspect.records.step import Candidate
 from flexinspect.tui.pair_data import PairData, Side, SideData
@@ -23,6 +23,9 @@ FULL_KL = 1.0
 KL_LINE = 5
 """The line of KL per step, from the top."""
 N_CANDIDATES = 5
+MASK_LINE = 15
+"""The line of the masks, from the top, with all candidates."""
+MASK_TEXT_WIDTH = 40
 _GAP = 2
 
 
@@ -45,6 +48,12 @@ def _format_place(data: PairData) -> str:
     parts = [f"token {place.step + 1} of {n_steps} (step {place.step})"]
     parts += [f"{differences} of {n_steps} tokens differ"]
     return " · ".join([*parts, f"layer {place.layer}", f"head {place.head}"])
+
+
+def cells_that_fit(width: int, height: int) -> tuple[int, int]:
+    """Return how many rows and keys of the masks a screen of this size shows."""
+    n_keys = (width - MASK_TEXT_WIDTH - _GAP - ROW_WORD_WIDTH - 1) // CELL_WIDTH
+    return max(height - MASK_LINE - 2, N_ROWS), max(n_keys, N_KEYS)
 
 
 def step_at(data: PairData, x: int, width: int) -> int | None:
@@ -159,7 +168,7 @@ def _draw_candidate(
     number: int, candidate: Candidate, own: SideData, ranks: dict[int, int], pen: Pen
 ) -> Strip:
     rank = ranks.get(candidate.token_id)
-    moved = "not listed there" if rank is None else f"there {rank}" if rank != number else ""
+    moved = "not listed there" if rank is None else f"rank {rank} there" if rank != number else ""
     is_chosen = candidate.token_id == own.chosen
     return pen.line(
         (f"{'*' if is_chosen else ' '}{number} ", "chosen" if is_chosen else "text"),
@@ -178,17 +187,18 @@ def _draw_masks(data: PairData, sides: tuple[Side, Side], pen: Pen) -> list[Stri
             "A side has no recorded mask cells, so masks are not compared.", "muted"
         )
     names = [escape_unprintable(side.name) for side in sides]
-    n_one, n_other = data.n_only
-    if not n_one and not n_other:
+    if not any(data.n_only):
         return pen.paragraph("The executed masks are the same up to this step.", "good")
-    text = pen.resize(max(pen.width - CELLS_WIDTH - _GAP, 20))
-    lines = [
-        *text.paragraph("The executed masks differ:", "strong"),
-        *text.paragraph(f"□ {n_one} cells are open in {names[0]} only", "warn"),
-        *text.paragraph(f"✖ {n_other} cells are open in {names[1]} only", "bad"),
-        *text.paragraph("The first of them is shown.", "muted"),
-    ]
-    if pen.width < CELLS_WIDTH + 20 + _GAP:
+    width = data.cells.width
+    text = pen.resize(max(pen.width - width - _GAP, 20))
+    lines = text.paragraph("The executed masks differ:", "strong")
+    for sign, style, n, name in zip("□✖", ("warn", "bad"), data.n_only, names, strict=True):
+        if n:
+            are = "is" if n == 1 else "are"
+            lines += text.paragraph(f"{sign} {plural(n, 'cell')} {are} open in {name} only", style)
+    lines += text.paragraph("■ open in both, · closed in both", "muted")
+    lines += text.paragraph("The picture begins near the first difference.", "muted")
+    if pen.width < width + 20 + _GAP:
         return lines
-    cells = [pen.resize(CELLS_WIDTH).line(*line) for line in data.cells.lines()]
+    cells = [pen.resize(width).line(*line) for line in data.cells.lines()]
     return join_blocks(lines, cells, pen.style("text"), gap=_GAP)

@@ -16,6 +16,7 @@ from textual.message import Message
 
 from flexinspect.core.errors import FlexInspectError, TraceError
 from flexinspect.core.keyboard import N_DIGITS
+from flexinspect.drawing.text_lines import clip_text
 from flexinspect.panels.base import Panel, Picture
 from flexinspect.panels.panel_registry import load_panel, panel_names, panel_number
 from flexinspect.panels.panel_source import Source
@@ -38,6 +39,9 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 
 _KIND_FACTS = {"training": "watch_training", "program": "program"}
 """By kind of trace, the fact of the manifest that only this kind has."""
+
+OPTION_WIDTH = 60
+"""Cells of a line of the list of panels, which then shows all of them in 24 lines."""
 
 MIN_MAIN_WIDTH = 100
 """Width from which the first panel has two thirds of the columns, and the others the rest."""
@@ -75,12 +79,13 @@ def loadable_panels(names: tuple[str, ...]) -> list[str]:
 
 
 def format_panel_option(name: str) -> str:
-    """Return the line of a panel in the list of panels."""
+    """Return the line of a panel in the list of panels: its number, title and what it shows."""
     try:
         panel = load_panel(name)
     except FlexInspectError as error:
         return f"{name}: {error.message}"
-    return f"{panel.title:<10} {panel.help.shows}"
+    shows = panel.help.shows.removeprefix("It shows ")
+    return clip_text(f"{panel_number(name):>2} {panel.title:<14} {shows}", OPTION_WIDTH)
 
 
 def _is_loadable(name: str) -> bool:

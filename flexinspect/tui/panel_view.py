@@ -266,6 +266,11 @@ def theme_of(app: Any) -> Theme:
     return known[1]
 
 
+def forget_theme(app: Any) -> None:
+    """Read the colours again: Textual sets those of a new theme some moments after its name."""
+    app._flexinspect_theme = None
+
+
 def _make_theme(app: Any) -> Theme:
     from rich.color import Color, ColorParseError
 

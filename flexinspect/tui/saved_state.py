@@ -34,15 +34,15 @@ class InterfaceState(Struct, frozen=True):
     """The saved state.
 
     `layouts` are by kind of trace, `rail` is whether the side rail is shown (None: not chosen yet),
-    `recent` are the traces, newest first, and `opened_exhibits` the names of broken runs that were
-    opened.
+    `recent` are the traces, newest first, and `solved_exhibits` the names of broken runs whose
+    fault the user named.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     theme: str = ""
     rail: bool | None = None
     recent: tuple[str, ...] = ()
-    opened_exhibits: tuple[str, ...] = ()
+    solved_exhibits: tuple[str, ...] = ()
 
 
 def state_file() -> Path | None:
@@ -87,10 +87,11 @@ def add_recent_trace(path: Path) -> None:
     save_state(recent=tuple(dict.fromkeys((mine, *load_state().recent)))[:N_RECENT])
 
 
-def add_opened_exhibit(name: str) -> None:
-    """Save that a broken run of the museum was opened."""
-    opened = dict.fromkeys([*load_state().opened_exhibits, name])
-    save_state(opened_exhibits=tuple(opened))
+def add_solved_exhibit(name: str) -> int:
+    """Save that a broken run of the museum was solved, and return how many are."""
+    solved = tuple(dict.fromkeys([*load_state().solved_exhibits, name]))
+    save_state(solved_exhibits=solved)
+    return len(solved)
 
 
 def known_traces(folder: Path | None = None) -> Sequence[Path]:

@@ -37,10 +37,10 @@ LIST_EVERY_S = 2.0
 PAGE, WHEEL = 10, 3
 FAR = 1 << 40
 _VERDICT_STYLES = {
-    "$error": "bad",
-    "$warning": "warn",
-    "$success": "good",
-    "$accent": "accent",
+    "error": "bad",
+    "warning": "warn",
+    "success": "good",
+    "accent": "accent",
 }
 
 
@@ -303,7 +303,7 @@ def draw_row(
         verdict = verdicts.get(row.key, TraceVerdict("…"))
         answer = f" “{verdict.answer}”" if verdict.answer else ""
         text, note = escape_unprintable(row.key.stem + answer), verdict.text
-        note_style = _VERDICT_STYLES.get(verdict.style, "muted")
+        note_style = _VERDICT_STYLES.get(verdict.color, "muted")
     if row == here:
         style = "chosen"
     if row == cursor:

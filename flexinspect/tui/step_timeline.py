@@ -17,6 +17,7 @@ from flexinspect.panels.timeline import StepWindow, load_step_window
 from flexinspect.panels.token_window import uncertainty
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
+from flexinspect.tui.panel_layout import trace_kind
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import TraceSession
 
@@ -32,13 +33,15 @@ CLOSE_MARGIN = 0.7
 """In logits. Below it the second candidate was at least half as probable as the first, so a little
 would have changed the answer."""
 STEP_STYLE, CLOSE_STYLE = "muted", "warn"
-LEGEND: tuple[tuple[NamedSpan, ...], ...] = (
+Legend = tuple[tuple[NamedSpan, ...], ...]
+LEGEND: Legend = (
     (("entropy", STEP_STYLE),),
     (("█", CLOSE_STYLE), (f" margin < {CLOSE_MARGIN}", STEP_STYLE)),
     (("✖▲● findings", STEP_STYLE),),
     (("◉ breakpoint", STEP_STYLE),),
     (("┣ fork", STEP_STYLE),),
 )
+TRAINING_LEGEND: Legend = LEGEND[2:3]
 
 
 class TimelineData(Struct, frozen=True):
@@ -51,6 +54,7 @@ class TimelineData(Struct, frozen=True):
     levels: Mapping[int, float]
     close: Set[int]
     marks: Mapping[int, tuple[str, str]]
+    is_training: bool = False
 
 
 def draw_steps(data: TimelineData, pen: Pen) -> Strip:
@@ -66,14 +70,15 @@ def draw_steps(data: TimelineData, pen: Pen) -> Strip:
         is_current = step == window.current
         spans.append((sign[:each], "cursor" if is_current else style))
         spans.append((block * (each - len(sign)), "cursor" if is_current else own))
-    spans += _fit_legend(pen.width - each * len(window))
+    legend = TRAINING_LEGEND if data.is_training else LEGEND
+    spans += _fit_legend(legend, pen.width - each * len(window))
     return pen.line(*merge_spans(span for span in spans if span[0]))
 
 
-def _fit_legend(room: int) -> Iterator[NamedSpan]:
-    """Yield the first parts of the legend, as many as there is room for."""
-    for part in LEGEND:
-        spans: list[NamedSpan] = [("  " if part is LEGEND[0] else " · ", STEP_STYLE), *part]
+def _fit_legend(legend: Legend, room: int) -> Iterator[NamedSpan]:
+    """Yield the first parts of a legend, as many as there is room for."""
+    for part in legend:
+        spans: list[NamedSpan] = [("  " if part is legend[0] else " · ", STEP_STYLE), *part]
         room -= sum(cell_len(text) for text, _ in spans)
         if room < 0:
             return
@@ -121,7 +126,8 @@ class StepTimeline(LoadedCanvas):
             marks |= {step: _MARKS[severity] for step, severity in found.items()}
         except (Missing, FlexInspectError):
             return None  # the panels show the reason
-        return TimelineData(window, levels, close, marks)
+        is_training = trace_kind(source) == "training"
+        return TimelineData(window, levels, close, marks, is_training=is_training)
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: TimelineData | None) -> None:
         self._data = loaded

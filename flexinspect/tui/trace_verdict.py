@@ -13,10 +13,10 @@ from flexinspect.trace.reader import TraceReader, open_trace
 
 
 class TraceVerdict(NamedTuple):
-    """The verdict with its sign, the style of it, and the answer of the first generation."""
+    """The verdict with its sign, its colour in the theme, and the first answer."""
 
     text: str
-    style: str = "$foreground 60%"
+    color: str = "muted"
     answer: str = ""
 
 
@@ -24,26 +24,28 @@ def read_verdict(path: Path) -> TraceVerdict:
     """Read the verdict on a trace: its worst findings, or else how its run has ended."""
     try:
         with open_trace(path) as reader, reader.snapshot():
-            text, style = _judge(reader)
-            return TraceVerdict(text, style, _first_answer(reader))
+            text, color = _judge(reader)
+            return TraceVerdict(text, color, _first_answer(reader))
     except TraceError:
-        return TraceVerdict("? damaged", "$error")
+        return TraceVerdict("? damaged", "error")
 
 
 def _judge(reader: TraceReader) -> tuple[str, str]:
     summary = summarize_groups(finding_groups(reader))
     if summary.errors:
-        return f"✖ {FindingSummary(errors=summary.errors).counts()}", "$error"
+        return f"✖ {FindingSummary(errors=summary.errors).counts()}", "error"
     state, run = reader.state, reader.run()
     if state in ("failed", "interrupted"):
-        return f"✖ {state}", "$error"
+        return f"✖ {state}", "error"
     if state == "recording":
-        return ("● recording", "$accent") if is_recorder_alive(run) else ("✖ not ended", "$error")
+        return ("● recording", "accent") if is_recorder_alive(run) else ("✖ not ended", "error")
     if summary.warnings:
-        return f"▲ {FindingSummary(warnings=summary.warnings).counts()}", "$warning"
+        return f"▲ {FindingSummary(warnings=summary.warnings).counts()}", "warning"
+    if summary.notes:
+        return f"● {FindingSummary(notes=summary.notes).counts()}", "foreground"
     if run.get("rules") or reader.reviews():
-        return "✓ no problems", "$success"
-    return "– not checked", "$foreground 60%"
+        return "✓ no problems", "success"
+    return "– not checked", "muted"
 
 
 def _first_answer(reader: TraceReader) -> str:

@@ -136,10 +136,11 @@ def test_a_build_that_is_interrupted_ends_its_process(
     assert not path.exists()
 
 
-def test_an_opened_run_is_marked_in_the_list_and_answered_at_the_end(
+def test_a_solved_run_is_marked_in_the_list_and_the_answer_is_printed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from flexinspect.cli import interface
+    from flexinspect.tui import saved_state
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     path = tmp_path / "built.flextrace"
@@ -149,6 +150,7 @@ def test_an_opened_run_is_marked_in_the_list_and_answered_at_the_end(
 
     def open_trace_file(trace: Path, place: object) -> int:
         opened.append(trace)
+        saved_state.add_solved_exhibit(SHORT)  # as the interface does for the right answer
         assert run.answer not in " ".join(capsys.readouterr().out.split())
         return 0
 
@@ -158,14 +160,14 @@ def test_an_opened_run_is_marked_in_the_list_and_answered_at_the_end(
     for stream in ("stdin", "stdout"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     assert main(["museum"]) == 0
-    assert f"0 of {len(NAMES)} opened" in capsys.readouterr().out
+    assert f"0 of {len(NAMES)} solved" in capsys.readouterr().out
     assert main(["museum", SHORT]) == 0
     assert opened == [path]
     assert run.answer in " ".join(capsys.readouterr().out.split())
     assert main(["museum"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("✓")] == [SHORT]
-    assert lines[-1].startswith(f"1 of {len(NAMES)} opened")
+    assert lines[-1].startswith(f"1 of {len(NAMES)} solved")
 
 
 @pytest.mark.parametrize(

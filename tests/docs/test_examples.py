@@ -26,7 +26,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "masks for generate": ("generate_segments.py", ()),
     "masks passed over": ("generate_segments.py", DYNAMIC),
 }
-NAMES = ["watch.ipynb", "watch_generate.py", *{script for script, _ in CASES.values()}]
+NAMES = [
+    "watch.ipynb",
+    "watch_generate.py",
+    "one_token_off.py",
+    *{script for script, _ in CASES.values()},
+]
 
 
 def python(arguments: Sequence[str], folder: Path) -> Ended:
@@ -150,6 +155,16 @@ def test_the_shortest_example_names_its_trace_and_shows_what_differs(tmp_path: P
     assert f"flexinspect open {path}" in done.out
     assert "1 generation, " in done.out
     assert "The declared mask is segment-isolation; the executed mask differs" in show(path, "mask")
+
+
+def test_borders_that_are_one_token_early_are_named_without_a_declaration(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "one_token_off.py")
+    options = ("--no-ui", "--out", "own.flextrace")
+    done = python(["-m", "flexinspect", "run", *options, script], tmp_path)
+    assert done.out == "answer: yen\n"
+    sentence = re.search(r"note: (In all 4 layers every border .*?)  \[", PAGE)
+    assert sentence is not None
+    assert sentence[1] in done.err
 
 
 def test_the_python_of_the_page_reads_a_trace(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 import xml.etree.ElementTree as ET
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.segment import Segment
 from rich.style import Style
+from support.png import read_png
 from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError, UsageError
@@ -166,12 +165,16 @@ def test_a_png_of_half_blocks_has_no_seams() -> None:
     pytest.importorskip("resvg_py")
     _needs_font()
     yellow = np.full((12, 10), 31, np.uint8)
-    pixels = _pixels(export.to_png(export.to_svg(heat(yellow, CIVIDIS, LOOK), title="", look=LOOK)))
+    pixels = read_png(
+        export.to_png(export.to_svg(heat(yellow, CIVIDIS, LOOK), title="", look=LOOK))
+    )
     assert pixels.shape[:2] == ((8 * 16 + 24) * 2, (10 * 8 + 24) * 2)
     inside = pixels[(12 + 32) * 2 : -24, 24:-24, :3]
     assert {tuple(color) for color in inside.reshape(-1, 3).tolist()} == {CIVIDIS.rgb[31]}
     checks = (np.indices((12, 10)).sum(axis=0) % 2 * 31).astype(np.uint8)
-    pixels = _pixels(export.to_png(export.to_svg(heat(checks, CIVIDIS, LOOK), title="", look=LOOK)))
+    pixels = read_png(
+        export.to_png(export.to_svg(heat(checks, CIVIDIS, LOOK), title="", look=LOOK))
+    )
     found = pixels[(12 + 32) * 2 : -24, 24:-24, :3]
     wanted = np.array(CIVIDIS.rgb)[checks].repeat(16, axis=0).repeat(16, axis=1)
     assert np.array_equal(found, wanted)
@@ -180,7 +183,7 @@ def test_a_png_of_half_blocks_has_no_seams() -> None:
 def test_a_png_shows_its_text() -> None:
     pytest.importorskip("resvg_py")
     _needs_font()
-    pixels = _pixels(export.to_png(export.to_svg([], title="WWWW", look=LOOK)))
+    pixels = read_png(export.to_png(export.to_svg([], title="WWWW", look=LOOK)))
     assert len(np.unique(pixels[24:56, 24:88, :3].reshape(-1, 3), axis=0)) > 4
 
 
@@ -262,54 +265,6 @@ def test_another_suffix_is_a_usage_error(tmp_path: Path) -> None:
 def _needs_font() -> None:
     if fonts.find_monospace() is None:
         pytest.skip("no monospace font on this machine")
-
-
-def _pixels(png: bytes) -> np.ndarray:
-    """Decode a PNG of 8-bit RGBA, which is what resvg writes, to (rows, columns, 4)."""
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height, depth, kind = struct.unpack(">IIBB", png[16:26])
-    assert (depth, kind) == (8, 6)
-    data, at = b"", 8
-    while at < len(png):
-        (length,) = struct.unpack(">I", png[at : at + 4])
-        if png[at + 4 : at + 8] == b"IDAT":
-            data += png[at + 8 : at + 8 + length]
-        at += length + 12
-    lines = np.frombuffer(zlib.decompress(data), np.uint8).reshape(height, width * 4 + 1)
-    out = np.zeros((height, width, 4), np.uint8)
-    above = np.zeros((width, 4), np.int64)
-    for number, raw in enumerate(lines):
-        above = _unfiltered(int(raw[0]), raw[1:].reshape(width, 4).astype(np.int64), above)
-        out[number] = above
-    return out
-
-
-def _unfiltered(kind: int, raw: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """Undo one line's filter; see section 9 of https://www.w3.org/TR/png-3/."""
-    if kind == 0:
-        return raw
-    if kind == 1:
-        return raw.cumsum(axis=0) % 256
-    if kind == 2:
-        return (raw + above) % 256
-    here = np.zeros_like(raw)
-    left, corner = np.zeros(4, np.int64), np.zeros(4, np.int64)
-    for x in range(len(raw)):
-        up = above[x]
-        guess = (left + up) // 2 if kind == 3 else _paeth(left, up, corner)
-        left, corner = (raw[x] + guess) % 256, up
-        here[x] = left
-    return here
-
-
-def _paeth(left: np.ndarray, up: np.ndarray, corner: np.ndarray) -> np.ndarray:
-    whole = left + up - corner
-    near = [np.abs(whole - one) for one in (left, up, corner)]
-    return np.where(
-        (near[0] <= near[1]) & (near[0] <= near[2]),
-        left,
-        np.where(near[1] <= near[2], up, corner),
-    )
 
 
 def test_without_a_home_folder_there_are_no_fonts_of_the_user(

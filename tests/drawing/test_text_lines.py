@@ -105,7 +105,14 @@ def test_a_timeline_marks_non_finite_values_at_the_foot() -> None:
     assert styles["█"] == COLOUR.style("accent")
 
 
-def test_the_marked_value_of_a_timeline_is_reversed_in_every_line() -> None:
+def test_the_marked_value_of_a_timeline_stays_visible() -> None:
+    high, low = timeline([8.0, 4.0], 2, 2, COLOUR, marked=1)
+    assert texts([high, low]) == ["█┊", "██"]
+    assert [style for _, style, _ in high] == [COLOUR.style("accent"), COLOUR.style("muted")]
+    assert [style for _, style, _ in low] == [COLOUR.style("accent"), COLOUR.style("strong")]
+
+
+def test_without_colours_the_marked_value_of_a_timeline_is_reversed_in_every_line() -> None:
     for strip in timeline([8.0, 8.0, 8.0], 4, 2, PLAIN, marked=1, style="good"):
         assert [(text, style) for text, style, _ in strip] == [
             ("█", PLAIN.style("good")),

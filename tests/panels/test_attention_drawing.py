@@ -22,6 +22,7 @@ from support.attention_trace import (
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
 from flexinspect.panels.attention.attention_data import AttentionOptions
+from flexinspect.panels.attention.attention_panel import attention_layout
 from flexinspect.panels.base import Missing, Navigate
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import StepRecord
@@ -200,6 +201,14 @@ def test_the_chosen_cell_stays_visible_in_a_grid_larger_than_the_screen(made: Ma
         assert "+" in marked[0]
         assert "of 20" in picture.note
         assert "of 36" in picture.note
+
+
+def test_a_narrow_grid_takes_the_lines_that_the_segments_do_not_need(made: Made) -> None:
+    _, source = made(layers=6, level="advanced")
+    data = load(source, step=1)
+    one = replace(data, segments=data.segments[:1])
+    assert len(attention_layout(one, 40, 12).rows) == 6
+    assert len(attention_layout(data, 40, 12).rows) == 6 // 2
 
 
 def test_text_of_the_model_cannot_reach_the_terminal(made: Made) -> None:

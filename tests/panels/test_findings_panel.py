@@ -244,8 +244,12 @@ def test_every_line_of_a_long_finding_can_be_read(
 
 def test_the_fix_is_the_first_text_below_the_place(source: Callable[..., Source]) -> None:
     lines = screens_of(source([LONG]), 200)[0]
-    names = [line.partition(":")[0] for line in lines if line.partition(":")[0] in ("fix", "why")]
-    assert names == ["fix", "why"]
+    names = [
+        line.partition(":")[0]
+        for line in lines
+        if line.partition(":")[0] in ("Fix", "Why it matters")
+    ]
+    assert names == ["Fix", "Why it matters"]
 
 
 def test_what_is_hidden_is_counted(source: Callable[..., Source]) -> None:

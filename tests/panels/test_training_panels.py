@@ -112,6 +112,18 @@ def test_a_non_finite_step_names_its_origin_first(source: Source) -> None:
     assert "loss scale: 1024, step skipped" in PANEL.describe(data)
 
 
+def test_no_fact_is_cut_and_memory_of_a_training_names_no_cache(source: Source) -> None:
+    made_request = request(4, 60, 40)
+    picture = PANEL.paint(PANEL.load(source, made_request), made_request, Theme("none"))
+    words = " ".join(" ".join(strip.text for strip in picture.strips).split())
+    assert "gradient norm 1.0e-07, clipped from 12.5 to 1" in words
+    panel = load_panel("memory")
+    picture = panel.paint(panel.load(source, made_request), made_request, Theme("none"))
+    text = "".join(strip.text for strip in picture.strips)
+    assert "RSS" in text
+    assert "KV cache" not in text
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("look", [Theme(), Theme("none")])
 def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], look: Theme) -> None:
@@ -300,6 +312,8 @@ async def test_a_training_run_has_a_layout_of_its_own(run: Path, trace: Path) ->
         assert "learning rate" in text
         assert "body.0" in text
         assert not app.screen.query_one("#strip").display
+        assert "✖▲● findings" in text
+        assert "entropy" not in text
         await pilot.press("end")
         await settle(pilot)
         assert "Step 39: the output of body.0" in screen_text(app)

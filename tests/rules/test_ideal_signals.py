@@ -187,7 +187,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "k01_decode_without_offset": (
         Signal(
             *("decode.no-offset", "error"),
-            ("Row 0 of 1 in step 1", "sees 1 of 10 keys in all 2 layers; 10 expected"),
+            ("the rows of step 1 from 0", "sees 1 of 10 keys in all 2 layers; 10 expected"),
             layers=(0, 1),
             step=1,
             positions=(9,),

@@ -50,9 +50,9 @@ def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:
 def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> None:
     finding = one(look(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)), SUSPECT)
     assert finding.sentence == (
-        "In all 2 layers the executed mask cuts the prompt into 3 segments, and every border is "
-        "1 token before the beginning of a line, as if positions had been counted without the "
-        'BOS: position 8 "↵" begins a segment instead of position 9 "Name". '
+        "In all 2 layers every border of the executed mask is 1 token before the beginning of a "
+        "line, as if positions had been counted without the BOS: "
+        'position 8 "↵" begins a segment instead of position 9 "Name". '
         "No segments were declared: is this what you meant?"
     )
     assert finding.evidence["shift"] == 1
@@ -64,12 +64,20 @@ def test_borders_that_are_all_off_by_the_same_number_have_a_shift(n: int) -> Non
     finding = one(look(blocks([SECOND - n, THIRD - n])), SUSPECT)
     assert finding.evidence["shift"] == n
     side = "before" if n > 0 else "after"
-    assert f"every border is {abs(n)} token{'s' * (abs(n) > 1)} {side} the" in finding.sentence
+    assert (
+        f"every border of the executed mask is {abs(n)} token{'s' * (abs(n) > 1)} {side} the"
+        in finding.sentence
+    )
 
 
 def test_one_border_far_from_a_line_has_no_shift() -> None:
     assert one(look(blocks([SECOND - 3])), INFERRED).evidence["borders"] == [SECOND - 3]
-    assert one(look(blocks([SECOND - 1])), SUSPECT).sentence.count("the border is 1 token") == 1
+    assert (
+        one(look(blocks([SECOND - 1])), SUSPECT).sentence.count(
+            "the border of the executed mask is 1 token"
+        )
+        == 1
+    )
 
 
 def test_a_border_inside_a_word_is_named_next_to_correct_ones() -> None:
@@ -109,7 +117,10 @@ def test_a_segment_may_be_a_turn_of_a_chat_or_its_content() -> None:
 def test_borders_next_to_the_turns_of_a_chat_are_suspect(n: int) -> None:
     finding = one(look(blocks([turn - n for turn in TURNS], len(CHAT)), CHAT), SUSPECT)
     side = "before" if n > 0 else "after"
-    assert f"every border is 1 token {side} the beginning of a turn of the chat" in finding.sentence
+    assert (
+        f"every border of the executed mask is 1 token {side} the beginning of a turn of the chat"
+        in finding.sentence
+    )
     assert finding.evidence["shift"] == n
 
 
@@ -121,7 +132,9 @@ def test_segments_may_begin_after_a_separator_within_a_line() -> None:
 def test_borders_that_are_off_from_a_separator_are_suspect() -> None:
     cells = blocks([border - 1 for border in AFTER_BARS], len(SEPARATED))
     finding = one(look(cells, SEPARATED), SUSPECT)
-    assert 'every border is 1 token before the text after "¦"' in finding.sentence
+    assert (
+        'every border of the executed mask is 1 token before the text after "¦"' in finding.sentence
+    )
     assert finding.evidence["shift"] == 1
 
 
@@ -129,7 +142,10 @@ def test_borders_that_are_off_from_a_repeated_wording_are_suspect() -> None:
     at = [pos for pos, text in enumerate(WORDED) if text.strip() in ("Question", "So")][1:]
     assert [f.id for f in look(blocks(at, len(WORDED)), WORDED)] == [INFERRED]
     finding = one(look(blocks([pos - 2 for pos in at], len(WORDED)), WORDED), SUSPECT)
-    assert 'every border is 2 tokens before "Question", with which' in finding.sentence
+    assert (
+        'every border of the executed mask is 2 tokens before "Question", with which'
+        in finding.sentence
+    )
 
 
 def test_a_segment_of_the_bos_alone_is_named_by_it() -> None:

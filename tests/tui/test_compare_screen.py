@@ -108,6 +108,19 @@ async def test_masks_that_differ_are_shown_at_the_first_cell(tmp_path: Path) -> 
         assert "no KL" in text
 
 
+@pytest.mark.parametrize(("size", "n_rows"), [((80, 24), 7), ((160, 50), 20)])
+async def test_a_larger_window_shows_more_cells_of_the_masks(
+    tmp_path: Path, size: tuple[int, int], n_rows: int
+) -> None:
+    one = write(tmp_path / "one.flextrace", blocks([THIRD - 1]))
+    other = write(tmp_path / "other.flextrace", blocks([THIRD]))
+    app: Any = InspectorApp(compare=(one, other, 0))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "The executed masks differ:" in screen_text(app))
+        await pilot.resize_terminal(*size)
+        await until(pilot, lambda: sum("■  " in line for line in screen_lines(app)) >= n_rows)
+
+
 async def test_equal_traces_have_nothing_to_go_to(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "a.flextrace", generations=1, nan_at=None)
     app: Any = InspectorApp(compare=(path, path, 0))

@@ -9,11 +9,12 @@ import pytest
 from rich.color import Color
 from rich.style import Style
 from support.traces import sample_trace
-from support.tui import settle
+from support.tui import screen_lines, settle, until
 from textual.theme import BUILTIN_THEMES
 
 from flexinspect.drawing.theme import MIN_CONTRAST, SEGMENT_COLORS, Theme, contrast, readable
 from flexinspect.drawing.token_cells import CURRENT_TOKEN_STYLE, _heat_style, segment_style
+from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import theme_of
 
@@ -83,3 +84,49 @@ async def test_a_terminal_of_sixteen_colours_is_drawn_without_any(
         assert theme_of(app).no_color
         strips = [strip for strips in app.screen._compositor.render_strips() for strip in strips]
         assert all(segment.style is None or segment.style.color is None for segment in strips)
+
+
+@pytest.mark.parametrize("name", ["textual-dark", "textual-light", "gruvbox", "solarized-light"])
+async def test_the_verdict_of_the_highlighted_trace_is_readable(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sample_trace(tmp_path / "sample.flextrace")
+    saved_state.save_state(theme=name)
+    app: Any = InspectorApp()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: any("✖ 1 error" in line for line in screen_lines(app)))
+        lines = app.screen._compositor.render_strips()
+        (row,) = (line for line in lines if "sample.flextrace" in line.text and "✖" in line.text)
+        styles = [part.style for part in row if part.text.strip() and not part.style.dim]
+        assert min(map(ratio, styles)) >= MIN_CONTRAST
+
+
+@pytest.mark.parametrize("name", ["textual-dark", "textual-light"])
+@pytest.mark.parametrize("key", ["question_mark", "G"])
+async def test_the_text_of_windows_is_readable(name: str, key: str, tmp_path: Path) -> None:
+    saved_state.save_state(theme=name)
+    app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press(key)
+        await pilot.pause(0.2)
+        window = app.screen.query_one(".window").content_region
+        lines = app.screen._compositor.render_strips()[window.y : window.bottom]
+        parts = [part for line in lines for part in line.crop(window.x, window.right)]
+        # Blocks are those of the scroll bar.
+        texts = {part.text.strip(): part.style for part in parts if part.text.strip(" ▁▂▃▄▅▆▇")}
+        low = {text: ratio(style) for text, style in texts.items() if ratio(style) < MIN_CONTRAST}
+        assert low == {}
+
+
+async def test_the_colours_are_those_of_the_theme_also_if_they_were_asked_for_early(
+    tmp_path: Path,
+) -> None:
+    app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        app.theme = "textual-light"
+        theme_of(app)  # Textual still has the colours of the old theme
+        await settle(pilot)
+        assert theme_of(app).colors["background"] == "#e0e0e0"

@@ -40,8 +40,8 @@ async def test_the_likeliest_choice_comes_first_and_is_written(here: Path) -> No
         assert await asked(pilot)
         shown = screen_text(pilot.app)
         assert "Every border of the executed mask is 1 token before the beginning" in shown
-        assert "moved by +1: What is the mone | Name its currenc" in shown
-        assert "as it ran: What is the mone | 8-14" in shown
+        assert "moved by +1: What is the mon… | Name its curren…" in shown
+        assert "as it ran: What is the mon… | tokens 8-14" in shown
         assert "moved by -1" not in shown
         await pilot.press("enter")
         await settle(pilot)
@@ -85,7 +85,7 @@ async def test_one_border_can_be_moved_by_its_words(here: Path) -> None:
         assert "9:  Japan?↵ | Name its cur" in screen_text(pilot.app)
         await pilot.press(*["down"] * 5, "enter")
         await pilot.pause(0.1)
-        assert "border 8 at 9: What is the mone | Name its currenc" in screen_text(pilot.app)
+        assert "border 8 at 9: What is the mon… | Name its curren…" in screen_text(pilot.app)
         await pilot.press("home", "enter")
         await settle(pilot)
     assert read_declaration(here / "run.toml").segments[1] == ("Name its currency.", "paraphrase 2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.traces import sample_trace
@@ -33,13 +34,25 @@ async def reviewed(pilot: Pilot[None], text: str) -> list[str]:
 async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
-        lines = await reviewed(pilot, "1 token before the beginning of a line")
+        lines = await reviewed(pilot, "1 token before the beginning of a")
         assert lines[0].startswith("● ")
         assert any("Fix: " in line for line in lines)
         assert "i reads on" in lines[-1]
         assert "D declares the mask" in lines[-1]
         assert "■" in lines[2]
         assert "·" in lines[2]
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_the_code_is_that_of_the_cell_that_a_suspect_border_closes(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await reviewed(pilot, "1 token before the beginning of a")
+        await pilot.press("y")
+        await settle(pilot)
+        (options,) = [v.options for v in app.screen.slots.views() if v.panel.name == "code"]
+        assert (options.q, options.kv) == (SECOND - 1, SECOND - 2)
 
 
 @pytest.mark.usefixtures("with_review")
@@ -88,7 +101,7 @@ async def test_segments_that_nobody_declared_are_named_in_the_strip(tmp_path: Pa
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
         assert "╵prompt" in screen_lines(pilot.app)[2] or not screen_lines(pilot.app)[2].strip()
-        await reviewed(pilot, "1 token before the beginning of a line")
+        await reviewed(pilot, "1 token before the beginning of a")
         await settle(pilot)
         assert "╵What is the mon…?" in screen_lines(pilot.app)[2]
         assert "╵↵Name its curre…?" in screen_lines(pilot.app)[2]

@@ -26,6 +26,12 @@ def test_a_finished_run_offers_no_control_of_a_model() -> None:
     assert "step.next" in shown(FINISHED)
 
 
+def test_a_training_offers_no_search_of_tokens() -> None:
+    training = RunStatus("finished", generations=1, last_step=3, run={"watch_training": True})
+    left_out = [action for action in shown(FINISHED) if action not in shown(training)]
+    assert left_out == ["tokens.xray", "tokens.search"]
+
+
 def test_a_view_behind_a_live_run_offers_to_follow() -> None:
     assert shown(LIVE, following=False)[0] == "step.follow"
     assert "step.follow" not in shown(LIVE)

@@ -70,8 +70,8 @@ async def test_findings_of_offline_rules_appear_in_an_open_trace(
         assert "1 error" in screen_text(pilot.app)
         await until(pilot, "1 error, 2 warnings")
         await pilot.press("shift+down")
-        shown = await until(pilot, "why: It matters.")
-    assert "fix: Cut it." in shown
+        shown = await until(pilot, "Why it matters: It matters.")
+    assert "Fix: Cut it." in shown
     assert "query: SELECT * FROM steps" in shown
     with open_trace(trace) as reader:
         assert reader.reviews() == [("slow", 0), ("slow", 1)]

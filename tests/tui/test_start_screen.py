@@ -248,8 +248,9 @@ async def test_an_exhibit_is_built_in_stages_and_opened_at_its_step(
         await settle(pilot)
         assert isinstance(app.screen, TraceScreen)
         assert app.screen.place == TracePlace(step=run.step)
-        assert any(run.question in note.message for note in app._notifications)
-    assert load_state().opened_exhibits == (run.name,)
+        (note,) = app._notifications
+        assert note.message == f"{run.question} Press A to answer."
+    assert load_state().solved_exhibits == ()
 
 
 async def test_an_exhibit_that_cannot_be_built_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +265,6 @@ async def test_an_exhibit_that_cannot_be_built_says_why(monkeypatch: pytest.Monk
         await pilot.press("enter", "escape")
         await pilot.pause()
         assert isinstance(app.screen, StartScreen)
-    assert load_state().opened_exhibits == ()
 
 
 async def test_leaving_an_exhibit_ends_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_a_verdict_says_the_worst_and_nothing_unproven(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     cases: list[tuple[str, dict[str, Any], tuple[Finding, ...], str]] = [
         ("✓ no problems", rules, (), "finished"),
-        ("✓ no problems", rules, (NOTE,), "finished"),
+        ("● 1 note", rules, (NOTE,), "finished"),
         ("▲ 1 warning", rules, (WARNING, NOTE), "finished"),
         ("– not checked", {}, (), "finished"),
         ("✖ failed", rules, (WARNING,), "failed"),

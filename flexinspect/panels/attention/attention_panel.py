@@ -223,7 +223,9 @@ def attention_layout(data: AttentionData, width: int, height: int) -> AttentionL
     room = (width // 2 if wide else width) - left
     cell = min(max(room // n_heads, 1), 3)
     shown = min(n_heads, max(room // cell, 1))
-    most = height if wide else max(height // 2, 1)
+    # Below a narrow grid are two lines of text and one for each segment.
+    spare = height - 2 - len(data.segments)
+    most = height if wide else max(height // 2, min(spare, n_layers + 3), 1)
     top, has_legend = (most >= 2) + (most >= 5), most >= 4
     count = min(n_layers, max(most - top - has_legend, 1))
     return AttentionLayout(

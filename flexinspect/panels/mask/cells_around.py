@@ -34,8 +34,13 @@ class CellsAround(Struct, frozen=True):
     key_words: tuple[str, ...]
     states: tuple[tuple[int, ...], ...]
 
+    @property
+    def width(self) -> int:
+        """The columns of the picture."""
+        return ROW_WORD_WIDTH + 1 + CELL_WIDTH * len(self.key_words)
+
     def lines(self) -> list[list[NamedSpan]]:
-        """Return the words of the keys, then a line per row, as spans of `CELLS_WIDTH` cells."""
+        """Return the words of the keys, then a line per row, as spans of `width` cells."""
         words = "".join(clip_text(word, CELL_WIDTH - 1) + " " for word in self.key_words)
         lines: list[list[NamedSpan]] = [[(" " * (ROW_WORD_WIDTH + 1) + words, "muted")]]
         for word, row in zip(self.row_words, self.states, strict=True):

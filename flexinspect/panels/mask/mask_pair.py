@@ -18,9 +18,14 @@ MAX_COMPARED_ROWS = 2048
 
 
 def load_mask_pair(
-    one: tuple[Source, TracePlace], other: tuple[Source, TracePlace]
+    one: tuple[Source, TracePlace],
+    other: tuple[Source, TracePlace],
+    *,
+    size: tuple[int, int] = (N_ROWS, N_KEYS),
 ) -> tuple[CellsAround, int, int] | None:
     """Return the cells around the first difference, and how many are open in one or other only.
+
+    `size` are the rows and keys of the picture.
 
     In the picture `LOST` cells are open in `one` only, `LEAKED` ones in `other` only. Without a
     difference the cells are those of the newest row. None if a side has no recorded cells.
@@ -37,8 +42,7 @@ def load_mask_pair(
     places = np.argwhere(np.isin(states, (LOST, LEAKED)))
     center = places[0].tolist() if len(places) else [len(rows) - 1, n_keys - 1]
     row_slice, key_slice = (
-        visible(at, room, total)
-        for at, room, total in zip(center, (N_ROWS, N_KEYS), states.shape, strict=True)
+        visible(at, room, total) for at, room, total in zip(center, size, states.shape, strict=True)
     )
     positions = left.positions[rows.start : rows.stop][row_slice].tolist()
     keys = range(n_keys)[key_slice]

@@ -210,10 +210,10 @@ class DecodingRule(Rule):
         step, seen = newest.step, self._last_newest_row(newest)
         before = "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
         sentence = (
-            f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
+            f"The mask counts the rows of step {step.step} from 0, not from {step.kv_before}: "
+            f"row {step.q_len - 1} of {step.q_len} "
             f"({self.context.format_position(newest.view.newest_pos)}) sees {newest.seen_keys}"
-            f"{newest.where}; {newest.expected} expected{before}: the mask counts the rows of this "
-            f"step from 0, not from {step.kv_before}."
+            f"{newest.where}; {newest.expected} expected{before}."
         )
         severity = None if self._prompt_views else Severity.WARNING
         return self._row_finding("decode.no-offset", newest, sentence, severity)

@@ -202,10 +202,12 @@ class InferredSegmentsRule(Rule):
         layers, edges = layers_of(calls), (0, *segments.borders, self._prompt.stop)
         spans = [(start, stop) for start, stop in pairwise(edges) if start < stop]
         texts = [self._text(start, stop) for start, stop in spans]
-        cut = f"In {format_step_layers(layers, step)} the executed mask cuts the prompt into "
-        cut += plural(len(spans), "segment")
-        if segments.is_suspect:
-            sentence = f"{cut}, and {self._describe_oddity(segments)}."
+        where = f"In {format_step_layers(layers, step)}"
+        cut = f"{where} the executed mask cuts the prompt into {plural(len(spans), 'segment')}"
+        if segments.shift:
+            sentence = f"{where} {self._describe_shift(segments)}."
+        elif segments.is_suspect:
+            sentence = f"{cut}, and {self._describe_words(segments)}."
         else:
             quoted = [f'"{text}"' if self._prompt.has_text else text for text in texts]
             sentence = f"{cut}: {join_labels(limit_names(quoted))}."
@@ -227,13 +229,15 @@ class InferredSegmentsRule(Rule):
             series=f"borders {segments.borders}",
         )
 
-    def _describe_oddity(self, segments: InferredSegments) -> str:
-        place, n = self.context.format_position, segments.shift
-        if n:
-            first = segments.borders[0]
-            each = "the border is" if len(segments.borders) == 1 else "every border is"
-            where = segments.describe_distance() + explain_shift(self._prompt, n)
-            return f"{each} {where}: {place(first)} begins a segment instead of {place(first + n)}"
+    def _describe_shift(self, segments: InferredSegments) -> str:
+        place, n, first = self.context.format_position, segments.shift, segments.borders[0]
+        each = "the border" if len(segments.borders) == 1 else "every border"
+        where = segments.describe_distance() + explain_shift(self._prompt, n)
+        begins = f"{place(first)} begins a segment instead of {place(first + n)}"
+        return f"{each} of the executed mask is {where}: {begins}"
+
+    def _describe_words(self, segments: InferredSegments) -> str:
+        place = self.context.format_position
         parts = [f"{place(border)} begins a segment inside a word" for border in segments.in_words]
         parts += [
             f"{place(border)} begins a segment with a line break"

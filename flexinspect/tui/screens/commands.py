@@ -94,7 +94,7 @@ class KeyCommands(Provider):
             if at >= 0 and self.match_style is not None:
                 text = text.stylize(self.match_style, at, at + len(word))
         group, keys = f"{command.group:<7}", f"{command.keys:<9}  "
-        return Content.assemble((group, "dim not bold"), (keys, "$accent"), text)
+        return Content.assemble((group, "dim not bold"), (keys, "$text-accent"), text)
 
     async def discover(self) -> Hits:
         """List all actions by group."""
@@ -153,5 +153,5 @@ def _block(heading: str, rows: list[tuple[str, str]], width: int) -> list[Conten
         indent = " " * max(_KEYS_WIDTH, len(keys) + 1)
         room = max(width, len(indent) + 8)
         first, *rest = wrap(text, room, initial_indent=indent, subsequent_indent=" " * _KEYS_WIDTH)
-        lines += [Content.assemble((keys, "$accent"), first[len(keys) :]), *map(Content, rest)]
+        lines += [Content.assemble((keys, "$text-accent"), first[len(keys) :]), *map(Content, rest)]
     return lines

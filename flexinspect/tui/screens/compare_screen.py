@@ -20,7 +20,7 @@ from flexinspect.drawing.text_lines import Pen
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.tui.key_line import KeyLine
 from flexinspect.tui.pair_data import PairData, Side, find_differences, load_pair, step_bounds_of
-from flexinspect.tui.pair_view import KL_LINE, draw_pair, step_at
+from flexinspect.tui.pair_view import KL_LINE, cells_that_fit, draw_pair, step_at
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 
 ACTIONS = (
@@ -57,9 +57,14 @@ class PairView(LoadedCanvas):
         super().on_mount()
         self.run_worker(self.loader.run(), exclusive=True)
 
+    def on_resize(self, event: events.Resize) -> None:
+        """Load again: a larger window shows more cells of the masks."""
+        self.loader.request_load()
+
     def _load(self, request: PlaceLoadRequest) -> PairData | str:
         try:
-            return load_pair(self._sides, request[0], max(self.app.size.width, 1))
+            width, height = self.app.size
+            return load_pair(self._sides, request[0], max(width, 1), cells_that_fit(width, height))
         except Missing as missing:
             return " ".join(missing.lines())
         except FlexInspectError as error:

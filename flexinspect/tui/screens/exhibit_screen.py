@@ -68,7 +68,7 @@ class ExhibitScreen(ModalScreen[Path | None]):
         self.app.call_from_thread(self._show_stage, f"Building it: {stage} …")
 
     def _show_stage(self, text: str) -> None:
-        self.query_one("#stage", Static).update(Content.styled(text, "$accent"))
+        self.query_one("#stage", Static).update(Content.styled(text, "$text-accent"))
 
     def action_open(self) -> None:
         """Open the trace, once it is built."""

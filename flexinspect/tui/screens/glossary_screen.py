@@ -53,6 +53,6 @@ def _format_terms(query: str) -> Content:
             topic = term.topic
             paragraphs.append(Content.styled(TOPICS[topic], "bold underline"))
         also = f"  {', '.join(term.also)}" if term.also else ""
-        name = (term.name, "bold $accent")
+        name = (term.name, "bold $text-accent")
         paragraphs.append(Content.assemble(name, (also, "dim"), "\n", term.text))
     return Content("\n\n").join(paragraphs)

@@ -27,7 +27,8 @@ from flexinspect.panels.base import TracePlace
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.file import salvage
 from flexinspect.tui.guided_tour import EXHIBIT
-from flexinspect.tui.saved_state import add_opened_exhibit, known_traces, load_state
+from flexinspect.tui.panel_view import theme_of
+from flexinspect.tui.saved_state import known_traces, load_state
 from flexinspect.tui.screens.dialogs import HelpScreen, ask_choice, ask_text, call_in_thread
 from flexinspect.tui.trace_verdict import TraceVerdict, read_verdict
 
@@ -113,19 +114,23 @@ class StartScreen(Screen[None]):
         """Highlight the newest trace, or else the tour."""
         entries = self.query_one(OptionList)
         entries.highlighted = entries.get_option_index(_trace_id(0) if self._traces else "tour")
+        self.app.theme_changed_signal.subscribe(self, self._show_traces)
         self._read_verdicts()
 
     def on_resize(self, event: events.Resize) -> None:
         """Leave out columns and lines that do not fit."""
         for name in ("#slogan", "#command"):
             self.query_one(name).display = event.size.height >= _MIN_HEIGHT
-        for number in range(len(self._traces)):
-            self._show_trace(number)
+        self._show_traces()
 
     @work
     async def _read_verdicts(self) -> None:
         for number, path in enumerate(self._traces):
             self._verdicts[number] = await asyncio.to_thread(read_verdict, path)
+            self._show_trace(number)
+
+    def _show_traces(self, *_: object) -> None:
+        for number in range(len(self._traces)):
             self._show_trace(number)
 
     def _show_trace(self, number: int) -> None:
@@ -134,18 +139,24 @@ class StartScreen(Screen[None]):
         room = max(self.size.width - _VERDICT_WIDTH - _AGE_WIDTH - _OTHER_WIDTH, 10)
         answer_width = min(room // 2, _MAX_ANSWER)
         name_width = min(room - answer_width, _MAX_NAME)
+        # No colour is readable on that of the highlighted line.
+        entries, theme = self.query_one(OptionList), theme_of(self.app)
+        is_plain = theme.no_color or entries.highlighted == entries.get_option_index(
+            _trace_id(number)
+        )
+        color = "" if is_plain else theme.color(verdict.color).name
         answer = f"“{escape_unprintable(verdict.answer)}”" if verdict.answer else ""
         line = Content.assemble(
             "  ",
-            (clip_text(verdict.text, _VERDICT_WIDTH), verdict.style),
+            (clip_text(verdict.text, _VERDICT_WIDTH), color),
             "  ",
             (clip_text(escape_unprintable(path.name), name_width), "bold"),
             "  ",
             clip_text(answer, answer_width),
             "  ",
-            (clip_text(_format_file_age(path), _AGE_WIDTH).rstrip(), "dim"),
+            (clip_text(_format_file_age(path), _AGE_WIDTH).rstrip(), "" if is_plain else "dim"),
         )
-        self.query_one(OptionList).replace_option_prompt(_trace_id(number), line)
+        entries.replace_option_prompt(_trace_id(number), line)
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Show the command line that does the same as the entry."""
@@ -155,6 +166,7 @@ class StartScreen(Screen[None]):
         else:
             command = f"flexinspect open {shlex.quote(str(self._trace_of(name)))}"
         self.query_one("#command", Static).update(Content(f"$ {escape_unprintable(command)}"))
+        self._show_traces()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         name = event.option.id or ""
@@ -227,11 +239,11 @@ class StartScreen(Screen[None]):
     async def _ask_exhibit(self) -> None:
         from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS
 
-        opened = [one.name for one in BROKEN_RUNS if one.name in load_state().opened_exhibits]
+        solved = [one.name for one in BROKEN_RUNS if one.name in load_state().solved_exhibits]
         options = [
-            (one.name, f"{'✓' if one.name in opened else ' '} {one.title}") for one in BROKEN_RUNS
+            (one.name, f"{'✓' if one.name in solved else ' '} {one.title}") for one in BROKEN_RUNS
         ]
-        question = f"Which symptom? {len(opened)} of {len(BROKEN_RUNS)} opened"
+        question = f"Which symptom? {len(solved)} of {len(BROKEN_RUNS)} solved"
         name = await ask_choice(self.app, question, options)
         if name is not None:
             self._open_exhibit(name)
@@ -245,10 +257,9 @@ class StartScreen(Screen[None]):
         trace = await self.app.push_screen_wait(ExhibitScreen(run))
         if trace is None:
             return
-        add_opened_exhibit(name)
         self._open_target(trace, TracePlace(step=run.step), has_tour=has_tour)
         if not has_tour:
-            self.app.notify(f"{run.question} The Run panel has the answer.", timeout=30)
+            self.app.notify(f"{run.question} Press A to answer.", timeout=30)
 
     def _run_command(self, argv: list[str]) -> None:
         try:
@@ -331,7 +342,7 @@ class UnreadableTraceScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(id="broken"):
-            yield Static(Content.styled("This trace cannot be opened", "bold $error"))
+            yield Static(Content.styled("This trace cannot be opened", "bold $text-error"))
             yield Static(Content(f"\n{escape_unprintable(self._error.message)}"), id="why")
             if self._error.hint:
                 yield Static(Content(escape_unprintable(self._error.hint)), id="hint")

@@ -389,6 +389,24 @@ class TraceScreen(Screen[None]):
         if message:
             self.notify(message, severity="warning", timeout=20)
 
+    def _show_code(self) -> None:
+        """Show the code of the mask with the values of the selected cell.
+
+        That of a suspect border is the first one that the border closes.
+        """
+        self.slots.bring_panel("code")
+        finding = self._card.finding
+        if self.cell is None and finding is not None and finding.id == "segments.suspect-border":
+            border = finding.positions[0]
+            self.cell = (border, max(border - 1, 0))
+        self._select_cell()
+        self.slots.focus_panel("code")
+
+    async def _answer_exhibit(self) -> None:
+        from flexinspect.tui.exhibit_quiz import ask_fault
+
+        await ask_fault(self.app, self.reader.run().get("exhibit") if self.reader else None)
+
     # -- windows and pictures --------------------------------------------------------------------
 
     def _save_picture(self, view: PanelView | None = None) -> None:
@@ -419,7 +437,7 @@ class TraceScreen(Screen[None]):
             "branch.choose": self.branches.choose_branch,
             "branch.compare": self.branches.compare_branch,
             "code.open": lambda: open_mask_mod(self.app, self.reader, self.place),
-            "code.show": lambda: self.slots.focus_beside("code"),
+            "code.show": self._show_code,
             "step.next": lambda: go.move_by(1),
             "step.previous": lambda: go.move_by(-1),
             "step.forward": lambda: go.move_by(PAGE),
@@ -440,6 +458,7 @@ class TraceScreen(Screen[None]):
             "finding.read": self.findings.read_finding,
             "place.back": go.go_back,
             "mask.declare": lambda: save_declaration(self.app, self.reader, self.place.generation),
+            "exhibit.answer": self._answer_exhibit,
             "generation.next": lambda: go.go_to_branch(self.place.generation + 1, 0),
             "generation.previous": lambda: go.go_to_branch(self.place.generation - 1, 0),
             "layer.next": lambda: go.navigate(Navigate(layer=self.place.layer + 1)),
