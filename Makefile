@@ -21,7 +21,7 @@ setup: $(STAMP) ## make the virtual environment, and compile the sources to byte
 	@$(BIN)/python -m compileall -q flexinspect hooks tests
 
 demo: setup ## answer two questions with the shipped model and step through what ran
-	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --overwrite --out demo.flextrace
+	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --cue "In a sentence:" --overwrite --out demo.flextrace
 
 # Three processes suit two cores, because tests also wait for other processes and for timers. Each
 # process has one thread of torch, which does not spin while it waits; tests that need more threads

@@ -40,4 +40,5 @@ async def ask_fault(app: Any, exhibit: Mapping[str, Any] | None) -> None:
         app.notify(f"Right. {run.answer} {progress}", timeout=30)
     elif chosen is not None:
         place = f"look at the {run.panel} panel at step {run.step}"
-        app.notify(f"That is not it: {place}, and press A again.", severity="warning", timeout=15)
+        again = f"press {app.keys_of('exhibit.answer')} again"
+        app.notify(f"That is not it: {place}, and {again}.", severity="warning", timeout=15)

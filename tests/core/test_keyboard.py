@@ -8,12 +8,17 @@ import pytest
 from textual._keyboard_protocol import FUNCTIONAL_KEYS
 from textual.keys import KEY_DISPLAY_ALIASES, _character_to_key
 
-from flexinspect.core.keyboard import GROUPS, NAMED_KEYS, all_keys, parse_key
+from flexinspect.core.keyboard import GROUPS, KEYS, NAMED_KEYS, all_keys, parse_key
 
 
 def test_every_default_key_is_a_key_under_its_name() -> None:
     names = [name for key in all_keys() for name in key.keys]
     assert [parse_key(name) for name in names] == names
+
+
+def test_no_two_actions_share_a_default_key() -> None:
+    keys = [name for key in KEYS for name in key.keys]
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("character", [*string.printable[:95], "日", "é"])

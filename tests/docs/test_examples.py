@@ -70,7 +70,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_example_answers_the_same_with_and_without_watch(ran: Any, case: str) -> None:
-    answer = "Prague" if case == "masks passed over" else ".cz"
+    answer = "Czech koruna" if case == "masks passed over" else ".cz"
     assert ran(case).plain == f"answer: {answer}\n"
     assert list(ran(case).folder.iterdir()) == []
     assert ran(case).watched.startswith(
@@ -83,7 +83,7 @@ def test_an_example_answers_the_same_with_and_without_watch(ran: Any, case: str)
 def test_its_trace_holds_what_was_generated_and_meant(ran: Any, case: str) -> None:
     with open_trace(ran(case).path) as trace:
         chosen = [token.text for token in trace.tokens(0) if token.step is not None]
-        assert "".join(chosen).strip().startswith("Prague" if "passed" in case else ".cz")
+        assert "".join(chosen).strip().startswith("Czech koruna" if "passed" in case else ".cz")
         assert [step.phase for step in trace.steps(0)][:1] == ["prefill"]
         labels = [segment.label for segment in trace.segments(0)]
         assert labels == ["bos", "question 1", "question 2", "question 3", "cue", "generated"]
@@ -136,7 +136,7 @@ def variant(old: str, new: str, folder: Path) -> Path:
         (
             "q_idx + q_offset, kv_idx + kv_offset",
             "q_idx, kv_idx",
-            ["lost 70 · leaked 0", 'row 70 "." (generated)'],
+            ["lost 511 · leaked 0", 'row 70 "." (generated)'],
         ),
     ],
     ids=["no mask function", "no offset"],
@@ -178,7 +178,7 @@ def test_the_python_of_the_page_reads_a_trace(
         exec(block, names)
     assert len(blocks) == 3
     printed = capsys.readouterr().out
-    assert "[' Pra', 'gue', '<eos>']" in printed
+    assert "[' Czech', ' koruna', '<eos>']" in printed
     assert "'question 1'" in printed
     assert names["mass"].shape == (3, 4, 8, len(names["labels"]))
     assert names["mass"].sum(-1) == pytest.approx(1, abs=1e-3)
@@ -244,8 +244,8 @@ def test_the_notebook_shows_the_summary_of_the_handle(outputs: dict[str, dict[st
 def test_the_notebook_reads_tokens_masks_arrays_and_a_frame(
     outputs: dict[str, dict[str, str]],
 ) -> None:
-    assert of_cell(outputs, "flexinspect.watch(")["text/plain"] == "' Prague'"
-    assert "step 0: ' Pra', entropy " in of_cell(outputs, "step.entropy")["stdout"]
+    assert of_cell(outputs, "flexinspect.watch(")["text/plain"] == "' Czech koruna'"
+    assert "step 0: ' Czech', entropy " in of_cell(outputs, "step.entropy")["stdout"]
     rows = of_cell(outputs, "seen = np.array")["stdout"].splitlines()
     assert rows[3].startswith("What follows the final …")
     assert rows[3].split()[-8:-4] == ["1.00", "1.00", "1.00", "0.52"]

@@ -37,7 +37,7 @@ def lines() -> list[dict[str, object]]:
 
 def share_right(model: ModelUnderTest, questions: list[Question]) -> float:
     answers = model.answers(questions)
-    right = [accepted(a, q.fact) for a, q in zip(answers, questions, strict=True)]
+    right = [accepted(a, q) for a, q in zip(answers, questions, strict=True)]
     return sum(right) / len(right)
 
 
@@ -152,9 +152,9 @@ def test_the_first_dataset_lines_are_answered_right(
     model: ModelUnderTest, lines: list[dict[str, object]]
 ) -> None:
     for line in lines[:5]:
-        fact = Fact("", "", tuple(line["answers"]))  # type: ignore[arg-type]
+        fact = Fact("", "", tuple(line["answers"]), "")  # type: ignore[arg-type]
         question = Question(fact, tuple(line["paraphrases"]))  # type: ignore[arg-type]
-        assert accepted(model.answers([question])[0], fact), line["id"]
+        assert accepted(model.answers([question])[0], question), line["id"]
     assert "Paris" in lines[0]["answers"]  # type: ignore[operator]
 
 
@@ -170,6 +170,19 @@ def test_five_fused_held_out_wordings_are_answered_mostly_right(
     assert share_right(model, questions) >= 0.8
 
 
+def test_after_the_cue_for_a_sentence_the_answer_is_long_enough_to_step_through(
+    model: ModelUnderTest, facts: tuple[Fact, ...]
+) -> None:
+    layout = Layout(in_sentence=True)
+    questions = [
+        Question(f, tuple(fill(t, f.country) for t in HELD_OUT[f.relation][:5]), layout)
+        for f in Random(7).sample(facts, 30)
+    ]
+    assert share_right(model, questions) >= 0.8
+    lengths = [len(model.tokenizer.tokenize(f.sentence.format(a=f.answers[0]))) for f in facts]
+    assert min(lengths) >= 20
+
+
 def test_seen_wordings_alone_are_answered_right(
     model: ModelUnderTest, facts: tuple[Fact, ...]
 ) -> None:
@@ -182,7 +195,7 @@ def test_seen_wordings_alone_are_answered_right(
 
 
 def test_every_preset_gets_the_capital_of_france(model: ModelUnderTest) -> None:
-    fact = Fact("France", "capital", ("Paris",))
+    fact = Fact("France", "capital", ("Paris",), "")
     texts = tuple(fill(template, fact.country) for template in SEEN["capital"][:3])
     names = ("segment-isolation", "shared-prefix", "causal", "anchor-first", "document")
     layouts = [Layout(name, mode) for name in names for mode in ("contiguous", "reset")]

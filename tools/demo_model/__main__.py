@@ -58,6 +58,7 @@ def make(
     record = TrainingRecord(
         seed=options.seed,
         steps=plan.steps,
+        threads=options.threads,
         seconds=round(time.perf_counter() - started, 1),
         parameters=n_parameters,
         vocabulary=len(tokenizer),

@@ -29,12 +29,15 @@ from tools.demo_model.templates import (
     fill,
     skeleton,
 )
-from tools.demo_model.tokenizer import CUE, SEPARATOR, SHARED_TEXTS, encode
+from tools.demo_model.tokenizer import CUE, SENTENCE_CUE, SEPARATOR, SHARED_TEXTS, encode
 
 MAX_NEW_TOKENS = 16
+MAX_SENTENCE_TOKENS = 40
 IGNORED = -100
 POOL = 8
 """Batches that are drawn together and then cut by length, so that little is padding."""
+SENTENCE_SHARE = 0.15
+"""The share of examples whose answer is a sentence."""
 PRESET_WEIGHTS = {
     "segment-isolation": 12,
     "causal": 3,
@@ -46,11 +49,20 @@ PRESET_WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the pieces are joined and masked: a preset, a positions mode, a shared text."""
+    """How the pieces are joined and masked: a preset, a positions mode, a shared text.
+
+    `in_sentence`: with the cue for an answer in a sentence.
+    """
 
     preset: str = "segment-isolation"
     positions: str = "contiguous"
     shared: str = ""
+    in_sentence: bool = False
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Return how many tokens are generated at most."""
+        return MAX_SENTENCE_TOKENS if self.in_sentence else MAX_NEW_TOKENS
 
 
 PLAIN = Layout()
@@ -93,9 +105,11 @@ class Composer:
             self._encode(layout.shared),
             tuple(self._encode(text) for text in paraphrases),
             self._encode(SEPARATOR),
-            self._encode(CUE),
+            self._encode(SENTENCE_CUE if layout.in_sentence else CUE),
         )
-        return compose_prompt(pieces, max_new_tokens=MAX_NEW_TOKENS, positions=layout.positions)
+        return compose_prompt(
+            pieces, max_new_tokens=layout.max_new_tokens, positions=layout.positions
+        )
 
     def example(self, paraphrases: Sequence[str], answer: str, layout: Layout) -> Example:
         """Return the prompt followed by ` answer` and EOS, which alone carry labels."""
@@ -164,7 +178,9 @@ class Sampler:
         for index in self._corrupted(n_paraphrases, layout):
             texts[index] = self._corrupt(fact, texts[index])
         paraphrases = [self.recase(fill(text, fact.country)) for text in texts]
-        return self.composer.example(paraphrases, fact.answers[0], layout)
+        answer = fact.answers[0]
+        target = fact.sentence.format(a=answer) if layout.in_sentence else answer
+        return self.composer.example(paraphrases, target, layout)
 
     def layout(self) -> Layout:
         """Draw a layout; segment isolation at contiguous positions is the most frequent."""
@@ -172,7 +188,8 @@ class Sampler:
         name = self.random.choices(names, list(PRESET_WEIGHTS.values()))[0]
         positions = "reset" if self.random.random() < 0.2 else "contiguous"
         with_shared = self.random.random() < (0.7 if name == "shared-prefix" else 0.2)
-        return Layout(name, positions, self.random.choice(SHARED_TEXTS) if with_shared else "")
+        shared = self.random.choice(SHARED_TEXTS) if with_shared else ""
+        return Layout(name, positions, shared, self.random.random() < SENTENCE_SHARE)
 
     def _corrupted(self, n_paraphrases: int, layout: Layout) -> list[int]:
         """Draw the places to corrupt: fewer than half of them, never the one `document` reads."""

@@ -59,8 +59,8 @@ def answered_right(
     """Return the lines that the model answers right with all their paraphrases fused."""
     questions = [Question(f, line.paraphrases) for f, line in zip(facts, lines, strict=True)]
     answers = model.answers(questions)
-    checked = zip(lines, facts, answers, strict=True)
-    return [line for line, fact, answer in checked if accepted(answer, fact)]
+    checked = zip(lines, questions, answers, strict=True)
+    return [line for line, question, answer in checked if accepted(answer, question)]
 
 
 def _drawn(fact: Fact, random: Random) -> DatasetLine:

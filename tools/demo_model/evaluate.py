@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from flexinspect.masks.algebra import PRESETS
 from flexinspect.records.prompt import POSITION_MODES
 from tools.demo_model.corpus import (
-    MAX_NEW_TOKENS,
     PLAIN,
     Composer,
     Example,
@@ -27,6 +26,7 @@ from tools.demo_model.tokenizer import SHARED_TEXTS
 FUSED = 5
 TOKENS_PER_BATCH = 16_384
 HELD_OUT_TEMPLATES = 8
+SENTENCE_ROW = "five held-out wordings, fused, in a sentence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,11 @@ def fused(
             yield Question(fact, tuple(fill(text, fact.country) for text in chosen), layout)
 
 
-def accepted(answer: str, fact: Fact) -> bool:
-    """Return whether the generated text is, once stripped, one of the accepted answers."""
-    return answer.strip() in fact.answers
+def accepted(answer: str, question: Question) -> bool:
+    """Return whether the generated text is, once stripped, an accepted answer, or its sentence."""
+    fact = question.fact
+    form = fact.sentence if question.layout.in_sentence else "{a}"
+    return answer.strip() in {form.format(a=text) for text in fact.answers}
 
 
 class ModelUnderTest:
@@ -102,43 +104,44 @@ class ModelUnderTest:
         prompts = [self.composer.prompt(q.paraphrases, q.layout) for q in questions]
         order = sorted(range(len(questions)), key=lambda i: len(prompts[i].ids))
         answers = [""] * len(questions)
-        for chunk in self._chunks(order, [len(prompt.ids) for prompt in prompts]):
-            examples = [self._open_example(questions[i]) for i in chunk]
-            for index, tokens in zip(chunk, self._greedy(examples), strict=True):
+        n_new = max((q.layout.max_new_tokens for q in questions), default=0)
+        for chunk in self._chunks(order, [len(prompt.ids) + n_new for prompt in prompts]):
+            examples = [self._open_example(questions[i], n_new) for i in chunk]
+            for index, tokens in zip(chunk, self._greedy(examples, n_new), strict=True):
                 answers[index] = str(self.tokenizer.decode(tokens))
         return answers
 
     def _chunks(self, order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
         chunk: list[int] = []
         for index in order:
-            if chunk and (len(chunk) + 1) * (lengths[index] + MAX_NEW_TOKENS) > TOKENS_PER_BATCH:
+            if chunk and (len(chunk) + 1) * lengths[index] > TOKENS_PER_BATCH:
                 yield chunk
                 chunk = []
             chunk.append(index)
         if chunk:
             yield chunk
 
-    def _open_example(self, question: Question) -> Example:
-        """Return the prompt with room after it for all the tokens that may be generated."""
+    def _open_example(self, question: Question, n_new: int) -> Example:
+        """Return the prompt with room after it for the `n_new` tokens that may be generated."""
         prompt = self.composer.prompt(question.paraphrases, question.layout)
-        n_tokens = len(prompt.ids) + MAX_NEW_TOKENS
-        after = tuple(prompt.next_position(k) for k in range(MAX_NEW_TOKENS))
-        ids = prompt.ids + (self.composer.pad,) * MAX_NEW_TOKENS
+        n_tokens = len(prompt.ids) + n_new
+        after = tuple(prompt.next_position(k) for k in range(n_new))
+        ids = prompt.ids + (self.composer.pad,) * n_new
         mask = dense_mask(prompt, question.layout.preset, n_tokens)
         return Example(ids, prompt.position_ids + after, (0,) * n_tokens, mask)
 
     @torch.inference_mode()
-    def _greedy(self, examples: Sequence[Example]) -> list[list[int]]:
+    def _greedy(self, examples: Sequence[Example], n_new: int) -> list[list[int]]:
         """Return the generated ids of each example, without EOS.
 
         Nothing is cached: the whole prompt is computed anew for each token, for the rows that have
         not ended. Causal masks make the room after the last token harmless.
         """
         batch = collate(examples, self.composer.pad)
-        starts = torch.tensor([len(e.ids) - MAX_NEW_TOKENS for e in examples])
+        starts = torch.tensor([len(e.ids) - n_new for e in examples])
         out: list[list[int]] = [[] for _ in examples]
         alive = torch.arange(len(examples))
-        for step in range(MAX_NEW_TOKENS):
+        for step in range(n_new):
             stop = int(starts[alive].max()) + step
             last = starts[alive] + step - 1
             new = self._next(batch.ids, batch.position_ids, batch.mask, alive, last, stop)
@@ -166,7 +169,7 @@ class ModelUnderTest:
     def row(self, name: str, questions: Sequence[Question]) -> Row:
         """Ask all the questions and return the line of the table."""
         pairs = zip(questions, self.answers(questions), strict=True)
-        marks = [(q.fact.relation, accepted(a, q.fact)) for q, a in pairs]
+        marks = [(q.fact.relation, accepted(a, q)) for q, a in pairs]
         by_relation = {
             relation: Score(
                 sum(right for name, right in marks if name == relation),
@@ -186,6 +189,7 @@ def main_rows(model: ModelUnderTest, facts: Sequence[Fact]) -> list[Row]:
         "five seen wordings, fused": lambda: fused(facts, SEEN, rounds=2),
         "held-out wording, alone": lambda: alone(facts, HELD_OUT),
         "five held-out wordings, fused": lambda: fused(facts, HELD_OUT),
+        SENTENCE_ROW: lambda: fused(facts, HELD_OUT, Layout(in_sentence=True), rounds=2),
     }
     return [model.row(name, list(questions())) for name, questions in plan.items()]
 

@@ -207,6 +207,20 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
 
 RELATIONS: tuple[str, ...] = tuple(SEEN)
 
+# An answer in a sentence: about which country it is, with another fact, then the answer `{a}`.
+SENTENCE_STARTS: dict[str, str] = {
+    "continent": "You ask about {c}, a country in {other}.",
+    "capital": "You ask about {c}, a country whose capital is {other}.",
+}
+SENTENCES: dict[str, str] = {
+    "capital": "The name of its capital is {a}.",
+    "currency": "The currency that people pay with there is {a}.",
+    "continent": "The continent that it belongs to is {a}.",
+    "language": "The language that most people speak there is {a}.",
+    "domain": "The domain that its websites end with is {a}.",
+    "calling_code": "The code to dial before a number there is {a}.",
+}
+
 # Openings and endings put around a seen template at random while training.
 OPENINGS: tuple[str, ...] = (
     "Please tell me: ",

@@ -20,7 +20,7 @@ SHARED_TEXTS = (
     "Give a short answer.\n",
     "All questions ask for the same thing.\n",
 )
-SEPARATOR, CUE = "\n", "Answer:"
+SEPARATOR, CUE, SENTENCE_CUE = "\n", "Answer:", "In a sentence:"
 
 
 def training_text(facts: Sequence[Fact]) -> Iterator[str]:

@@ -23,7 +23,7 @@ PRINT_EVERY = 50
 class TrainingPlan:
     """How long and how fast to train; `prompts` is the number of lone questions in a batch."""
 
-    steps: int = 1600
+    steps: int = 1800
     prompts: int = 192
     peak_rate: float = 2.5e-3
     warmup: int = 100

@@ -52,7 +52,10 @@ class JobFactory(Protocol):
 
 
 SLOGAN = "See what every token could see, and find the bug in your mask."
-DEMO = ("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2")
+DEMO = (
+    *("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2"),
+    *("--cue", "In a sentence:"),
+)
 ENTRIES = {
     "tour": ("Take the tour: two minutes, seven keys", "flexinspect tour"),
     "demo": ("Run the demo", f"flexinspect {shlex.join(DEMO)}"),
@@ -259,7 +262,9 @@ class StartScreen(Screen[None]):
             return
         self._open_target(trace, TracePlace(step=run.step), has_tour=has_tour)
         if not has_tour:
-            self.app.notify(f"{run.question} Press A to answer.", timeout=30)
+            app: Any = self.app
+            key = app.keys_of("exhibit.answer")
+            app.notify(f"{run.question} Press {key} to answer.", timeout=30)
 
     def _run_command(self, argv: list[str]) -> None:
         try:
