@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import subprocess
@@ -123,6 +124,22 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def import_numpy() -> None:
+    """Import numpy without a pool of threads, whose start takes as long as the rest of the import.
+
+    OpenBLAS reads the variable when it is loaded; child processes do not inherit it. A variable
+    that the user has set stays.
+    """
+    name = "OPENBLAS_NUM_THREADS"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "1")
+    try:
+        importlib.import_module("numpy")
+    finally:
+        if not is_set:
+            del os.environ[name]
 
 
 def user_folder(variable: str, windows_variable: str, default: str) -> Path | None:

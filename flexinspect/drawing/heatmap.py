@@ -127,16 +127,8 @@ class Palette:
         return len(self.rgb)
 
     @cached_property
-    def pairs(self) -> list[Segment]:
-        """One shared segment of one cell per key; a blank where both levels are equal."""
-        colors = [Color.from_rgb(*rgb) for rgb in self.rgb]
-        return [
-            Segment(" ", Style(bgcolor=upper))
-            if upper is lower
-            else Segment("▀", Style(color=upper, bgcolor=lower))
-            for upper in colors
-            for lower in colors
-        ]
+    def _colors(self) -> list[Color]:
+        return [Color.from_rgb(*rgb) for rgb in self.rgb]
 
     def line(self, keys: npt.NDArray[np.uint16]) -> Strip:
         """Return the cells of these keys, shape (columns,), as a strip; cached.
@@ -157,13 +149,15 @@ class Palette:
         return strip
 
     def run(self, key: int, length: int) -> Segment:
-        """Return `length` equal cells; cached."""
+        """Return `length` equal cells: half blocks, or blanks where both levels are equal; cached."""
         run = self._runs.get((key, length))
         if run is None:
             if len(self._runs) >= _MAX_CACHED_RUNS:
                 self._runs.clear()
-            cell = self.pairs[key]
-            run = self._runs[key, length] = Segment(cell.text * length, cell.style)
+            upper, lower = (self._colors[level] for level in divmod(key, self.size))
+            is_blank = upper is lower
+            style = Style(bgcolor=upper) if is_blank else Style(color=upper, bgcolor=lower)
+            run = self._runs[key, length] = Segment((" " if is_blank else "▀") * length, style)
         return run
 
     def style(self, level: int) -> Style:

@@ -51,7 +51,7 @@ def pack_spec(
     if window is not None:
         rows &= ~_pack_leading(positions + 1 - window - kv_offset, n_keys)
     regions = np.maximum(np.searchsorted(spec.starts, positions, side="right") - 1, 0)
-    for region in np.unique(regions).tolist():
+    for region in np.flatnonzero(np.bincount(regions)).tolist():
         stops = np.array((spec.prefix_stops[region], spec.local_starts[region])) - kv_offset
         prefix, hidden = _pack_leading(stops, n_keys)
         rows[regions == region] &= prefix | ~hidden

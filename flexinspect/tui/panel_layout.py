@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from typing import Any
 
 from textual import events
 from textual.app import ComposeResult
@@ -14,6 +15,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message
 
+from flexinspect.core.environment import import_numpy
 from flexinspect.core.errors import FlexInspectError, TraceError
 from flexinspect.core.keyboard import N_DIGITS
 from flexinspect.drawing.text_lines import clip_text
@@ -26,6 +28,8 @@ from flexinspect.tui.saved_state import MAX_SLOTS, Layout
 from flexinspect.tui.screens.dialogs import ask_choice
 from flexinspect.tui.trace_session import TraceSession
 
+FIRST_PANELS_WITHIN_S = 0.2
+"""How long the first panels wait for each other, to be drawn in one frame."""
 LOAD_WITHIN_S = 1.0
 """When loading starts on a terminal that is too small for any frame."""
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
@@ -181,10 +185,13 @@ class Slots(Container):
             self._load_panels()
             for canvas in self.screen.query(LoadedCanvas):
                 canvas.run_worker(canvas.loader.run(), exclusive=True)
+            screen: Any = self.screen
+            screen.frames.show(within_s=FIRST_PANELS_WITHIN_S)
             self.call_after_refresh(start_gc)
 
     def _load_panels(self) -> None:
         """Show the panels of this kind of trace in the frames."""
+        import_numpy()
         self._show_panels(self._layout().panels)
 
     def _layout(self) -> Layout:

@@ -55,19 +55,22 @@ class PlaceFrames:
         self._is_open = False
         self._next_place: TracePlace | None = None
 
-    def show(self, ahead: TracePlace | None) -> None:
-        """Show a new place in one frame; `ahead` is loaded in advance if there is time."""
+    def show(self, ahead: TracePlace | None = None, *, within_s: float = FRAME_S) -> None:
+        """Show a new place in one frame, within `within_s` seconds even if panels are slow.
+
+        `ahead` is loaded in advance if there is time.
+        """
         self._next_place = ahead
         if self._screen.is_mounted and not self._is_open:
             self._is_open = True
             batch = self._screen.app.batch_update()
             batch.__enter__()
-            self._screen.run_worker(self._finish(batch), group="frame")
+            self._screen.run_worker(self._finish(batch, within_s), group="frame")
 
-    async def _finish(self, batch: AbstractContextManager[None]) -> None:
-        """Paint when all is loaded, or after `FRAME_S`."""
+    async def _finish(self, batch: AbstractContextManager[None], within_s: float) -> None:
+        """Paint when all is loaded, or after `within_s`."""
         try:
-            async with asyncio.timeout(FRAME_S):
+            async with asyncio.timeout(within_s):
                 for canvas in self._canvases():
                     await canvas.loader.wait_idle()
                 for _ in range(N_LOOP_ITERATIONS):

@@ -27,3 +27,24 @@ def test_a_file_that_cannot_be_replaced_leaves_no_temporary_file(tmp_path: Path)
     with pytest.raises(IsADirectoryError):
         replace_file(folder, b"new")
     assert [*tmp_path.iterdir()] == [folder]
+
+
+@pytest.mark.parametrize("variable", [None, "2"])
+def test_numpy_starts_no_pool_of_threads_and_children_inherit_nothing(variable: str | None) -> None:
+    code = """
+import os, sys
+from flexinspect.core.environment import import_numpy
+before = len(os.listdir("/proc/self/task"))
+import_numpy()
+assert "numpy" in sys.modules
+print(len(os.listdir("/proc/self/task")) - before, os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+    given = {} if variable is None else {"OPENBLAS_NUM_THREADS": variable}
+    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"} | given
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    n_threads, left = ran.stdout.split()
+    assert left == str(variable)
+    if variable is None:
+        assert n_threads == "0"

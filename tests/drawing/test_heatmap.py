@@ -176,7 +176,7 @@ def test_a_palette_needs_a_character_per_level() -> None:
 
 
 def test_a_pair_of_levels_is_a_half_block_and_an_equal_pair_a_blank() -> None:
-    upper_two_lower_one, both_three = FOUR.pairs[2 * 4 + 1], FOUR.pairs[3 * 4 + 3]
+    upper_two_lower_one, both_three = FOUR.run(2 * 4 + 1, 1), FOUR.run(3 * 4 + 3, 1)
     assert (upper_two_lower_one.text, both_three.text) == ("▀", " ")
     assert upper_two_lower_one.style == Style.parse("#a0a0a0 on #505050")
 

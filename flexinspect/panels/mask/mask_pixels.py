@@ -251,7 +251,7 @@ def mask_legend(data: MaskData, pen: Pen, *, short: bool = False) -> list[NamedS
             spans.append(("closed cells: blank not visited, · partial, : full  ", "text"))
     if pen.theme.no_color or data.layout.zoom < 0:
         return spans
-    tints = set(np.unique(grid_tints(data)).tolist())
+    tints = _levels_in(grid_tints(data))
     for tint in (n for n in _TINT_NAMES if n in tints):
         spans += [swatch(CLOSED, tint, pen), swatch(OPEN, tint, pen)]
         spans.append((f" {_TINT_NAMES[tint]}  ", "text"))
@@ -266,10 +266,15 @@ def mask_legend(data: MaskData, pen: Pen, *, short: bool = False) -> list[NamedS
 
 def _visible_states(data: MaskData) -> set[int]:
     if data.layout.zoom >= 0 or data.matrix is None:
-        return set(np.unique(data.states).tolist())
-    strip = () if data.strip_states is None else np.unique(data.strip_states).tolist()
+        return _levels_in(data.states)
+    strip = set() if data.strip_states is None else _levels_in(data.strip_states)
     pairs = ((LOST, data.matrix.pairs.lost), (LEAKED, data.matrix.pairs.leaked))
     return {*strip, *(state for state, counts in pairs if counts.any())}
+
+
+def _levels_in(levels: Levels) -> set[int]:
+    # Not np.unique, which imports numpy.ma: that takes longer than the first picture.
+    return set(np.flatnonzero(np.bincount(levels.ravel())).tolist())
 
 
 def swatch(state: int, tint: int, pen: Pen) -> NamedSpan:
