@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any
 
 from textual import events
@@ -183,11 +184,26 @@ class Slots(Container):
         """Load what the first frame does not show: after it is painted, or before a key acts."""
         if not self.loaded.is_set():
             self._load_panels()
-            for canvas in self.screen.query(LoadedCanvas):
-                canvas.run_worker(canvas.loader.run(), exclusive=True)
-            screen: Any = self.screen
-            screen.frames.show(within_s=FIRST_PANELS_WITHIN_S)
+            self.run_worker(self._start_loaders())
             self.call_after_refresh(start_gc)
+
+    async def _start_loaders(self) -> None:
+        """Load the lines above the panels, which decide their size, then all panels."""
+        canvases = [*self.screen.query(LoadedCanvas)]
+        lines = [canvas for canvas in canvases if not isinstance(canvas, PanelView)]
+        for canvas in lines:
+            canvas.run_worker(canvas.loader.run(), exclusive=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_PANELS_WITHIN_S):
+                for canvas in lines:
+                    await canvas.loader.wait_idle()
+        self.call_after_refresh(self._start_panels)
+
+    def _start_panels(self) -> None:
+        for view in self.screen.query(PanelView):
+            view.run_worker(view.loader.run(), exclusive=True)
+        screen: Any = self.screen
+        screen.frames.show(within_s=FIRST_PANELS_WITHIN_S)
 
     def _load_panels(self) -> None:
         """Show the panels of this kind of trace in the frames."""
