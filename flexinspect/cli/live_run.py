@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from flexinspect.cli.output import print_json, stderr_console, stdout_console
 from flexinspect.core import signals
+from flexinspect.core.environment import command_path
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable, plural, truncate
 from flexinspect.inputs.datasets import is_correct_answer
@@ -102,10 +102,9 @@ def print_summary(
     if (more := len(findings) - _SHOWN_FINDINGS) > 0:
         lines.append(f"      and {more} more findings, in the interface")
     trace = Path(summary["trace"])
-    shown = trace.relative_to(Path.cwd()) if trace.is_relative_to(Path.cwd()) else trace
     size, state = human_bytes(summary["bytes"]), summary["state"]
     lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
-    lines.append(f"next  flexinspect open {escape_unprintable(shlex.quote(str(shown)))}")
+    lines.append(f"next  flexinspect open {command_path(trace)}")
     console = console or stdout_console()
     for line in lines:
         console.print(line, soft_wrap=True)

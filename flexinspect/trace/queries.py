@@ -239,7 +239,7 @@ def adjacent_finding(
 
 
 def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
-    return next(iter(reader._select(codec.decode_finding, schema.FINDINGS, rest, params)), None)
+    return next(iter(reader._select(reader.decode_finding, schema.FINDINGS, rest, params)), None)
 
 
 # -- events ---------------------------------------------------------------------------------------

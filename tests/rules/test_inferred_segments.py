@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from support.masked_traces import PROMPT, SEGMENTS, isolated, model_on, own_attention, prompt_ids
 from support.paths import DEMO
 from support.planting import of, one, planted
@@ -17,9 +18,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexinspect.analysis.inferred_declaration import UndeclaredMask
 from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import (
+    DeclaredSegment,
+    Segment,
+    SegmentKind,
+    TokenizerFacts,
+    declaration_entries,
+)
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.prompt.inferred_segments import INFERRED, SUSPECT, InferredSegmentsRule
 from flexinspect.trace.reader import open_trace
+
+GUESS = (
+    "You declared no segments, so this is a guess from the mask and the text: press D to confirm "
+    "or correct it."
+)
+
+
+Span = tuple[int, int, str]
 
 
 def look(
@@ -39,7 +55,7 @@ def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:
     assert finding.sentence == (
         "In all 2 layers the executed mask cuts the prompt into 3 segments: "
         '"What is the money of Japan?↵", "Name its currency.↵" and "Answer with one word:". '
-        "No segments were declared: is this what you meant?"
+        f"{GUESS}"
     )
     assert finding.severity is Severity.NOTE
     assert finding.evidence["borders"] == [SECOND, THIRD]
@@ -53,9 +69,10 @@ def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> Non
         "In all 2 layers the executed mask cuts the prompt into 3 segments, and every border is "
         "1 token before the beginning of a line, as if positions had been counted without the "
         'BOS: position 8 "↵" begins a segment instead of position 9 "Name". '
-        "No segments were declared: is this what you meant?"
+        f"{GUESS}"
     )
     assert finding.evidence["shift"] == 1
+    assert "flexinspect declare TRACE --move 1 (D" in finding.fix
     assert finding.positions == (SECOND - 1, THIRD - 1)
 
 
@@ -171,6 +188,44 @@ def test_nothing_is_inferred_where_something_was_declared() -> None:
     declared = {"segments": [{"label": "one", "text": "What is the money"}]}
     assert look(blocks([SECOND]), declared=declared) == []
     assert look(blocks([SECOND]), declared={"mask_mod": "mine.mask_mod"}) == []
+
+
+WORDINGS = [(1, SECOND - 1, "one"), (SECOND, THIRD - 1, "two")]
+"""The first two lines, each without its line break."""
+
+
+def look_at_wordings(cells: Any, spans: Sequence[Span] = WORDINGS) -> list[Finding]:
+    """Return the findings where the wordings were declared as segments, but no mask."""
+    declared = declaration_entries(
+        [DeclaredSegment(label, start, stop) for start, stop, label in spans],
+        TokenizerFacts(0, adds_bos=True),
+    )
+    rule, context, step = InferredSegmentsRule(), RuleContext(), prefill(cells)
+    about, paraphrase = generation(TEXTS, declared), SegmentKind.PARAPHRASE
+    segments = [Segment(*span, paraphrase, n) for n, span in enumerate(spans)]
+    context.start_generation(replace(about, segments=(*segments, *about.segments[-1:])))
+    rule.on_generation_start(context)
+    context.add_step(step)
+    return [*rule.on_step(step)]
+
+
+def test_borders_between_declared_segments_stay_suspect_without_a_declared_mask() -> None:
+    finding = one(look_at_wordings(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)), SUSPECT)
+    assert "every border is 1 token before the beginning of a line" in finding.sentence
+    assert finding.sentence.endswith(
+        "You declared segments but no mask, so the cells were not compared one by one."
+    )
+    assert 'declare the mask beside the segments, for example mask = "segment' in finding.fix
+
+
+def test_borders_where_the_declared_segments_begin_are_confirmed() -> None:
+    assert look_at_wordings(blocks([SECOND, THIRD], reader=THIRD)) == []
+    early = [(1, SECOND - 1, "one"), (SECOND - 1, THIRD - 1, "two")]
+    assert look_at_wordings(blocks([SECOND - 1, THIRD - 1]), early) == []
+
+
+def test_borders_inside_declared_segments_are_left_to_the_comparison_with_them() -> None:
+    assert look_at_wordings(blocks([SECOND - 2, THIRD - 2])) == []
 
 
 MODEL_RUN: Callable[[Any], Any] = lambda model: model.generate(  # noqa: E731
