@@ -20,7 +20,7 @@ from flexinspect.core import signals
 from flexinspect.core.environment import command_path
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable, plural, truncate
-from flexinspect.inputs.datasets import is_correct_answer
+from flexinspect.inputs.datasets import judge_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.launch import child_process
 from flexinspect.launch.child_process import Capture
@@ -64,7 +64,7 @@ def summarize_run(path: Path) -> dict[str, Any]:
 
 
 def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
-    """Return the result of a generation; `correct` is None without an expected answer."""
+    """Return the result of a generation; see `judge_answer` for `correct`."""
     steps = reader.steps(row.generation)
     decode_ms = sum(step.wall_ms for step in steps[1:])
     answer = row.answer
@@ -77,7 +77,7 @@ def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, 
         "question": _question(row, reader),
         "answer": answer,
         "expected": row.expected,
-        "correct": is_correct_answer(answer, row.expected) if row.expected else None,
+        "correct": judge_answer(row.state, answer, row.expected),
         "state": row.state,
         "stop_reason": row.stop_reason,
         "tokens": len(steps),
