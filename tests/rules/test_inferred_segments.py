@@ -66,9 +66,9 @@ def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:
 def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> None:
     finding = one(look(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)), SUSPECT)
     assert finding.sentence == (
-        "In all 2 layers the executed mask cuts the prompt into 3 segments, and every border is "
-        "1 token before the beginning of a line, as if positions had been counted without the "
-        'BOS: position 8 "↵" begins a segment instead of position 9 "Name". '
+        'Every segment border is 1 token early, as if counted without the BOS: position 8 "↵" '
+        'begins a segment instead of position 9 "Name" (the beginning of a line). '
+        "In all 2 layers the executed mask cuts the prompt into 3 segments. "
         f"{GUESS}"
     )
     assert finding.evidence["shift"] == 1
@@ -80,24 +80,25 @@ def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> Non
 def test_borders_that_are_all_off_by_the_same_number_have_a_shift(n: int) -> None:
     finding = one(look(blocks([SECOND - n, THIRD - n])), SUSPECT)
     assert finding.evidence["shift"] == n
-    side = "before" if n > 0 else "after"
-    assert f"every border is {abs(n)} token{'s' * (abs(n) > 1)} {side} the" in finding.sentence
+    side = "early" if n > 0 else "late"
+    start = f"Every segment border is {abs(n)} token{'s' * (abs(n) > 1)} {side}"
+    assert finding.sentence.startswith(start)
 
 
 def test_one_border_far_from_a_line_has_no_shift() -> None:
     assert one(look(blocks([SECOND - 3])), INFERRED).evidence["borders"] == [SECOND - 3]
-    assert one(look(blocks([SECOND - 1])), SUSPECT).sentence.count("the border is 1 token") == 1
+    assert one(look(blocks([SECOND - 1])), SUSPECT).sentence.startswith("The segment border is")
 
 
 def test_a_border_inside_a_word_is_named_next_to_correct_ones() -> None:
     finding = one(look(blocks([SECOND, SECOND + 3])), SUSPECT)
-    assert 'and position 12 "ren" begins a segment inside a word.' in finding.sentence
+    assert 'Position 12 "ren" begins a segment inside a word. In all' in finding.sentence
     assert finding.positions == (SECOND + 3,)
 
 
 def test_a_border_before_a_line_break_is_named_next_to_correct_ones() -> None:
     finding = one(look(blocks([SECOND, THIRD - 1])), SUSPECT)
-    assert 'and position 15 "↵" begins a segment with a line break.' in finding.sentence
+    assert 'Position 15 "↵" begins a segment with a line break. In all' in finding.sentence
 
 
 def test_a_special_token_may_begin_a_segment() -> None:
@@ -125,8 +126,8 @@ def test_a_segment_may_be_a_turn_of_a_chat_or_its_content() -> None:
 @pytest.mark.parametrize("n", [-1, 1])
 def test_borders_next_to_the_turns_of_a_chat_are_suspect(n: int) -> None:
     finding = one(look(blocks([turn - n for turn in TURNS], len(CHAT)), CHAT), SUSPECT)
-    side = "before" if n > 0 else "after"
-    assert f"every border is 1 token {side} the beginning of a turn of the chat" in finding.sentence
+    assert f"border is 1 token {'early' if n > 0 else 'late'}" in finding.sentence
+    assert "(the beginning of a turn of the chat)" in finding.sentence
     assert finding.evidence["shift"] == n
 
 
@@ -138,7 +139,7 @@ def test_segments_may_begin_after_a_separator_within_a_line() -> None:
 def test_borders_that_are_off_from_a_separator_are_suspect() -> None:
     cells = blocks([border - 1 for border in AFTER_BARS], len(SEPARATED))
     finding = one(look(cells, SEPARATED), SUSPECT)
-    assert 'every border is 1 token before the text after "¦"' in finding.sentence
+    assert '(the text after "¦")' in finding.sentence
     assert finding.evidence["shift"] == 1
 
 
@@ -146,7 +147,7 @@ def test_borders_that_are_off_from_a_repeated_wording_are_suspect() -> None:
     at = [pos for pos, text in enumerate(WORDED) if text.strip() in ("Question", "So")][1:]
     assert [f.id for f in look(blocks(at, len(WORDED)), WORDED)] == [INFERRED]
     finding = one(look(blocks([pos - 2 for pos in at], len(WORDED)), WORDED), SUSPECT)
-    assert 'every border is 2 tokens before "Question", with which' in finding.sentence
+    assert '("Question", with which the prompt and other segments begin)' in finding.sentence
 
 
 def test_a_segment_of_the_bos_alone_is_named_by_it() -> None:
@@ -211,7 +212,7 @@ def look_at_wordings(cells: Any, spans: Sequence[Span] = WORDINGS) -> list[Findi
 
 def test_borders_between_declared_segments_stay_suspect_without_a_declared_mask() -> None:
     finding = one(look_at_wordings(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)), SUSPECT)
-    assert "every border is 1 token before the beginning of a line" in finding.sentence
+    assert "Every segment border is 1 token early" in finding.sentence
     assert finding.sentence.endswith(
         "You declared segments but no mask, so the cells were not compared one by one."
     )

@@ -37,13 +37,25 @@ async def reviewed(pilot: Pilot[None], text: str) -> list[str]:
 async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
-        lines = await reviewed(pilot, "1 token before the beginning of a line")
+        lines = await reviewed(pilot, "1 token early")
         assert lines[0].startswith("● ")
         assert any("Fix: " in line for line in lines)
         assert "i reads on" in lines[-1]
         assert "D declares the mask" in lines[-1]
         assert "■" in lines[2]
         assert "·" in lines[2]
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_the_first_line_has_the_cause_and_a_cut_text_ends_with_an_ellipsis(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(80, 24)) as pilot:
+        sentence, *_, fix, keys = await reviewed(pilot, "there is more")
+        assert "Every segment border is 1 token early, as if counted without the BOS" in sentence
+        assert fix.rstrip().endswith("…")
+        assert "there is more" in keys
 
 
 @pytest.mark.usefixtures("with_review")
@@ -119,7 +131,7 @@ async def test_segments_that_nobody_declared_are_named_in_the_strip(tmp_path: Pa
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
         assert "╵prompt" in screen_lines(pilot.app)[2] or not screen_lines(pilot.app)[2].strip()
-        await reviewed(pilot, "1 token before the beginning of a line")
+        await reviewed(pilot, "1 token early")
         await settle(pilot)
         assert "╵What is the mon…?" in screen_lines(pilot.app)[2]
         assert "╵↵Name its curre…?" in screen_lines(pilot.app)[2]

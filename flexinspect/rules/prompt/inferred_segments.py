@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from flexinspect.core.text import join_labels, plural, printable, truncate
+from flexinspect.core.text import capitalize, join_labels, plural, printable, truncate
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
@@ -25,6 +25,7 @@ from flexinspect.rules.prompt.prompt_facts import PromptTokens
 from flexinspect.rules.prompt.segment_borders import (
     BorderCheck,
     Borders,
+    describe_direction,
     explain_shift,
     limit_names,
 )
@@ -236,13 +237,13 @@ class InferredSegmentsRule(Rule):
         layers, edges = layers_of(calls), (0, *segments.borders, self._prompt.stop)
         spans = [(start, stop) for start, stop in pairwise(edges) if start < stop]
         texts = [self._text(start, stop) for start, stop in spans]
-        cut = f"In {format_step_layers(layers, step)} the executed mask cuts the prompt into "
-        cut += plural(len(spans), "segment")
+        where = format_step_layers(layers, step)
+        cut = f"the executed mask cuts the prompt into {plural(len(spans), 'segment')}"
         if segments.is_suspect:
-            sentence = f"{cut}, and {self._describe_oddity(segments)}."
+            sentence = f"{self._describe_oddity(segments)}. In {where} {cut}."
         else:
             quoted = [f'"{text}"' if self._prompt.has_text else text for text in texts]
-            sentence = f"{cut}: {join_labels(limit_names(quoted))}."
+            sentence = f"In {where} {cut}: {join_labels(limit_names(quoted))}."
         sentence += f" {_SEGMENTS_ONLY if self._has_segments else _GUESS}"
         evidence = {
             "borders": list(segments.borders),
@@ -272,15 +273,18 @@ class InferredSegmentsRule(Rule):
         place, n = self.context.format_position, segments.shift
         if n:
             first = segments.borders[0]
-            each = "the border is" if len(segments.borders) == 1 else "every border is"
-            where = segments.describe_distance() + explain_shift(self._prompt, n)
-            return f"{each} {where}: {place(first)} begins a segment instead of {place(first + n)}"
+            each = "The segment border" if len(segments.borders) == 1 else "Every segment border"
+            return (
+                f"{each} is {plural(abs(n), 'token')} {describe_direction(n)}"
+                f"{explain_shift(self._prompt, n)}: {place(first)} begins a segment instead of "
+                f"{place(first + n)} ({segments.landmark})"
+            )
         parts = [f"{place(border)} begins a segment inside a word" for border in segments.in_words]
         parts += [
             f"{place(border)} begins a segment with a line break"
             for border in segments.before_breaks
         ]
-        return join_labels(limit_names(parts))
+        return capitalize(join_labels(limit_names(parts)))
 
     def _text(self, start: int, stop: int) -> str:
         """Return the beginning of the text of a segment, or its positions without a tokenizer."""
