@@ -216,6 +216,12 @@ COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
 """How long to wait for a new branch in the trace after the capture has reported it."""
 
+NEED_MODEL = (
+    *("run.pause", "run.step", "run.breakpoints"),
+    *("travel.restore", "travel.fork", "travel.mask"),
+)
+"""Actions that say at once if the run has ended, before they ask or move anything."""
+
 REPLAY_S = 0.3
 """Interval between the steps of a replay."""
 
@@ -532,7 +538,9 @@ class TraceScreen(Screen[None]):
         """Run the action of a key or of the palette, by its id in `flexinspect.core.keyboard`."""
         self.slots.ensure_loaded()  # a key typed ahead of the first frame acts on the real panels
         action = self._key_actions().get(name)
-        if action is not None:
+        if name in NEED_MODEL and not self.status.live:
+            self.notify(self._session.missing_model().sentence(), severity="warning")
+        elif action is not None:
             try:
                 action()
             except FlexInspectError as error:
