@@ -342,6 +342,18 @@ def chosen_tokens(
     return found
 
 
+def step_masks(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[tuple[int, int], str]:
+    """Return the mask of each (step, layer) of steps `start <= step < stop` that has one."""
+    sql = f"SELECT step, layer, mask FROM calls {WHERE_STEPS} AND mask IS NOT NULL"
+    found: dict[tuple[int, int], str] = {}
+    for place in _branch_ranges(reader, generation, start, stop, branch):
+        rows = reader._read_values(("int", "int", "text"), sql, place, "calls")
+        found.update(((step, layer), mask) for step, layer, mask in rows)
+    return found
+
+
 def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
     """Return the number of a branch's own decode steps, and their total time in milliseconds."""
     sql = f"SELECT count(*), total(wall_ms) FROM steps {WHERE_BRANCH} AND phase = 'decode'"
