@@ -132,16 +132,21 @@ class Slot(Container):
 
 
 class Slots(Container):
-    """All frames: keeps which panel is where and how many are shown, and saves it."""
+    """All frames: keeps which panel is where and how many are shown, and saves it.
+
+    With `has_tour` they begin with the panels of a new user, and nothing is saved.
+    """
 
     class Changed(Message):
         """A frame shows another panel."""
 
-    def __init__(self, session: TraceSession, pool: Executor) -> None:
+    def __init__(self, session: TraceSession, pool: Executor, *, has_tour: bool = False) -> None:
         super().__init__(id="slots")
+        self._has_tour = has_tour
         self._session = session
         self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
-        self._saved = state = saved_state.load_state()
+        state = saved_state.InterfaceState() if has_tour else saved_state.load_state()
+        self._saved = state
         self._n_requested = state.slots
         self._maximized: int | None = None
         self._is_training = False
@@ -256,7 +261,7 @@ class Slots(Container):
         self.post_message(self.Changed())
 
     def _save_layout(self) -> None:
-        if self._is_training or not self.loaded.is_set():
+        if self._is_training or self._has_tour or not self.loaded.is_set():
             return  # not the panels that the user chose for generations
         names = tuple(slot.view.panel.name for slot in self._slots)
         saved_state.save_state(panels=names, slots=self._n_requested)

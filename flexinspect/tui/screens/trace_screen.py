@@ -271,7 +271,7 @@ class TraceScreen(Screen[None]):
         yield StepTimeline(self._session, self._pool)
         yield StatusBanner()
         yield DiagnosisCard(self._session, self._pool)
-        yield Slots(self._session, self._pool)
+        yield Slots(self._session, self._pool, has_tour=self._has_tour)
         if self._has_tour:
             from flexinspect.tui.guided_tour import TourLine
 
