@@ -12,6 +12,7 @@ from flexinspect.core.text import truncate
 from flexinspect.drawing.token_cells import TokenCell, TokenCellRow, display_text
 from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.panels.panel_source import Source
+from flexinspect.panels.timeline import no_steps
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries import (
@@ -114,6 +115,8 @@ def load_token_window(source: Source, place: TracePlace, reach: int) -> TokenWin
     current = current_pos(reader, place)
     last = last_pos(reader, place.generation, place.branch)
     if last is None:
+        if not reader.generations():
+            raise no_steps(reader)
         raise Missing("This generation has no tokens yet.")
     middle = last if current is None else min(current, last)
     first = max(0, min(middle - reach, last + 1 - 2 * reach)) // CHUNK_TOKENS

@@ -11,13 +11,15 @@ from msgspec.structs import replace
 from flexinspect.cli.live_run import summarize_run
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
-from flexinspect.panels.base import Request, TracePlace
+from flexinspect.panels.base import Missing, Request, TracePlace
+from flexinspect.panels.panel_registry import load_panel
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.run_panel import RunOptions, RunPanel
 from flexinspect.panels.token_window import load_answer, uncertainty
 from flexinspect.panels.tokens_panel import TokensData, TokensOptions, TokensPanel
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
+    EventRecord,
     GenerationEnd,
     GenerationRecord,
     LogitsRecord,
@@ -238,3 +240,20 @@ def test_an_answer_whose_run_was_killed_has_no_verdict_anywhere(tmp_path: Path) 
     assert (facts.answer, facts.is_correct) == ("left", None)
     (generation,) = summarize_run(path)["generations"]
     assert (generation["answer"], generation["correct"]) == ("left", None)
+
+
+@pytest.mark.parametrize("kind", ["error", "not-recorded"])
+@pytest.mark.parametrize("name", ["tokens", "logits", "mask", "path"])
+def test_a_run_without_a_model_says_why_nothing_is_recorded(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "empty.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.write_event(EventRecord(kind, "No model was\x1b found.", 1.0))
+    panel = load_panel(name)
+    with pytest.raises(Missing) as missing:
+        panel.load(Source(open_trace(path)), Request(TracePlace(), panel.initial_options, 80, 20))
+    assert missing.value.lines() == [
+        "No step of this generation is recorded.",
+        "No model was\\x1b found.",
+    ]
