@@ -10,7 +10,7 @@ from textual import events
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.drawing.text_lines import NamedSpan, Pen
-from flexinspect.panels.base import Missing, Navigate
+from flexinspect.panels.base import Missing, Navigate, is_training_trace
 from flexinspect.panels.timeline import StepWindow, load_step_window
 from flexinspect.panels.token_window import uncertainty
 from flexinspect.records.finding import Severity
@@ -27,6 +27,7 @@ _MARKS = {
 }
 BREAKPOINT_MARK, BRANCH_MARK = ("◉", "accent"), ("┣", "accent")
 LEGEND = "entropy · ✖▲● findings · ◉ breakpoint · ┣ fork"
+TRAINING_LEGEND = "✖▲● findings"
 
 
 class TimelineData(Struct, frozen=True):
@@ -35,6 +36,7 @@ class TimelineData(Struct, frozen=True):
     window: StepWindow
     levels: Mapping[int, float]
     marks: Mapping[int, tuple[str, str]]
+    legend: str = LEGEND
 
 
 class StepTimeline(LoadedCanvas):
@@ -78,7 +80,8 @@ class StepTimeline(LoadedCanvas):
             marks |= {step: _MARKS[severity] for step, severity in found.items()}
         except (Missing, FlexInspectError):
             return None  # the panels show the reason
-        return TimelineData(window, levels, marks)
+        legend = TRAINING_LEGEND if is_training_trace(source) else LEGEND
+        return TimelineData(window, levels, marks, legend)
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: TimelineData | None) -> None:
         self._data = loaded
@@ -99,8 +102,9 @@ class StepTimeline(LoadedCanvas):
             block = BLOCKS[min(int(level * len(BLOCKS)), len(BLOCKS) - 1)]
             text = (sign + block * each)[:each]
             spans.append((text, "cursor" if step == window.current else style))
-        if pen.width - each * len(window) > len(LEGEND) + 2:
-            spans.append((f"  {LEGEND}", "muted"))
+        legend = self._data.legend
+        if pen.width - each * len(window) > len(legend) + 2:
+            spans.append((f"  {legend}", "muted"))
         self.show([pen.line(*spans)])
 
     def on_click(self, event: events.Click) -> None:

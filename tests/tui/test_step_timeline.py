@@ -12,6 +12,7 @@ from support.tui import screen_lines, settle, until
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
 from flexinspect.trace.reader import open_trace
+from flexinspect.tui import step_timeline
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.screens import trace_screen
 from flexinspect.tui.step_timeline import StepTimeline
@@ -37,6 +38,16 @@ async def test_a_finding_marks_its_step_and_the_current_step_is_reversed(path: P
         first = next(iter(strip))
         assert first.style is not None
         assert first.style.reverse
+
+
+async def test_the_legend_of_a_training_names_no_entropy(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_timeline, "is_training_trace", lambda source: True)
+    async with InspectorApp(path).run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "✖▲● findings" in drawn(pilot.app))
+        assert "entropy" not in drawn(pilot.app)
+        assert "fork" not in drawn(pilot.app)
 
 
 async def test_a_click_and_a_drag_go_to_a_step(path: Path) -> None:
