@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.traces import RUN, SEGMENTS, sample_generation, sample_step, sample_trace
-from support.tui import screen_lines, screen_text, settle
+from support.tui import screen_lines, screen_text, settle, until
 from support.undeclared import SECOND, THIRD, blocks, write
 from textual.pilot import Pilot
 
@@ -97,6 +97,15 @@ async def test_without_findings_the_card_says_what_was_checked_and_what_was_not(
         text = " ".join(screen_text(pilot.app).split())
         assert "No findings are recorded in this trace." in text
         assert "No mask was declared, so the executed mask was not compared" in text
+
+
+async def test_i_typed_ahead_of_the_first_frame_opens_the_finding(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.press("i")
+        await until(pilot, lambda: isinstance(app.screen, TextScreen))
+        assert not app._notifications
 
 
 async def test_a_click_on_the_card_opens_the_finding(tmp_path: Path) -> None:

@@ -595,6 +595,9 @@ class TraceScreen(Screen[None]):
     async def read_finding(self) -> None:
         """Show all of the card's finding; the keys of the next one go on from there."""
         keys = {"n": "1", "N": "-1"}
+        if self.query_one(DiagnosisCard).finding is None:  # typed ahead of the first frame
+            self.query_one(DiagnosisCard).loader.request_load()
+            await self.query_one(DiagnosisCard).loader.wait_idle()
         while (finding := self.query_one(DiagnosisCard).finding) is not None:
             reader = self.reader
             texts = collect.read_position_texts(reader, finding) if reader is not None else ()
