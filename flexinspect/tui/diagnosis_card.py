@@ -170,8 +170,11 @@ def _is_about_mask(finding: Finding) -> bool:
     return finding.id.partition(".")[0] in ("mask", "segments", "decode", "attention")
 
 
-_ABOUT_INFERRED_SEGMENTS = ("segments.inferred", "segments.suspect-border")
-"""The findings that `mask.declare` answers."""
+def _asks_for_declaration(finding: Finding) -> bool:
+    """Whether `mask.declare` answers the finding: its segments were not declared."""
+    is_inferred = finding.id in ("segments.inferred", "segments.suspect-border")
+    return is_inferred and "flexinspect declare" in finding.fix
+
 
 CARD_KEYS = {
     "finding.read": "reads on",
@@ -231,7 +234,7 @@ def _key_spans(diagnosis: Diagnosis, keys: dict[str, str], *, is_cut: bool) -> I
     left_out = set()
     if finding is None or not _is_about_mask(finding):
         left_out |= {"code.open", "code.show"}
-    if finding is None or finding.id not in _ABOUT_INFERRED_SEGMENTS:
+    if finding is None or not _asks_for_declaration(finding):
         left_out.add("mask.declare")
     for name, text in CARD_KEYS.items():
         if name in left_out:

@@ -59,6 +59,16 @@ async def test_the_first_line_has_the_cause_and_a_cut_text_ends_with_an_ellipsis
 
 
 @pytest.mark.usefixtures("with_review")
+async def test_declared_segments_are_not_declared_again(tmp_path: Path) -> None:
+    declared = {"segments": [{"label": "one", "start": 1, "stop": SECOND - 1}]}
+    path = write(tmp_path / "run.flextrace", ONE_EARLY, declared=declared)
+    async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
+        lines = await reviewed(pilot, "1 token early")
+        assert "declare the mask beside the segments" in " ".join(lines)
+        assert "D declares the mask" not in lines[-1]
+
+
+@pytest.mark.usefixtures("with_review")
 async def test_at_80x24_one_key_shows_the_whole_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(80, 24)) as pilot:

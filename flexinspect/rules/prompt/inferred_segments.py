@@ -226,8 +226,8 @@ class InferredSegmentsRule(Rule):
     def _are_between_segments(self, mask: MaskRecord, borders: Borders) -> bool:
         """Whether a border is where no declared segment begins, and nothing else reports it."""
         apart = self._prompt.paraphrases
-        begins, end = {one.start for one in apart}, apart[-1].stop if apart else 0
-        if all(border in begins or border >= end for border in borders):
+        begins = {one.start for one in apart}
+        if apart and all(border in begins or border >= apart[-1].stop for border in borders):
             return False
         return BorderCheck(self, self._prompt).check_mask(mask, ((), borders)) is None
 
