@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -36,15 +36,17 @@ class GenerationDifference(step_diff.RunDifference, frozen=True):
 
     `prompt` is the first difference of the prompts, None if they are the same; if they differ, no
     step is compared. `n_steps` counts the steps of each trace. `words` are the texts of both tokens
-    where the runs diverge. `padding` are positions that were left out. `alike` are, for A and for
-    B, the steps whose layer statistics equal those of the step before: they were not computed again
-    (a replayed graph, a stale buffer). `missing` says which trace alone has the generation.
+    where the runs diverge, `texts` those of the tokens that are named, by position. `padding` are
+    positions that were left out. `alike` are, for A and for B, the steps whose layer statistics
+    equal those of the step before: they were not computed again (a replayed graph, a stale buffer).
+    `missing` says which trace alone has the generation.
     """
 
     generation: int = 0
     prompt: PromptDifference | None = None
     n_steps: tuple[int, int] = (0, 0)
     words: tuple[str, str] = ("", "")
+    texts: Mapping[int, str] = {}
     padding: tuple[int, ...] = ()
     alike: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     missing: str = ""
@@ -84,12 +86,26 @@ class Comparison(Struct, frozen=True):
         return {"version": 1, "verdict": self.verdict, **fields}
 
 
+def check_same_kind(a: TraceReader, b: TraceReader) -> None:
+    """Raise `UsageError` for a training and a generation of tokens."""
+    kinds = [
+        "training"
+        if any("training" in row.declared for row in reader.generations())
+        else "generation"
+        for reader in (a, b)
+    ]
+    if kinds[0] != kinds[1]:
+        what = f"A is a {kinds[0]} and B a {kinds[1]}, so they cannot be compared."
+        raise UsageError(what, hint="Name two traces of the same kind.")
+
+
 def compare_traces(a: TraceReader, b: TraceReader, *, generation: int | None = None) -> Comparison:
     """Compare two traces, or one generation of both.
 
-    Raises `UsageError` for a generation that neither trace has, and for traces without generations;
-    `TraceError` for a damaged trace.
+    Raises `UsageError` for a generation that neither trace has, for traces without generations, and
+    for a training and a generation; `TraceError` for a damaged trace.
     """
+    check_same_kind(a, b)
     names = (str(a.path), str(b.path))
     identical = filecmp.cmp(a.path, b.path, shallow=False)
     pairs = list(zip_longest(_model_generations(a, generation), _model_generations(b, generation)))
@@ -128,12 +144,24 @@ def _compare_generations(
     is_diverged = difference.divergence is not None
     return replace(
         result,
+        texts=_read_texts(a, one.generation, difference.steps),
         steps=difference.steps,
         limit=difference.limit,
         words=(steps_a.last_text, steps_b.last_text) if is_diverged else ("", ""),
         padding=() if steps_a.real is None else tuple(np.flatnonzero(~steps_a.real).tolist()),
         alike=(tuple(steps_a.stale), tuple(steps_b.stale)),
     )
+
+
+def _read_texts(
+    reader: TraceReader, generation: int, steps: Sequence[step_diff.StepDifference]
+) -> dict[int, str]:
+    """Return the texts of the tokens of the first cells that differ, by position."""
+    masks = [mask for step in steps for mask in step.masks]
+    sides = [side for mask in masks for side in (mask.only_a, mask.only_b) if side is not None]
+    positions = {position for side in sides for position in side.first}
+    tokens = (t for p in positions for t in reader.tokens(generation, 0, p, p + 1))
+    return {token.pos: token.text or token.token for token in tokens}
 
 
 def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> PromptDifference | None:
@@ -231,20 +259,31 @@ def _step_lines(one: GenerationDifference, step: step_diff.StepDifference) -> It
     for path in step.paths:
         yield f"    {format_layers(path.layers, 0)}: {path.a} against {path.b}"
     for mask in step.masks:
-        cells = "" if mask.cells is None else f": {plural(mask.cells, 'cell')} of the first"
-        first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
-        yield f"    masks of {format_layers(mask.layers, 0)} differ{cells}{first}"
+        yield from _mask_lines(mask, one.texts)
     if step.layers:
         yield from _layer_lines(step, one.limit)
-    if step.logits is not None:
-        change = f"    logits of the candidates: up to {step.logits:.3g}"
-        entered = f"; {plural(len(step.entered), 'other candidate')}" if step.entered else ""
-        yield change + entered
+    if step.logits or step.entered:
+        n = len(step.entered)
+        named = {0: "", 1: "; one top candidate was replaced"}
+        entered = named.get(n, f"; {n} top candidates were replaced")
+        yield f"    candidate logits differ by up to {step.logits or 0:.3g}{entered}"
     if step.is_diverged and step.tokens is not None:
         pairs = zip(one.words, step.tokens, strict=True)
         a, b = (printable(word) or f"id {id_}" for word, id_ in pairs)
         margins = step.margins or (0.0, 0.0)
         yield f"    token: {a!r} (margin {margins[0]:.3g}) against {b!r} (margin {margins[1]:.3g})"
+
+
+def _mask_lines(mask: step_diff.MaskDifference, texts: Mapping[int, str]) -> Iterator[str]:
+    """Yield which run opens cells that the other closes, in the first head that differs."""
+    layers = format_layers(mask.layers, 0)
+    if mask.only_a is None and mask.only_b is None:
+        yield f"    masks of {layers} differ"
+    for name, other, side in (("A", "B", mask.only_a), ("B", "A", mask.only_b)):
+        if side is not None:
+            row, key = (f'"{printable(texts.get(at, ""))}" ({at})' for at in side.first)
+            cells = f"{name} opens {plural(side.cells, 'cell')} that {other} closes"
+            yield f"    {cells} ({layers}); first: {row} sees {key}"
 
 
 def _layer_lines(step: step_diff.StepDifference, limit: float) -> Iterator[str]:

@@ -220,7 +220,10 @@ class UndeclaredMask:
         return SegmentEntry(label, (start, stop), text if is_found else None)
 
     def _find_preset(self, isolated: Sequence[int]) -> str | None:
-        """Return the preset that the executed mask is, for the borders as they ran."""
+        """Return the preset that the executed mask is, for the borders as they ran.
+
+        Who sees the BOS does not matter: it sees only itself, and conventions differ.
+        """
         spans, n = self._spans(), self._prompt.stop
         if not isolated:
             return None
@@ -235,8 +238,9 @@ class UndeclaredMask:
         segments = [
             Segment(*span, label, kind, owner) for owner, (label, kind, span) in enumerate(kept)
         ]
+        keys = slice(min(first_text_position(self._prompt), 1), n)
         for name in algebra.PRESETS:
             cells = algebra.preset(name, segments).dense(n)
-            if np.array_equal(cells, self._cells[:n, :n]):
+            if np.array_equal(cells[:, keys], self._cells[:n, keys]):
                 return name
         return None

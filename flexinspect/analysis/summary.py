@@ -36,9 +36,12 @@ class TraceSummary(Struct, frozen=True):
 
     def text(self) -> str:
         """Return the lines for a terminal, without control characters."""
+        return "\n".join([f"{self._name()} {self._counts()}", *self.closing_lines()])
+
+    def closing_lines(self) -> list[str]:
+        """Return the lines of the findings, and the command that opens the trace."""
         lines = [f"  {f.severity}: {escape_unprintable(f.sentence)}" for f in self.findings]
-        lines += [f"  {self._more()}"] if self._more() else []
-        return "\n".join([f"{self._name()} {self._counts()}", *lines, self.command()])
+        return [*lines, *([f"  {self._more()}"] if self._more() else ()), self.command()]
 
     def html(self) -> str:
         """Return HTML for a notebook: everything is escaped, nothing is loaded from elsewhere."""

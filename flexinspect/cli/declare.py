@@ -24,6 +24,9 @@ exit codes: 0 success, 1 the file could not be written, 2 the trace has no segme
             their borders are suspect and --move is missing
 """
 
+NO_PRESET = """The executed mask is no preset, so the file declares no mask: the next run compares
+the borders, not the cells. Add a line like mask = "segment-isolation" for the cells."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         [
             f"{out}: {len(declaration.segments)} segments{preset}",
             *(f"  {entry.describe()}" for entry in declaration.segments),
+            *([] if declaration.preset else NO_PRESET.splitlines()),
             f"next  flexinspect run --declare {shlex.quote(str(out))} …",
         ]
     )

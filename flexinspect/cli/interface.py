@@ -42,13 +42,15 @@ def open_trace_file(
 def open_comparison(one: Path, other: Path, generation: int) -> int:
     """Show a generation of two traces side by side, and return the exit code.
 
-    Raises `UsageError` without a terminal, and `TraceError` for a trace that could not be read.
+    Raises `UsageError` without a terminal, and for a training and a generation; `TraceError` for a
+    trace that could not be read.
     """
+    from flexinspect.analysis.compare_traces import check_same_kind
     from flexinspect.trace.reader import open_trace
 
     check_terminal("Without one: flexinspect compare prints where two traces differ.")
-    for path in (one, other):
-        open_trace(path).close()  # an error is printed, not shown by an interface
+    with open_trace(one) as a, open_trace(other) as b:
+        check_same_kind(a, b)  # an error is printed, not shown by an interface
     return _run_app(_make_app(compare=(one, other, generation)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -18,9 +17,10 @@ from rich.text import Text
 
 from flexinspect.cli.output import print_json, stderr_console, stdout_console
 from flexinspect.core import signals
+from flexinspect.core.environment import command_path
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable, plural, truncate
-from flexinspect.inputs.datasets import is_correct_answer
+from flexinspect.inputs.datasets import judge_answer
 from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.launch import child_process
 from flexinspect.launch.child_process import Capture
@@ -65,7 +65,7 @@ def summarize_run(path: Path) -> dict[str, Any]:
 
 
 def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
-    """Return the result of a generation; `correct` is None without an expected answer."""
+    """Return the result of a generation; see `judge_answer` for `correct`."""
     steps = reader.steps(row.generation)
     decode_ms = sum(step.wall_ms for step in steps[1:])
     answer = row.answer
@@ -78,7 +78,7 @@ def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, 
         "question": question_text(reader, row.generation),
         "answer": answer,
         "expected": row.expected,
-        "correct": is_correct_answer(answer, row.expected) if row.expected else None,
+        "correct": judge_answer(row.state, answer, row.expected),
         "state": row.state,
         "stop_reason": row.stop_reason,
         "tokens": len(steps),
@@ -103,10 +103,9 @@ def print_summary(
     if (more := len(findings) - _SHOWN_FINDINGS) > 0:
         lines.append(f"      and {more} more findings, in the interface")
     trace = Path(summary["trace"])
-    shown = trace.relative_to(Path.cwd()) if trace.is_relative_to(Path.cwd()) else trace
     size, state = human_bytes(summary["bytes"]), summary["state"]
     lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
-    lines.append(f"next  flexinspect open {escape_unprintable(shlex.quote(str(shown)))}")
+    lines.append(f"next  flexinspect open {command_path(trace)}")
     console = console or stdout_console()
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -141,12 +141,14 @@ def _print_error(sentence: str) -> None:
 
 def _print_remaining_parts(path: Path) -> None:
     """Print what a truncated trace still contains, and how to open it."""
+    from flexinspect.core.environment import command_path
     from flexinspect.trace.file.salvage import describe_readable, is_repairable
 
     for line in describe_readable(path)[1:]:
         print(line, file=sys.stderr)
     if is_repairable(path):
-        print(f"To see that: flexinspect open {escape_unprintable(str(path))}", file=sys.stderr)
+        command = f"flexinspect open {command_path(path)}"
+        print(f"To see that, in a terminal: {command}", file=sys.stderr)
     else:
         print("It cannot be opened without the missing part.", file=sys.stderr)
 

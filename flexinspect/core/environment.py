@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import escape_unprintable
 
 _GIT_TIMEOUT_S = 2.0
 
@@ -104,6 +106,13 @@ def read_text(file: Path, what: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"The {what} {file} cannot be read: {reason}.") from error
+
+
+def command_path(path: Path) -> str:
+    """Return a file for a shell command in the current folder, without control characters."""
+    with contextlib.suppress(ValueError, OSError):  # outside of the folder, or it is gone
+        path = path.relative_to(Path.cwd())
+    return escape_unprintable(shlex.quote(str(path)))
 
 
 def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:

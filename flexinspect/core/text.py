@@ -64,12 +64,21 @@ def plural(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
+MIN_PART, MAX_SUGGESTIONS = 3, 4  # letters of a part of a word, and words that are suggested
+
+
 def did_you_mean(word: str, known: Iterable[str], default: str = "") -> str:
-    """Return `Did you mean X?` with the nearest known word, or `default` if none is near."""
+    """Return `Did you mean X?` with the nearest known word, or `default` if none is near.
+
+    Without one, these are the first words of which it is a part, such as the beginning.
+    """
     import difflib  # only for errors
 
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"Did you mean {near[0]}?" if near else default
+    words = list(known)
+    near = difflib.get_close_matches(word, words, 1)
+    if not near and len(word) >= MIN_PART:
+        near = [one for one in words if word in one][:MAX_SUGGESTIONS]
+    return f"Did you mean {' or '.join(near)}?" if near else default
 
 
 def is_or_are(n: int) -> str:

@@ -149,7 +149,7 @@ class Palette:
         return strip
 
     def run(self, key: int, length: int) -> Segment:
-        """Return `length` equal cells: half blocks, or blanks where both levels are equal; cached."""
+        """Return `length` cells: half blocks, or blanks where both levels are equal; cached."""
         run = self._runs.get((key, length))
         if run is None:
             if len(self._runs) >= _MAX_CACHED_RUNS:

@@ -487,6 +487,14 @@ def _library_rows(
     )
 
 
+def judge_answer(state: str, answer: str, expected: Sequence[str]) -> bool | None:
+    """Whether an answer is one of the expected ones, by the state of its branch.
+
+    None if no answer is expected, or the answer is not finished.
+    """
+    return is_correct_answer(answer, expected) if expected and state == "finished" else None
+
+
 def is_correct_answer(answer: str, expected: Iterable[str]) -> bool:
     """Return whether an answer contains an expected one as whole words, up to case and spaces.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 from textual.strip import Strip
@@ -21,11 +21,25 @@ from flexinspect.masks.mask_mod_evaluation import (
     evaluate,
 )
 from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN
-from flexinspect.panels.base import CURSOR_MOVES, Help, Missing, Panel, Picture, Request
-from flexinspect.panels.mask.cell_states import find_center, load_mask_view, row_states
+from flexinspect.panels.base import (
+    CURSOR_MOVES,
+    Help,
+    Missing,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+)
+from flexinspect.panels.mask.cell_states import (
+    find_center,
+    find_row,
+    load_mask_view,
+    row_states,
+)
 from flexinspect.panels.mask.mask_grid import MaskView
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, load_token_cells
+from flexinspect.records.finding import sort_by_severity
 from flexinspect.records.step import MaskRecord
 from flexinspect.trace.queries import source_texts
 
@@ -37,12 +51,18 @@ _STATES: Mapping[int, tuple[str, str]] = {
 }
 _MARK = "◀"
 _MAX_TERMS = 4
+_ABOUT_CELLS = ("mask", "segments", "decode")
+"""First words of the ids of findings whose positions are rows of a mask."""
+
+
+_StyledText = tuple[str, str]
 
 
 class CodeOptions(Struct, frozen=True):
     """Options of the code panel: the cell, as the positions of its row and key.
 
-    None is the cell that differs from the declared mask, or else the newest row and key.
+    None is a cell of the place: that of its finding, or else one that differs from the declared
+    mask, or else the last row of the step.
     """
 
     q: int | None = None
@@ -93,7 +113,7 @@ class CodePanel(Panel[CodeData, CodeOptions]):
         if view is None:
             hint = "Record with --level advanced or higher."
             raise Missing("The cells of this layer's mask were not recorded.", hint)
-        row, kv = _find_cell(view, place.pos, options)
+        row, kv = _find_cell(source, view, place, options)
         step = view.part_of(row).step_at(row)
         mask = None if step.mask is None else source.reader.mask_summary(step.mask)
         q = int(view.positions[row])
@@ -127,14 +147,11 @@ class CodePanel(Panel[CodeData, CodeOptions]):
         pen = Pen(theme, request.width)
         head = pen.paragraphs(_head_lines(data))
         lines = [
-            (row, style)
+            [(row, style) for row in _wrap_code(text, request.width)]
             for text, style in _code_lines(data.evaluation)
-            for row in _wrap_code(text, request.width)
         ]
-        decided = (number + 1 for number, (_, style) in enumerate(lines) if style == "strong")
-        room = max(request.height - len(head), 0)
-        shown = lines[visible(next(decided, 0), room, len(lines))]
-        strips: list[Strip] = [*head, *map(pen.line, shown)]
+        rows = _scroll_to_decided(lines, max(request.height - len(head), 0))
+        strips: list[Strip] = [*head, *map(pen.line, rows)]
         note = f"q {data.q} · k {data.kv} · layer {data.layer} head {data.head}"
         return Picture(strips[: request.height], note, data.state in (LEAKED, LOST))
 
@@ -150,15 +167,42 @@ class CodePanel(Panel[CodeData, CodeOptions]):
         return replace(request.options, q=data.positions[row], kv=kv)
 
 
-def _find_cell(view: MaskView, pos: int | None, options: CodeOptions) -> tuple[int, int]:
+def _scroll_to_decided(lines: Sequence[Sequence[_StyledText]], room: int) -> list[_StyledText]:
+    """Return the rows around the first line that decided, from the beginning of a line on.
+
+    A line has several rows where it is wrapped.
+    """
+    sizes = [len(rows) for rows in lines]
+    decided = (number for number, rows in enumerate(lines) if rows[0][1] == "strong")
+    at = next(decided, 0)
+    first = visible(sum(sizes[:at]) + 1, room, sum(sizes)).start
+    start = next(n for n in range(at + 1) if sum(sizes[:n]) >= first or n == at)
+    return list(chain.from_iterable(lines[start:]))[:room]
+
+
+def _find_cell(
+    source: Source, view: MaskView, place: TracePlace, options: CodeOptions
+) -> tuple[int, int]:
     """Return the row and the key of the cell that is shown."""
     if options.q is not None:
-        rows = np.flatnonzero(view.positions == options.q)
-        row = int(rows[-1]) if len(rows) else view.n_rows - 1
-        return row, min(options.kv or 0, view.n_keys - 1)
-    newest = int(view.positions[-1])
-    center = find_center(view, newest if pos is None else pos)
-    return center or (view.n_rows - 1, min(newest, view.n_keys - 1))
+        row = find_row(view, options.q)
+        return view.n_rows - 1 if row is None else row, min(options.kv or 0, view.n_keys - 1)
+    pos = _position_of_finding(source, place) if place.pos is None else place.pos
+    if pos is None or find_row(view, pos) is None:
+        rows = view.rows_of_step(place.step) or range(view.n_rows)
+        cell = view.first_difference(rows, range(view.n_keys))
+        return cell or (rows[-1], min(int(view.positions[rows[-1]]), view.n_keys - 1))
+    row, kv = find_center(view, pos) or (0, 0)
+    if kv == pos and kv > 0 and row_states(view, row)[kv - 1] == CLOSED:
+        return row, kv - 1  # a row that sees itself explains nothing; a border does
+    return row, kv
+
+
+def _position_of_finding(source: Source, place: TracePlace) -> int | None:
+    """Return the first position of the worst finding about a mask in the step of a place."""
+    found = source.reader.findings(place.generation, place.step, place.branch)
+    about = (one for one in sort_by_severity(found) if one.id.partition(".")[0] in _ABOUT_CELLS)
+    return next((one.positions[0] for one in about if one.positions), None)
 
 
 def _code_of(mask: MaskRecord | None) -> Mapping[str, object]:
@@ -176,8 +220,6 @@ def _code_of(mask: MaskRecord | None) -> Mapping[str, object]:
 
 
 # -- text -----------------------------------------------------------------------------------------
-
-_StyledText = tuple[str, str]
 
 
 def _lines(data: CodeData) -> Iterator[_StyledText]:

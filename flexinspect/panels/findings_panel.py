@@ -20,7 +20,6 @@ from flexinspect.panels.finding_summary import load_groups, summarize_groups
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace import queries
-from flexinspect.trace.codec import plain_json
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.trace.reader import TraceReader
 
@@ -121,8 +120,7 @@ def describe_finding(
         if text := getattr(finding, name):
             yield f"{heading}: {text}", "text"
     for key, value in list(finding.evidence.items())[:MAX_DETAILS]:
-        text = value if isinstance(value, str) else plain_json(value, ensure_ascii=False)
-        yield f"{key}: {text}"[:500], "muted"
+        yield f"{key}: {collect.format_evidence(value)}"[:500], "muted"
     if finding.query:
         yield f"query: {clip_text(finding.query, MAX_QUERY_CHARS).rstrip()}", "muted"
 

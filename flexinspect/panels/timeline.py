@@ -8,11 +8,12 @@ from msgspec import Struct
 from rich.cells import cell_len
 from textual.strip import Strip
 
+from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.plots import timeline
 from flexinspect.drawing.text_lines import NamedSpan, Pen, join_blocks, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Navigate, TracePlace
-from flexinspect.trace.queries import step_bounds
+from flexinspect.trace.queries import newest_events, step_bounds
 from flexinspect.trace.reader import TraceReader
 
 MAX_WINDOW_STEPS = 256
@@ -101,11 +102,15 @@ def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> 
 
 
 def no_steps(reader: TraceReader) -> Missing:
-    """Return the error for a generation without any recorded step."""
+    """Return the error for a generation without any recorded step, with the reason if known."""
     if reader.state == "recording":
         return Missing("No step of this generation is recorded yet.", "Wait for its first step.")
-    hint = "It ended before its first step: the panels Findings, Run and Output say why."
-    return Missing("No step of this generation is recorded.", hint)
+    kinds = ("error", "not-recorded")
+    reasons = (row.event.text for kind in kinds for row in newest_events(reader, kind, 0, 1))
+    hint = "It ended before its first step; the Output panel shows what it printed."
+    return Missing(
+        "No step of this generation is recorded.", escape_unprintable(next(reasons, hint))
+    )
 
 
 def load_whole_run(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:

@@ -12,6 +12,7 @@ from flexinspect.core.text import truncate
 from flexinspect.drawing.token_cells import TokenCell, TokenCellRow, display_text
 from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.panels.panel_source import Source
+from flexinspect.panels.timeline import no_steps
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries import (
@@ -114,6 +115,8 @@ def load_token_window(source: Source, place: TracePlace, reach: int) -> TokenWin
     current = current_pos(reader, place)
     last = last_pos(reader, place.generation, place.branch)
     if last is None:
+        if not reader.generations():
+            raise no_steps(reader)
         raise Missing("This generation has no tokens yet.")
     middle = last if current is None else min(current, last)
     first = max(0, min(middle - reach, last + 1 - 2 * reach)) // CHUNK_TOKENS
@@ -252,8 +255,8 @@ def segment_at(segments: Sequence[Segment], pos: int) -> Segment | None:
 class Answer(Struct, frozen=True):
     """The text that a branch answered, "" before it has ended, and whether it was expected.
 
-    `state` is that of the branch; `is_correct` is None if no answer is expected or the branch is
-    still being recorded.
+    `state` is that of the branch; `is_correct` is None if no answer is expected or the branch has
+    not finished.
     """
 
     text: str
@@ -274,14 +277,11 @@ def load_answer(source: Source, place: TracePlace) -> Answer:
 def is_answer_correct(
     source: Source, branch: tuple[int, int], state: str, answer: str, expected: Sequence[str]
 ) -> bool | None:
-    """Whether the answer of (generation, branch) is one of the expected ones.
-
-    None if no answer is expected, or the branch is still being recorded.
-    """
-    if not expected or state == "recording":
+    """Return the verdict on the answer of (generation, branch), see `judge_answer`."""
+    if not expected:
         return None
     # Most traces have no expected answers, so the data sets are imported only here.
-    from flexinspect.inputs.datasets import is_correct_answer
+    from flexinspect.inputs.datasets import judge_answer
 
     key = ("right", *branch, state)
-    return source.get_or_create(key, lambda: is_correct_answer(answer, expected))
+    return source.get_or_create(key, lambda: judge_answer(state, answer, expected))

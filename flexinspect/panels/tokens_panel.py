@@ -47,7 +47,7 @@ class TokensOptions(Struct, frozen=True):
 class TokensData(Struct, frozen=True):
     """The window, the generation, its answer so far, and whether it is one of the expected ones.
 
-    `is_correct` is None if no answer is expected or the branch is still being recorded.
+    `is_correct` is None if no answer is expected or the branch has not finished.
     `previews` are the first tokens of the prompt's segments outside of the window, by number.
     """
 

@@ -95,8 +95,7 @@ class TrainingPanel(base.Panel[TrainingData, NoOptions]):
                 named = ((groups, format_range(curve)) for groups, curve in rates)
                 lines += [f"{name} of group {groups} in {steps}: {span}." for groups, span in named]
             else:
-                low, high = map(format_number, finite_bounds(data.values(name).values()))
-                lines.append(f"{name} in {steps}: {low} to {high}.")
+                lines.append(f"{name} in {steps}: {format_range(data.values(name))}.")
         return lines
 
     def paint(self, data: TrainingData, request: Request[NoOptions], theme: Theme) -> Picture:
@@ -136,7 +135,9 @@ def _draw_curve(name: str, data: TrainingData, area: timeline.Area, theme: Theme
         return _draw_rates(rates, data.window, area, theme)
     curve = data.values(name)
     low, high = finite_bounds(curve.values())
-    title = [(f"{name} ", "title"), (f"{format_number(low)} to {format_number(high)}", "text")]
+    title = [(f"{name} ", "title"), (format_range(curve), "text")]
+    if any(value is not None and not math.isfinite(value) for value in curve.values()):
+        title.append(("  ! NaN or Inf", "bad"))
     if low is not None and high is not None and 0 < low < high / LOG_SCALE_RATIO:
         title.append(("  logarithmic", "muted"))
         curve = {
@@ -203,10 +204,11 @@ def _describe_problem(data: TrainingData) -> str:
 def describe_producer(producer: training_step.AnomalyOrigin) -> str:
     """Return one line on where the anomaly of a step began."""
     name, detail = escape_unprintable(producer.name), escape_unprintable(producer.detail)
+    module = f"{name} ({escape_unprintable(producer.module)})" if producer.module else name
     texts = {
         "input": "the batch has NaN or Inf.",
         "weights": f"the weights {name} have NaN or Inf.",
-        "module": f"the output of {name} is the first with NaN or Inf.",
+        "module": f"the output of {module} is the first with NaN or Inf.",
         "loss": "the loss produces NaN or Inf.",
         "backward": f"the gradient of {name} is the first with NaN or Inf.",
         "explosion": f"the gradient of {name} explodes ({detail}).",
@@ -231,9 +233,11 @@ def rate_curves(points: Mapping[int, CurvePoint]) -> list[tuple[str, Curve]]:
 
 
 def format_range(curve: Curve) -> str:
-    """Return "0.001 to 0.1", or one number for a constant rate."""
-    low, high = map(format_number, finite_bounds(curve.values()))
-    return low if low == high else f"{low} to {high}"
+    """Return "0.001 to 0.1", one number if it is constant, or that no value is finite."""
+    low, high = finite_bounds(curve.values())
+    if low is None:
+        return "unknown" if all(value is None for value in curve.values()) else "never finite"
+    return format_number(low) if low == high else f"{format_number(low)} to {format_number(high)}"
 
 
 def _draw_rates(

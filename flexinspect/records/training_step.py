@@ -61,13 +61,15 @@ class AnomalyOrigin(Struct, frozen=True):
     `kind` is "input" (the batch had NaN or Inf), "weights" (they had, before the step), "module"
     (the first one with non-finite output), "loss" (computed from finite outputs), "backward" (all
     values were finite until the backward pass), "explosion" or "vanishing" (of finite gradients).
-    `name` is the module or parameter, `n_affected` the number of others that only propagate it.
+    `name` is the module or parameter, `module` the class of a module, `n_affected` the number of
+    others that only propagate it.
     """
 
     kind: str
     name: str
     n_affected: int = 0
     detail: str = ""
+    module: str = ""
 
 
 class TrainingStepRecord(Struct, frozen=True):

@@ -351,13 +351,18 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
         cause = linked[cause_index]
         worse = min(cause.severity, finding.severity, key=list(Severity).index)
         linked[cause_index] = replace(cause, severity=worse)
-        linked[index] = replace(
-            finding,
-            severity=Severity.NOTE,
-            sentence=f"{finding.sentence} This follows from {cause.id}.",
-            evidence={**finding.evidence, "cause": cause.id},
-        )
+        linked[index] = as_consequence(finding, cause.id)
     return linked
+
+
+def as_consequence(finding: Finding, cause: str, where: str = "") -> Finding:
+    """Return a finding as a note that follows from another, which is at the place `where`."""
+    return replace(
+        finding,
+        severity=Severity.NOTE,
+        sentence=f"{finding.sentence} This follows from {cause}{where}.",
+        evidence={**finding.evidence, "cause": cause},
+    )
 
 
 def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:

@@ -41,16 +41,26 @@ class LayerDifference(Struct, frozen=True):
     exact: bool = False
 
 
+class OpenCells(Struct, frozen=True):
+    """How many cells only one of two masks opens, and the (row, key) position of the first."""
+
+    cells: int
+    first: tuple[int, int]
+
+
 class MaskDifference(Struct, frozen=True):
     """Layers whose executed masks differ, rows and keys of padding excluded.
 
     `cells` counts the different cells of the first layer and head that differ, and `first` is the
-    (row, key) position of the first of them; both are None when the cells are not known.
+    (row, key) position of the first of them; both are None when the cells are not known. `only_a`
+    and `only_b` are those that one run opens and the other closes.
     """
 
     layers: tuple[int, ...]
     cells: int | None = None
     first: tuple[int, int] | None = None
+    only_a: OpenCells | None = None
+    only_b: OpenCells | None = None
 
 
 class PathDifference(Struct, frozen=True):
@@ -132,10 +142,17 @@ class RunDifference(Struct, frozen=True):
 
     @property
     def jump(self) -> int | None:
-        """The layer that adds most of the first difference beyond rounding, None if none does."""
+        """The layer that adds most of the first difference beyond rounding, None if none does.
+
+        None also if the masks of all layers differ: the first layer then only comes first.
+        """
         step = self.first_beyond_rounding
-        jump = None if step is None else find_jump(step.layers, self.limit)
-        return None if jump is None else jump.layer
+        if step is None:
+            return None
+        masked = {layer for mask in step.masks for layer in mask.layers}
+        jump = find_jump(step.layers, self.limit)
+        is_everywhere = masked.issuperset(layer.layer for layer in step.layers)
+        return None if jump is None or is_everywhere else jump.layer
 
 
 def compare_runs(
@@ -279,8 +296,20 @@ def _mask_difference(
     if not per_head.any():
         return None
     head = int(np.argmax(per_head > 0))
-    row, kv = (int(n) for n in np.argwhere(differs[head])[0])
-    return MaskDifference(layers, int(per_head[head]), (step.kv_before + row, kv_offset + kv))
+    offset = (step.kv_before, kv_offset)
+    sides = (_open_cells(differs[head] & cells[head], offset) for cells in (cells_a, cells_b))
+    only_a, only_b = sides
+    first = min(side.first for side in (only_a, only_b) if side is not None)
+    return MaskDifference(layers, int(per_head[head]), first, only_a, only_b)
+
+
+def _open_cells(cells: npt.NDArray[np.bool_], offset: tuple[int, int]) -> OpenCells | None:
+    """Return the number and the first of some cells, bool (rows, keys); None without any."""
+    places = np.argwhere(cells)
+    if not len(places):
+        return None
+    row, kv = (int(n) for n in places[0])
+    return OpenCells(len(places), (offset[0] + row, offset[1] + kv))
 
 
 def _compare_layers(

@@ -240,7 +240,7 @@ def adjacent_finding(
 
 
 def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
-    return next(iter(reader._select(codec.decode_finding, schema.FINDINGS, rest, params)), None)
+    return next(iter(reader._select(reader.decode_finding, schema.FINDINGS, rest, params)), None)
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -340,6 +340,18 @@ def chosen_tokens(
     for place in _branch_ranges(reader, generation, start, stop, branch):
         rows = reader._read_values(("int", "int?"), sql, place, "steps")
         found.update((step, chosen) for step, chosen in rows)
+    return found
+
+
+def step_masks(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[tuple[int, int], str]:
+    """Return the mask of each (step, layer) of steps `start <= step < stop` that has one."""
+    sql = f"SELECT step, layer, mask FROM calls {WHERE_STEPS} AND mask IS NOT NULL"
+    found: dict[tuple[int, int], str] = {}
+    for place in _branch_ranges(reader, generation, start, stop, branch):
+        rows = reader._read_values(("int", "int", "text"), sql, place, "calls")
+        found.update(((step, layer), mask) for step, layer, mask in rows)
     return found
 
 

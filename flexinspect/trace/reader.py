@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from flexinspect.core.environment import command_path
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.records import step as records
 from flexinspect.records.finding import Finding
@@ -405,7 +406,15 @@ class TraceReader:
         where, params = _place_condition(generation, branch, step)
         rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
         params = (*params, after_id, limit)
-        return self._select(codec.decode_finding, schema.FINDINGS, rest, params)
+        return self._select(self.decode_finding, schema.FINDINGS, rest, params)
+
+    def decode_finding(self, row: codec.SqlRow) -> results.FindingRow:
+        """Return a finding whose fix has this file in the commands, in place of `TRACE`."""
+        found = codec.decode_finding(row)
+        if " TRACE " not in found.finding.fix:
+            return found
+        fix = found.finding.fix.replace(" TRACE ", f" {command_path(self.path)} ")
+        return replace(found, finding=replace(found.finding, fix=fix))
 
     def reviews(self) -> list[tuple[str, int]]:
         """Return (rule, generation) of each review: a rule that ran after the recording."""

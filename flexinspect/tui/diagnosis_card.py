@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.drawing.text_lines import NamedSpan, Pen, join_blocks
+from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text, join_blocks
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.finding_navigation import navigate_to_finding
 from flexinspect.panels.finding_summary import FindingSummary, load_summary
@@ -172,8 +172,11 @@ def _is_about_mask(finding: Finding) -> bool:
     return finding.id.partition(".")[0] in ("mask", "segments", "decode", "attention")
 
 
-_ABOUT_INFERRED_SEGMENTS = ("segments.inferred", "segments.suspect-border")
-"""The findings that `mask.declare` answers."""
+def _asks_for_declaration(finding: Finding) -> bool:
+    """Whether `mask.declare` answers the finding: its segments were not declared."""
+    is_inferred = finding.id in ("segments.inferred", "segments.suspect-border")
+    return is_inferred and "flexinspect declare" in finding.fix
+
 
 CARD_KEYS = {
     "finding.read": "reads on",
@@ -198,8 +201,8 @@ def _draw_finding(
     room = height - 1 if height > 1 else 1
     fix = narrow.paragraph(f"Fix: {finding.fix}") if finding.fix else []
     n_fix = min(len(fix), 2 if room >= 4 else 1) if room > 1 else 0
-    shown, is_cut = _cut(texts, max(room - n_fix, 1))
-    fix_shown, is_fix_cut = _cut(fix, room - len(shown))
+    shown, is_cut = _cut(texts, max(room - n_fix, 1), narrow, style)
+    fix_shown, is_fix_cut = _cut(fix, room - len(shown), narrow, "text")
     lines = [*shown, *fix_shown]
     lines += [narrow.line()] * (room - len(lines))
     if height > 1:
@@ -210,8 +213,14 @@ def _draw_finding(
     return join_blocks(join_blocks(margin, lines, blank), picture, blank, gap=2 if cells else 0)
 
 
-def _cut(strips: list[Strip], room: int) -> tuple[list[Strip], bool]:
-    return strips[: max(room, 0)], len(strips) > max(room, 0)
+def _cut(strips: list[Strip], room: int, pen: Pen, style: str) -> tuple[list[Strip], bool]:
+    """Return the lines of a paragraph for which there is room, with "…" at the end if it is cut."""
+    if len(strips) <= room:
+        return strips, False
+    shown = strips[: max(room, 0)]
+    if shown:
+        shown[-1] = pen.line((clip_text(f"{shown[-1].text.rstrip()} …", pen.width), style))
+    return shown, True
 
 
 def _is_elsewhere(diagnosis: Diagnosis) -> bool:
@@ -227,7 +236,7 @@ def _key_spans(diagnosis: Diagnosis, keys: dict[str, str], *, is_cut: bool) -> I
     left_out = set()
     if finding is None or not _is_about_mask(finding):
         left_out |= {"code.open", "code.show"}
-    if finding is None or finding.id not in _ABOUT_INFERRED_SEGMENTS:
+    if finding is None or not _asks_for_declaration(finding):
         left_out.add("mask.declare")
     for name, text in CARD_KEYS.items():
         if name in left_out:

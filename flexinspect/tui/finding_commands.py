@@ -70,6 +70,9 @@ class FindingCommands:
     async def read_finding(self) -> None:
         """Show all of the card's finding; the keys of the next one go on from there."""
         app, keys = self._screen.app, {"n": "1", "N": "-1"}
+        if self._card.finding is None:  # typed ahead of the first frame
+            self._card.loader.request_load()
+            await self._card.loader.wait_idle()
         while (finding := self._card.finding) is not None:
             reader = self._session.reader
             texts = collect.read_position_texts(reader, finding) if reader is not None else ()

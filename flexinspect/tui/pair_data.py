@@ -101,6 +101,19 @@ def find_differences(sides: tuple[Side, Side], generation: int) -> tuple[int, ..
     return tuple(step for step in steps if left.get(step) != right.get(step))
 
 
+def find_mask_differences(sides: tuple[Side, Side], generation: int) -> dict[int, int]:
+    """Return the first layer with another mask, by step; steps with equal masks are left out."""
+    left, right = (
+        queries.step_masks(side.source.reader, generation, 0, MAX_SEARCHED_STEPS, side.branch)
+        for side in sides
+    )
+    found: dict[int, int] = {}
+    for step, layer in sorted(left.keys() & right.keys()):
+        if left[step, layer] != right[step, layer]:
+            found.setdefault(step, layer)
+    return found
+
+
 def _load_side(side: Side, place: TracePlace) -> SideData:
     reader, own = side.source.reader, side.place(place)
     try:

@@ -156,16 +156,20 @@ class Slot(Container):
 
 
 class Slots(Container):
-    """All frames: keeps which panel is where and how many are shown, and saves it."""
+    """All frames: keeps which panel is where and how many are shown, and saves it.
+
+    With `has_tour` they begin with the panels of a new user, and nothing is saved.
+    """
 
     class Changed(Message):
         """A frame shows another panel."""
 
-    def __init__(self, session: TraceSession, pool: Executor) -> None:
+    def __init__(self, session: TraceSession, pool: Executor, *, has_tour: bool = False) -> None:
         super().__init__(id="slots")
+        self._has_tour = has_tour
         self._session = session
         self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
-        self._layouts = dict(saved_state.load_state().layouts)
+        self._layouts = {} if has_tour else dict(saved_state.load_state().layouts)
         self._kind = "generation"
         self._n_requested = self._layout().slots
         self._maximized: int | None = None
@@ -327,7 +331,7 @@ class Slots(Container):
         self.focus_panel(name)
 
     def _save_layout(self) -> None:
-        if self.loaded.is_set():
+        if self.loaded.is_set() and not self._has_tour:
             names = tuple(slot.view.panel.name for slot in self._slots)
             self._layouts[self._kind] = layout = Layout(names, self._n_requested)
             saved_state.save_layout(self._kind, layout)

@@ -140,7 +140,8 @@ def header_parts(
     """
     parts = [_format_answer(answer)]
     if status.generations > 1:
-        parts.append((f"answer {place.generation + 1} of {status.generations}", "text", 3))
+        so_far = " so far" if status.state == "recording" else ""
+        parts.append((f"answer {place.generation + 1} of {status.generations}{so_far}", "text", 3))
     if place.branch:
         parts.append((f"branch {place.branch}", "text", 3))
     parts.append((_format_step(status, place, step), "strong", 1))

@@ -222,6 +222,18 @@ class TraceSession:
         """Whether our process has removed its trace, as it does when nothing ran."""
         return self.process is not None and self.path is not None and not self.path.exists()
 
+    def missing_model(self) -> ControlError:
+        """Return the error of a command where no model takes one."""
+        state = self._status.state
+        if state == "finished" and self.process is None:
+            return ControlError(
+                "This trace is a finished file; there is no model to control.",
+                hint="To keep one: flexinspect run --hold …",
+            )
+        if state == "recording" and is_recorder_alive(self._status.run):
+            return ControlError("This run takes no commands: it was started with --no-control.")
+        return ControlError("The run has ended, so there is no model to control any more.")
+
     def interrupt(self) -> None:
         """Ask our process, once, to end its generation and finish its trace.
 
@@ -282,11 +294,7 @@ class CaptureClient:
         if self._client is not None:
             return self._client
         if session.process is None or session.exit_code is not None:
-            raise ControlError(
-                "No capture of this trace takes commands, so no model can be controlled.",
-                hint="A run that this interface started keeps its model until you quit; "
-                "other runs need --hold.",
-            )
+            raise session.missing_model()
         if session.is_waiting:
             raise ControlError(
                 "The run takes no commands yet: it is still loading.",

@@ -14,7 +14,13 @@ from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step
 
 from flexinspect.cli.main import main
 from flexinspect.records.step import ArrayRecord, GenerationEnd, StepRecord
-from flexinspect.rules.step_diff import LayerDifference, find_jump
+from flexinspect.rules.step_diff import (
+    LayerDifference,
+    MaskDifference,
+    RunDifference,
+    StepDifference,
+    find_jump,
+)
 from flexinspect.trace.file.writer import TraceWriter
 
 STEPS = 4
@@ -150,7 +156,9 @@ def test_masks_that_differ_are_counted_and_placed(
     a = write(tmp_path / "a.flextrace", clean()[0])
     code, out = compared(capsys, a, write(tmp_path / "b.flextrace", steps[0]))
     assert code == 1
-    assert "1 cell of the first, first at row 7, key 2" in out
+    opens, closes = "AB" if mask.cells[0, 7, 2] else "BA"
+    first = 'first: "\'s" (7) sees " wrote" (2)'
+    assert f"    {opens} opens 1 cell that {closes} closes (layers 0-3); {first}" in out
 
 
 def test_hidden_states_go_before_statistics(
@@ -176,6 +184,29 @@ def test_steps_with_the_numbers_of_the_step_before_are_stale(
     a = write(tmp_path / "a.flextrace", *steps)
     out = compared(capsys, a, write(tmp_path / "b.flextrace", *frozen))[1]
     assert "B: steps 1-3 hold the numbers of the step before (stale)" in out
+
+
+def test_no_layer_stands_out_where_all_masks_differ() -> None:
+    layers = tuple(LayerDifference(n, 0.5, 0.5 if n == 0 else 0.0) for n in range(4))
+    step = StepDifference(0, layers=layers)
+    assert RunDifference((step,), 0.001).jump == 0
+    some, every = (replace(step, masks=(MaskDifference(own),)) for own in ((0, 1), (0, 1, 2, 3)))
+    assert RunDifference((some,), 0.001).jump == 0
+    assert RunDifference((every,), 0.001).jump is None
+
+
+def test_a_training_and_a_generation_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *clean())
+    training = replace(sample_generation(0), tokens=(), declared={"training": {}})
+    b = write(tmp_path / "b.flextrace", prompt=training)
+    for pair, sentence in (
+        ((a, b), "A is a generation and B a training"),
+        ((b, a), "A is a training and B a generation"),
+    ):
+        assert main(["compare", *map(str, pair)]) == 2
+        assert f"{sentence}, so they cannot be compared." in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_refused_with_2(

@@ -114,8 +114,15 @@ def test_a_mask_that_is_no_preset_is_declared_without_one(run: Callable[..., Ran
     cells[SECOND:THIRD, 3] = True
     code, out, _ = run(cells)
     assert code == 0
-    assert "preset" not in out
+    assert "the file declares no mask" in out
     assert read_declaration(Path("run.toml")).mask is None
+
+
+def test_a_preset_is_recognized_whoever_sees_the_bos(run: Callable[..., Ran]) -> None:
+    cells = ONE_EARLY.copy()
+    cells[SECOND - 1 : THIRD - 1, 0] = False
+    assert run(cells, "--move", "1")[0] == 0
+    assert read_declaration(Path("run.toml")).mask == "segment-isolation"
 
 
 def test_json_has_the_file_and_the_segments(run: Callable[..., Ran]) -> None:

@@ -19,6 +19,7 @@ from support.rules import Broken, Late, Slow
 from support.traces import RUN, SEGMENTS, sample_step, sample_trace
 from support.undeclared import TEXTS, write
 
+from flexinspect.analysis.reports import collect
 from flexinspect.analysis.reports.collect import FindingFilter, collect_report
 from flexinspect.analysis.reports.plain_text import print_report
 from flexinspect.cli import findings
@@ -235,12 +236,22 @@ def test_a_rule_that_fails_is_named(
     assert report["rules_off"][0].startswith("The rule 'broken' failed at step 2")
 
 
-def test_a_clean_trace_lists_the_rules_that_ran(
+def test_evidence_is_written_in_words() -> None:
+    pairs = [{"segment": "one", "depends on": "two"}, {"segment": "two", "depends on": "three"}]
+    assert collect.format_evidence(pairs) == (
+        "segment one, depends on two; segment two, depends on three"
+    )
+    assert collect.format_evidence([[1, 2, "a"], (3, None)]) == "1, 2, a; 3, null"
+    assert collect.format_evidence([0.5, True]) == "0.5, true"
+    assert collect.format_evidence([]) == "[]"
+
+
+def test_a_clean_trace_counts_the_rules_that_ran(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = sample_trace(tmp_path / "clean.flextrace", nan_at=None)
     assert main(["findings", str(path), "--id", "numbers.*"]) == 0
-    assert capsys.readouterr().out == "No findings: 2 rules ran (numbers, slow).\n"
+    assert capsys.readouterr().out == "No problems found by 2 rules; --json lists them.\n"
 
 
 def test_a_clean_trace_without_a_declared_mask_says_what_was_not_checked(

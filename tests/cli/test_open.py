@@ -153,7 +153,7 @@ def test_a_small_trace_that_lost_part_of_its_schema_is_read_step_by_step(
     errors = capsys.readouterr().err
     assert f"cut short at {kept} bytes" in errors
     assert left[1] in errors
-    assert f"To see that: flexinspect open {path}" in errors
+    assert f"To see that, in a terminal: flexinspect open {path}" in errors
 
 
 def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(

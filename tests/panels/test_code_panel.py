@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ import pytest
 from support import mask_trace
 from support.tui import screen_lines, settle, until
 
+from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import Missing, Request, TracePlace
-from flexinspect.panels.code_panel import CodeData, CodeOptions, CodePanel
+from flexinspect.panels.code_panel import CodeData, CodeOptions, CodePanel, _head_lines
 from flexinspect.panels.panel_source import Source
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.trace.codec import encode_findings
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
 
@@ -75,6 +80,30 @@ def test_below_each_line_stand_its_values(trace: Path) -> None:
 def test_without_a_chosen_cell_it_shows_the_first_one_that_differs(trace: Path) -> None:
     data = load(trace, layer=mask_trace.WRONG)
     assert "should be" in CodePanel().describe(data)[0]
+
+
+def load_step(path: Path, step: int) -> CodeData:
+    place = TracePlace(step=step, layer=mask_trace.RIGHT)
+    return CodePanel().load(Source(open_trace(path)), Request(place, CodeOptions(), 100, 30))
+
+
+def test_without_a_difference_it_shows_a_cell_of_the_step(trace: Path) -> None:
+    n_prompt = mask_trace.N_PROMPT
+    assert [load_step(trace, step).q for step in (0, 1, 2)] == [
+        n_prompt - 1,
+        n_prompt,
+        n_prompt + 1,
+    ]
+
+
+def test_a_step_with_a_finding_shows_the_border_that_it_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.flextrace")
+    finding = Finding("segments.shifted", Severity.WARNING, "Early.", 0, step=0, positions=(7,))
+    with closing(sqlite3.connect(path)) as db, db:
+        for statement in encode_findings([finding]):
+            db.execute(*statement)
+    data = load_step(path, 0)
+    assert (data.q, data.kv, data.evaluation.is_open) == (7, 6, False)
 
 
 def test_a_cell_that_ran_otherwise_than_the_code_says_is_pointed_out(trace: Path) -> None:
@@ -162,6 +191,15 @@ def test_in_a_small_panel_the_deciding_line_is_visible(trace: Path) -> None:
     request = Request(TracePlace(), CodeOptions(9, 3), 100, 8)
     strips = CodePanel().paint(load(trace, q=9, kv=3), request, Theme("none")).strips
     assert any("◀" in strip.text for strip in strips)
+
+
+def test_a_scrolled_panel_begins_with_the_beginning_of_a_line(trace: Path) -> None:
+    data, panel = load(trace, q=9, kv=3), CodePanel()
+    for width, height in product((24, 30, 40, 60), range(12, 30)):
+        request = Request(TracePlace(), CodeOptions(9, 3), width, height)
+        rows = [strip.text.rstrip() for strip in panel.paint(data, request, Theme("none")).strips]
+        head = len(Pen(Theme("none"), width).paragraphs(_head_lines(data)))
+        assert len(rows) <= head or re.match(r"gen\.py|\s*\d+ |\s+→|\s+SEG\[9\]", rows[head])
 
 
 async def test_y_shows_the_code_of_the_cell_that_the_mask_panel_has_selected(

@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from flexinspect.cli.live_run import summarize_run
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
-from flexinspect.panels.base import Request, TracePlace
+from flexinspect.panels.base import Missing, Request, TracePlace
+from flexinspect.panels.panel_registry import load_panel
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.token_window import uncertainty
+from flexinspect.panels.run_panel import RunOptions, RunPanel
+from flexinspect.panels.token_window import load_answer, uncertainty
 from flexinspect.panels.tokens_panel import TokensData, TokensOptions, TokensPanel
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import (
+    EventRecord,
     GenerationEnd,
     GenerationRecord,
     LogitsRecord,
@@ -216,3 +220,40 @@ def test_a_step_with_nan_logits_has_no_uncertainty(source: Source, colour: str) 
     row = source.reader.steps(0, 0, limit=1)[0]
     assert uncertainty(replace(row, chosen_logprob=math.nan, entropy=math.nan), colour) is None
     assert uncertainty(replace(row, chosen_logprob=0.0, entropy=0.0), colour) == 0.0
+
+
+def test_an_answer_whose_run_was_killed_has_no_verdict_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "killed.flextrace"
+    chosen = replace(token(N_PROMPT, 0), token="left", text="left")
+    with TraceWriter.create(path, {}) as writer:
+        prompt = tuple(token(pos) for pos in range(N_PROMPT))
+        writer.begin_generation(GenerationRecord(0, "s", "m", "", SEGMENTS, prompt, ("left",)))
+        record = StepRecord(0, 0, "prefill", N_PROMPT, 0, N_PROMPT, 1.0, 5.0, 0.1)
+        writer.write_step(choosing(record, chosen))
+        writer.end_generation(GenerationEnd(0, "failed", "", SEGMENTS, "", 2.0))
+    source = Source(open_trace(path))
+    place = TracePlace()
+    data = PANEL.load(source, Request(place, TokensOptions(), 80, 20))
+    assert PANEL.describe(data)[-1] == "answer so far: left; expected: left"
+    assert load_answer(source, place).is_correct is None
+    facts = RunPanel().load(source, Request(place, RunOptions()))
+    assert (facts.answer, facts.is_correct) == ("left", None)
+    (generation,) = summarize_run(path)["generations"]
+    assert (generation["answer"], generation["correct"]) == ("left", None)
+
+
+@pytest.mark.parametrize("kind", ["error", "not-recorded"])
+@pytest.mark.parametrize("name", ["tokens", "logits", "mask", "path"])
+def test_a_run_without_a_model_says_why_nothing_is_recorded(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "empty.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.write_event(EventRecord(kind, "No model was\x1b found.", 1.0))
+    panel = load_panel(name)
+    with pytest.raises(Missing) as missing:
+        panel.load(Source(open_trace(path)), Request(TracePlace(), panel.initial_options, 80, 20))
+    assert missing.value.lines() == [
+        "No step of this generation is recorded.",
+        "No model was\\x1b found.",
+    ]

@@ -23,7 +23,12 @@ from flexinspect.panels.base import (
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import load_whole_run
-from flexinspect.panels.training_panel import GradientStripPanel, TrainingPanel, norm_levels
+from flexinspect.panels.training_panel import (
+    GradientStripPanel,
+    TrainingPanel,
+    format_range,
+    norm_levels,
+)
 from flexinspect.records.step import (
     EventRecord,
     GenerationEnd,
@@ -195,6 +200,12 @@ def test_a_strip_without_room_for_all_keeps_the_highest_and_the_lowest_groups(
         assert "".join(strip.text[0] for strip in picture.strips[1:]) == shown
 
 
+def test_a_curve_without_a_finite_value_says_so() -> None:
+    assert format_range({0: math.nan, 1: None}) == "never finite"
+    assert format_range({0: None}) == "unknown"
+    assert format_range({0: 0.5, 1: 2.0}) == "0.5 to 2"
+
+
 def test_the_loss_of_a_step_that_the_scaler_skipped_is_drawn(source: Source) -> None:
     point = CurvePoint(
         0, 0.5, None, has_nonfinite_loss=False, has_nonfinite_gradient=True, rates=(0.1,)
@@ -202,7 +213,7 @@ def test_the_loss_of_a_step_that_the_scaler_skipped_is_drawn(source: Source) -> 
     data = replace(PANEL.load(source, request(0, 80, 20)), points={0: point})
     assert data.values("loss") == {0: 0.5}
     assert math.isnan(data.values("gradient norm")[0] or 0.0)
-    assert "loss in steps 0-39: 0.5 to 0.5." in PANEL.describe(data)
+    assert "loss in steps 0-39: 0.5." in PANEL.describe(data)
 
 
 def test_the_run_panel_shows_the_stages_of_a_training_run(source: Source) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from support.masked_traces import PROMPT, SEGMENTS, isolated, model_on, own_attention, prompt_ids
 from support.paths import DEMO
 from support.planting import of, one, planted
@@ -17,9 +18,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexinspect.analysis.inferred_declaration import UndeclaredMask
 from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import (
+    DeclaredSegment,
+    Segment,
+    SegmentKind,
+    TokenizerFacts,
+    declaration_entries,
+)
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.prompt.inferred_segments import INFERRED, SUSPECT, InferredSegmentsRule
 from flexinspect.trace.reader import open_trace
+
+GUESS = (
+    "You declared no segments, so this is a guess from the mask and the text: press D to confirm "
+    "or correct it."
+)
+
+
+Span = tuple[int, int, str]
 
 
 def look(
@@ -39,7 +55,7 @@ def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:
     assert finding.sentence == (
         "In all 2 layers the executed mask cuts the prompt into 3 segments: "
         '"What is the money of Japan?↵", "Name its currency.↵" and "Answer with one word:". '
-        "No segments were declared: is this what you meant?"
+        f"{GUESS}"
     )
     assert finding.severity is Severity.NOTE
     assert finding.evidence["borders"] == [SECOND, THIRD]
@@ -50,12 +66,13 @@ def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:
 def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> None:
     finding = one(look(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)), SUSPECT)
     assert finding.sentence == (
-        "In all 2 layers every border of the executed mask is 1 token before the beginning of a "
-        "line, as if positions had been counted without the BOS: "
-        'position 8 "↵" begins a segment instead of position 9 "Name". '
-        "No segments were declared: is this what you meant?"
+        'Every segment border is 1 token early, as if counted without the BOS: position 8 "↵" '
+        'begins a segment instead of position 9 "Name" (the beginning of a line). '
+        "In all 2 layers the executed mask cuts the prompt into 3 segments. "
+        f"{GUESS}"
     )
     assert finding.evidence["shift"] == 1
+    assert "flexinspect declare TRACE --move 1 (D" in finding.fix
     assert finding.positions == (SECOND - 1, THIRD - 1)
 
 
@@ -63,32 +80,25 @@ def test_borders_counted_without_the_bos_are_one_token_before_the_lines() -> Non
 def test_borders_that_are_all_off_by_the_same_number_have_a_shift(n: int) -> None:
     finding = one(look(blocks([SECOND - n, THIRD - n])), SUSPECT)
     assert finding.evidence["shift"] == n
-    side = "before" if n > 0 else "after"
-    assert (
-        f"every border of the executed mask is {abs(n)} token{'s' * (abs(n) > 1)} {side} the"
-        in finding.sentence
-    )
+    side = "early" if n > 0 else "late"
+    start = f"Every segment border is {abs(n)} token{'s' * (abs(n) > 1)} {side}"
+    assert finding.sentence.startswith(start)
 
 
 def test_one_border_far_from_a_line_has_no_shift() -> None:
     assert one(look(blocks([SECOND - 3])), INFERRED).evidence["borders"] == [SECOND - 3]
-    assert (
-        one(look(blocks([SECOND - 1])), SUSPECT).sentence.count(
-            "the border of the executed mask is 1 token"
-        )
-        == 1
-    )
+    assert one(look(blocks([SECOND - 1])), SUSPECT).sentence.startswith("The segment border is")
 
 
 def test_a_border_inside_a_word_is_named_next_to_correct_ones() -> None:
     finding = one(look(blocks([SECOND, SECOND + 3])), SUSPECT)
-    assert 'and position 12 "ren" begins a segment inside a word.' in finding.sentence
+    assert 'Position 12 "ren" begins a segment inside a word. In all' in finding.sentence
     assert finding.positions == (SECOND + 3,)
 
 
 def test_a_border_before_a_line_break_is_named_next_to_correct_ones() -> None:
     finding = one(look(blocks([SECOND, THIRD - 1])), SUSPECT)
-    assert 'and position 15 "↵" begins a segment with a line break.' in finding.sentence
+    assert 'Position 15 "↵" begins a segment with a line break. In all' in finding.sentence
 
 
 def test_a_special_token_may_begin_a_segment() -> None:
@@ -116,11 +126,8 @@ def test_a_segment_may_be_a_turn_of_a_chat_or_its_content() -> None:
 @pytest.mark.parametrize("n", [-1, 1])
 def test_borders_next_to_the_turns_of_a_chat_are_suspect(n: int) -> None:
     finding = one(look(blocks([turn - n for turn in TURNS], len(CHAT)), CHAT), SUSPECT)
-    side = "before" if n > 0 else "after"
-    assert (
-        f"every border of the executed mask is 1 token {side} the beginning of a turn of the chat"
-        in finding.sentence
-    )
+    assert f"border is 1 token {'early' if n > 0 else 'late'}" in finding.sentence
+    assert "(the beginning of a turn of the chat)" in finding.sentence
     assert finding.evidence["shift"] == n
 
 
@@ -132,9 +139,7 @@ def test_segments_may_begin_after_a_separator_within_a_line() -> None:
 def test_borders_that_are_off_from_a_separator_are_suspect() -> None:
     cells = blocks([border - 1 for border in AFTER_BARS], len(SEPARATED))
     finding = one(look(cells, SEPARATED), SUSPECT)
-    assert (
-        'every border of the executed mask is 1 token before the text after "¦"' in finding.sentence
-    )
+    assert '(the text after "¦")' in finding.sentence
     assert finding.evidence["shift"] == 1
 
 
@@ -142,10 +147,7 @@ def test_borders_that_are_off_from_a_repeated_wording_are_suspect() -> None:
     at = [pos for pos, text in enumerate(WORDED) if text.strip() in ("Question", "So")][1:]
     assert [f.id for f in look(blocks(at, len(WORDED)), WORDED)] == [INFERRED]
     finding = one(look(blocks([pos - 2 for pos in at], len(WORDED)), WORDED), SUSPECT)
-    assert (
-        'every border of the executed mask is 2 tokens before "Question", with which'
-        in finding.sentence
-    )
+    assert '("Question", with which the prompt and other segments begin)' in finding.sentence
 
 
 def test_a_segment_of_the_bos_alone_is_named_by_it() -> None:
@@ -187,6 +189,44 @@ def test_nothing_is_inferred_where_something_was_declared() -> None:
     declared = {"segments": [{"label": "one", "text": "What is the money"}]}
     assert look(blocks([SECOND]), declared=declared) == []
     assert look(blocks([SECOND]), declared={"mask_mod": "mine.mask_mod"}) == []
+
+
+WORDINGS = [(1, SECOND - 1, "one"), (SECOND, THIRD - 1, "two")]
+"""The first two lines, each without its line break."""
+
+
+def look_at_wordings(cells: Any, spans: Sequence[Span] = WORDINGS) -> list[Finding]:
+    """Return the findings where the wordings were declared as segments, but no mask."""
+    declared = declaration_entries(
+        [DeclaredSegment(label, start, stop) for start, stop, label in spans],
+        TokenizerFacts(0, adds_bos=True),
+    )
+    rule, context, step = InferredSegmentsRule(), RuleContext(), prefill(cells)
+    about, paraphrase = generation(TEXTS, declared), SegmentKind.PARAPHRASE
+    segments = [Segment(*span, paraphrase, n) for n, span in enumerate(spans)]
+    context.start_generation(replace(about, segments=(*segments, *about.segments[-1:])))
+    rule.on_generation_start(context)
+    context.add_step(step)
+    return [*rule.on_step(step)]
+
+
+def test_borders_between_declared_segments_stay_suspect_without_a_declared_mask() -> None:
+    finding = one(look_at_wordings(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)), SUSPECT)
+    assert "Every segment border is 1 token early" in finding.sentence
+    assert finding.sentence.endswith(
+        "You declared segments but no mask, so the cells were not compared one by one."
+    )
+    assert 'declare the mask beside the segments, for example mask = "segment' in finding.fix
+
+
+def test_borders_where_the_declared_segments_begin_are_confirmed() -> None:
+    assert look_at_wordings(blocks([SECOND, THIRD], reader=THIRD)) == []
+    early = [(1, SECOND - 1, "one"), (SECOND - 1, THIRD - 1, "two")]
+    assert look_at_wordings(blocks([SECOND - 1, THIRD - 1]), early) == []
+
+
+def test_borders_inside_declared_segments_are_left_to_the_comparison_with_them() -> None:
+    assert look_at_wordings(blocks([SECOND - 2, THIRD - 2])) == []
 
 
 MODEL_RUN: Callable[[Any], Any] = lambda model: model.generate(  # noqa: E731

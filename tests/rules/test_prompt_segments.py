@@ -101,7 +101,7 @@ def test_spans_counted_without_the_bos_are_one_token_too_early(
 ) -> None:
     finding = one(ask(input_ids, moved(spans, -1)), "segments.shifted")
     assert finding.sentence.startswith(
-        "The 3 declared spans are 1 token too early, as if positions had been counted without the "
+        "The 3 declared spans are 1 token too early, as if counted without the "
         'BOS: \'question 1\' includes position 0 "<bos>" and misses position 7 "?";'
     )
     assert finding.evidence["shift"] == 1
@@ -142,7 +142,7 @@ def test_spans_counted_without_the_padding_are_shifted_by_it(
     padded = {"rows": rows, "attention_mask": (rows != 0).long()}
     finding = one(ask(short, spans, **padded), "segments.shifted")
     assert finding.evidence["shift"] == 5
-    assert "as if positions had been counted without the padding: " in finding.sentence
+    assert "as if counted without the padding: " in finding.sentence
     assert segments_of(ask(short, moved(spans, 5), **padded)) == []
 
 
@@ -227,7 +227,7 @@ def test_spans_counted_in_characters_are_recognized(ask: Look, input_ids: list[i
         characters.append((at, at + len(question), question[:4]))
         at += len(question) + 1
     finding = one(ask(input_ids, characters), "segments.truncated")
-    assert "as if positions had been counted in characters." in finding.sentence
+    assert "as if counted in characters." in finding.sentence
 
 
 def test_pieces_in_later_chunks_are_awaited(
@@ -368,8 +368,8 @@ def test_a_mask_built_from_spans_without_the_bos_is_found_by_its_borders(
         planted(tmp_path, llama, lambda: llama(row()), segments=RIGHT), "segments.shifted"
     )
     assert finding.sentence.startswith(
-        "In all 3 layers the borders of the executed mask are 1 token before the declared ones, as "
-        "if positions had been counted without the BOS: the last token of 'one' (position 6"
+        "The borders of the executed mask are 1 token early, as if counted without the BOS: in all "
+        "3 layers the last token of 'one' (position 6"
     )
     assert (finding.positions, finding.layers) == ((6, 14), (0, 1, 2))
     assert (finding.evidence["shift"], finding.severity) == (1, Severity.WARNING)
@@ -420,7 +420,7 @@ def test_one_layer_alone_is_named_and_a_declared_mask_makes_it_an_error(
     finding = one(found, "segments.shifted")
     assert (finding.layer, finding.layers, finding.severity) == (1, (), Severity.ERROR)
     assert finding.evidence["shift"] == 3
-    assert "In layer 1 the borders" in finding.sentence
+    assert ": in layer 1 the last 3 tokens" in finding.sentence
     assert "last 3 tokens of 'one' (from position 4" in finding.sentence
 
 

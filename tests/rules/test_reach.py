@@ -19,7 +19,10 @@ from flexinspect.masks.algebra import PRESETS, MaskSpec, preset
 from flexinspect.masks.algebra import causal as causal_rule
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import GenerationRecord, TokenRecord
+from flexinspect.rules.context import RuleContext
 from flexinspect.rules.masks import transitive_reach
+from flexinspect.rules.masks.transitive_reach import _format_carriers
 
 SPANS = [(1, 6), (7, 12), (13, 18)]
 CUE, PROMPT = 19, 21
@@ -84,6 +87,20 @@ def moves(cells: Any, source: int, target: int, layers: int = 3) -> bool:
 # -- leaks -----------------------------------------------------------------------------------------
 
 
+def pair_of(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Return target, source and layer of a pair of the evidence."""
+    return entry["segment"], entry["depends on"], entry["from layer"]
+
+
+def test_rows_of_line_breaks_are_called_so() -> None:
+    context = RuleContext()
+    tokens = [TokenRecord(pos, pos, "t", text, pos, 0) for pos, text in enumerate("a\nb\nc")]
+    context.start_generation(GenerationRecord(0, "s", "", "", (), tuple(tokens)))
+    assert _format_carriers(context, (1, 3)) == "rows 1 and 3 (line breaks)"
+    assert _format_carriers(context, (3,)) == "row 3 (line break)"
+    assert _format_carriers(context, (1, 2)) == 'rows 1 "↵" and 2 "b"'
+
+
 def test_the_case_of_shared_separators_names_them() -> None:
     found = found_in_case("s01_leak_through_separators", segments((1, 7), (9, 16)))
     leaks = of(found, "reach.leak")
@@ -115,12 +132,18 @@ def test_three_segments_are_one_finding_that_counts_the_pairs(
 ) -> None:
     finding = one(run(shared(6, 12), "qwen3"), "reach.leak")
     assert finding.positions == (6, 12)
-    assert finding.evidence["pairs"] == [
-        ["paraphrase 2", "paraphrase 1", 1],
-        ["paraphrase 3", "paraphrase 1", 1],
-        ["paraphrase 3", "paraphrase 2", 1],
+    assert finding.evidence["pairs"][0] == {
+        "segment": "paraphrase 2",
+        "depends on": "paraphrase 1",
+        "from layer": 1,
+    }
+    assert [*map(pair_of, finding.evidence["pairs"])] == [
+        ("paraphrase 2", "paraphrase 1", 1),
+        ("paraphrase 3", "paraphrase 1", 1),
+        ("paraphrase 3", "paraphrase 2", 1),
     ]
-    assert "; the same holds for 2 other pairs of segments; " in finding.sentence
+    others = "; the same holds for 2 other pairs of segments, also through row 12 "
+    assert others in finding.sentence
 
 
 def test_with_a_mask_per_layer_the_first_layer_of_the_leak_is_named(
@@ -159,10 +182,12 @@ def test_a_chain_of_rows_needs_one_more_layer(run: Callable[..., list[Finding]])
 
     finding = one(run(cells), "reach.leak")
     assert (finding.layer, finding.positions) == (1, (12,))
-    near, far = ["paraphrase 3", "paraphrase 2", 1], ["paraphrase 3", "paraphrase 1", 2]
-    assert finding.evidence["pairs"] == [near, far]
+    near, far = ("paraphrase 3", "paraphrase 2", 1), ("paraphrase 3", "paraphrase 1", 2)
+    assert [*map(pair_of, finding.evidence["pairs"])] == [near, far]
     short = one(run(cells, layers=2, name="short"), "reach.leak")
-    assert short.evidence["pairs"] == [near]  # two layers are too few for the chain
+    assert [*map(pair_of, short.evidence["pairs"])] == [
+        near
+    ]  # two layers are too few for the chain
 
 
 def test_a_loop_without_a_cache_is_one_finding(
@@ -215,7 +240,7 @@ def test_the_reported_pairs_are_those_whose_hidden_states_change(
         return APART(layer, rows, keys) | extra[layer][rows, keys]
 
     found = of(run(cells, level="advanced"), "reach.leak")
-    reported = {tuple(pair[:2]) for leak in found for pair in leak.evidence["pairs"]}
+    reported = {pair_of(pair)[:2] for leak in found for pair in leak.evidence["pairs"]}
     for target in (1, 2):
         for source in range(target):
             pair = (f"paraphrase {target + 1}", f"paraphrase {source + 1}")
@@ -254,7 +279,7 @@ def test_more_than_the_declared_mask_allows_is_a_leak(run: Callable[..., list[Fi
 
     finding = one(run(cells, mask=spec), "reach.leak")
     assert finding.severity is Severity.ERROR
-    assert {tuple(pair[:2]) for pair in finding.evidence["pairs"]} == {
+    assert {pair_of(pair)[:2] for pair in finding.evidence["pairs"]} == {
         ("paraphrase 3", "paraphrase 1"),
         ("paraphrase 3", "paraphrase 2"),
     }

@@ -34,6 +34,8 @@ Digests = dict[str, list[Any]]
 """By section or stream: the number of its rows, and a digest of them."""
 
 _LATER_MASK_KEYS = ("mask_mod_code", "uniform_rows", "mask_mod_blocks")
+_LATER_KEYS = {"anomaly_origin": ("module",)}
+"""By the name of an object in the JSON: keys that came later."""
 _OLD_DECLARED_KEYS = {
     "segments": "pieces",
     "tokenizer": "words",
@@ -156,8 +158,12 @@ def _with_old_names(value: Any, name: str = "") -> Any:
         return [_with_old_names(item, name) for item in value]
     if not isinstance(value, dict):
         return _OLD_VALUES.get(name, {}).get(value, value)
-    old = _OLD_KEYS.get(name, {})
-    return {old.get(key, key): _with_old_names(item, key) for key, item in value.items()}
+    old, later = _OLD_KEYS.get(name, {}), _LATER_KEYS.get(name, ())
+    return {
+        old.get(key, key): _with_old_names(item, key)
+        for key, item in value.items()
+        if key not in later
+    }
 
 
 def text_digests(text: str) -> Digests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ def generation(texts: Sequence[str] = TEXTS, declared: Any = None) -> Generation
 def prefill(cells: Any) -> StepRecord:
     """Return a prefill of two layers that executed the mask."""
     n = len(cells)
-    mask = MaskRecord("m", "block", 1, 1, n, n, 0, cells=np.asarray(cells)[None])
+    name = sha1(np.packbits(cells).tobytes()).hexdigest()[:16]
+    mask = MaskRecord(name, "block", 1, 1, n, n, 0, cells=np.asarray(cells)[None])
     calls = tuple(
-        CallRecord(layer, "flex", "cpu", "m", 1, 2, 2, n, n, 8, "float32", None)
+        CallRecord(layer, "flex", "cpu", name, 1, 2, 2, n, n, 8, "float32", None)
         for layer in range(2)
     )
     return StepRecord(0, 0, "prefill", n, 0, n, 0.0, 1.0, 0.1, calls=calls, masks=(mask,))

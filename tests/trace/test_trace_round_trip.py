@@ -156,6 +156,19 @@ def test_a_finding_of_a_step_takes_its_place_from_it(tmp_path: Path) -> None:
     assert [(f.generation, f.branch, f.step) for f in found] == [(3, 2, 4)]
 
 
+def test_a_command_in_a_fix_names_the_file_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fix = "Type flexinspect declare TRACE --move 1, then read the TRACES."
+    record = replace(step(4, 3), findings=(Finding("a.b", Severity.NOTE, "c", fix=fix),))
+    reader = written(tmp_path / "a b.flextrace", record)
+    assert reader.findings()[0].fix == fix.replace("TRACE ", "'a b.flextrace' ")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert f"declare '{tmp_path}/a b.flextrace' --move" in reader.findings()[0].fix
+
+
 def test_findings_of_the_whole_generation_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     found = Finding("a.b", Severity.WARNING, "c", 1, 2, None, None, None, (1,), {"x": NAN})

@@ -272,9 +272,14 @@ async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_pat
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
         here = Driven(app, pilot, FakeCapture())
-        await pilot.press("space")
-        await here.until(lambda: here.shows("No capture of this trace takes commands"))
-        assert here.shows("no model can be controlled.\nA run that this interface")
+        place = app.screen.place  # type: ignore[attr-defined]
+        for key in ("space", ".", "F", "E", "R", "b"):
+            await pilot.press(key)
+            await here.until(lambda: here.shows("there is no model to control"))
+            assert here.shows("To keep one: flexinspect run --hold")
+            assert len(app.screen_stack) == 2
+            assert app.screen.place == place  # type: ignore[attr-defined]
+            app.notify("Next.")
 
 
 def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> None:

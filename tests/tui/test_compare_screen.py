@@ -106,6 +106,10 @@ async def test_masks_that_differ_are_shown_at_the_first_cell(tmp_path: Path) -> 
         assert "□ 7 cells are open in A one only" in text
         assert "✖ 7 cells are open in B other only" in text
         assert "no KL" in text
+        await pilot.press("down", "n")
+        assert app.screen.place.layer == 0
+        (note,) = app._notifications
+        assert note.message == "All tokens are the same; layer 0 ran other masks here."
 
 
 @pytest.mark.parametrize(("size", "n_rows"), [((80, 24), 7), ((160, 50), 20)])
@@ -128,7 +132,24 @@ async def test_equal_traces_have_nothing_to_go_to(tmp_path: Path) -> None:
         await until(pilot, lambda: "0 of 6 tokens differ" in screen_text(app))
         assert "The executed masks are the same up to this step." in screen_text(app)
         await pilot.press("n")
-        assert [note.message for note in app._notifications] == ["All tokens are the same."]
+        assert [note.message for note in app._notifications] == [
+            "All tokens and masks are the same."
+        ]
+
+
+async def test_the_help_lists_the_keys_and_escape_ends_nothing(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "a.flextrace", generations=1)
+    app: Any = InspectorApp(compare=(path, path, 0))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: "candidates of A" in screen_text(app))
+        await pilot.press("question_mark")
+        await until(pilot, lambda: "next difference" in screen_text(app))
+        assert "open A here" in screen_text(app)
+        await pilot.press("escape", "escape")
+        assert isinstance(app.screen, CompareScreen)
+        assert [note.message for note in app._notifications] == ["q quits."]
+        await pilot.press("q")
+        assert not app.is_running
 
 
 def test_compare_ui_needs_a_terminal_and_excludes_json(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.traces import sample_trace
-from support.tui import screen_lines, screen_text, settle
+from support.tui import screen_lines, screen_text, settle, until
 from support.undeclared import SECOND, THIRD, blocks, write
 from textual.pilot import Pilot
 
@@ -34,7 +34,7 @@ async def reviewed(pilot: Pilot[None], text: str) -> list[str]:
 async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
-        lines = await reviewed(pilot, "1 token before the beginning of a")
+        lines = await reviewed(pilot, "1 token early")
         assert lines[0].startswith("● ")
         assert any("Fix: " in line for line in lines)
         assert "i reads on" in lines[-1]
@@ -48,11 +48,33 @@ async def test_the_code_is_that_of_the_cell_that_a_suspect_border_closes(tmp_pat
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     app: Any = InspectorApp(path)
     async with app.run_test(size=(120, 40)) as pilot:
-        await reviewed(pilot, "1 token before the beginning of a")
+        await reviewed(pilot, "1 token early")
         await pilot.press("y")
         await settle(pilot)
         (options,) = [v.options for v in app.screen.slots.views() if v.panel.name == "code"]
         assert (options.q, options.kv) == (SECOND - 1, SECOND - 2)
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_the_first_line_has_the_cause_and_a_cut_text_ends_with_an_ellipsis(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(80, 24)) as pilot:
+        sentence, *_, fix, keys = await reviewed(pilot, "there is more")
+        assert "Every segment border is 1 token early, as if counted without the BOS" in sentence
+        assert fix.rstrip().endswith("…")
+        assert "there is more" in keys
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_declared_segments_are_not_declared_again(tmp_path: Path) -> None:
+    declared = {"segments": [{"label": "one", "start": 1, "stop": SECOND - 1}]}
+    path = write(tmp_path / "run.flextrace", ONE_EARLY, declared=declared)
+    async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
+        lines = await reviewed(pilot, "1 token early")
+        assert "declare the mask beside the segments" in " ".join(lines)
+        assert "D declares the mask" not in lines[-1]
 
 
 @pytest.mark.usefixtures("with_review")
@@ -83,6 +105,15 @@ async def test_without_findings_the_card_says_what_was_checked_and_what_was_not(
         assert "No mask was declared, so the executed mask was not compared" in text
 
 
+async def test_i_typed_ahead_of_the_first_frame_opens_the_finding(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.press("i")
+        await until(pilot, lambda: isinstance(app.screen, TextScreen))
+        assert not app._notifications
+
+
 async def test_a_click_on_the_card_opens_the_finding(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "sample.flextrace")
     async with InspectorApp(path).run_test(size=(100, 30)) as pilot:
@@ -101,7 +132,7 @@ async def test_segments_that_nobody_declared_are_named_in_the_strip(tmp_path: Pa
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
         assert "╵prompt" in screen_lines(pilot.app)[2] or not screen_lines(pilot.app)[2].strip()
-        await reviewed(pilot, "1 token before the beginning of a")
+        await reviewed(pilot, "1 token early")
         await settle(pilot)
         assert "╵What is the mon…?" in screen_lines(pilot.app)[2]
         assert "╵↵Name its curre…?" in screen_lines(pilot.app)[2]

@@ -9,6 +9,7 @@ from support.traces import sample_trace
 from support.tui import screen_text, settle
 
 from flexinspect.core.keyboard import all_keys
+from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.guided_tour import STEPS, TourLine
 
@@ -36,6 +37,20 @@ async def test_the_tour_goes_on_only_at_the_key_that_it_names(tmp_path: Path) ->
                 await settle(pilot)
         assert tour.position == len(STEPS)
         assert "This was the tour." in screen_text(app)
+
+
+async def test_a_layout_of_the_tour_is_not_saved(tmp_path: Path) -> None:
+    mine = ("logits", "layers", "tokens", "run")
+    saved_state.save_state(panels=mine, slots=2)
+    app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"), has_tour=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        names = [view.panel.name for view in app.screen.slots.views()]
+        assert "mask" in names
+        await pilot.press("f2", "minus")
+        await settle(pilot)
+    state = saved_state.load_state()
+    assert (state.panels, state.slots) == (mine, 2)
 
 
 async def test_without_a_tour_no_line_is_taken(tmp_path: Path) -> None:

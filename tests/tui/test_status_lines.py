@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from support.traces import sample_trace
 from support.tui import screen_text, settle
 
@@ -69,6 +70,7 @@ def test_ordinals_count_from_1_and_ids_from_0() -> None:
     texts_ = header_of(FINISHED)
     assert "answer 2 of 2" in texts_
     assert "token 2 of 3 (step 1)" in texts_
+    assert "answer 2 of 2 so far" in header_of(replace(FINISHED, state="recording"))
 
 
 def test_the_answer_comes_first_with_a_sign_whether_it_was_expected() -> None:

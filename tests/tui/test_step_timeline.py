@@ -17,6 +17,7 @@ from flexinspect.panels.timeline import StepWindow
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
 from flexinspect.trace.reader import open_trace
+from flexinspect.tui import step_timeline
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.step_timeline import StepTimeline, TimelineData, draw_steps
 
@@ -75,6 +76,16 @@ async def test_a_small_margin_is_read_from_the_step(path: Path) -> None:
         data = pilot.app.screen.query_one(StepTimeline)._data
         assert data is not None
         assert data.close == {2}
+
+
+async def test_the_legend_of_a_training_names_no_entropy(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_timeline, "trace_kind", lambda source: "training")
+    async with InspectorApp(path).run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "✖▲● findings" in drawn(pilot.app))
+        assert "entropy" not in drawn(pilot.app)
+        assert "fork" not in drawn(pilot.app)
 
 
 async def test_a_click_and_a_drag_go_to_a_step(path: Path) -> None:

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
+from flexinspect.trace.codec import plain_json
 from flexinspect.trace.queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
 
@@ -202,6 +203,21 @@ def finding_places(finding: Finding) -> list[tuple[str, int]]:
     names = ("generation", "branch", "step", "layer", "head")
     places = ((name, getattr(finding, name)) for name in names)
     return [(name, n) for name, n in places if n is not None and (n or name != "branch")]
+
+
+def format_evidence(value: object) -> str:
+    """Return a value of a finding's evidence in words: numbers and texts, lists, and named values.
+
+    Its text is not escaped.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {format_evidence(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple) and value:
+        is_nested = any(isinstance(each, list | tuple | Mapping) for each in value)
+        return ("; " if is_nested else ", ").join(map(format_evidence, value))
+    return plain_json(value, ensure_ascii=False)
 
 
 def format_times(n: int) -> str:

@@ -9,9 +9,8 @@ from rich.text import Text
 
 from flexinspect.analysis.reports import collect
 from flexinspect.analysis.reports.collect import describe_place, format_thousands
-from flexinspect.core.text import ensure_printable, escape_unprintable, plural
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.trace.codec import plain_json
 
 MAX_OTHER_SENTENCES = 4  # sentences of a group that are printed besides the first
 MAX_EVIDENCE = 12  # entries of a finding's evidence that are printed
@@ -75,11 +74,7 @@ def _evidence_lines(finding: Finding, texts: collect.PositionTexts) -> Iterator[
 
 
 def _value(value: object) -> str:
-    if isinstance(value, str):
-        text = escape_unprintable(value)
-    else:  # its backslashes are those of JSON
-        text = ensure_printable(plain_json(value, ensure_ascii=False))
-    return text[:_MAX_VALUE_LENGTH]
+    return escape_unprintable(collect.format_evidence(value))[:_MAX_VALUE_LENGTH]
 
 
 def _other_sentences(group: collect.ReportGroup) -> list[Text]:
@@ -104,6 +99,6 @@ def _totals_line(report: collect.Report) -> Text:
     ]
     if counts:
         return Text(", ".join(counts), style="bold")
-    names = ", ".join(escape_unprintable(rule.name) for rule in report.rules)
-    rules = f"{plural(len(report.rules), 'rule')} ran ({names})" if names else "no rule ran"
-    return Text(f"No findings: {rules}.")
+    if not report.rules:
+        return Text("No findings: no rule ran.")
+    return Text(f"No problems found by {plural(len(report.rules), 'rule')}; --json lists them.")

@@ -210,8 +210,11 @@ class TransitiveReachRule(Rule):
     ) -> Finding:
         declared, first, others = self.context.declared_mask, leaks[0], ""
         target, source = self._targets[first.target], self._sources[first.source]
+        carriers = sorted({pos for leak in leaks for pos in leak.carriers})
         if len(leaks) > 1:
             others = f"; the same holds for {plural(len(leaks) - 1, 'other pair')} of segments"
+        if more := [pos for pos in carriers if pos not in first.carriers]:
+            others += f", also through {_format_carriers(self.context, more)}"
         severity, allowed = Severity.ERROR, "the declared mask isolates the two over all layers"
         if by_design:
             severity, allowed = Severity.WARNING, "the declared mask itself allows this"
@@ -226,8 +229,11 @@ class TransitiveReachRule(Rule):
         )
         names = [segment.label for segment in self._sources]
         targets = [segment.label for segment in self._targets]
-        pairs = [[targets[leak.target], names[leak.source], leak.layer] for leak in leaks]
-        carriers = sorted({pos for leak in leaks for pos in leak.carriers})
+        keys = ("segment", "depends on", "from layer")
+        pairs = [
+            dict(zip(keys, (targets[leak.target], names[leak.source], leak.layer), strict=True))
+            for leak in leaks
+        ]
         is_declared = self.context.declared_spec is not None
         id_, layers = "reach.by-design" if by_design else "reach.leak", (first.layer,)
         facts = {"pairs": pairs, "carriers": len(carriers), "declared": is_declared}
@@ -238,10 +244,19 @@ class TransitiveReachRule(Rule):
 
 
 def _format_carriers(context: RuleContext, carriers: Sequence[int]) -> str:
-    """Return `rows 7 "," and 8 "and" (separator 1)`, or `12 rows, 5-12 (separator 1)`."""
+    """Return `rows 7 "," and 8 "and" (separator 1)`, or `12 rows, 5-12 (separator 1)`.
+
+    Rows of line breaks are called so: `rows 7 and 15 (line breaks)`.
+    """
+    s = "" if len(carriers) == 1 else "s"
+    shown = format_ranges(carriers[: 2 * _MAX_NAMED_CARRIERS])
+    tokens = [context.token(pos) for pos in carriers]
+    if all(token is not None and token.text in ("\n", "\r\n") for token in tokens):
+        few = len(carriers) <= _MAX_NAMED_CARRIERS
+        return f"row{s} {join_labels([*map(str, carriers)]) if few else shown} (line break{s})"
     labels = context.labels_at(np.array(carriers, np.intp))
     where = f" ({abbreviate_labels(labels)})" if labels else ""
     if len(carriers) > _MAX_NAMED_CARRIERS:
-        return f"{len(carriers)} rows, {format_ranges(carriers[: 2 * _MAX_NAMED_CARRIERS])}{where}"
+        return f"{len(carriers)} rows, {shown}{where}"
     rows = [context.format_position(pos).removeprefix("position ") for pos in carriers]
-    return f"row{'s' if len(rows) > 1 else ''} {join_labels(rows)}{where}"
+    return f"row{s} {join_labels(rows)}{where}"

@@ -1,4 +1,4 @@
-"""Reads the segments of a prompt out of the executed mask, where nothing was declared.
+"""Reads the segments of a prompt out of the executed mask, where no mask was declared.
 
 The rows at which another set of keys begins are the borders (see `segment_borders`). The text on
 both sides of a border says whether it may be a mistake: lines, sentences, turns of a chat, special
@@ -12,8 +12,9 @@ from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
-from flexinspect.core.text import join_labels, plural, printable, truncate
+from flexinspect.core.text import capitalize, join_labels, plural, printable, truncate
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
@@ -21,11 +22,31 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks.mask_views import calls_by_mask, layers_of
 from flexinspect.rules.prompt import prompt_facts, segment_borders
 from flexinspect.rules.prompt.prompt_facts import PromptTokens
-from flexinspect.rules.prompt.segment_borders import Borders, explain_shift, limit_names
+from flexinspect.rules.prompt.segment_borders import (
+    BorderCheck,
+    Borders,
+    describe_direction,
+    explain_shift,
+    limit_names,
+)
 
 INFERRED, SUSPECT = "segments.inferred", "segments.suspect-border"
 _MAX_SHIFT = 4  # tokens; borders farther away from a line are not meant to be at one
 _MAX_QUOTED_CHARACTERS = 28
+_GUESS = (
+    "You declared no segments, so this is a guess from the mask and the text: press D to confirm "
+    "or correct it."
+)
+_SEGMENTS_ONLY = "You declared segments but no mask, so the cells were not compared one by one."
+_FIX_BY_MOVE = (
+    "Count positions in the input ids, with the BOS and the padding. To compare every cell with "
+    "what you meant: flexinspect declare TRACE --move {} (D in the interface) writes the moved "
+    "segments to a file for run --declare."
+)
+_FIX_BESIDE_DECLARED = (
+    "Count positions in the input ids, with the BOS and the padding. To compare every cell, "
+    'declare the mask beside the segments, for example mask = "segment-isolation".'
+)
 _FIRST_SCRIPT_WITHOUT_SPACES = "\u0590"  # from here on, letters do not tell where a word ends
 
 
@@ -165,9 +186,12 @@ def _is_in_word(before: str, after: str) -> bool:
 
 
 class InferredSegmentsRule(Rule):
-    """Reports the segments of a mask, and borders that are probably misplaced, if none are known.
+    """Reports the segments of a mask, and borders that are probably misplaced, without a declared
+    mask.
 
-    The first step with masks of the whole prompt is checked. Without a cache every later step has
+    Where segments are declared, only misplaced borders are reported: those between the segments,
+    about which `PromptRule` says nothing because a separator may belong to either side. The first
+    step with masks of the whole prompt is checked. Without a cache every later step has
     such masks too, and the same borders.
     """
 
@@ -177,9 +201,9 @@ class InferredSegmentsRule(Rule):
     def reset(self) -> None:
         context = self.context
         self._prompt = PromptTokens(context)
-        is_declared = context.declared_mask is not None or context.has_custom_mask_mod
-        self._is_active = not is_declared and not self._prompt.pieces and bool(self._prompt.tokens)
-        self._is_active &= not self._prompt.paraphrases
+        is_declared = context.declared_spec is not None or context.has_custom_mask_mod
+        self._is_active = not is_declared and bool(self._prompt.tokens)
+        self._has_segments = bool(self._prompt.pieces or self._prompt.paraphrases)
 
     def on_step(self, step: StepRecord) -> Findings:
         """Check the masks of a step with several rows."""
@@ -192,9 +216,20 @@ class InferredSegmentsRule(Rule):
                 continue
             self._is_active = False
             for borders in find_segment_borders(mask, self._prompt):
-                calls_by_borders.setdefault(borders, []).extend(calls)
+                if not self._has_segments or self._are_between_segments(mask, borders):
+                    calls_by_borders.setdefault(borders, []).extend(calls)
         for borders, calls in calls_by_borders.items():
-            yield self._make_finding(step, infer_segments(borders, self._prompt), calls)
+            segments = infer_segments(borders, self._prompt)
+            if segments.is_suspect or not self._has_segments:
+                yield self._make_finding(step, segments, calls)
+
+    def _are_between_segments(self, mask: MaskRecord, borders: Borders) -> bool:
+        """Whether a border is where no declared segment begins, and nothing else reports it."""
+        apart = self._prompt.paraphrases
+        begins = {one.start for one in apart}
+        if apart and all(border in begins or border >= apart[-1].stop for border in borders):
+            return False
+        return BorderCheck(self, self._prompt).check_mask(mask, ((), borders)) is None
 
     def _make_finding(
         self, step: StepRecord, segments: InferredSegments, calls: Sequence[CallRecord]
@@ -202,16 +237,14 @@ class InferredSegmentsRule(Rule):
         layers, edges = layers_of(calls), (0, *segments.borders, self._prompt.stop)
         spans = [(start, stop) for start, stop in pairwise(edges) if start < stop]
         texts = [self._text(start, stop) for start, stop in spans]
-        where = f"In {format_step_layers(layers, step)}"
-        cut = f"{where} the executed mask cuts the prompt into {plural(len(spans), 'segment')}"
-        if segments.shift:
-            sentence = f"{where} {self._describe_shift(segments)}."
-        elif segments.is_suspect:
-            sentence = f"{cut}, and {self._describe_words(segments)}."
+        where = format_step_layers(layers, step)
+        cut = f"the executed mask cuts the prompt into {plural(len(spans), 'segment')}"
+        if segments.is_suspect:
+            sentence = f"{self._describe_oddity(segments)}. In {where} {cut}."
         else:
             quoted = [f'"{text}"' if self._prompt.has_text else text for text in texts]
-            sentence = f"{cut}: {join_labels(limit_names(quoted))}."
-        sentence += " No segments were declared: is this what you meant?"
+            sentence = f"In {where} {cut}: {join_labels(limit_names(quoted))}."
+        sentence += f" {_SEGMENTS_ONLY if self._has_segments else _GUESS}"
         evidence = {
             "borders": list(segments.borders),
             "segments": [[*span, text] for span, text in zip(spans, texts, strict=True)],
@@ -219,7 +252,7 @@ class InferredSegmentsRule(Rule):
         if segments.shift:
             evidence["shift"] = segments.shift
         odd = (*segments.in_words, *segments.before_breaks) or segments.borders
-        return self.finding(
+        found = self.finding(
             step,
             SUSPECT if segments.is_suspect else INFERRED,
             sentence,
@@ -228,22 +261,30 @@ class InferredSegmentsRule(Rule):
             positions=sorted(odd),
             series=f"borders {segments.borders}",
         )
+        return replace(found, fix=self._describe_fix(segments.shift))
 
-    def _describe_shift(self, segments: InferredSegments) -> str:
-        place, n, first = self.context.format_position, segments.shift, segments.borders[0]
-        each = "the border" if len(segments.borders) == 1 else "every border"
-        where = segments.describe_distance() + explain_shift(self._prompt, n)
-        begins = f"{place(first)} begins a segment instead of {place(first + n)}"
-        return f"{each} of the executed mask is {where}: {begins}"
+    def _describe_fix(self, shift: int) -> str:
+        """Return the fix, with the command that moves all borders; "" for the usual one."""
+        if self._has_segments:
+            return _FIX_BESIDE_DECLARED
+        return _FIX_BY_MOVE.format(shift) if shift else ""
 
-    def _describe_words(self, segments: InferredSegments) -> str:
-        place = self.context.format_position
+    def _describe_oddity(self, segments: InferredSegments) -> str:
+        place, n = self.context.format_position, segments.shift
+        if n:
+            first = segments.borders[0]
+            each = "The segment border" if len(segments.borders) == 1 else "Every segment border"
+            return (
+                f"{each} is {plural(abs(n), 'token')} {describe_direction(n)}"
+                f"{explain_shift(self._prompt, n)}: {place(first)} begins a segment instead of "
+                f"{place(first + n)} ({segments.landmark})"
+            )
         parts = [f"{place(border)} begins a segment inside a word" for border in segments.in_words]
         parts += [
             f"{place(border)} begins a segment with a line break"
             for border in segments.before_breaks
         ]
-        return join_labels(limit_names(parts))
+        return capitalize(join_labels(limit_names(parts)))
 
     def _text(self, start: int, stop: int) -> str:
         """Return the beginning of the text of a segment, or its positions without a tokenizer."""

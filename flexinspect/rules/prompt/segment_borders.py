@@ -159,9 +159,8 @@ class BorderCheck:
             moved = format_position(first + n)
             what = f"the first is at {format_position(first)} instead of {moved}"
         sentence = (
-            f"In {where} the borders of the executed mask are {plural(abs(n), 'token')} "
-            f"{'before' if n > 0 else 'after'} the declared ones{explain_shift(self._prompt, n)}: "
-            f"{what}."
+            f"The borders of the executed mask are {plural(abs(n), 'token')} "
+            f"{describe_direction(n)}{explain_shift(self._prompt, n)}: in {where} {what}."
         )
         return sentence, tuple(positions)
 
@@ -217,6 +216,11 @@ def limit_names(names: Sequence[str]) -> list[str]:
     return [*names[:MAX_NAMES], f"{len(names) - MAX_NAMES} more"]
 
 
+def describe_direction(n: int) -> str:
+    """Return `early` for borders that are n > 0 tokens before where they should be, or `late`."""
+    return "early" if n > 0 else "late"
+
+
 def explain_shift(prompt: PromptTokens, n: int) -> str:
     """The usual cause of a shift by n tokens, as the end of a clause; "" if it is not known."""
     bos, n_pads = int(prompt.has_bos), prompt.n_pads
@@ -224,7 +228,7 @@ def explain_shift(prompt: PromptTokens, n: int) -> str:
         return ", as if a BOS had been counted that is not in the prompt"
     causes = {n_pads + bos: "the padding and the BOS", n_pads: "the padding"} if n_pads else {}
     omitted = "the BOS" if n == bos == 1 else causes.get(n)
-    return f", as if positions had been counted without {omitted}" if omitted else ""
+    return f", as if counted without {omitted}" if omitted else ""
 
 
 def find_borders(mask: MaskRecord | None) -> tuple[HeadBorders, ...]:

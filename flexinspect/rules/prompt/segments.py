@@ -149,7 +149,7 @@ class PromptRule(Rule):
         listed = "; ".join(text for text, _ in misfits[: segment_borders.MAX_NAMES])
         subject = "The declared span is" if one else f"The {len(spans)} declared spans are"
         sentence = (
-            f"{subject} {plural(abs(n), 'token')} too {'early' if n > 0 else 'late'}"
+            f"{subject} {plural(abs(n), 'token')} too {segment_borders.describe_direction(n)}"
             f"{segment_borders.explain_shift(self._prompt, n)}: {listed}. Shifted by {n:+d}, "
             f"{_SHIFT_REASONS[shift.source, one]}."
         )
@@ -290,7 +290,7 @@ class PromptRule(Rule):
         if after:
             rest = f"; {_join_labels(after)} {is_or_are(len(after))} missing or incomplete"
         if cut.unit == "position" and _are_character_spans(prompt):
-            rest += ", as if positions had been counted in characters"
+            rest += ", as if counted in characters"
         at = prompt.stop - 1 if cut.at_end else prompt.first_unpadded
         sentence = (
             f"The prompt {'ends' if cut.at_end else 'begins'} inside {_quote_label(cut.piece)}, at "

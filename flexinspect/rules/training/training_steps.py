@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from msgspec.structs import replace
+
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
-from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
 
+CARRIED = ("weights", "module")  # kinds of origins that modules pass on
 MAX_LEARNING_RATE = 1.0  # learning rates above this are reported
 LEARNED_SHARE = 1e-3  # below this share of the first loss, small gradients are expected
 VANISHED_SHARE = 1e-4  # below this share of the total norm, a gradient is not just small
@@ -51,6 +54,7 @@ class TrainingRule(Rule):
         self._first_losses: list[float] = []
         self._zero_since: dict[str, int] = {}
         self._first_explosion: tuple[int, str] | None = None
+        self._first_nonfinite: tuple[int, str] | None = None
         self._n_skipped = self._n_done = 0
         self._waits: deque[tuple[float, float]] = deque(maxlen=WAIT_WINDOW)
 
@@ -72,11 +76,23 @@ class TrainingRule(Rule):
         return self.finding(step, id_, f"{sentence}.", evidence=evidence, **options)
 
     def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        """Check for NaN and Inf; those of weights follow from the first finding about others."""
+        found, origin = self._find_nonfinite(step, training), training.anomaly_origin
+        if found is None:
+            return None
+        self._first_nonfinite = self._first_nonfinite or (step.step, found.id)
+        number, cause = self._first_nonfinite
+        if cause == found.id or origin is None or origin.kind != "weights":
+            return found
+        follows = as_consequence(found, cause, f" of step {number}")
+        return replace(follows, fix=f"Fix {cause}: the update of step {number} broke the weights.")
+
+    def _find_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin = training.anomaly_origin or AnomalyOrigin("", "")
         evidence, kind = _origin_evidence(origin), origin.kind
         if kind == "module" and origin.detail == "float16":
             sentence = (
-                f"The float16 output of {printable(origin.name)} is not finite in step "
+                f"The float16 output of {_name_module(origin)} is not finite in step "
                 f"{step.step}: it may have overflowed (largest value 65504); its weights are "
                 f"finite{_describe_carriers(origin, 'module')}"
             )
@@ -112,7 +128,8 @@ class TrainingRule(Rule):
         history += f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else ""
         rates = [*training.learning_rates]
         evidence = {**_origin_evidence(origin), "loss": training.loss, "learning_rates": rates}
-        sentence = f"{subject}: {_describe_origin(origin)}{history}"
+        carriers = _describe_carriers(origin, "module") if origin.kind in CARRIED else ""
+        sentence = f"{subject}: {_describe_origin(origin)}{history}{carriers}"
         return self._finding(step, "training.loss-nan", sentence, evidence)
 
     def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
@@ -247,22 +264,30 @@ def _name_nonfinite(origin: AnomalyOrigin) -> str:
     """What is not finite; "" if everything is."""
     name = printable(origin.name)
     names = {"input": "the batch", "weights": f"the weights {name}", "loss": "the loss"}
-    names["module"] = f"the output of {'the model' if name == '(output)' else name}"
+    names["module"] = f"the output of {_name_module(origin)}"
     names["backward"] = f"the gradient of {name}"
     return names.get(origin.kind, "")
 
 
+def _name_module(origin: AnomalyOrigin) -> str:
+    """The name of a module with its class, where the trace has it."""
+    if origin.name == "(output)":
+        return "the model"
+    class_name = f" ({printable(origin.module)})" if origin.module else ""
+    return f"module {printable(origin.name)}{class_name}"
+
+
 def _describe_origin(origin: AnomalyOrigin) -> str:
-    """Where non-finite values come from, and how many modules propagate them."""
-    carried, what = _describe_carriers(origin, "module"), _name_nonfinite(origin)
+    """Where non-finite values come from."""
     if origin.kind == "input":
         return "the input batch is already not finite"
     if origin.kind == "weights":
-        return f"{what} are not finite before the step{carried}"
+        return f"{_name_nonfinite(origin)} are not finite before the step"
     if origin.kind == "module":
         dtype, _, weights = origin.detail.partition("; ")
-        weights = printable(weights) or "whose weights are finite"
-        return f"it first appears in {what} ({printable(dtype)}), {weights}{carried}"
+        weights = printable(weights) or "its weights are finite"
+        first = f"{_name_module(origin)} is the first whose output is not finite"
+        return f"{first} ({printable(dtype)}); {weights}"
     return (
         "the model's outputs are finite, so the loss function produces it (a logarithm of 0, a "
         "square that overflows)"
@@ -270,8 +295,10 @@ def _describe_origin(origin: AnomalyOrigin) -> str:
 
 
 def _describe_carriers(origin: AnomalyOrigin, what: str) -> str:
+    """How many others pass it on, as a sentence of its own; "" for none."""
+    verb = "passes" if origin.n_affected == 1 else "pass"
     others = plural(origin.n_affected, f"other {what}")
-    return f"; propagated by {others}" if origin.n_affected else ""
+    return f". {others} {verb} it on" if origin.n_affected else ""
 
 
 def _origin_evidence(origin: AnomalyOrigin) -> dict[str, Any]:

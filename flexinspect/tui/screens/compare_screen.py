@@ -19,21 +19,35 @@ from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Pen
 from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.tui.key_line import KeyLine
-from flexinspect.tui.pair_data import PairData, Side, find_differences, load_pair, step_bounds_of
+from flexinspect.tui.pair_data import (
+    PairData,
+    Side,
+    find_differences,
+    find_mask_differences,
+    load_pair,
+    step_bounds_of,
+)
 from flexinspect.tui.pair_view import KL_LINE, cells_that_fit, draw_pair, step_at
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
+from flexinspect.tui.screens.dialogs import HelpScreen
 
 ACTIONS = (
     *("step.next", "step.previous", "step.first", "step.last", "finding.next", "finding.previous"),
-    *("layer.next", "layer.previous", "head.next", "head.previous", "cursor.enter"),
+    *("layer.next", "layer.previous", "head.next", "head.previous", "cursor.enter", "app.help"),
 )
 """The actions of the screen; in this one, `finding` stands for a difference."""
 LABELS = {
     "finding.next": "next difference",
+    "finding.previous": "previous difference",
     "layer.next": "layer",
     "head.next": "head",
     "cursor.enter": "open A here",
 }
+HELP = (
+    "Tokens of one position stand below each other; ≠ marks those that differ.",
+    "KL is how far both distributions are apart at a step. Red steps chose another token.",
+    "Look for the first token that differs, and for cells of the masks that only one side opens.",
+)
 
 
 def _bindings() -> list[BindingType]:
@@ -41,7 +55,7 @@ def _bindings() -> list[BindingType]:
     own = [
         Binding(",".join(keys[id_].keys), f"do('{id_}')", keys[id_].text, id=id_) for id_ in ACTIONS
     ]
-    return [*own, Binding("escape,q", "leave", "back")]
+    return [*own, Binding("q", "leave", "back"), Binding("escape", "back", "back")]
 
 
 class PairView(LoadedCanvas):
@@ -118,7 +132,7 @@ class CompareScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield PairView(self._sides, self._verdict, self._pool)
-        yield KeyLine(self.action_do, self._list_actions, ("app.quit",), LABELS)
+        yield KeyLine(self.action_do, self._list_actions, ("app.help", "app.quit"), LABELS)
 
     def on_unmount(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -135,14 +149,22 @@ class CompareScreen(Screen[None]):
         self.place = replace(self.place, step=max(0, min(step, last)))
 
     def _go_to_difference(self, direction: int) -> None:
-        """Go to the next (1) or the previous (-1) step with another token, wrapping around."""
-        steps = find_differences(self._sides, self.place.generation)
-        here = self.place.step
+        """Go to the next (1) or the previous (-1) step that differs, wrapping around.
+
+        It has another token, or another mask if all tokens are the same.
+        """
+        tokens = find_differences(self._sides, self.place.generation)
+        masks = {} if tokens else find_mask_differences(self._sides, self.place.generation)
+        steps, here = tokens or tuple(masks), self.place.step
         later = [s for s in steps if (s > here if direction > 0 else s < here)] or [*steps]
         if not later:
-            self.notify("All tokens are the same.")
+            self.notify("All tokens and masks are the same.")
             return
-        self.go_to(later[0] if direction > 0 else later[-1])
+        step = later[0] if direction > 0 else later[-1]
+        self.go_to(step)
+        if masks:
+            self.place = replace(self.place, layer=masks[step])
+            self.notify(f"All tokens are the same; layer {masks[step]} ran other masks here.")
 
     def _move(self, name: str, by: int) -> None:
         limits = {"layer": "layers", "head": "heads"}
@@ -167,6 +189,7 @@ class CompareScreen(Screen[None]):
             "head.next": partial(self._move, "head", 1),
             "head.previous": partial(self._move, "head", -1),
             "cursor.enter": self._open,
+            "app.help": self._help,
             "app.quit": self.action_leave,
         }
         if name in actions:
@@ -175,6 +198,20 @@ class CompareScreen(Screen[None]):
     def _open(self) -> None:
         if self._open_place is not None:
             self._open_place(self._sides[0].place(self.place))
+
+    def _help(self) -> None:
+        app: Any = self.app
+        texts = {key.id: key.text for key in all_keys()} | LABELS
+        rows = [(app.keys_of(name), texts[name]) for name in (*ACTIONS, "app.quit")]
+        self.app.push_screen(HelpScreen("Two runs side by side", HELP, {"Compare": rows}))
+
+    def action_back(self) -> None:
+        """Go back to the screen below; without one, say how to quit."""
+        app: Any = self.app
+        if self._open_place is None:
+            self.dismiss()
+        else:
+            self.notify(f"{app.keys_of('app.quit').split()[0]} quits.")
 
     def action_leave(self) -> None:
         """Go back to the screen below, or quit."""

@@ -77,6 +77,12 @@ PAGE = 10
 POLL_S = 0.25
 """Interval between status requests to a running capture; each takes a millisecond of a thread."""
 
+NEED_MODEL = (
+    *("run.pause", "run.step", "run.breakpoints"),
+    *("travel.restore", "travel.fork", "travel.mask"),
+)
+"""Actions that say at once if the run has ended, before they ask or move anything."""
+
 N_THREADS = 2
 """Threads that load what the screen shows."""
 
@@ -124,7 +130,7 @@ class TraceScreen(Screen[None]):
         yield StepTimeline(self._session, self._pool)
         yield StatusBanner()
         yield self._card
-        yield Slots(self._session, self._pool)
+        yield Slots(self._session, self._pool, has_tour=self._has_tour)
         yield SideRail(self._session, self._pool)
         if self._has_tour:
             from flexinspect.tui.guided_tour import TourLine
@@ -302,7 +308,9 @@ class TraceScreen(Screen[None]):
         """Run the action of a key or of the palette, by its id in `flexinspect.core.keyboard`."""
         self.slots.ensure_loaded()  # a key typed ahead of the first frame acts on the real panels
         action = self._key_actions().get(name)
-        if action is not None:
+        if name in NEED_MODEL and not self.status.live:
+            self.notify(self._session.missing_model().sentence(), severity="warning")
+        elif action is not None:
             self._run(action)
         else:
             self.slots.handle_action(name)

@@ -489,6 +489,9 @@ RECOMPILE_LIMIT = "recompile-limit"
 _GUARDED_MODS = (("mask_mod", "args[4]"), ("score_mod", "args[3]"))
 """Names of mask_mod and score_mod in guards: of a compiled call, and of an uncompiled one."""
 
+_UNCOMPILED_FLEX = "_flex_attention_hop_wrapper"
+"""The function that torch compiles, with backend eager, when uncompiled FlexAttention is called."""
+
 
 def _read_counters() -> tuple[int, int]:
     """Return how many graphs dynamo built, and how many it refused, without loading dynamo."""
@@ -521,7 +524,10 @@ class GraphCount:
         events: list[StepEvent] = []
         if new > 0:
             kind, text = "compiled" if first else "recompiled", plural(new, "graph")
-            events.append((kind, f"torch.compile built {text}", {"graphs": new, **facts}))
+            sentence = f"torch.compile built {text}"
+            if facts.get("of") == [_UNCOMPILED_FLEX]:
+                sentence = f"uncompiled flex_attention built {text}, as it always does"
+            events.append((kind, sentence, {"graphs": new, **facts}))
         if refused > 0:
             text = "torch.compile reached its recompile limit: the function runs uncompiled now"
             events.append((RECOMPILE_LIMIT, text, facts))

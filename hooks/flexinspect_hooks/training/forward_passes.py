@@ -28,7 +28,7 @@ MAX_MICRO_BATCHES = 4096  # of a step that are kept: the optimizer may never ste
 HOOK_COST_S = 2e-6  # measured, of a hook that only keeps a reference; timing it would cost more
 MODEL_OUTPUT = "(output)"  # the name of a tensor that the model itself returned
 
-UNCHECKED_WEIGHTS = "whose weights were looked at only after the update"
+UNCHECKED_WEIGHTS = "its weights were looked at only after the update"
 """Detail of a module whose weights may have become non-finite only in the update itself."""
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]  # makes a function never raise
@@ -391,7 +391,8 @@ class Extremes(Struct, frozen=True):
             kind, n_carriers = "weights", n_carriers + 1
             prefix = "" if name == MODEL_OUTPUT else f"{name}."
             name = prefix + bad.removeprefix("_orig_mod.")
-        return AnomalyOrigin(kind, name, n_carriers, detail)
+        class_name = type(module).__name__ if kind == "module" else ""
+        return AnomalyOrigin(kind, name, n_carriers, detail, class_name)
 
 
 def is_remote(tensor: Tensor) -> bool:

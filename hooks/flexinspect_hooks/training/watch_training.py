@@ -13,7 +13,8 @@ from msgspec.structs import asdict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.core.errors import UsageError
+from flexinspect.analysis.summary import summarize_trace
+from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.trace.file.writer import TraceWriter
@@ -97,7 +98,7 @@ def watch_training(
         level: how much is recorded: "basic", "advanced" or "extreme".
         band: the time that a step may take with capture, relative to one without, such as 1.02.
             Above it, detail is dropped and restored later, with an event each time.
-        quiet: do not print the summary line at the end.
+        quiet: do not print the summary at the end.
 
     The loss of a step is the one that the model returns (`.loss`, `["loss"]`, or a scalar), unless
     `step(loss=...)` sets another.
@@ -180,11 +181,25 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         dropped = f"{text} " if (text := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
         text = f"{summary.total_steps} training steps, {summary.anomaly_steps} with anomalies; "
-        return text + f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
+        text += f"capture took {share} ({each:.2f} ms a step). {dropped}Trace: {path}"
+        return "\n".join([text, *self._closing_lines()])
+
+    def _closing_lines(self) -> list[str]:
+        """Return the findings and the command that opens the trace, once it has ended."""
+        if self._session is not None:
+            return []
+        try:
+            with self.reader() as reader:
+                return summarize_trace(reader, self.path).closing_lines()
+        except TraceError as error:
+            return [error.sentence()]
 
     def _conclude(self, session: TrainingSession, writer: TraceWriter, **facts: Any) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary
         super()._conclude(session, writer, training=self._last_summary.as_dict(), **facts)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
         if not self._quiet:
             print_message(str(self))
 

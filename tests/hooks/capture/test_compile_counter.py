@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from flexinspect_hooks.sessions.capture_session import RECOMPILE_LIMIT, GraphCount
 
@@ -59,4 +60,15 @@ def test_reaching_the_recompile_limit_is_an_event_with_the_function() -> None:
             ]
     (only,) = limit_events
     assert only[1]["of"] == ["<lambda>"]
+    torch._dynamo.reset()
+
+
+def test_the_graph_of_uncompiled_flex_attention_is_named_as_such() -> None:
+    torch._dynamo.reset()
+    count = GraphCount()
+    q = torch.ones(1, 1, 8, 16)
+    flex_attention(q, q, q)
+    events = brief(count.on_step("prefill"))
+    text = "uncompiled flex_attention built 1 graph, as it always does"
+    assert events == [("compiled", text)]
     torch._dynamo.reset()

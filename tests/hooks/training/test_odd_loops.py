@@ -117,7 +117,7 @@ def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path
     ("producer", "ending"),
     [
         (AnomalyOrigin("loss", ""), "; the loss is not finite."),
-        (AnomalyOrigin("module", "head"), "; the output of head is not finite."),
+        (AnomalyOrigin("module", "head"), "; the output of module head is not finite."),
         (AnomalyOrigin("backward", "head.bias"), "; the gradient of head.bias is not finite."),
     ],
 )

@@ -32,6 +32,10 @@ def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
         *(0, "module"),
         "2",
     )
+    assert finding.sentence == (
+        "The loss of step 0 is NaN: module 2 (Log) is the first whose output is not finite "
+        "(float32); its weights are finite. 1 other module passes it on."
+    )
     nonfinite = mlp(8, 16, 16, 1)
     with torch.no_grad():
         nonfinite[2].weight[3, 4] = math.nan
@@ -80,7 +84,7 @@ def test_weights_that_the_update_made_nan_are_not_the_origin(
         trace.step(loss=optimizer.step(closure))
     finding = the(trace.findings(), "training.loss-nan")
     assert (finding.evidence["anomaly_origin"], finding.evidence["name"]) == ("module", "1")
-    assert "(float32), whose weights were looked at only after the update" in finding.sentence
+    assert "(float32); its weights were looked at only after the update" in finding.sentence
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -111,7 +115,7 @@ def test_every_output_is_checked_before_the_loss_is_named(
     found, _ = trained(path, Pair(), steps=1, loss_of=loss_of)
     finding = the(found, "training.loss-nan")
     assert (finding.evidence["anomaly_origin"], finding.evidence["name"]) == ("module", "(output)")
-    assert "first appears in the output of the model (float32)" in finding.sentence
+    assert "the model is the first whose output is not finite (float32)" in finding.sentence
 
 
 class Masked(nn.Module):

@@ -105,6 +105,22 @@ def test_a_gradient_that_is_nan_under_a_finite_loss_is_named(path: Path) -> None
     assert "the incoming gradient is not" in finding.sentence
 
 
+def test_a_loss_that_is_nan_through_the_weights_follows_from_the_gradient_before(
+    path: Path,
+) -> None:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        out = model(x)
+        extra = (out * 0.0).sum().abs().sqrt() if step == 3 else 0.0
+        return ((out - y) ** 2).mean() + extra
+
+    found, _ = trained(path, mlp(8, 16, 1), steps=6, loss_of=loss_of)
+    assert the(found, "training.nan-gradient").severity is Severity.ERROR
+    finding = the(found, "training.loss-nan")
+    assert (finding.step, finding.severity) == (4, Severity.NOTE)
+    assert finding.sentence.endswith("This follows from training.nan-gradient of step 3.")
+    assert finding.fix == "Fix training.nan-gradient: the update of step 3 broke the weights."
+
+
 def test_an_output_beyond_float16_names_its_module(path: Path) -> None:
     model = mlp(8, 16, 16, 1, activation=nn.ReLU).half()
     with torch.no_grad():

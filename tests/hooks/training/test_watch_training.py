@@ -398,6 +398,20 @@ def test_the_run_reports_its_cost(path: Path, capsys: pytest.CaptureFixture[str]
     )
 
 
+def test_the_end_of_a_run_prints_its_findings_and_how_to_open_it(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path) as trace:
+        loop(model, optimizer, 2, lambda: trace.step(math.inf))
+        assert "flexinspect open" not in str(trace)
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[1].startswith("  error: The loss of step 0 is infinite: the model's outputs")
+    assert printed[-1] == f"flexinspect open {path}"
+    assert str(trace).splitlines()[1:] == printed[1:]
+
+
 def test_invalid_arguments_of_watch_training_are_refused(path: Path) -> None:
     model = Net()
     with pytest.raises(UsageError, match="a torch module, not the int 3"):
