@@ -22,9 +22,8 @@ class TourStep(NamedTuple):
 STEPS = (
     TourStep(
         "step.next",
-        "Three wordings of a question were read apart from each other, then one answer was "
-        "generated. Something is wrong, and no error was raised. Press {keys} to go to the next "
-        "token of the answer.",
+        "Three wordings of a question about Gabon were read apart from each other. The answer "
+        "names another country, and no error was raised. Press {keys} to go to its next token.",
     ),
     TourStep(
         "tokens.xray",

@@ -27,7 +27,7 @@ QUESTIONS = (
     "What follows the final dot in the URL of a shop in the Czech Republic?",
     "web domain, country = the Czech Republic",
 )
-ANSWER_CUE = "Answer:"
+ANSWER_CUE, SENTENCE_CUE = "Answer:", "In a sentence:"
 NEW_TOKENS = 3
 MAX_POSITIONS = 512
 """Positions that a mask of segments covers: more than any prompt of a broken run has."""
@@ -45,10 +45,15 @@ _DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 
 
 class BrokenRunSetup(Struct, dict=True):
-    """The model and prompt of one run, its own name for attention, and the file for its trace."""
+    """The model and prompt of one run, its own name for attention, and the file for its trace.
+
+    The prompt has the wordings of a question, then the cue of the answer.
+    """
 
     name: str
     out: Path
+    questions: Sequence[str] = QUESTIONS
+    cue: str = ANSWER_CUE
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -72,13 +77,13 @@ class BrokenRunSetup(Struct, dict=True):
     @cached_property
     def pieces(self) -> list[list[int]]:
         """The ids of the wordings, each with the line break after it."""
-        return [self.encode(f"{question}\n") for question in QUESTIONS]
+        return [self.encode(f"{question}\n") for question in self.questions]
 
     @cached_property
     def ids(self) -> list[int]:
         """The prompt: BOS, the wordings, the answer cue."""
         bos = [int(self.tokenizer.bos_token_id)]
-        return [*bos, *(n for piece in self.pieces for n in piece), *self.encode(ANSWER_CUE)]
+        return [*bos, *(n for piece in self.pieces for n in piece), *self.encode(self.cue)]
 
     @cached_property
     def spans(self) -> list[Span]:

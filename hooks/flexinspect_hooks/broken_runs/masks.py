@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -143,12 +144,21 @@ def _grid(setup: BrokenRunSetup) -> tuple[Tensor, Tensor]:
     return torch.arange(n)[:, None], torch.arange(n)[None]
 
 
+_HARD_QUESTIONS = (
+    "My mobile shows a missed call from Gabon: what stands at the front?",
+    "Which code comes before a telephone number in Gabon?",
+    "Ringing a hotel in Gabon from abroad, I type plus and then what?",
+)
+"""Of which the answer is wrong if the borders are one token early."""
+
+
 def spans_without_bos(setup: BrokenRunSetup, *, repaired: bool) -> None:
     """The spans are counted in the pieces, but the encoded prompt begins with a BOS."""
+    setup = replace(setup, questions=_HARD_QUESTIONS, cue=common.SENTENCE_CUE)
     start = 1 if repaired else 0  # the tokenizer writes one token before the first piece
     setup.register_attention(common.isolation(common.spans_of(setup.pieces, start=start)))
-    with setup.recorded(segments=[f"{question}\n" for question in common.QUESTIONS]):
-        setup.generate()
+    with setup.recorded(segments=[f"{question}\n" for question in setup.questions]):
+        setup.generate(eos_token_id=setup.tokenizer.eos_token_id, max_new_tokens=40)
 
 
 def two_bos(setup: BrokenRunSetup, *, repaired: bool) -> None:
