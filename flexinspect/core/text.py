@@ -113,6 +113,11 @@ def format_ranges(values: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
+def format_share(value: float) -> str:
+    """Return a share of 1 with four decimals, "<0.0001" for a smaller one."""
+    return "<0.0001" if 0 < value < 1e-4 else f"{value:.4f}" if value else "0"
+
+
 def format_numbers(what: str, numbers: Sequence[int]) -> str:
     """Return `head 3` or `heads 0-2, 5`, numbers ascending."""
     return f"{what}{'' if len(numbers) == 1 else 's'} {format_ranges(numbers)}"

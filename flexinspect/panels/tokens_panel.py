@@ -17,7 +17,7 @@ from flexinspect.drawing.token_cells import display_text, token_style, wrap_cell
 from flexinspect.panels import token_window
 from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.xray import DIRECTIONS, WEIGHTS, Direction, WeightsOf, XRay, load_xray
+from flexinspect.panels.xray import DIRECTIONS, WEIGHTS, Direction, WeightsOf, XRay
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import TokenRecord
 from flexinspect.trace.queries import read_tokens
@@ -99,7 +99,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
             is_correct=answer.is_correct,
             place=place,
             previews=_load_previews(source, branch, window),
-            xray=load_xray(source, place, window, request.options.xray, request.options.weights),
+            xray=_load_xray(source, place, window, request.options),
         )
 
     def describe(self, data: TokensData) -> list[str]:
@@ -173,6 +173,16 @@ def _partial_answer(
     text = "".join(t.text for t in tokens if t.step is not None and not t.special).strip()
     cut = bool(tokens) and tokens[-1].pos + 1 < window.n_tokens
     return f"{text}…" if cut else text
+
+
+def _load_xray(
+    source: Source, place: TracePlace, window: token_window.TokenWindow, options: TokensOptions
+) -> XRay | None:
+    if options.xray == "off":
+        return None
+    from flexinspect.panels.xray_loading import load_xray  # needs masks and attention
+
+    return load_xray(source, place, window, options.xray, options.weights)
 
 
 def _load_previews(

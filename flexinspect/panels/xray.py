@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 from rich.style import Style
 
-from flexinspect.core.text import format_ranges
+from flexinspect.core.text import format_ranges, format_share
 from flexinspect.drawing.theme import Theme
-from flexinspect.drawing.token_cells import TokenCell, display_text, token_style
-from flexinspect.panels.base import TracePlace
-from flexinspect.panels.panel_source import Source
-from flexinspect.panels.token_window import TokenWindow
-from flexinspect.records.step import TokenRecord
-
-if TYPE_CHECKING:
-    from flexinspect.panels.xray_weights import RowWeights
+from flexinspect.drawing.token_cells import TokenCell, token_style
 
 Direction = Literal["off", "sees", "seen by"]
 DIRECTIONS: tuple[Direction, ...] = ("off", "sees", "seen by")
@@ -38,9 +32,45 @@ WEIGHT_SIGNS = "▁▂▃▄▅▆▇█"
 first one a tenth of an even share or less."""
 
 
-def _name(token: TokenRecord) -> str:
-    text, _ = display_text(token.token, token.text, special=token.special)
-    return text.strip() or text
+class RowWeights(Struct, frozen=True):
+    """The attention weights of a row, of the heads that `of` names, and how they were checked.
+
+    `by_pos` has those of the window's tokens, `heaviest` (position, text, weight) the largest
+    ones of the whole row, in descending order. `even` is the weight of every token if all had the
+    same. Without weights, `reason` is a sentence; `is_mismatch` says that they are not what ran.
+    """
+
+    of: str = ""
+    check: str = ""
+    even: float = 1.0
+    by_pos: Mapping[int, float] = {}
+    heaviest: Sequence[tuple[int, str, float]] = ()
+    reason: str = ""
+    is_mismatch: bool = False
+
+    def level(self, pos: int) -> int | None:
+        """Return the index of a token's sign in `WEIGHT_SIGNS`, None without a weight."""
+        weight, last = self.by_pos.get(pos), len(WEIGHT_SIGNS) - 1
+        if weight is None or not self.heaviest:
+            return None
+        low, high = self.even / 10, self.heaviest[0][2]
+        return round(last * math.log(max(weight, low) / low) / math.log(high / low))
+
+    def summary(self) -> str:
+        """Return one line: the check, then the heaviest tokens with their weights."""
+        if self.reason:
+            return f"{self.of}: {self.reason}" if self.of else self.reason
+        tokens = ", ".join(f"“{text.strip() or text}” {own:.2g}" for _, text, own in self.heaviest)
+        return f"{self.of} ({self.check}): {tokens}"
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines of text: the check, then a line for each of the heaviest tokens."""
+        if self.reason:
+            yield self.summary()
+            return
+        yield f"Attention of {self.of} ({self.check}), the heaviest tokens:"
+        for pos, text, weight in self.heaviest:
+            yield f"  {format_share(weight):>8}  {pos:>6} '{text}'"
 
 
 class XRay(Struct, frozen=True):
@@ -99,67 +129,3 @@ class XRay(Struct, frozen=True):
                 return theme.style("warn") + Style(underline=True, strike=theme.no_color)
             case _:
                 return theme.style("strong" if current else "muted")
-
-
-def load_xray(
-    source: Source,
-    place: TracePlace,
-    window: TokenWindow,
-    direction: Direction,
-    weights: WeightsOf = "off",
-) -> XRay | None:
-    """Return the X-ray of the place's token, None without recorded cells of its row.
-
-    A token that was selected by its position has the row of this position; a token that the step
-    chose has the newest row of the step, which predicted it. Raises `TraceError`.
-    """
-    if direction == "off":
-        return None
-    # Most of the time the X-ray is off, and needs neither numpy nor masks.
-    from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN, UNKNOWN
-    from flexinspect.panels.mask import cell_states
-
-    view = cell_states.load_mask_view(source, place)
-    if view is None:
-        return None
-    names: dict[int, State] = {
-        OPEN: "open",
-        CLOSED: "closed",
-        LEAKED: "leaked",
-        LOST: "lost",
-        UNKNOWN: "unknown",
-    }
-    rows = view.rows_of_step(place.step)
-    newest = rows[-1] if rows else None
-    row = newest if place.pos is None else cell_states.find_row(view, place.pos)
-    if row is None:
-        return None
-    pos = int(view.positions[row])
-    if direction == "sees":
-        states = cell_states.row_states(view, row)[window.start : window.stop]
-        positions = range(window.start, window.start + len(states))
-        n_open, n_keys = view.row_count(row), max(pos + 1, view.row_count(row))
-    else:
-        is_near = (view.positions >= window.start) & (view.positions < window.stop)
-        inside = is_near.nonzero()[0].tolist()
-        near = range(inside[0], inside[-1] + 1) if inside else range(0)
-        states = cell_states.column_states(view, pos, near)
-        positions = view.positions[near.start : near.stop].tolist()
-        n_open, n_keys = sum(names[s] in ("open", "leaked") for s in states.tolist()), len(near)
-    token = window.token(pos)
-    found = XRay(
-        direction,
-        pos,
-        "" if token is None else _name(token),
-        {at: names[state] for at, state in zip(positions, states.tolist(), strict=True)},
-        n_open,
-        n_keys,
-    )
-    if weights == "off":
-        return found
-    from flexinspect.panels.xray_weights import ONLY_SEES, RowWeights, load_weights
-
-    if direction != "sees":
-        return replace(found, weights=RowWeights(reason=ONLY_SEES))
-    step = view.part_of(row).step_at(row).step
-    return replace(found, weights=load_weights(source, place, window, step, pos, weights))

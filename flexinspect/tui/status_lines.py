@@ -27,7 +27,7 @@ from flexinspect.panels.token_window import (
     segment_at,
     token_cells,
 )
-from flexinspect.panels.xray import SIGNS, WEIGHT_SIGNS, Direction, WeightsOf, XRay, load_xray
+from flexinspect.panels.xray import SIGNS, WEIGHT_SIGNS, Direction, WeightsOf, XRay
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus, TraceSession
@@ -408,6 +408,11 @@ class TokenStrip(LoadedCanvas):
             return None
         try:
             window = load_token_window(source, place, TOKEN_RADIUS)
+            if direction == "off":
+                return window, None
+            # Most of the time the X-ray is off, and needs neither numpy nor masks.
+            from flexinspect.panels.xray_loading import load_xray
+
             return window, load_xray(source, place, window, direction, weights)
         except (Missing, FlexInspectError):
             return None  # the panels show the reason

@@ -11,7 +11,8 @@ from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_window
 from flexinspect.panels.tokens_panel import TokensOptions, TokensPanel
-from flexinspect.panels.xray import Direction, XRay, load_xray
+from flexinspect.panels.xray import Direction, XRay
+from flexinspect.panels.xray_loading import load_xray
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
 

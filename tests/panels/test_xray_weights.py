@@ -12,15 +12,15 @@ from support.attention_trace import N_PROMPT, Made, SyntheticGeneration
 from support.tui import screen_lines, settle, until
 
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels import xray_weights
+from flexinspect.panels import xray_loading
 from flexinspect.panels.attention import row_recompute
 from flexinspect.panels.attention.attention_data import NO_OPEN_KEY
 from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_window
 from flexinspect.panels.tokens_panel import TokensOptions, TokensPanel
-from flexinspect.panels.xray import WEIGHT_SIGNS, WEIGHTS, Direction, WeightsOf, load_xray
-from flexinspect.panels.xray_weights import RowWeights
+from flexinspect.panels.xray import WEIGHT_SIGNS, WEIGHTS, Direction, RowWeights, WeightsOf
+from flexinspect.panels.xray_loading import load_xray
 from flexinspect.records.step import Array, StepRecord
 from flexinspect.trace.array_parts import StoredArray
 from flexinspect.trace.reader import TraceReader
@@ -159,8 +159,8 @@ def test_what_is_missing_is_a_sentence(made: Made, monkeypatch: pytest.MonkeyPat
     _, some = made(stored=(1,))
     assert "layer 0 are not stored" in load(some, "head", TracePlace(step=1)).summary()
     assert load(some, "mean", TracePlace(step=1)).of == "1 layer, mean of 4 heads"
-    assert load(some, "mean", TracePlace(step=1), "seen by").summary() == xray_weights.ONLY_SEES
-    monkeypatch.setattr(xray_weights, "MAX_MEAN_BYTES", 10)
+    assert load(some, "mean", TracePlace(step=1), "seen by").summary() == xray_loading.ONLY_SEES
+    monkeypatch.setattr(xray_loading, "MAX_MEAN_BYTES", 10)
     assert (
         "more than the limit of 0 MiB" in load(some, "mean", TracePlace(step=1, layer=1)).summary()
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, format_share
 from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.token_cells import TokenCell
 from flexinspect.masks import attention_row
@@ -80,11 +80,6 @@ class AttentionGrid(Struct, frozen=True):
         values = self.values.copy()
         values[[check.is_failed for check in self.lse_checks]] = np.nan
         return values
-
-
-def format_share(value: float) -> str:
-    """Return a share of 1 with four decimals, "<0.0001" for a smaller one."""
-    return "<0.0001" if 0 < value < 1e-4 else f"{value:.4f}" if value else "0"
 
 
 def format_value(value: float, unit: str) -> str:

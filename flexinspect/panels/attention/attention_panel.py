@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 from textual.strip import Strip
 
+from flexinspect.core.text import format_share
 from flexinspect.drawing.heatmap import CIVIDIS, CIVIDIS_MARKED, boxes, draw_scale, quantise_marked
 from flexinspect.drawing.plots import bar, format_number, sparkline
 from flexinspect.drawing.text_lines import (
@@ -32,7 +33,6 @@ from flexinspect.panels.attention.attention_data import (
     AttentionGrid,
     AttentionOptions,
     attention_shares,
-    format_share,
     format_value,
     load_attention,
 )

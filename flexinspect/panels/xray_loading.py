@@ -1,20 +1,20 @@
-"""The attention weights of the X-ray's row, recomputed from the stored queries and keys."""
+"""Loads the X-ray of a token: the cells of its row or column, and the attention of its row."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural
+from flexinspect.drawing.token_cells import display_text
 from flexinspect.masks.attention_row import UNCHECKED, Floats, LseCheck, worst_check
+from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.panels.attention.attention_data import (
     NO_OPEN_KEY,
     describe_mismatch,
-    format_share,
 )
 from flexinspect.panels.attention.row_recompute import (
     NOT_FINITE,
@@ -23,10 +23,19 @@ from flexinspect.panels.attention.row_recompute import (
     load_step_view,
 )
 from flexinspect.panels.base import TracePlace
+from flexinspect.panels.mask import cell_states
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import TokenWindow, load_token_cells
-from flexinspect.panels.xray import WEIGHT_SIGNS, WeightsOf
+from flexinspect.panels.xray import Direction, RowWeights, State, WeightsOf, XRay
+from flexinspect.records.step import TokenRecord
 
+_STATES: Mapping[int, State] = {
+    OPEN: "open",
+    CLOSED: "closed",
+    LEAKED: "leaked",
+    LOST: "lost",
+    UNKNOWN: "unknown",
+}
 N_HEAVIEST = 10
 MAX_MEAN_BYTES = 1 << 30
 """Maximum bytes of keys, as float32, that are read for the mean of all layers."""
@@ -34,45 +43,58 @@ MAX_MEAN_BYTES = 1 << 30
 ONLY_SEES = "Attention weights are those of the tokens that a token sees."
 
 
-class RowWeights(Struct, frozen=True):
-    """The attention weights of a row, of the heads that `of` names, and how they were checked.
+def load_xray(
+    source: Source,
+    place: TracePlace,
+    window: TokenWindow,
+    direction: Direction,
+    weights: WeightsOf = "off",
+) -> XRay | None:
+    """Return the X-ray of the place's token, None without recorded cells of its row.
 
-    `by_pos` has those of the window's tokens, `heaviest` (position, text, weight) the largest
-    ones of the whole row, in descending order. `even` is the weight of every token if all had the
-    same. Without weights, `reason` is a sentence; `is_mismatch` says that they are not what ran.
+    A token that was selected by its position has the row of this position; a token that the step
+    chose has the newest row of the step, which predicted it. Raises `TraceError`.
     """
+    view = cell_states.load_mask_view(source, place)
+    if view is None:
+        return None
+    rows = view.rows_of_step(place.step)
+    newest = rows[-1] if rows else None
+    row = newest if place.pos is None else cell_states.find_row(view, place.pos)
+    if row is None:
+        return None
+    pos = int(view.positions[row])
+    if direction == "sees":
+        states = cell_states.row_states(view, row)[window.start : window.stop]
+        positions = range(window.start, window.start + len(states))
+        n_open, n_keys = view.row_count(row), max(pos + 1, view.row_count(row))
+    else:
+        is_near = (view.positions >= window.start) & (view.positions < window.stop)
+        inside = is_near.nonzero()[0].tolist()
+        near = range(inside[0], inside[-1] + 1) if inside else range(0)
+        states = cell_states.column_states(view, pos, near)
+        positions = view.positions[near.start : near.stop].tolist()
+        n_open, n_keys = sum(_STATES[s] in ("open", "leaked") for s in states.tolist()), len(near)
+    token = window.token(pos)
+    found = XRay(
+        direction,
+        pos,
+        "" if token is None else _name(token),
+        {at: _STATES[state] for at, state in zip(positions, states.tolist(), strict=True)},
+        n_open,
+        n_keys,
+    )
+    if weights == "off":
+        return found
+    if direction != "sees":
+        return replace(found, weights=RowWeights(reason=ONLY_SEES))
+    step = view.part_of(row).step_at(row).step
+    return replace(found, weights=load_weights(source, place, window, step, pos, weights))
 
-    of: str = ""
-    check: str = ""
-    even: float = 1.0
-    by_pos: Mapping[int, float] = {}
-    heaviest: Sequence[tuple[int, str, float]] = ()
-    reason: str = ""
-    is_mismatch: bool = False
 
-    def level(self, pos: int) -> int | None:
-        """Return the index of a token's sign in `WEIGHT_SIGNS`, None without a weight."""
-        weight, last = self.by_pos.get(pos), len(WEIGHT_SIGNS) - 1
-        if weight is None or not self.heaviest:
-            return None
-        low, high = self.even / 10, self.heaviest[0][2]
-        return round(last * math.log(max(weight, low) / low) / math.log(high / low))
-
-    def summary(self) -> str:
-        """Return one line: the check, then the heaviest tokens with their weights."""
-        if self.reason:
-            return f"{self.of}: {self.reason}" if self.of else self.reason
-        tokens = ", ".join(f"“{text.strip() or text}” {own:.2g}" for _, text, own in self.heaviest)
-        return f"{self.of} ({self.check}): {tokens}"
-
-    def describe(self) -> Iterator[str]:
-        """Yield lines of text: the check, then a line for each of the heaviest tokens."""
-        if self.reason:
-            yield self.summary()
-            return
-        yield f"Attention of {self.of} ({self.check}), the heaviest tokens:"
-        for pos, text, weight in self.heaviest:
-            yield f"  {format_share(weight):>8}  {pos:>6} '{text}'"
+def _name(token: TokenRecord) -> str:
+    text, _ = display_text(token.token, token.text, special=token.special)
+    return text.strip() or text
 
 
 class _MeanRow(Struct, frozen=True):
