@@ -15,8 +15,7 @@ from flexinspect.drawing.text_lines import Pen, clip_text, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels import base
 from flexinspect.panels.base import Picture, Request
-from flexinspect.panels.finding_navigation import navigate_to_finding
-from flexinspect.panels.finding_summary import load_groups, summarize_groups
+from flexinspect.panels.findings_of_place import load_groups, navigate_to_finding, summarize_groups
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace import queries

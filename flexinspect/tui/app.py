@@ -155,7 +155,7 @@ class InspectorApp(App[None]):
         from flexinspect.analysis.compare_traces import compare_traces, verdict_text
         from flexinspect.panels.panel_source import Source
         from flexinspect.trace.reader import TraceReader
-        from flexinspect.tui.pair_data import Side
+        from flexinspect.tui.comparison_data import Side
         from flexinspect.tui.screens.compare_screen import CompareScreen
 
         readers = TraceReader(one), TraceReader(other)

@@ -153,7 +153,7 @@ class BranchCommands:
             fork = app.keys_of("travel.fork")
             app.notify(f"There is no fork to compare with; {fork} tries another token.")
             return
-        from flexinspect.tui.pair_data import Side
+        from flexinspect.tui.comparison_data import Side
         from flexinspect.tui.screens.compare_screen import CompareScreen
 
         row = forks[-1]

@@ -15,8 +15,7 @@ from textual.strip import Strip
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text, join_blocks
 from flexinspect.panels.base import TracePlace
-from flexinspect.panels.finding_navigation import navigate_to_finding
-from flexinspect.panels.finding_summary import FindingSummary, load_summary
+from flexinspect.panels.findings_of_place import FindingSummary, load_summary, navigate_to_finding
 from flexinspect.panels.findings_panel import Coverage, describe_coverage, load_coverage
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, theme_of

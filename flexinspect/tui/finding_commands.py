@@ -8,14 +8,18 @@ from msgspec.structs import replace
 
 from flexinspect.analysis.reports import collect
 from flexinspect.core.text import capitalize
-from flexinspect.panels.finding_navigation import evidence_panel, navigate_to_finding, next_finding
-from flexinspect.panels.finding_summary import load_summary
+from flexinspect.panels.findings_of_place import (
+    evidence_panel,
+    load_summary,
+    navigate_to_finding,
+    next_finding,
+)
 from flexinspect.panels.findings_panel import HEADINGS, describe_finding
 from flexinspect.records.finding import Finding
 from flexinspect.trace.query_results import FindingRow
 from flexinspect.tui.diagnosis_card import DiagnosisCard
 from flexinspect.tui.navigation import Navigation, PlacedScreen
-from flexinspect.tui.screens.text_screen import TextScreen
+from flexinspect.tui.screens.text_screens import TextScreen
 from flexinspect.tui.trace_session import TraceSession
 
 

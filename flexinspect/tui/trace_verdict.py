@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
-from flexinspect.panels.finding_summary import FindingSummary, summarize_groups
+from flexinspect.panels.findings_of_place import FindingSummary, summarize_groups
 from flexinspect.trace.queries import finding_groups
 from flexinspect.trace.reader import TraceReader, open_trace
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from support.finding_traces import MANY, found
 
 from flexinspect.panels.base import Navigate, TracePlace
-from flexinspect.panels.finding_navigation import navigate_to_finding, next_finding
+from flexinspect.panels.findings_of_place import navigate_to_finding, next_finding
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.query_results import FindingRow
 

@@ -16,7 +16,7 @@ from flexinspect.analysis.reports.collect import UNDECLARED, FindingFilter, coll
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks.algebra import causal
 from flexinspect.panels.base import Navigate, Request, TracePlace
-from flexinspect.panels.finding_summary import load_groups
+from flexinspect.panels.findings_of_place import load_groups
 from flexinspect.panels.findings_panel import FindingsData, FindingsOptions, FindingsPanel
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Severity

@@ -16,7 +16,7 @@ from flexinspect.cli.main import main
 from flexinspect.records.step import GenerationEnd, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.pair_view import KL_LINE
+from flexinspect.tui.comparison_view import KL_LINE
 from flexinspect.tui.screens.compare_screen import CompareScreen, PairView
 from flexinspect.tui.screens.trace_screen import TraceScreen
 

@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.diagnosis_card import DiagnosisCard, card_height
-from flexinspect.tui.screens.text_screen import TextScreen
+from flexinspect.tui.screens.text_screens import TextScreen
 
 ONE_EARLY = blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)
 

@@ -12,9 +12,9 @@ from support.tui import screen_text, settle, until
 from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS, find_broken_run
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.exhibit_quiz import N_CHOICES, fault_of, faults_to_choose
 from flexinspect.tui.saved_state import load_state
 from flexinspect.tui.screens.dialogs import ChoiceDialog
+from flexinspect.tui.screens.exhibit_screen import N_CHOICES, fault_of, faults_to_choose
 
 EXHIBIT = find_broken_run("decode-without-offset")
 

@@ -13,7 +13,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import GenerationEnd
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.screens.text_screen import TextScreen
+from flexinspect.tui.screens.text_screens import TextScreen
 
 SMALL = (80, 24)
 

@@ -27,8 +27,8 @@ from flexinspect.tui.saved_state import load_state
 from flexinspect.tui.screens import exhibit_screen, start_screen
 from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen, TextDialog
 from flexinspect.tui.screens.exhibit_screen import ExhibitScreen
-from flexinspect.tui.screens.glossary_screen import GlossaryScreen
 from flexinspect.tui.screens.start_screen import SLOGAN, StartScreen, UnreadableTraceScreen
+from flexinspect.tui.screens.text_screens import GlossaryScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.trace_verdict import TraceVerdict, read_verdict
 

@@ -18,8 +18,7 @@ from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Pen
 from flexinspect.panels.base import Missing, TracePlace
-from flexinspect.tui.key_line import KeyLine
-from flexinspect.tui.pair_data import (
+from flexinspect.tui.comparison_data import (
     PairData,
     Side,
     find_differences,
@@ -27,7 +26,8 @@ from flexinspect.tui.pair_data import (
     load_pair,
     step_bounds_of,
 )
-from flexinspect.tui.pair_view import KL_LINE, cells_that_fit, draw_pair, step_at
+from flexinspect.tui.comparison_view import KL_LINE, cells_that_fit, draw_pair, step_at
+from flexinspect.tui.key_line import KeyLine
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.screens.dialogs import HelpScreen
 

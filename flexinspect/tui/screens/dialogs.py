@@ -113,7 +113,7 @@ class HelpScreen(ModalScreen[None]):
 
     def on_resize(self) -> None:
         """Write the keys in as many columns as fit."""
-        from flexinspect.tui.screens.commands import format_rows
+        from flexinspect.tui.screens.command_palette import format_rows
 
         width = self.query_one(VerticalScroll).scrollable_content_region.width
         self.query_one("#keys", Static).update(format_rows(self._rows, width))

@@ -282,7 +282,7 @@ class StartScreen(Screen[None]):
 
     def action_glossary(self) -> None:
         """Explain the words of the interface."""
-        from flexinspect.tui.screens.glossary_screen import GlossaryScreen
+        from flexinspect.tui.screens.text_screens import GlossaryScreen
 
         self.app.push_screen(GlossaryScreen())
 

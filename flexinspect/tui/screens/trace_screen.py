@@ -40,7 +40,7 @@ from flexinspect.tui.panel_view import LoadedCanvas, PanelView
 from flexinspect.tui.place_frames import PlaceFrames, next_place
 from flexinspect.tui.saved_files import save_declaration, save_picture
 from flexinspect.tui.screens.dialogs import HelpScreen
-from flexinspect.tui.screens.text_screen import TextScreen
+from flexinspect.tui.screens.text_screens import TextScreen
 from flexinspect.tui.side_rail import RailList, SideRail
 from flexinspect.tui.status_lines import StatusBanner, TokenStrip, TraceHeader
 from flexinspect.tui.step_timeline import StepTimeline
@@ -67,7 +67,7 @@ def bindings() -> list[BindingType]:
 
 
 def _key_commands() -> type[Provider]:
-    from flexinspect.tui.screens.commands import KeyCommands
+    from flexinspect.tui.screens.command_palette import KeyCommands
 
     return KeyCommands
 
@@ -411,7 +411,7 @@ class TraceScreen(Screen[None]):
         self.slots.focus_panel("code")
 
     async def _answer_exhibit(self) -> None:
-        from flexinspect.tui.exhibit_quiz import ask_fault
+        from flexinspect.tui.screens.exhibit_screen import ask_fault
 
         await ask_fault(self.app, self.reader.run().get("exhibit") if self.reader else None)
 
@@ -421,14 +421,14 @@ class TraceScreen(Screen[None]):
         save_picture(self.app, self._session.path, self.place, view)
 
     def _help(self) -> None:
-        from flexinspect.tui.screens.commands import help_rows
+        from flexinspect.tui.screens.command_palette import help_rows
 
         panel = self.slots.current().panel
         rows = help_rows(self.keys_of, panel.title, panel.actions)
         self.app.push_screen(HelpScreen(panel.title, panel.help, rows))
 
     def _show_glossary(self) -> None:
-        from flexinspect.tui.screens.glossary_screen import GlossaryScreen
+        from flexinspect.tui.screens.text_screens import GlossaryScreen
 
         self.app.push_screen(GlossaryScreen())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexinspect.core.errors import UsageError
-from flexinspect.launch.editor import editor_command
+from flexinspect.tui.code_editor import editor_command
 
 FILE = Path("/work/gen.py")
 

@@ -1,4 +1,4 @@
-"""The findings of a trace in one line: their numbers by severity, and the worst one of a place."""
+"""The findings of a trace for a place: their numbers, the worst one, the next one, its panel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from msgspec import Struct
 
 from flexinspect.analysis.reports import collect
 from flexinspect.core.text import escape_unprintable
-from flexinspect.panels.base import TracePlace
+from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace import queries
 from flexinspect.trace.query_results import FindingRow
+from flexinspect.trace.reader import TraceReader
 
 MAX_GROUPS = 500
 
@@ -83,3 +84,60 @@ def load_groups(source: Source) -> tuple[queries.FindingGroup, ...]:
         return ()
     read = partial(queries.finding_groups, source.reader, limit=MAX_GROUPS)
     return source.get_or_create(("findings", counter), lambda: tuple(read()))
+
+
+# -- the way to a finding -------------------------------------------------------------------------
+
+PLACE_FIELDS = ("generation", "branch", "step", "layer", "head")
+
+
+def next_finding(
+    reader: TraceReader, place: TracePlace, direction: int, after: FindingRow | None = None
+) -> FindingRow | None:
+    """Return the next finding after (direction 1) or before (-1) a place, cyclically.
+
+    Findings are ordered by generation, branch, step, layer and head; None means that the trace has
+    none. `after` is the finding that was last navigated to: if it is at `place`, the search starts
+    from it, so that several findings at one place are visited in turn. Takes a few bounded
+    queries. Raises `TraceError`.
+    """
+    if after is not None and all(
+        getattr(after.finding, name) in (None, getattr(place, name)) for name in PLACE_FIELDS
+    ):
+        position = queries.finding_position(after)
+    else:
+        past = 1 << 62 if direction > 0 else -1
+        position = (place.generation, place.branch, place.step, place.layer, place.head, past)
+    return queries.adjacent_finding(reader, position, direction) or queries.adjacent_finding(
+        reader, queries.FIRST_POSITION if direction > 0 else queries.LAST_POSITION, direction
+    )
+
+
+def navigate_to_finding(finding: Finding) -> Navigate:
+    """Return the place of a finding and its first position; what it does not name is unchanged."""
+    place = {name: getattr(finding, name) for name in PLACE_FIELDS}
+    return Navigate(**place, pos=finding.positions[0] if finding.positions else None)
+
+
+EVIDENCE_PANELS = {
+    "attention": "attention",
+    "decode": "mask",
+    "gradient": "gradients",
+    "graphs": "path",
+    "kernel": "path",
+    "mask": "mask",
+    "memory": "memory",
+    "numbers": "layers",
+    "path": "path",
+    "positions": "tokens",
+    "reach": "mask",
+    "segments": "mask",
+    "text": "tokens",
+    "training": "training",
+}
+"""The panel that shows the evidence of a finding, by the first word of its id."""
+
+
+def evidence_panel(finding: Finding) -> str:
+    """Return the panel that shows what a finding says, "" for none in particular."""
+    return EVIDENCE_PANELS.get(finding.id.partition(".")[0], "")

@@ -14,7 +14,7 @@ from flexinspect.drawing.token_cells import TokenCell, token_style
 from flexinspect.panels.mask.cells_around import CELL_WIDTH, N_KEYS, N_ROWS, ROW_WORD_WIDTH
 from flexinspect.panels.token_window import token_cells
 from flexinspect.records.step import Candidate
-from flexinspect.tui.pair_data import PairData, Side, SideData
+from flexinspect.tui.comparison_data import PairData, Side, SideData
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 KL_TITLE = "KL  "

@@ -8,7 +8,7 @@ import pytest
 from support.finding_traces import MANY, found
 
 from flexinspect.panels.base import TracePlace
-from flexinspect.panels.finding_summary import load_groups, load_summary
+from flexinspect.panels.findings_of_place import load_groups, load_summary
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Severity
 

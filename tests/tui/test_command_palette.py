@@ -14,9 +14,9 @@ from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_layout import Slots
-from flexinspect.tui.screens.commands import format_rows, help_rows
+from flexinspect.tui.screens.command_palette import format_rows, help_rows
 from flexinspect.tui.screens.dialogs import HelpScreen
-from flexinspect.tui.screens.glossary_screen import GlossaryScreen
+from flexinspect.tui.screens.text_screens import GlossaryScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
 
 WIDE, SMALL = (120, 40), (80, 24)
