@@ -63,7 +63,7 @@ KEYS: tuple[Key, ...] = (
     Key("tokens.next", ("semicolon",), "next token of the text, also of the prompt"),
     Key("tokens.previous", ("comma",), "previous token of the text"),
     Key("tokens.xray", ("a",), "X-ray: what this token sees, what sees it, off", label="X-ray"),
-    Key("tokens.weights", ("w",), "X-ray: weigh by attention of a head, layer, all", label="weigh"),
+    Key("tokens.weights", ("W",), "X-ray: weigh by attention of a head, layer, all", label="weigh"),
     Key("tokens.match", ("asterisk",), "next match of the search"),
     Key("finding.next", ("n",), "next finding", label="finding"),
     Key("finding.read", ("i",), "read all of the finding", label="read it"),

@@ -222,19 +222,19 @@ async def test_one_key_weighs_the_xray_and_follows_the_head(made: Made) -> None:
     app = InspectorApp(Path(source.reader.path), place=TracePlace(step=2))
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
-        await pilot.press("w")
+        await pilot.press("W")
         await until(pilot, lambda: screen_lines(app)[4].startswith("layer 0, head 0 (LSE error"))
         assert "sees" in screen_lines(app)[3]
         assert set(screen_lines(app)[2]) & set(WEIGHT_SIGNS)
         await pilot.press("]")
         await until(pilot, lambda: screen_lines(app)[4].startswith("layer 0, head 1 "))
-        await pilot.press("w")
+        await pilot.press("W")
         await until(pilot, lambda: screen_lines(app)[4].startswith("layer 0, mean of 4 heads"))
         await pilot.press("a")  # what sees the token
         await until(pilot, lambda: screen_lines(app)[4].startswith("Attention weights are"))
-        await pilot.press("w")  # back to what it sees
+        await pilot.press("W")  # back to what it sees
         await until(pilot, lambda: screen_lines(app)[4].startswith("layer 0, mean of 4 heads"))
-        await pilot.press("w", "w")
+        await pilot.press("W", "W")
         await until(pilot, lambda: "━" in screen_lines(app)[2])
         await settle(pilot)
         assert not screen_lines(app)[4].startswith("layer")

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from support.traces import sample_trace
+
 from flexinspect.trace.file.side_files import (
     DebuggerStop,
     read_stop,
@@ -14,11 +16,6 @@ from flexinspect.trace.file.side_files import (
     write_stop,
 )
 from flexinspect.tui.trace_session import CaptureClient, TraceSession
-
-
-class FakeFeed(TraceSession):
-    def __init__(self, path: Path) -> None:
-        self.path, self.process = path, None
 
 
 def held(**changes: object) -> DebuggerStop:
@@ -36,7 +33,8 @@ def test_the_sentence_without_time_does_not_change_during_a_stop(tmp_path: Path)
 
 def test_the_interface_shows_a_stop_until_it_ends(tmp_path: Path) -> None:
     trace = tmp_path / "run.flextrace"
-    remote = CaptureClient(FakeFeed(trace))
+    sample_trace(trace)
+    remote = CaptureClient(TraceSession(trace))
     write_stop(trace, held())
     assert remote.poll().debugger_stop == "The model is held by debugpy in rule (my_mask.py:3)."
     remove_stop(trace)
