@@ -92,9 +92,12 @@ class Terminal:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of the process so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Return the CPU seconds of the process so far, of the threads that still run.
+
+        The clock of `/proc/PID/stat` has steps of 10 ms; the scheduler counts nanoseconds.
+        """
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def has_mapped(self, name: str) -> bool:
         """Return whether a library of that name is loaded into the process."""

@@ -57,6 +57,10 @@ def card_height(screen_height: int) -> int:
     return next((lines for least, lines in heights if screen_height >= least), 0)
 
 
+LINES_WITHOUT_FINDING = 2
+"""Lines that most traces without a finding need: a guess, until the trace is read."""
+
+
 class DiagnosisCard(LoadedCanvas):
     """Shows the finding that the user went to, or else the worst one of the place's generation."""
 
@@ -71,6 +75,7 @@ class DiagnosisCard(LoadedCanvas):
         self.loader = Loader(pool, self._next_request, self._load, self._show_loaded)
         self._diagnosis = Diagnosis()
         self._max_height = 0
+        self._is_loaded = False
         self._visited: tuple[TracePlace, Finding] | None = None
 
     @property
@@ -130,7 +135,7 @@ class DiagnosisCard(LoadedCanvas):
         return self.size.height >= 4 and self.size.width - CELLS_WIDTH >= MIN_TEXT_WIDTH
 
     def _show_loaded(self, request: CardRequest, loaded: Diagnosis) -> None:
-        self._diagnosis = loaded
+        self._diagnosis, self._is_loaded = loaded, True
         self._set_height()
         self.repaint()
 
@@ -141,7 +146,8 @@ class DiagnosisCard(LoadedCanvas):
 
     def _set_height(self) -> None:
         width = self.size.width or self.app.size.width
-        needed = len(_draw_verified(self._diagnosis, Pen(theme_of(self.app), width)))
+        verified = _draw_verified(self._diagnosis, Pen(theme_of(self.app), width))
+        needed = len(verified) if self._is_loaded else LINES_WITHOUT_FINDING
         lines = self._max_height if self._diagnosis.finding is not None else needed
         self.styles.height = max(min(lines, self._max_height), 1)
         self.display = min(lines, self._max_height) > 0

@@ -95,15 +95,19 @@ class StepTimeline(LoadedCanvas):
         self._session = session
         self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
         self._data: TimelineData | None = None
-        self._has_room = False
+        self._has_room = self._is_loaded = False
 
     def fit_screen(self, height: int) -> None:
-        """Show it on a screen with lines to spare, if there is more than one step."""
+        """Show it on a screen with lines to spare, unless there is only one step.
+
+        Its line is kept until the steps are loaded: else all panels would be laid out again.
+        """
         self._has_room = height >= MIN_SCREEN_HEIGHT
         self._set_display()
 
     def _set_display(self) -> None:
-        self.display = self._has_room and self._data is not None and len(self._data.window) > 1
+        has_steps = self._data is not None and len(self._data.window) > 1
+        self.display = self._has_room and (has_steps or not self._is_loaded)
 
     def _load(self, request: PlaceLoadRequest) -> TimelineData | None:
         source, place = self._session.source, request[0]
@@ -130,7 +134,7 @@ class StepTimeline(LoadedCanvas):
         return TimelineData(window, levels, close, marks, is_training=is_training)
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: TimelineData | None) -> None:
-        self._data = loaded
+        self._data, self._is_loaded = loaded, True
         self._set_display()
         self.repaint()
 
