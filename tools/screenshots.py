@@ -16,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from textual.pilot import Pilot
 
+from flexinspect.control import discovery
 from flexinspect.drawing.export import to_png, to_svg
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import LoadedCanvas, theme_of
@@ -33,7 +35,10 @@ OUT = "OUT"
 
 PROGRAM = ("-P", "-m", "flexinspect")
 RUN = (*PROGRAM, "run", "--no-ui", "--out", OUT)
-DEMO = (*RUN, "--model", "demo", "--dataset", "demo", "--level", "extreme")
+DEMO = (
+    *(*RUN, "--model", "demo", "--dataset", "demo", "--level", "extreme"),
+    *("--cue", "In a sentence:"),
+)
 MUSEUM = (*PROGRAM, "museum", "--no-ui", "--out", OUT)
 RUNS = {
     "demo": DEMO,
@@ -60,7 +65,7 @@ class Scene:
 
 
 SCENES = {
-    "wide": Scene(("demo",), ("right",), ((150, 44),), ("dark",)),
+    "wide": Scene(("demo",), ("end", "left", "left", "left"), ((150, 44),), ("dark",)),
     "own": Scene(("own",)),
     "museum": Scene(("decode",), ("right", "a")),
     "fix": Scene(("borders",), ("i",)),
@@ -138,12 +143,14 @@ def main() -> None:
     if unknown := [name for name in args.scenes if name not in SCENES]:
         parser.error(f"There is no scene {unknown[0]!r}.")
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    out = args.out.absolute()
+    discovery.running = list  # other runs of this machine belong in no picture
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
         os.environ.update(XDG_STATE_HOME=folder, COLORTERM="truecolor", TERM="xterm-256color")
         os.environ.pop("NO_COLOR", None)
         for shot in shots(args.scenes or list(SCENES)):
             svg = asyncio.run(shoot(shot, Path(folder)))
-            file = args.out / shot.file_name
+            file = out / shot.file_name
             file.write_bytes(to_png(svg, zoom=1.0))
             print(f"{file}: {file.stat().st_size} bytes")
 
