@@ -119,7 +119,7 @@ def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
     page = (DOCS / "interface.md").read_text()
     example = page.split("```toml\n")[1].split("```")[0]
     (home / "flexinspect.toml").write_text(example)
-    assert load_config().keys == {"step.next": "w", "step.previous": "u,left"}
+    assert load_config().keys == {"step.next": "d", "step.previous": "u,left"}
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, message:
 
 def test_keys_may_be_written_as_on_the_keyboard_or_in_the_help(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
-        '[keys]\n"step.next" = ["!", "Ctrl + A", "shift+w", "w"]\n'
+        '[keys]\n"step.next" = ["!", "Ctrl + A", "shift+u", "d"]\n'
         '"step.last" = ["pgdn", "~", "ctrl++"]\n"step.forward" = "SPACE"\n'
         '"run.pause" = "u"\n'
         '"step.previous" = ["←", "shift+alt+left"]\n'
     )
     assert load_config().keys == {
-        "step.next": "exclamation_mark,ctrl+a,W,w",
+        "step.next": "exclamation_mark,ctrl+a,U,d",
         "step.last": "pagedown,tilde,ctrl+plus",
         "step.forward": "space",
         "run.pause": "u",
@@ -167,8 +167,8 @@ def test_keys_may_be_written_as_on_the_keyboard_or_in_the_help(home: Path) -> No
 
 
 def test_a_key_can_move_from_an_action_that_gets_another_key(home: Path) -> None:
-    (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "n"\n"finding.next" = "w"\n')
-    assert load_config().keys == {"step.next": "n", "finding.next": "w"}
+    (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "n"\n"finding.next" = "d"\n')
+    assert load_config().keys == {"step.next": "n", "finding.next": "d"}
     (home / "flexinspect.toml").write_text(
         '[keys]\n"step.next" = ["left", "h"]\n"step.previous" = ["right", "l"]\n'
     )
@@ -178,10 +178,10 @@ def test_a_key_can_move_from_an_action_that_gets_another_key(home: Path) -> None
 def test_a_key_conflict_between_two_files_names_the_file_of_the_new_key(home: Path) -> None:
     per_user = home.parent / "xdg" / "flexinspect" / "config.toml"
     per_user.parent.mkdir(parents=True)
-    per_user.write_text('[keys]\n"app.help" = "w"\n')
-    (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "w"\n')
+    per_user.write_text('[keys]\n"app.help" = "d"\n')
+    (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "d"\n')
     with pytest.raises(
-        UsageError, match=r"'step.next' has 'w', which 'app.help' already uses"
+        UsageError, match=r"'step.next' has 'd', which 'app.help' already uses"
     ) as caught:
         load_config()
     assert caught.value.message.startswith(f"{home / 'flexinspect.toml'}:2: ")
