@@ -162,7 +162,7 @@ def test_borders_that_are_one_token_early_are_named_without_a_declaration(tmp_pa
     options = ("--no-ui", "--out", "own.flextrace")
     done = python(["-m", "flexinspect", "run", *options, script], tmp_path)
     assert done.out == "answer: yen\n"
-    sentence = re.search(r"note: (In all 4 layers every border .*?)  \[", PAGE)
+    sentence = re.search(r"note: (Every segment border .*?)  \[", PAGE)
     assert sentence is not None
     assert sentence[1] in done.err
 
