@@ -77,7 +77,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "w01_bos_shift": (
         Signal(
             *("segments.shifted", "warning"),
-            ("1 token before", "without the BOS", "the last token of 'paraphrase 1' (position 6"),
+            ("1 token early", "without the BOS", "the last token of 'paraphrase 1' (position 6"),
             layers=(0, 1),
             positions=(6, 14),
         ),

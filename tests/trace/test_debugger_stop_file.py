@@ -16,11 +16,6 @@ from flexinspect.trace.file.side_files import (
 from flexinspect.tui.trace_session import CaptureClient, TraceSession
 
 
-class FakeFeed(TraceSession):
-    def __init__(self, path: Path) -> None:
-        self.path, self.process = path, None
-
-
 def held(**changes: object) -> DebuggerStop:
     facts = {"debugger": "debugpy", "file": "/x/my_mask.py", "line": 3, "function": "rule"}
     return DebuggerStop(pid=os.getpid(), since=time.time() - 5, **{**facts, **changes})  # type: ignore[arg-type]
@@ -36,7 +31,9 @@ def test_the_sentence_without_time_does_not_change_during_a_stop(tmp_path: Path)
 
 def test_the_interface_shows_a_stop_until_it_ends(tmp_path: Path) -> None:
     trace = tmp_path / "run.flextrace"
-    remote = CaptureClient(FakeFeed(trace))
+    session = TraceSession()
+    session.path = trace
+    remote = CaptureClient(session)
     write_stop(trace, held())
     assert remote.poll().debugger_stop == "The model is held by debugpy in rule (my_mask.py:3)."
     remove_stop(trace)

@@ -40,8 +40,8 @@ async def test_the_tour_goes_on_only_at_the_key_that_it_names(tmp_path: Path) ->
 
 
 async def test_a_layout_of_the_tour_is_not_saved(tmp_path: Path) -> None:
-    mine = ("logits", "layers", "tokens", "run")
-    saved_state.save_state(panels=mine, slots=2)
+    mine = saved_state.Layout(("logits", "layers", "tokens", "run"), 2)
+    saved_state.save_layout("generation", mine)
     app: Any = InspectorApp(sample_trace(tmp_path / "sample.flextrace"), has_tour=True)
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
@@ -49,8 +49,7 @@ async def test_a_layout_of_the_tour_is_not_saved(tmp_path: Path) -> None:
         assert "mask" in names
         await pilot.press("f2", "minus")
         await settle(pilot)
-    state = saved_state.load_state()
-    assert (state.panels, state.slots) == (mine, 2)
+    assert saved_state.load_state().layouts == {"generation": mine}
 
 
 async def test_without_a_tour_no_line_is_taken(tmp_path: Path) -> None:
