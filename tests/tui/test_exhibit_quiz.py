@@ -74,10 +74,10 @@ async def test_a_trace_without_a_fault_to_name_says_so(kind: str, tmp_path: Path
 
 
 async def test_an_exhibit_of_another_version_is_named_in_a_message(tmp_path: Path) -> None:
-    app: Any = InspectorApp(exhibit_trace(tmp_path / "a.flextrace", "renamed"))
+    app: Any = InspectorApp(exhibit_trace(tmp_path / "a.flextrace", "renamed\x1b[2J"))
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         await pilot.press("A")
         await until(pilot, lambda: len(app._notifications) > 0)
         (note,) = app._notifications
-        assert note.message.startswith("The museum has no exhibit 'renamed'.")
+        assert note.message.startswith("The museum has no exhibit 'renamed\\x1b[2J'.\n")
