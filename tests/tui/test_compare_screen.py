@@ -13,6 +13,7 @@ from support.undeclared import SECOND, THIRD, blocks, write
 
 from flexinspect.cli import interface
 from flexinspect.cli.main import main
+from flexinspect.core.errors import TraceError
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GenerationEnd, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
@@ -20,6 +21,7 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.pair_data import Side, next_difference
 from flexinspect.tui.pair_view import KL_LINE
+from flexinspect.tui.screens import compare_screen
 from flexinspect.tui.screens.compare_screen import CompareScreen, PairView
 from flexinspect.tui.screens.trace_screen import TraceScreen
 
@@ -168,6 +170,21 @@ async def test_the_help_lists_the_keys_and_escape_ends_nothing(tmp_path: Path) -
         assert [note.message for note in app._notifications] == ["q quits."]
         await pilot.press("q")
         assert not app.is_running
+
+
+async def test_a_page_that_cannot_be_read_is_named_in_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TraceError("The page is damaged.")
+
+    path = sample_trace(tmp_path / "a.flextrace", generations=1)
+    app: Any = InspectorApp(compare=(path, path, 0))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: "candidates of A" in screen_text(app))
+        monkeypatch.setattr(compare_screen, "step_bounds_of", fail)
+        await pilot.press("right")
+        assert [note.message for note in app._notifications] == ["The page is damaged."]
 
 
 def test_compare_ui_needs_a_terminal_and_excludes_json(

@@ -189,8 +189,10 @@ class CompareScreen(Screen[None]):
             "app.help": self._help,
             "app.quit": self.action_leave,
         }
-        if name in actions:
-            actions[name]()
+        try:
+            actions.get(name, lambda: None)()
+        except FlexInspectError as error:
+            self.notify(error.sentence(), severity="error")
 
     def _open(self) -> None:
         if self._open_place is not None:
