@@ -129,7 +129,8 @@ def load_weights(
     return RowWeights(
         name,
         check if pos == view.step_row.kv_after - 1 else f"newest row: {check}",
-        1 / int(np.count_nonzero(row.weights)),
+        # The mean may sum to less than 1: a head without an open key has no weights.
+        float(row.weights.sum()) / int(np.count_nonzero(row.weights)),
         dict(enumerate(own, window.start)),
         [(at, text, float(row.weights[at])) for at, text in texts.items() if row.weights[at]],
     )

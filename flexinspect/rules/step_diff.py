@@ -284,8 +284,12 @@ def _mask_difference(
         return None
     n_rows = max(mask_a.q_len, mask_b.q_len)
     cells_a, cells_b = (broadcast_rows(cells, n_rows) for cells in (mask_a.cells, mask_b.cells))
-    if cells_a.shape[1:] != cells_b.shape[1:]:
+    n_heads = {len(cells_a), len(cells_b)} - {1}  # heads that share their cells have them once
+    if cells_a.shape[1:] != cells_b.shape[1:] or len(n_heads) > 1:
         return MaskDifference(layers)
+    cells_a, cells_b = np.broadcast_arrays(
+        cells_a, cells_b
+    )  # heads that share cells have them once
     differs = cells_a != cells_b
     kv_offset = max(step.kv_after - mask_a.kv_len, 0)
     if real is not None:  # kernels may differ in rows and keys of padding

@@ -21,6 +21,7 @@ from textual.screen import Screen
 
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.keyboard import all_keys
+from flexinspect.core.text import ensure_printable
 from flexinspect.drawing.text_lines import Canvas
 from flexinspect.drawing.theme import NoColorFilter, readable
 from flexinspect.panels.base import TracePlace
@@ -220,8 +221,9 @@ class InspectorApp(App[None]):
     ) -> None:
         """Show a message in place of the last one; `messages` returns all.
 
-        Its text is never markup: it may contain text of a model.
+        Its text is never markup or a control code: it may contain text of a model.
         """
+        message = "\n".join(map(ensure_printable, message.split("\n")))
         self._messages.append((time.strftime("%H:%M:%S"), message))
         self.clear_notifications()
         super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)

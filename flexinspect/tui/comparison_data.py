@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -101,17 +102,44 @@ def find_differences(sides: tuple[Side, Side], generation: int) -> tuple[int, ..
     return tuple(step for step in steps if left.get(step) != right.get(step))
 
 
-def find_mask_differences(sides: tuple[Side, Side], generation: int) -> dict[int, int]:
-    """Return the first layer with another mask, by step; steps with equal masks are left out."""
+def next_difference(
+    sides: tuple[Side, Side], generation: int, here: int, direction: int
+) -> tuple[int, int | None] | None:
+    """Return the next (1) or the previous (-1) step that differs, wrapping around; None for none.
+
+    It has another token. If all tokens are the same, it has another mask: then the first layer with
+    one is returned too. Takes long where the masks of many steps are compared. Raises `TraceError`.
+    """
+    if steps := find_differences(sides, generation):
+        return min(steps, key=lambda step: _distance(step, here, direction)), None
     left, right = (
         queries.step_masks(side.source.reader, generation, 0, MAX_SEARCHED_STEPS, side.branch)
         for side in sides
     )
-    found: dict[int, int] = {}
-    for step, layer in sorted(left.keys() & right.keys()):
-        if left[step, layer] != right[step, layer]:
-            found.setdefault(step, layer)
-    return found
+    pairs = {at: (left[at], right[at]) for at in left.keys() & right.keys()}
+    order = sorted(pairs, key=lambda at: (_distance(at[0], here, direction), at[1]))
+    is_other = cache(lambda *names: _have_other_cells(sides, names))
+    return next((at for at in order if is_other(*pairs[at])), None)
+
+
+def _distance(step: int, here: int, direction: int) -> tuple[bool, int]:
+    """Return a key by which steps are sorted as they are visited from `here` on."""
+    ahead = (step - here) * direction
+    return ahead <= 0, ahead
+
+
+def _have_other_cells(sides: tuple[Side, Side], names: tuple[str, str]) -> bool:
+    """Return whether the recorded cells of two masks differ: their fingerprints may, by a name."""
+    if names[0] == names[1]:
+        return False
+    masks = [side.source.reader.mask(name) for side, name in zip(sides, names, strict=True)]
+    cells = [mask.cells for mask in masks if mask is not None and mask.cells is not None]
+    if len(cells) < len(masks):
+        return False
+    try:
+        return bool((cells[0] != cells[1]).any())
+    except ValueError:  # of other sizes
+        return True
 
 
 def _load_side(side: Side, place: TracePlace) -> SideData:

@@ -169,6 +169,9 @@ class StepReplay:
             self.timer.stop()
             self.timer = None
             return
+        if self._screen.status.last_step is None:
+            self._screen.app.notify("There is no step to replay yet.")
+            return
         if self._screen.place.step == self._screen.status.last_step:
             self._navigation.navigate(Navigate(step=self._screen.status.first_step))
         self.timer = self._screen.set_interval(REPLAY_S, self._show_next)

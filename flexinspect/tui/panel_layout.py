@@ -325,11 +325,6 @@ class Slots(Container):
         slot.replace(name)
         self.post_message(self.Changed())
 
-    def focus_beside(self, name: str) -> None:
-        """Focus a panel; if it is not shown, show it beside the focused one."""
-        self.bring_panel(name)
-        self.focus_panel(name)
-
     def _save_layout(self) -> None:
         if self.loaded.is_set() and not self._has_tour:
             names = tuple(slot.view.panel.name for slot in self._slots)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError
 from flexinspect.panels.findings_of_place import FindingSummary, summarize_groups
-from flexinspect.trace.queries import finding_groups
+from flexinspect.trace.queries import finding_groups, generation_range
 from flexinspect.trace.reader import TraceReader, open_trace
 
 
@@ -49,5 +49,5 @@ def _judge(reader: TraceReader) -> tuple[str, str]:
 
 
 def _first_answer(reader: TraceReader) -> str:
-    rows = reader.generations()
+    rows = generation_range(reader, 0, 1)  # there may be a hundred thousand
     return " ".join(rows[0].answer.split()) if rows else ""

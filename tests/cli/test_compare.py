@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step
@@ -49,6 +50,18 @@ def scaled(step: StepRecord, layer: int, by: float) -> StepRecord:
         for one in step.layer_stats
     )
     return replace(step, layer_stats=stats)
+
+
+def masked(step: StepRecord, cells: npt.NDArray[np.bool_]) -> StepRecord:
+    """Return a step whose first mask has other cells, and a fingerprint of them."""
+    old = step.masks[0]
+    new = replace(old, fingerprint=f"cells {hash(cells.tobytes())}", cells=cells)
+    calls = tuple(
+        replace(call, mask=new.fingerprint) if call.mask == old.fingerprint else call
+        for call in step.calls
+    )
+    masks = tuple(new if one is old else one for one in step.masks)
+    return replace(step, masks=masks, calls=calls)
 
 
 def compared(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
@@ -141,24 +154,43 @@ def test_other_prompts_are_named_at_the_position_where_they_part(
 def test_masks_that_differ_are_counted_and_placed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = clean()
-    mask = steps[0].masks[0]
+    mask = clean()[0].masks[0]
     assert mask.cells is not None
     cells = mask.cells.copy()
     cells[:, 7, 2] = ~cells[:, 7, 2]
-    other = replace(mask, fingerprint="other", cells=cells)
-    calls = tuple(
-        replace(call, mask="other") if call.mask == mask.fingerprint else call
-        for call in steps[0].calls
-    )
-    masks = tuple(other if one is mask else one for one in steps[0].masks)
-    steps[0] = replace(steps[0], masks=masks, calls=calls)
     a = write(tmp_path / "a.flextrace", clean()[0])
-    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", steps[0]))
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", masked(clean()[0], cells)))
     assert code == 1
     opens, closes = "AB" if mask.cells[0, 7, 2] else "BA"
     first = 'first: "\'s" (7) sees " wrote" (2)'
     assert f"    {opens} opens 1 cell that {closes} closes (layers 0-3); {first}" in out
+
+
+@pytest.mark.parametrize("n_heads", [2, 3])
+def test_a_mask_of_each_head_is_compared_with_one_that_all_share(
+    n_heads: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mask = clean()[0].masks[0]
+    assert mask.cells is not None
+    shared = mask.cells[:1]
+    cells = np.repeat(shared, n_heads, 0)
+    cells[1, 7, 2] = ~cells[1, 7, 2]
+    a = write(tmp_path / "a.flextrace", masked(clean()[0], shared))
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", masked(clean()[0], cells)))
+    assert code == 1
+    assert " opens 1 cell that " in out
+
+
+def test_masks_of_other_numbers_of_heads_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mask = clean()[0].masks[0]
+    assert mask.cells is not None
+    two, three = (masked(clean()[0], np.repeat(mask.cells[:1], n, 0)) for n in (2, 3))
+    a = write(tmp_path / "a.flextrace", two)
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", three))
+    assert code == 1
+    assert "masks of layers 0-3 differ" in out
 
 
 def test_hidden_states_go_before_statistics(

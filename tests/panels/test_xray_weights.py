@@ -12,6 +12,7 @@ from support.attention_trace import N_PROMPT, Made, SyntheticGeneration
 from support.tui import screen_lines, settle, until
 
 from flexinspect.drawing.theme import Theme
+from flexinspect.masks.attention_row import UNCHECKED
 from flexinspect.panels import xray_loading
 from flexinspect.panels.attention import row_recompute
 from flexinspect.panels.attention.attention_data import NO_OPEN_KEY
@@ -93,6 +94,18 @@ def test_the_weights_of_a_window_are_shares_of_the_whole_row(
     assert [pos for pos, _, _ in found.weights.heaviest] == top
     assert min(top) < window.start
     assert found.weights.heaviest[0][1] == f" w{top[0]}"
+
+
+def test_the_heaviest_token_is_highest_where_most_heads_have_no_open_key(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, source = made(n_steps=1)
+    weights = np.zeros(N_PROMPT)
+    weights[2] = 0.1  # that of one head of ten
+    mean = xray_loading._MeanRow(weights, UNCHECKED)
+    monkeypatch.setattr(xray_loading, "_mean_row", lambda *_: mean)
+    found = load(source, "layer", TracePlace(pos=6))
+    assert found.level(2) == len(WEIGHT_SIGNS) - 1
 
 
 def test_one_row_of_one_head_is_read_and_nothing_else(

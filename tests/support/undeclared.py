@@ -51,10 +51,10 @@ def generation(texts: Sequence[str] = TEXTS, declared: Any = None) -> Generation
     return GenerationRecord(0, "s", "", "", segments, tokens, declared=facts)
 
 
-def prefill(cells: Any) -> StepRecord:
-    """Return a prefill of two layers that executed the mask."""
+def prefill(cells: Any, name: str = "") -> StepRecord:
+    """Return a prefill of two layers that executed the mask, with a fingerprint of it."""
     n = len(cells)
-    name = sha1(np.packbits(cells).tobytes()).hexdigest()[:16]
+    name = name or sha1(np.packbits(cells).tobytes()).hexdigest()[:16]
     mask = MaskRecord(name, "block", 1, 1, n, n, 0, cells=np.asarray(cells)[None])
     calls = tuple(
         CallRecord(layer, "flex", "cpu", name, 1, 2, 2, n, n, 8, "float32", None)
@@ -63,11 +63,13 @@ def prefill(cells: Any) -> StepRecord:
     return StepRecord(0, 0, "prefill", n, 0, n, 0.0, 1.0, 0.1, calls=calls, masks=(mask,))
 
 
-def write(path: Path, cells: Any, texts: Sequence[str] = TEXTS, declared: Any = None) -> Path:
+def write(
+    path: Path, cells: Any, texts: Sequence[str] = TEXTS, declared: Any = None, name: str = ""
+) -> Path:
     """Write a finished trace of one prefill."""
     about = generation(texts, declared)
     with TraceWriter.create(path, {"level": "advanced", "rules": []}) as writer:
         writer.begin_generation(about)
-        writer.write_step(prefill(cells))
+        writer.write_step(prefill(cells, name))
         writer.end_generation(GenerationEnd(0, "finished", "", about.segments, "length"))
     return path

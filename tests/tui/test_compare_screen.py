@@ -13,10 +13,15 @@ from support.undeclared import SECOND, THIRD, blocks, write
 
 from flexinspect.cli import interface
 from flexinspect.cli.main import main
+from flexinspect.core.errors import TraceError
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GenerationEnd, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.comparison_data import Side, next_difference
 from flexinspect.tui.comparison_view import KL_LINE
+from flexinspect.tui.screens import compare_screen
 from flexinspect.tui.screens.compare_screen import CompareScreen, PairView
 from flexinspect.tui.screens.trace_screen import TraceScreen
 
@@ -107,6 +112,7 @@ async def test_masks_that_differ_are_shown_at_the_first_cell(tmp_path: Path) -> 
         assert "✖ 7 cells are open in B other only" in text
         assert "no KL" in text
         await pilot.press("down", "n")
+        await until(pilot, lambda: len(app._notifications) > 0)
         assert app.screen.place.layer == 0
         (note,) = app._notifications
         assert note.message == "All tokens are the same; layer 0 ran other masks here."
@@ -132,9 +138,23 @@ async def test_equal_traces_have_nothing_to_go_to(tmp_path: Path) -> None:
         await until(pilot, lambda: "0 of 6 tokens differ" in screen_text(app))
         assert "The executed masks are the same up to this step." in screen_text(app)
         await pilot.press("n")
+        await until(pilot, lambda: len(app._notifications) > 0)
         assert [note.message for note in app._notifications] == [
             "All tokens and masks are the same."
         ]
+
+
+def test_masks_with_equal_cells_are_the_same_whatever_their_names_are(tmp_path: Path) -> None:
+    cells = blocks([THIRD])
+    one = write(tmp_path / "one.flextrace", cells)
+    other = write(tmp_path / "other.flextrace", cells, name="renamed")
+    third = write(tmp_path / "third.flextrace", blocks([SECOND]))
+    readers = [TraceReader(path) for path in (one, other, third)]
+    left, *others = (Side(Source(reader), 0, "") for reader in readers)
+    differences = [next_difference((left, right), 0, 0, 1) for right in others]
+    assert differences == [None, (0, 0)]
+    for reader in readers:
+        reader.close()
 
 
 async def test_the_help_lists_the_keys_and_escape_ends_nothing(tmp_path: Path) -> None:
@@ -150,6 +170,21 @@ async def test_the_help_lists_the_keys_and_escape_ends_nothing(tmp_path: Path) -
         assert [note.message for note in app._notifications] == ["q quits."]
         await pilot.press("q")
         assert not app.is_running
+
+
+async def test_a_page_that_cannot_be_read_is_named_in_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TraceError("The page is damaged.")
+
+    path = sample_trace(tmp_path / "a.flextrace", generations=1)
+    app: Any = InspectorApp(compare=(path, path, 0))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: "candidates of A" in screen_text(app))
+        monkeypatch.setattr(compare_screen, "step_bounds_of", fail)
+        await pilot.press("right")
+        assert [note.message for note in app._notifications] == ["The page is damaged."]
 
 
 def test_compare_ui_needs_a_terminal_and_excludes_json(

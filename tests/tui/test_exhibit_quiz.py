@@ -26,8 +26,8 @@ def test_the_fault_is_one_of_several_different_choices(run: Any) -> None:
     assert fault_of(run) in choices
 
 
-def exhibit_trace(path: Path, *, repaired: bool = False) -> Path:
-    exhibit = {"name": EXHIBIT.name, "repaired": repaired}
+def exhibit_trace(path: Path, name: str = EXHIBIT.name, *, repaired: bool = False) -> Path:
+    exhibit = {"name": name, "repaired": repaired}
     TraceWriter.create(path, {**RUN, "exhibit": exhibit}).close()
     return path
 
@@ -71,3 +71,13 @@ async def test_a_trace_without_a_fault_to_name_says_so(kind: str, tmp_path: Path
         await until(pilot, lambda: len(app._notifications) > 0)
         (note,) = app._notifications
         assert "no exhibit of the museum" in note.message
+
+
+async def test_an_exhibit_of_another_version_is_named_in_a_message(tmp_path: Path) -> None:
+    app: Any = InspectorApp(exhibit_trace(tmp_path / "a.flextrace", "renamed\x1b[2J"))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("A")
+        await until(pilot, lambda: len(app._notifications) > 0)
+        (note,) = app._notifications
+        assert note.message.startswith("The museum has no exhibit 'renamed\\x1b[2J'.\n")

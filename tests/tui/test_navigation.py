@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.traces import LAYERS
+from support.traces import LAYERS, RUN
 from support.tui import place, press, screen_lines, settle
 
 from flexinspect.panels.base import Navigate, TracePlace
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.tui import navigation
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.navigation import MAX_PLACES, Navigation, clamp_place
@@ -70,6 +71,15 @@ async def test_the_replay_goes_on_to_the_last_step_and_stops(
         assert app.screen.place.step == 5
         await pilot.press("P", "P")
         assert app.screen.replay.timer is None
+
+
+async def test_without_a_step_nothing_is_replayed(tmp_path: Path) -> None:
+    TraceWriter.create(tmp_path / "empty.flextrace", RUN).close("failed")
+    app: Any = InspectorApp(tmp_path / "empty.flextrace")
+    async with app.run_test(size=SMALL) as pilot:
+        await press(pilot, "P")
+        assert app.screen.replay.timer is None
+        assert "There is no step to replay yet." in [note.message for note in app._notifications]
 
 
 class FakeScreen:

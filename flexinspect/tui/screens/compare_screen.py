@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from msgspec.structs import replace
-from textual import events
+from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.reactive import reactive
@@ -21,15 +21,14 @@ from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.tui.comparison_data import (
     PairData,
     Side,
-    find_differences,
-    find_mask_differences,
     load_pair,
+    next_difference,
     step_bounds_of,
 )
 from flexinspect.tui.comparison_view import KL_LINE, cells_that_fit, draw_pair, step_at
 from flexinspect.tui.key_line import KeyLine
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
-from flexinspect.tui.screens.dialogs import HelpScreen
+from flexinspect.tui.screens.dialogs import HelpScreen, call_in_thread
 
 ACTIONS = (
     *("step.next", "step.previous", "step.first", "step.last", "finding.next", "finding.previous"),
@@ -148,23 +147,21 @@ class CompareScreen(Screen[None]):
         last = max(high for _, high in bounds)
         self.place = replace(self.place, step=max(0, min(step, last)))
 
-    def _go_to_difference(self, direction: int) -> None:
-        """Go to the next (1) or the previous (-1) step that differs, wrapping around.
-
-        It has another token, or another mask if all tokens are the same.
-        """
-        tokens = find_differences(self._sides, self.place.generation)
-        masks = {} if tokens else find_mask_differences(self._sides, self.place.generation)
-        steps, here = tokens or tuple(masks), self.place.step
-        later = [s for s in steps if (s > here if direction > 0 else s < here)] or [*steps]
-        if not later:
+    @work(exclusive=True, group="difference")
+    async def _go_to_difference(self, direction: int) -> None:
+        """Go to the next (1) or the previous (-1) step that differs; see `next_difference`."""
+        where = (self._sides, self.place.generation, self.place.step, direction)
+        found = await call_in_thread(self.app, lambda: (next_difference(*where),))
+        if found is None:
+            return
+        if found[0] is None:
             self.notify("All tokens and masks are the same.")
             return
-        step = later[0] if direction > 0 else later[-1]
+        step, layer = found[0]
         self.go_to(step)
-        if masks:
-            self.place = replace(self.place, layer=masks[step])
-            self.notify(f"All tokens are the same; layer {masks[step]} ran other masks here.")
+        if layer is not None:
+            self.place = replace(self.place, layer=layer)
+            self.notify(f"All tokens are the same; layer {layer} ran other masks here.")
 
     def _move(self, name: str, by: int) -> None:
         limits = {"layer": "layers", "head": "heads"}
@@ -192,8 +189,10 @@ class CompareScreen(Screen[None]):
             "app.help": self._help,
             "app.quit": self.action_leave,
         }
-        if name in actions:
-            actions[name]()
+        try:
+            actions.get(name, lambda: None)()
+        except FlexInspectError as error:
+            self.notify(error.sentence(), severity="error")
 
     def _open(self) -> None:
         if self._open_place is not None:

@@ -103,9 +103,12 @@ def faults_to_choose(run: BrokenRun) -> list[str]:
     return sorted(list(faults)[:N_CHOICES])
 
 
-async def ask_fault(app: Any, exhibit: Mapping[str, Any] | None) -> None:
-    """Ask for the fault of the exhibit that a trace describes, and keep that it is solved."""
-    if not exhibit or exhibit.get("repaired"):
+async def ask_fault(app: Any, exhibit: object) -> None:
+    """Ask for the fault of the exhibit that a trace describes, and keep that it is solved.
+
+    Raises `UsageError` for an exhibit that this version does not have.
+    """
+    if not isinstance(exhibit, Mapping) or exhibit.get("repaired"):
         app.notify("This trace is no exhibit of the museum: there is no question to answer.")
         return
     run = find_broken_run(str(exhibit.get("name")))

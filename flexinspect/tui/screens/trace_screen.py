@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -327,7 +327,13 @@ class TraceScreen(Screen[None]):
             self.show_error(error)
         else:
             if asyncio.iscoroutine(rest):
-                self.run_worker(rest, group="action")
+                self.run_worker(self._show_errors(rest), group="action")
+
+    async def _show_errors(self, action: Awaitable[object]) -> None:
+        try:
+            await action
+        except FlexInspectError as error:
+            self.show_error(error)
 
     @on(DiagnosisCard.Opened)
     def _read_finding(self) -> None:
