@@ -135,9 +135,10 @@ class DiagnosisCard(LoadedCanvas):
         return self.size.height >= 4 and self.size.width - CELLS_WIDTH >= MIN_TEXT_WIDTH
 
     def _show_loaded(self, request: CardRequest, loaded: Diagnosis) -> None:
-        self._diagnosis, self._is_loaded = loaded, True
-        self._set_height()
-        self.repaint()
+        if loaded != self._diagnosis or not self._is_loaded:  # most steps have the same one
+            self._diagnosis, self._is_loaded = loaded, True
+            self._set_height()
+            self.repaint()
 
     def fit_screen(self, screen_height: int) -> None:
         """Take the lines that the panels of a screen of this height can spare."""

@@ -120,6 +120,8 @@ HeaderData = tuple[StepRow | None, Answer | None]
 """The step of the header, and the answer of its branch."""
 
 MAX_ANSWER_CHARS = 24
+MAX_ANSWER_START = 400
+"""Characters of an answer that are read for the header: it may have a hundred thousand tokens."""
 MAX_REASON_CHARS = 48
 
 _NO_CAPTURE = CaptureStatus()
@@ -161,7 +163,8 @@ def header_parts(
 
 
 def _format_answer(answer: Answer | None) -> tuple[str, str, int]:
-    text = escape_unprintable(" ".join(answer.text.split())) if answer is not None else ""
+    start = answer.text[:MAX_ANSWER_START] if answer is not None else ""
+    text = escape_unprintable(" ".join(start.split()))
     if answer is None or not text:
         return "", "text", 3
     sign, style = {None: ("", "text"), True: (" ✓", "good"), False: (" ✖", "bad")}[

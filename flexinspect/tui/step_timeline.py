@@ -17,6 +17,7 @@ from flexinspect.panels.timeline import StepWindow, load_step_window
 from flexinspect.panels.token_window import uncertainty
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
+from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.panel_layout import trace_kind
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.trace_session import TraceSession
@@ -85,6 +86,25 @@ def _fit_legend(legend: Legend, room: int) -> Iterator[NamedSpan]:
         yield from spans
 
 
+def _read_steps(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int
+) -> tuple[dict[int, float], set[int], dict[int, tuple[str, str]]]:
+    """Return the levels, the steps with a small margin, and the marks of a range of steps."""
+    span = (generation, start, stop)
+    steps = queries.step_range(reader, *span, branch)
+    levels = {step.step: uncertainty(step, "entropy") or 0.0 for step in steps}
+    margins = {step.step: step.margin for step in steps if step.margin is not None}
+    close = {step for step, margin in margins.items() if margin < CLOSE_MARGIN}
+    hits = queries.matching_events(reader, *span, "breakpoint", stop - start)
+    marks = {hit.event.step: BREAKPOINT_MARK for hit in hits if hit.event.step is not None}
+    for row in reader.branches(generation):
+        if row.fork_step is not None:
+            marks[row.fork_step] = BRANCH_MARK
+    found = queries.finding_steps(reader, *span)
+    marks |= {step: _MARKS[severity] for step, severity in found.items()}
+    return levels, close, marks
+
+
 class StepTimeline(LoadedCanvas):
     """The timeline of the place's branch; a click or a drag goes to a step."""
 
@@ -110,24 +130,17 @@ class StepTimeline(LoadedCanvas):
         self.display = self._has_room and (has_steps or not self._is_loaded)
 
     def _load(self, request: PlaceLoadRequest) -> TimelineData | None:
-        source, place = self._session.source, request[0]
+        source, (place, version) = self._session.source, request
         if source is None:
             return None
-        reader, width = source.reader, max(self.app.size.width, 1)
         try:
-            window = load_step_window(reader, place, width)
+            window = load_step_window(source.reader, place, max(self.app.size.width, 1))
+            # From step to step most often only the place changes.
             span = (place.generation, window.start, window.stop)
-            steps = queries.step_range(reader, *span, place.branch)
-            levels = {step.step: uncertainty(step, "entropy") or 0.0 for step in steps}
-            margins = {step.step: step.margin for step in steps if step.margin is not None}
-            close = {step for step, margin in margins.items() if margin < CLOSE_MARGIN}
-            hits = queries.matching_events(reader, *span, "breakpoint", len(window))
-            marks = {hit.event.step: BREAKPOINT_MARK for hit in hits if hit.event.step is not None}
-            for row in reader.branches(place.generation):
-                if row.fork_step is not None:
-                    marks[row.fork_step] = BRANCH_MARK
-            found = queries.finding_steps(reader, *span)
-            marks |= {step: _MARKS[severity] for step, severity in found.items()}
+            key = ("timeline", *span, place.branch, version)
+            levels, close, marks = source.get_or_create(
+                key, lambda: _read_steps(source.reader, *span, place.branch)
+            )
         except (Missing, FlexInspectError):
             return None  # the panels show the reason
         is_training = trace_kind(source) == "training"

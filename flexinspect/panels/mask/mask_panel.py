@@ -10,6 +10,7 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.strip import Strip
 
 from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.heatmap import Levels
 from flexinspect.drawing.text_lines import (
     NamedSpan,
     Pen,
@@ -39,6 +40,7 @@ from flexinspect.panels.mask.mask_layout import (
 from flexinspect.panels.mask.mask_matrix import draw_matrix
 from flexinspect.panels.mask.mask_pixels import (
     grid_strips,
+    grid_tints,
     map_strips,
     mask_legend,
     step_strip,
@@ -211,7 +213,8 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
     if data.matrix is not None:
         strips = draw_matrix(data, data.matrix, pen)[: layout.matrix]
         strips += [pen.line()] * (layout.matrix - len(strips) if layout.zoom >= 0 else 0)
-    strips += _draw_grid(data, pen)
+    tints = grid_tints(data)
+    strips += _draw_grid(data, tints, pen)
     row = step_strip(data, pen)
     if row is not None:
         text = mask_text.format_step_row(data)
@@ -219,14 +222,14 @@ def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
             text = mask_text.format_step_row(data, segment=False)
         label = pen.line((text, "strong"))
         strips += [label, row][2 - layout.strip :]
-    return [*strips, *_draw_footer(data, pen, max(layout.height - len(strips), 0))]
+    return [*strips, *_draw_footer(data, tints, pen, max(layout.height - len(strips), 0))]
 
 
-def _draw_grid(data: MaskData, pen: Pen) -> list[Strip]:
+def _draw_grid(data: MaskData, tints: Levels, pen: Pen) -> list[Strip]:
     """Draw the heads and lines of the grid, and the map beside them."""
     layout, own = data.layout, pen.resize(data.layout.grid_width)
     strips = [_draw_segment_header(data, own)] * layout.header + _draw_token_header(data, own)
-    for number, cells in enumerate(grid_strips(data, pen.theme)[: layout.lines]):
+    for number, cells in enumerate(grid_strips(data, tints, pen.theme)[: layout.lines]):
         row = join_strips(_draw_row_margin(data, number, pen.resize(layout.left)), cells)
         strips.append(row.adjust_cell_length(own.width, pen.style("text")))
     if layout.map_grid is None:
@@ -372,11 +375,11 @@ def _token_lines(text: str, width: int, lines: int, *, vertical: bool) -> list[s
 # -- the footer -----------------------------------------------------------------------------------
 
 
-def _draw_footer(data: MaskData, pen: Pen, room: int) -> list[Strip]:
+def _draw_footer(data: MaskData, tints: Levels, pen: Pen, room: int) -> list[Strip]:
     """Draw what the cells mean in `room` lines: all of it where it fits, else its beginnings."""
     for short in (False, True):
         texts = [text for text in _footer_texts(data, pen, short) if text[0]]
-        legend = wrap_legend(mask_legend(data, pen, short=short), pen)
+        legend = wrap_legend(mask_legend(data, tints, pen, short=short), pen)
         whole = [*pen.paragraphs(texts), *legend]
         if len(whole) <= room:
             return whole

@@ -91,15 +91,15 @@ def mask_palette() -> Palette:
 # -- the grid -------------------------------------------------------------------------------------
 
 
-def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
+def grid_strips(data: MaskData, tints: Levels, theme: Theme) -> list[Strip]:
     """Draw the lines of the grid, each as wide as the grid."""
     layout = data.layout
     widths = np.diff(column_edges(layout.grid, layout.columns))
-    states, tints = (
+    states, wide_tints = (
         pixels.repeat(layout.cell_height, axis=0).repeat(widths, axis=1)
-        for pixels in (data.states, grid_tints(data))
+        for pixels in (data.states, tints)
     )
-    strips = _draw_pixels(states, tints, theme)
+    strips = _draw_pixels(states, wide_tints, theme)
     return strips if theme.no_color else _mark_cursor(data, strips)
 
 
@@ -236,7 +236,9 @@ def cell_char(upper: int, lower: int) -> str:
 # -- the legend -----------------------------------------------------------------------------------
 
 
-def mask_legend(data: MaskData, pen: Pen, *, short: bool = False) -> list[NamedSpan]:
+def mask_legend(
+    data: MaskData, grid_tints: Levels, pen: Pen, *, short: bool = False
+) -> list[NamedSpan]:
     """Draw the meaning of the colours on screen, and the counts of the block tables if shown."""
     visible = {3 if CLOSED < n < OPEN else n for n in _visible_states(data)}
     names = {**_STATE_NAMES, **({OPEN: "full block"} if data.view_mode == "received" else {})}
@@ -251,7 +253,7 @@ def mask_legend(data: MaskData, pen: Pen, *, short: bool = False) -> list[NamedS
             spans.append(("closed cells: blank not visited, · partial, : full  ", "text"))
     if pen.theme.no_color or data.layout.zoom < 0:
         return spans
-    tints = _levels_in(grid_tints(data))
+    tints = _levels_in(grid_tints)
     for tint in (n for n in _TINT_NAMES if n in tints):
         spans += [swatch(CLOSED, tint, pen), swatch(OPEN, tint, pen)]
         spans.append((f" {_TINT_NAMES[tint]}  ", "text"))
