@@ -181,6 +181,10 @@ def wait_for_effect(client: ControlClient, response: CommandResponse) -> StatusR
 
 def _is_pending(status: StatusResponse, response: CommandResponse) -> bool:
     rewind = status.last_rewind
-    if rewind is not None and rewind.number == response.rewind_number:
-        return rewind.state in ("waiting", "working") or status.state == "pausing"
+    if (
+        rewind is not None
+        and rewind.number == response.rewind_number
+        and rewind.state in ("waiting", "working")
+    ):
+        return True
     return bool(status.until) and status.state in ("loading", "running", "pausing")

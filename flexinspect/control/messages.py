@@ -54,6 +54,11 @@ class StepRef(Message, frozen=True):
         return self.describe().replace("the beginning", "before the first step")
 
 
+def describe_branch_end(place: StepRef) -> str:
+    """Return why a run pauses after the last step of a branch."""
+    return f"branch {place.branch} is finished"
+
+
 RewindKind = Literal["restore", "fork", "edit"]
 
 
@@ -73,7 +78,7 @@ class Fork(Message, frozen=True):
 
     `place` is the step whose token is replaced. Exactly one of `token_id` and `text` is set; all
     tokens of `text` are forced, one per step. With `stay_paused` the model pauses at the start of
-    the new branch.
+    the new branch. Otherwise a paused model generates the branch and pauses at its end.
     """
 
     kind: ClassVar[RewindKind] = "fork"

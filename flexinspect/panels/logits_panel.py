@@ -37,7 +37,7 @@ _SCORE_RTOL = 1e-5
 _MAX_HISTOGRAM_HEIGHT = 8
 """Maximum lines of the histogram, its title included."""
 
-_NUMBER_WIDTH = 7
+NUMBER_WIDTH = 7
 
 
 class LogitsData(Struct, frozen=True):
@@ -96,6 +96,11 @@ def probability(logprob: float) -> float:
     return math.exp(logprob) if logprob <= 1e-3 else math.nan
 
 
+def format_probability(logprob: float, width: int = 0) -> str:
+    """Return the probability as the table of candidates shows it: "0.125", "1.8e-06"."""
+    return plots.format_number(probability(logprob), width)
+
+
 def token_label(text: str | None, token_id: int) -> str:
     """Return the label of a token: a leading space as a dot, its id if it has no text."""
     if not text:
@@ -140,7 +145,7 @@ def _describe_choice(data: LogitsData) -> str:
     record = data.record
     if record.chosen_id == UNKNOWN:
         return f"The token chosen at step {data.step} is unknown: the model never received it."
-    chance = plots.format_number(probability(record.chosen_logprob))
+    chance = format_probability(record.chosen_logprob)
     when = " before the processors" if data.is_processed else ""
     return (
         f"Step {data.step} chose {format_chosen(data)} (token {record.chosen_id}), "
@@ -163,10 +168,10 @@ def _describe_processors(data: LogitsData) -> str:
 
 def _candidate_numbers(candidate: Candidate, width: int) -> tuple[str, str, str, str]:
     """Return the logit, its probability, the score and its probability (or "filtered")."""
-    before, after = probability(candidate.logprob), probability(candidate.score_logprob)
-    values = (candidate.logit, before, candidate.score, after)
-    logit, prob, score, prob_after = (plots.format_number(value, width) for value in values)
-    return logit, prob, score, "filtered" if is_filtered(candidate) else prob_after
+    logit, score = (plots.format_number(n, width) for n in (candidate.logit, candidate.score))
+    before = format_probability(candidate.logprob, width)
+    after = format_probability(candidate.score_logprob, width)
+    return logit, before, score, "filtered" if is_filtered(candidate) else after
 
 
 def _candidate_table(data: LogitsData) -> list[str]:
@@ -340,7 +345,7 @@ def _draw_candidate(candidate: Candidate, data: LogitsData, pen: Pen) -> Strip:
     return _draw_row(
         f"{'*' if is_chosen else ' '}{candidate.rank:>2} ",
         token_label(candidate.text, candidate.token_id),
-        _candidate_numbers(candidate, _NUMBER_WIDTH),
+        _candidate_numbers(candidate, NUMBER_WIDTH),
         "chosen" if is_chosen else "text",
         probability(candidate.score_logprob if data.is_processed else candidate.logprob),
         data,
@@ -352,11 +357,10 @@ def _draw_unlisted_choice(data: LogitsData, pen: Pen) -> Strip:
     record = data.record
     if record.chosen_id == UNKNOWN:
         return pen.line(("  ? the chosen token is unknown", "muted"))
-    chance = probability(record.chosen_logprob)
-    numbers = ("", plots.format_number(chance, _NUMBER_WIDTH), "", "")
+    numbers = ("", format_probability(record.chosen_logprob, NUMBER_WIDTH), "", "")
     mark = f"*{record.chosen_rank:>2} " if record.chosen_rank < 100 else "*.. "
     label = token_label(data.chosen_text, record.chosen_id)
-    share = None if data.is_processed else chance
+    share = None if data.is_processed else probability(record.chosen_logprob)
     return _draw_row(mark, label, numbers, "chosen", share, data, pen)
 
 
@@ -374,14 +378,14 @@ def _draw_row(
     Scores and the probabilities after the processors are shown if those changed any candidate.
     """
     processed = data.is_processed
-    width = (_NUMBER_WIDTH + 1) * (1 + processed)
+    width = (NUMBER_WIDTH + 1) * (1 + processed)
     spare = pen.width - 4 - width - 2 * processed
     has_logits = spare >= 36
     spare -= width * has_logits
     name = max(min(spare * 3 // 5, 20), 1)
     room = max(spare - name - 1, 0)
     columns = (has_logits, True, has_logits and processed, processed)
-    widths = (*(_NUMBER_WIDTH,) * 3, _NUMBER_WIDTH + 2)
+    widths = (*(NUMBER_WIDTH,) * 3, NUMBER_WIDTH + 2)
     after_style = "muted" if numbers[3] == "filtered" else style
     styles = ("muted", style, "muted", after_style)
     cells = [

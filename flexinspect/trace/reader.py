@@ -197,6 +197,11 @@ class TraceReader:
         rest = "WHERE generation = ? ORDER BY branch"
         return self._records(codec.BRANCH_ROWS, rest, (generation,))
 
+    def newest_fork(self) -> results.BranchRow | None:
+        """Return the last branch that has a parent, of all generations."""
+        rest = "WHERE parent IS NOT NULL ORDER BY generation DESC, branch DESC LIMIT 1"
+        return next(iter(self._records(codec.BRANCH_ROWS, rest)), None)
+
     def segments(self, generation: int, branch: int = 0) -> list[Segment]:
         """Return the segments of a branch, in order."""
         rest = f"{WHERE_BRANCH} ORDER BY segment"

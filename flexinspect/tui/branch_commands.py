@@ -24,7 +24,13 @@ from flexinspect.tui.trace_session import TraceSession
 
 # The first screen does not need the messages of control.
 if TYPE_CHECKING:
-    from flexinspect.control.messages import RewindCommand, RewindKind, RewindState, StepRef
+    from flexinspect.control.messages import (
+        Restore,
+        RewindCommand,
+        RewindKind,
+        RewindState,
+        StepRef,
+    )
 
 COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
@@ -58,12 +64,27 @@ class BranchCommands:
             app.notify("No token is generated yet.")
             return
         there = StepRef(place.generation, place.branch, place.step)
+        if not await self._is_accepted(Restore(there, dry_run=True)):
+            return
         command: RewindCommand | None = Restore(there) if kind == "restore" else None
         if command is None and reader is not None:
             ask = ask_fork if kind == "fork" else ask_edit
             command = await ask(app, reader, there)
         if command is not None:
             await self._run_with_cost(command)
+
+    async def _is_accepted(self, trial: Restore) -> bool:
+        """Ask the capture whether it can return to a place, and say why it cannot."""
+        app, capture_status = self._screen.app, self._screen.capture_status
+        status, generation = capture_status.status, trial.place.generation
+        if status is not None and status.can_rewind and not capture_status.can_rewind(generation):
+            running = status.place.generation + 1
+            app.notify(
+                f"Answer {generation + 1} is over. Only answer {running}, which the model is at, "
+                f"can be forked, edited or restored; {app.keys_of('step.follow')} goes there."
+            )
+            return False
+        return await self._commands.call(lambda client: client.rewind(trial)) is not None
 
     async def _run_with_cost(self, command: RewindCommand) -> None:
         """Run a command, after a question if it is expensive, and go to its result."""
@@ -142,25 +163,27 @@ class BranchCommands:
             self._navigation.navigate(Navigate(step=place.step))
 
     def compare_branch(self) -> None:
-        """Show the branch, or the last fork of it, side by side with its parent."""
+        """Show the branch, or the last fork of it or of the trace, beside its parent."""
         app, source, place = self._screen.app, self._session.source, self._screen.place
         if source is None:
             return
         rows = source.reader.branches(place.generation)
         own = [row for row in rows if row.parent is not None and row.branch == place.branch]
         forks = own or [row for row in rows if row.parent == place.branch]
-        if not forks:
+        row = forks[-1] if forks else source.reader.newest_fork()
+        if row is None:
             fork = app.keys_of("travel.fork")
             app.notify(f"There is no fork to compare with; {fork} tries another token.")
             return
         from flexinspect.tui.comparison_data import Side
         from flexinspect.tui.screens.compare_screen import CompareScreen
 
-        row = forks[-1]
         sides = (
             Side(source, row.parent or 0, f"branch {row.parent}"),
             Side(source, row.branch, f"branch {row.branch}"),
         )
         verdict = f"Branch {row.branch} and branch {row.parent}, of which it is a fork"
-        there = replace(place, step=row.fork_step or 0, pos=None)
+        if row.generation != place.generation:
+            verdict += f", of answer {row.generation + 1}"
+        there = replace(place, generation=row.generation, step=row.fork_step or 0, pos=None)
         app.push_screen(CompareScreen(sides, verdict, there))

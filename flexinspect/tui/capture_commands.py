@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from flexinspect.core.text import capitalize, escape_unprintable
 from flexinspect.tui.navigation import Navigation
 from flexinspect.tui.screens.dialogs import ask_choice, call_in_thread
-from flexinspect.tui.status_lines import pause_message
+from flexinspect.tui.status_lines import is_at_branch_end, pause_message
 from flexinspect.tui.trace_session import CaptureClient, CaptureStatus, RunStatus, TraceSession
 
 # The first screen does not need the messages of control.
@@ -63,13 +63,21 @@ class CaptureCommands:
     def toggle_pause(self) -> Awaitable[None]:
         """Pause after this step, or continue."""
         is_paused = self._screen.capture_status.state in ("paused", "pausing")
+        self._leave_finished_branch()
         return self._run(lambda client: client.continue_() if is_paused else client.pause())
 
     def step_once(self) -> Awaitable[None]:
         """Let the model generate one token, and show it."""
+        self._leave_finished_branch()
         if not self._screen.following:
             self._navigation.follow()
         return self._run(lambda client: client.step(1))
+
+    def _leave_finished_branch(self) -> None:
+        """Follow the model to the next answer, which a user asks for after the end of a fork."""
+        status = self._screen.capture_status.status
+        if status is not None and is_at_branch_end(status):
+            self._navigation.forked = None
 
     async def edit_breakpoints(self) -> None:
         """List, set and remove breakpoints."""
@@ -88,8 +96,12 @@ class CaptureCommands:
         if is_requested and self._has_shown_pause_hint:
             return
         self._has_shown_pause_hint = True
-        keys = (app.keys_of("run.pause"), app.keys_of("run.step"))
-        app.notify(pause_message(status, *keys))
+        keys = {"run.pause": "continue", "run.step": "one token"}
+        if is_at_branch_end(status):
+            keys |= {"branch.compare": "compare", "travel.fork": "fork again"}
+        app.notify(
+            pause_message(status, [f"{app.keys_of(key)} {text}" for key, text in keys.items()])
+        )
 
     def stop(self) -> Awaitable[None] | None:
         """Ask the run to end after this step; the second time, kill it."""
@@ -147,9 +159,11 @@ class CaptureCommands:
         """Ask whether the run stops or continues; one that only holds its model is ended."""
         if self._screen.capture_status.state == "holding":
             return "end" if await self.call(lambda client: client.stop()) else "stop"
+        is_paused = self._screen.capture_status.state == "paused"
+        question = f"The run is not finished{' (paused)' if is_paused else ''}."
         options = [
             ("stop", f"Stop the run after this step and {purpose}; the trace stays valid"),
-            ("stay", "Continue"),
+            ("stay", "Stay here"),
             ("leave", f"{capitalize(purpose)}, and let the run continue by itself"),
         ]
-        return await ask_choice(self._screen.app, "The model is still running.", options)
+        return await ask_choice(self._screen.app, question, options)

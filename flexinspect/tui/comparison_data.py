@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -16,8 +17,9 @@ from flexinspect.panels.mask.mask_pair import load_mask_pair
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, step_window
 from flexinspect.panels.token_window import TokenWindow, load_token_window
-from flexinspect.records.step import Candidate
+from flexinspect.records.step import UNKNOWN, Candidate
 from flexinspect.trace import queries
+from flexinspect.trace.reader import TraceReader
 
 TOKEN_RADIUS = 96
 MAX_SEARCHED_STEPS = 100_000
@@ -37,11 +39,14 @@ class Side(Struct, frozen=True):
 
 
 class SideData(Struct, frozen=True):
-    """The tokens around the place, and the candidates of its step; None and () without any."""
+    """The tokens around the place, the candidates of its step, and the token that it chose.
+
+    They are None and () without any. The chosen token is not always one of the candidates.
+    """
 
     window: TokenWindow | None
     candidates: Sequence[Candidate]
-    chosen: int | None
+    chosen: Candidate | None
 
 
 class PairData(Struct, frozen=True):
@@ -149,9 +154,18 @@ def _load_side(side: Side, place: TracePlace) -> SideData:
     except (Missing, FlexInspectError):
         window = None
     branch = queries.branch_of_step(reader, place.generation, place.step, side.branch)
-    candidates = reader.candidates(place.generation, place.step, branch)
-    chosen = reader.logits(place.generation, place.step, branch)
-    return SideData(window, candidates, chosen.chosen_id if chosen is not None else None)
+    step = (place.generation, place.step, branch)
+    return SideData(window, reader.candidates(*step), _load_chosen(reader, step))
+
+
+def _load_chosen(reader: TraceReader, step: tuple[int, int, int]) -> Candidate | None:
+    """Return the token that a step chose, with its probability; None if it is unknown."""
+    logits = reader.logits(*step)
+    if logits is None or logits.chosen_id == UNKNOWN:
+        return None
+    text = next((one.text for one in reader.step_tokens(*step) if one.text), "")
+    nan, chance = math.nan, logits.chosen_logprob
+    return Candidate(logits.chosen_rank, logits.chosen_id, text, nan, chance, nan, nan)
 
 
 def _load_kl(

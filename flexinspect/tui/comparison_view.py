@@ -11,6 +11,7 @@ from textual.strip import Strip
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text, join_blocks
 from flexinspect.drawing.token_cells import TokenCell, token_style
+from flexinspect.panels.logits_panel import NUMBER_WIDTH, format_probability, token_label
 from flexinspect.panels.mask.cells_around import CELL_WIDTH, N_KEYS, N_ROWS, ROW_WORD_WIDTH
 from flexinspect.panels.token_window import token_cells
 from flexinspect.records.step import Candidate
@@ -155,25 +156,34 @@ def _draw_candidates(data: PairData, sides: tuple[Side, Side], pen: Pen) -> list
     for side, own, other in zip(sides, data.sides, reversed(data.sides), strict=True):
         title = f"candidates of {escape_unprintable(side.name)}"
         lines = [half.line((title, "title"))]
-        ranks = {each.token_id: n for n, each in enumerate(other.candidates)}
-        for number, candidate in enumerate(own.candidates[:N_CANDIDATES]):
-            lines.append(_draw_candidate(number, candidate, own, ranks, half))
+        ranks = {each.token_id: each.rank for each in other.candidates}
+        for candidate in _shown_candidates(own):
+            lines.append(_draw_candidate(candidate, own, ranks, half))
         if not own.candidates:
             lines.append(half.line(("none are recorded", "muted")))
         blocks.append(lines)
     return join_blocks(blocks[0], blocks[1], pen.style("text"), gap=_GAP)
 
 
-def _draw_candidate(
-    number: int, candidate: Candidate, own: SideData, ranks: dict[int, int], pen: Pen
-) -> Strip:
-    rank = ranks.get(candidate.token_id)
-    moved = "not listed there" if rank is None else f"rank {rank} there" if rank != number else ""
-    is_chosen = candidate.token_id == own.chosen
+def _shown_candidates(side: SideData) -> Sequence[Candidate]:
+    """Return the best candidates, the last of them replaced by a chosen one of lower rank."""
+    chosen, best = side.chosen, side.candidates[:N_CANDIDATES]
+    if chosen is None or any(one.token_id == chosen.token_id for one in best):
+        return best
+    return [*best[: N_CANDIDATES - 1], chosen]
+
+
+def _draw_candidate(candidate: Candidate, own: SideData, ranks: dict[int, int], pen: Pen) -> Strip:
+    rank, own_rank = ranks.get(candidate.token_id), candidate.rank
+    moved = "not listed there" if rank is None else f"rank {rank} there" if rank != own_rank else ""
+    is_chosen = own.chosen is not None and candidate.token_id == own.chosen.token_id
     return pen.line(
-        (f"{'*' if is_chosen else ' '}{number} ", "chosen" if is_chosen else "text"),
-        (clip_text(escape_unprintable(candidate.text), 14), "chosen" if is_chosen else "text"),
-        (f" {math.exp(min(candidate.logprob, 0)):7.2%} ", "text"),
+        (f"{'*' if is_chosen else ' '}{own_rank:>2} ", "chosen" if is_chosen else "text"),
+        (
+            clip_text(token_label(candidate.text, candidate.token_id), 14),
+            "chosen" if is_chosen else "text",
+        ),
+        (f" {format_probability(candidate.logprob, NUMBER_WIDTH)} ", "text"),
         (moved, "warn"),
     )
 

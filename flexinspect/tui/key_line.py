@@ -20,24 +20,31 @@ _MOVES = (
     *("step.next", "finding.next", "finding.read", "tokens.xray", "tokens.search"),
     *("panel.next", "panel.maximize"),
 )
-_PAUSED = ("run.pause", "run.step", "travel.fork", "travel.mask", "travel.restore")
-_HELD = ("travel.fork", "travel.mask")
+_PAUSED = ("run.pause", "run.step")
+_REWINDS = ("travel.fork", "travel.mask", "travel.restore")
 _RUNNING = ("run.pause", "run.step", "run.breakpoints", "step.follow")
 
 
 def actions_to_show(
-    status: RunStatus, capture_status: CaptureStatus, panel: Panel[object, object], following: bool
+    status: RunStatus,
+    capture_status: CaptureStatus,
+    panel: Panel[object, object],
+    *,
+    generation: int,
+    following: bool,
 ) -> Iterator[str]:
     """Yield the ids of the actions that help most now, the most helpful first."""
+    follow = () if following else ("step.follow",)
+    rewinds = _REWINDS if capture_status.can_rewind(generation) else follow
     if status.live and status.last_step is not None:
         if capture_status.state in ("paused", "pausing"):
-            yield from _PAUSED
+            yield from (*_PAUSED, *rewinds)
         elif capture_status.state == "holding":
-            yield from _HELD
+            yield from rewinds
         elif capture_status.status is not None:
             yield from _RUNNING
-        elif not following:
-            yield "step.follow"
+        else:
+            yield from follow
     yield from (action for action in _PANEL_ACTIONS if action in panel.actions)
     has_tokens = not status.run.get("watch_training")
     yield from (action for action in _MOVES if has_tokens or not action.startswith("tokens."))

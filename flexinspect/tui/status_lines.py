@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
@@ -230,11 +231,17 @@ def pause_reason(status: StatusResponse) -> str:
     return escape_unprintable(f"breakpoint `{hit[1]}`" if hit else status.reason)
 
 
-def pause_message(status: StatusResponse, continue_key: str, step_key: str) -> str:
-    """Return in one line where a run is paused, why, and the keys that go on."""
+def is_at_branch_end(status: StatusResponse) -> bool:
+    """Whether a run is paused because a fork or an edited mask has come to its end."""
+    from flexinspect.control.messages import describe_branch_end
+
+    return status.state == "paused" and status.reason == describe_branch_end(status.place)
+
+
+def pause_message(status: StatusResponse, keys: Sequence[str]) -> str:
+    """Return in one line where a run is paused, why, and what keys do now."""
     step = status.place.step
     where = f"at token {step + 1}" if step >= 0 else "before the first token"
-    keys = (f"{continue_key} continue", f"{step_key} one token")
     return " · ".join(filter(None, (f"Paused {where}", pause_reason(status), *keys)))
 
 

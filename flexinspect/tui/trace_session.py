@@ -275,6 +275,11 @@ class CaptureStatus(Struct, frozen=True):
         """The state of the capture, empty when unknown."""
         return self.status.state if self.status is not None else ""
 
+    def can_rewind(self, generation: int) -> bool:
+        """Whether steps of this generation can be restored and forked."""
+        status = self.status
+        return status is not None and status.can_rewind and status.place.generation == generation
+
 
 class CaptureClient:
     """Sends commands to the capture that writes a session's trace.

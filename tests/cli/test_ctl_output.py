@@ -100,7 +100,12 @@ def test_a_rewind_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state
             self.looks += 1
             return STATUS if self.looks > 1 else going
 
-    going = replace(STATUS, state="pausing", last_rewind=RewindState(2, kind, state))
+    going = replace(
+        STATUS,
+        state="pausing",
+        until="after this step",
+        last_rewind=RewindState(2, kind, state),
+    )
     client: Any = Pausing()
     status = wait_for_effect(client, CommandResponse("the order waits", going, 2))
     assert status is not None

@@ -54,6 +54,7 @@ class FakeCapture:
     def __init__(self) -> None:
         self.state: Any = "running"
         self.reason = self.until = ""
+        self.place = StepRef(0, 0, 2)
         self.level: Any = "advanced"
         self.requests: list[tuple[Any, ...]] = []
         self.stored: list[BreakpointInfo] = []
@@ -75,11 +76,11 @@ class FakeCapture:
         return CaptureStatus(self.status(), debugger_stop=self.held)
 
     def status(self) -> StatusResponse:
-        place = StepRef(0, 0, 2)
         until = self.until if self.state == "paused" else ""
         return StatusResponse(
-            *(self.state, place, f"{self.state} now", self.reason, until),
+            *(self.state, self.place, f"{self.state} now", self.reason, until),
             level=self.level,
+            can_rewind=True,
             last_rewind=self._rewind,
         )
 
@@ -362,6 +363,51 @@ async def test_a_candidate_is_chosen_for_a_fork(path: Path) -> None:
         assert token_id == others[0]
         await here.until(lambda: here.shows("branch 1 goes on (10 ms)"))
         await here.until(lambda: app.screen.place.step == 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("key", ["F", "E", "R"])
+async def test_an_answer_that_is_over_is_not_offered_for_a_fork(path: Path, key: str) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.place, here.capture.state = StepRef(2, 0, 2), "paused"
+        await here.until(lambda: "paused" in screen_lines(app)[0])
+        await here.until(lambda: "F " not in screen_lines(app)[-1])
+        await pilot.press(key)
+        message = "Answer 1 is over. Only answer 3, which the model is at, can be forked, edited"
+        await here.until(lambda: here.shows(message))
+        assert here.shows("f goes there")
+        assert not isinstance(app.screen, ChoiceDialog)
+
+
+async def test_a_place_that_the_capture_refuses_opens_no_list(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+
+        def refuse(command: RewindCommand) -> CommandResponse:
+            raise ControlError("That step is gone.")
+
+        here.capture.rewind = refuse  # type: ignore[method-assign]
+        await pilot.press("home", "F")
+        await here.until(lambda: here.shows("That step is gone."))
+        assert not isinstance(app.screen, ChoiceDialog)
+
+
+async def test_the_end_of_a_fork_offers_to_compare_and_is_left_on_request(path: Path) -> None:
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        app.screen.navigation.forked = 1
+        here.capture.place, here.capture.reason = StepRef(0, 1, 5), "branch 1 is finished"
+        here.capture.state = "paused"
+        message = (
+            "Paused at token 6 · branch 1 is finished · space continue · . one token · C compare"
+        )
+        await here.until(lambda: here.shows(message))
+        await pilot.press("space")
+        await here.until(lambda: here.capture.requests == [("continue",)])
+        assert app.screen.navigation.forked is None
 
 
 async def test_a_fork_is_of_the_step_it_was_asked_on(path: Path) -> None:

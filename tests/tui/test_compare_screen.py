@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.undeclared import SECOND, THIRD, blocks, write
 from flexinspect.cli import interface
 from flexinspect.cli.main import main
 from flexinspect.core.errors import TraceError
+from flexinspect.panels.base import Navigate
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GenerationEnd, StepRecord
 from flexinspect.trace.file.writer import TraceWriter
@@ -32,12 +34,13 @@ def chosen(step: StepRecord, text: str) -> StepRecord:
     """Return the step with another token chosen."""
     assert step.logits is not None
     tokens = tuple(replace(token, token_id=77, text=text) for token in step.tokens)
-    return replace(step, tokens=tokens, logits=replace(step.logits, chosen_id=77))
+    logits = replace(step.logits, chosen_id=77, chosen_rank=40, chosen_logprob=math.log(1.8e-6))
+    return replace(step, tokens=tokens, logits=logits)
 
 
 @pytest.fixture
 def forked(tmp_path: Path) -> Path:
-    """Branch 1 leaves branch 0 at step 2 with another token."""
+    """Branch 1 leaves branch 0 at step 2 with another token; another answer follows."""
     path = tmp_path / "forked.flextrace"
     change = {"kind": "token", "step": 2, "token_id": 77, "text": " Emily", "instead": " Aus"}
     with TraceWriter.create(path, RUN) as writer:
@@ -48,6 +51,8 @@ def forked(tmp_path: Path) -> Path:
         writer.begin_branch(0, 1, parent=0, fork_step=2, change=change, segments=SEGMENTS)
         writer.write_step(replace(chosen(sample_step(2), " Emily"), branch=1, masks=()))
         writer.write_step(replace(sample_step(3), branch=1, masks=()))
+        writer.begin_generation(sample_generation(1))
+        writer.write_step(sample_step(0, 1))
     return path
 
 
@@ -66,6 +71,30 @@ async def test_a_branch_is_shown_beside_its_parent_at_the_fork(forked: Path) -> 
         assert "candidates of branch 0" in screen_text(app)
         await pilot.press("escape")
         assert isinstance(app.screen, TraceScreen)
+
+
+async def test_in_another_answer_the_newest_fork_of_the_trace_is_shown(forked: Path) -> None:
+    app: Any = InspectorApp(forked)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        app.screen.navigation.navigate(Navigate(generation=1))
+        await pilot.press("C")
+        await until(pilot, lambda: isinstance(app.screen, CompareScreen))
+        await until(pilot, lambda: "token 3 of 5" in screen_text(app))
+        title = "Branch 1 and branch 0, of which it is a fork, of answer 1"
+        assert screen_lines(app)[0].startswith(title)
+
+
+async def test_a_forced_token_that_is_no_candidate_is_listed_with_its_probability(
+    forked: Path,
+) -> None:
+    app: Any = InspectorApp(forked)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("C")
+        await until(pilot, lambda: "candidates of branch 0" in screen_text(app))
+        chosen_lines = [line for line in screen_lines(app) if "*" in line]
+        assert any("*40 ·Emily" in line and "1.8e-06" in line for line in chosen_lines)
 
 
 async def test_without_a_fork_a_message_names_the_key_that_forks(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.traces import sample_trace
 from support.tui import screen_lines, settle
 
+from flexinspect.control.messages import StatusResponse, StepRef
 from flexinspect.panels.panel_registry import load_panel
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.key_line import LAST_ACTIONS, KeyLine, actions_to_show, lay_out_keys
@@ -18,7 +20,8 @@ LIVE = RunStatus("recording", generations=1, last_step=3)
 
 
 def shown(status: RunStatus, panel: str = "run", *, following: bool = True) -> list[str]:
-    return [*actions_to_show(status, CaptureStatus(), load_panel(panel), following=following)]
+    capture = CaptureStatus()
+    return [*actions_to_show(status, capture, load_panel(panel), generation=0, following=following)]
 
 
 def test_a_finished_run_offers_no_control_of_a_model() -> None:
@@ -35,6 +38,18 @@ def test_a_training_offers_no_search_of_tokens() -> None:
 def test_a_view_behind_a_live_run_offers_to_follow() -> None:
     assert shown(LIVE, following=False)[0] == "step.follow"
     assert "step.follow" not in shown(LIVE)
+
+
+@pytest.mark.parametrize("state", ["paused", "holding"])
+def test_only_the_answer_of_the_model_offers_to_fork(state: Any) -> None:
+    status = StatusResponse(state, StepRef(1, 0, 2), state, can_rewind=True)
+    capture, panel, own = CaptureStatus(status), load_panel("run"), {}
+    for generation in (0, 1):
+        shown_ = actions_to_show(LIVE, capture, panel, generation=generation, following=False)
+        own[generation] = [*shown_]
+    assert {"travel.fork", "travel.mask", "travel.restore"} <= set(own[1])
+    assert not any(action.startswith("travel.") for action in own[0])
+    assert "step.follow" in own[0]
 
 
 def test_the_actions_of_the_focused_panel_come_before_the_moves() -> None:

@@ -91,6 +91,30 @@ async def test_stepping_away_ends_following_and_says_how_far_behind(tmp_path: Pa
         assert screen(app).status.state == "interrupted"
 
 
+async def test_a_fork_in_a_pause_ends_in_a_pause_of_the_same_answer(tmp_path: Path) -> None:
+    three = {**LONGER, "max_samples": 3, "max_new_tokens": 120, "stop": "length"}
+    app = InspectorApp(job=job(tmp_path / "run.flextrace", **three))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
+        await pilot.press("space")
+        await until(pilot, lambda: screen(app).capture_status.state == "paused")
+        paused_in = screen(app).capture_status.status.place.generation  # type: ignore[union-attr]
+        for branch in (1, 2):
+            await pilot.press("f", "F")
+            await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, TraceScreen))
+            await until(pilot, lambda b=branch: f"branch {b} is finished" in screen_text(app))
+            place = screen(app).capture_status.status.place  # type: ignore[union-attr]
+            assert (place.generation, place.branch, place.step) == (paused_in, branch, 119)
+            await until(pilot, lambda b=branch: screen(app).place.branch == b)
+            await until(pilot, lambda: screen(app).place.step == 119)
+        await pilot.press("full_stop")
+        await until(pilot, lambda: screen(app).place.generation == paused_in + 1)
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: not screen(app).status.live)
+
+
 async def test_a_killed_process_leaves_its_steps_and_its_last_output(tmp_path: Path) -> None:
     path = tmp_path / "run.flextrace"
     app = InspectorApp(job=job(path, **LONG))
@@ -127,7 +151,7 @@ async def test_quitting_a_live_run_asks_for_confirmation(tmp_path: Path) -> None
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
         await pilot.press("q")
         await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
-        assert "The model is still running." in screen_text(app)
+        assert "The run is not finished." in screen_text(app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: isinstance(app.screen, TraceScreen))
         assert screen(app).status.live

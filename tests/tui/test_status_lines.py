@@ -100,14 +100,14 @@ def test_a_pause_says_where_why_and_how_to_continue() -> None:
     hit = "breakpoint 1, step == 0: step 0 (prefill): token 'is'"
     cases = {
         hit: "Paused at token 1 · breakpoint `step == 0` · space continue · . one token",
-        "the fork": "Paused at token 1 · the fork · space continue · . one token",
+        "branch 1 is done": "Paused at token 1 · branch 1 is done · space continue · . one token",
         PAUSE_REQUESTED: "Paused at token 1 · space continue · . one token",
     }
     for reason, message in cases.items():
         status = StatusResponse("paused", StepRef(0, 0, 0), "paused", reason)
-        assert pause_message(status, "space", ".") == message
+        assert pause_message(status, ["space continue", ". one token"]) == message
     before = StatusResponse("paused", StepRef(0, 0, -1), "paused", PAUSE_REQUESTED)
-    assert pause_message(before, "p", "q").startswith("Paused before the first token · p cont")
+    assert pause_message(before, ["p continue"]) == "Paused before the first token · p continue"
 
 
 async def test_a_message_replaces_the_last_one_and_all_are_listed(tmp_path: Path) -> None:

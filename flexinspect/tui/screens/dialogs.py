@@ -160,7 +160,7 @@ def parse_forced_token(typed: str) -> tuple[int | None, str | None]:
 
 def _candidate_options(reader: TraceReader, there: StepRef) -> list[tuple[str, str]]:
     """Return id and line of each candidate that the step did not choose."""
-    from flexinspect.panels.logits_panel import probability, token_label
+    from flexinspect.panels.logits_panel import NUMBER_WIDTH, format_probability, token_label
 
     branch = branch_of_step(reader, there.generation, there.step, there.branch)
     step = (there.generation, there.step, branch)
@@ -168,7 +168,8 @@ def _candidate_options(reader: TraceReader, there: StepRef) -> list[tuple[str, s
     options = []
     for one in reader.candidates(*step):
         if chosen is None or one.token_id != chosen.chosen_id:
-            text = f"{token_label(one.text, one.token_id):<24} {probability(one.logprob):7.2%}"
+            chance = format_probability(one.logprob, NUMBER_WIDTH)
+            text = f"{token_label(one.text, one.token_id):<24} {chance}"
             options.append((str(one.token_id), f"{one.rank:>3}  {text}"))
     return options
 

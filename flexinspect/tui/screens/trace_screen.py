@@ -144,7 +144,7 @@ class TraceScreen(Screen[None]):
         self._poll_while_live()
         self.poll_capture()
         self.slots.current().focus()
-        for name in ("capture_status", "following", "version"):
+        for name in ("capture_status", "following", "place", "version"):
             self.watch(self, name, self._show_keys, init=False)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -168,7 +168,13 @@ class TraceScreen(Screen[None]):
 
     def _list_actions(self) -> Iterator[str]:
         panel = self.slots.current().panel
-        return actions_to_show(self.status, self.capture_status, panel, following=self.following)
+        return actions_to_show(
+            self.status,
+            self.capture_status,
+            panel,
+            generation=self.place.generation,
+            following=self.following,
+        )
 
     def on_unmount(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -26,6 +26,12 @@ _STATE_TEXTS: Mapping[State, str] = {
     "finished": "the run is over",
 }
 
+_DONE: Mapping[messages.RewindKind, str] = {
+    "restore": "restored to",
+    "fork": "forked after",
+    "edit": "mask edited after",
+}
+
 
 class PauseRequest(Struct, frozen=True):
     """A requested or reached pause and its reason; `on_paused` is called when it is reached."""
@@ -37,21 +43,29 @@ class PauseRequest(Struct, frozen=True):
 
 
 class PauseTarget(Struct):
-    """Where to pause: after `steps_left` more steps, or after `step` of `generation`."""
+    """Where to pause: after `steps_left` more steps, or after `step` of `generation`.
+
+    With `at_branch_end` it is the end of the branch that runs.
+    """
 
     steps_left: int | None = None
     generation: int = 0
     step: int = 0
+    at_branch_end: bool = False
 
     def describe(self) -> str:
+        if self.at_branch_end:
+            return "at the end of this branch"
         if self.steps_left is not None:
             n = self.steps_left
             return f"after {n} more steps" if n > 1 else "after the next step"
         qualifier = f" of generation {self.generation}" if self.generation else ""
         return f"after step {self.step}{qualifier}"
 
-    def reason_to_pause(self, place: StepRef) -> str | None:
+    def reason_to_pause(self, place: StepRef, *, ends_branch: bool) -> str | None:
         """Return why to pause after the step `place`, None to continue; counts `steps_left`."""
+        if self.at_branch_end:
+            return messages.describe_branch_end(place) if ends_branch else None
         if self.steps_left is not None:
             self.steps_left -= place.step >= 0
             return None if self.steps_left else messages.PAUSE_REQUESTED
@@ -95,8 +109,8 @@ class StepBarrier:
 
     # -- the model's side ------------------------------------------------------------------------
 
-    def between_steps(self, place: StepRef) -> QueuedRewind | None:
-        """Pass the barrier; `place` is the last finished step.
+    def between_steps(self, place: StepRef, *, ends_branch: bool = False) -> QueuedRewind | None:
+        """Pass the barrier; `place` is the last finished step, `ends_branch` if no other follows.
 
         Without a pending command this returns at once, otherwise when the model may continue.
         Returns a rewind command to carry out, or None. The same place passes at once the second
@@ -106,7 +120,7 @@ class StepBarrier:
         if not self._has_work:
             self._passed_step = place
             return None
-        return self._enter(place)
+        return self._enter(place, ends_branch=ends_branch)
 
     def raise_if_stopping(self) -> None:
         """Raise `KeyboardInterrupt` if the run has to stop, without passing the barrier."""
@@ -136,27 +150,31 @@ class StepBarrier:
     ) -> None:
         """Report the new last step, or the error, of a rewind command.
 
-        After a restore, or a command with `stay_paused`, the model pauses there; after a failure a
-        paused model pauses again where it was.
+        After a restore, or a command with `stay_paused`, the model pauses there; after another fork
+        or edit a paused model pauses at the end of the branch, and after a failure where it was.
         """
         error = result if isinstance(result, FlexInspectError) else None
+        command = queued.command
         with self._changed:
             if isinstance(result, StepRef):
                 self._last_step = result
+            was_paused, self._pause_reason = self._pause_reason is not None, None
+            if error and was_paused:
+                self._pause_request = PauseRequest(f"the {command.kind} failed")
+            elif not error and (isinstance(command, messages.Restore) or command.stay_paused):
+                text = f"{_DONE[command.kind]} token {self._last_step.step + 1}"
+                self._pause_request = PauseRequest(text)
+            elif was_paused:
+                self._target = PauseTarget(at_branch_end=True)
+                message += " The model waits at the end of this branch."
             self._rewind_state = RewindState(
                 number=queued.number,
-                kind=queued.command.kind,
+                kind=command.kind,
                 state="failed" if error else "done",
                 message=error.sentence() if error else message,
                 place=self._last_step,
                 seconds=round(time.monotonic() - self._rewind_started_at, 6),
             )
-            was_paused, self._pause_reason = self._pause_reason is not None, None
-            command = queued.command
-            if error and was_paused:
-                self._pause_request = PauseRequest(f"the {command.kind} failed")
-            elif not error and (isinstance(command, messages.Restore) or command.stay_paused):
-                self._pause_request = PauseRequest(f"the {command.kind}")
             self._update_has_work()
 
     def finish(self) -> None:
@@ -190,12 +208,12 @@ class StepBarrier:
             self._waits_for_evaluation = on
             self._update_has_work()
 
-    def _enter(self, place: StepRef) -> QueuedRewind | None:
+    def _enter(self, place: StepRef, *, ends_branch: bool) -> QueuedRewind | None:
         if self._waits_for_evaluation and place != self._passed_step:
             self.drain()
         with self._changed:
             self._wait_for_other_thread()
-            is_new = self._update_position(place)
+            is_new = self._update_position(place, ends_branch=ends_branch)
             self.raise_if_stopping()
             if not is_new:
                 return None
@@ -220,14 +238,14 @@ class StepBarrier:
             self.raise_if_stopping()
         return True
 
-    def _update_position(self, place: StepRef) -> bool:
+    def _update_position(self, place: StepRef, *, ends_branch: bool) -> bool:
         """Note the place that the model reached; False if it has passed it before."""
         is_new, is_start = place != self._passed_step, self._is_start_position
         self._passed_step, self._last_step, self._is_start_position = place, place, False
         if self._state == "loading":
             self._state = "running"
         if is_new and self._target is not None and not is_start:
-            reason = self._target.reason_to_pause(place)
+            reason = self._target.reason_to_pause(place, ends_branch=ends_branch)
             if reason is not None:
                 self._pause_request = self._pause_request or PauseRequest(reason)
                 self._target = None
@@ -255,7 +273,6 @@ class StepBarrier:
                 self._wait_while("paused")
                 if self._pending is not None:
                     return self._take_rewind()
-                self._pause_reason = None
                 self.raise_if_stopping()
                 self.record_event("resumed", f"continued {place.describe_after()}", place, {})
                 return None
@@ -382,6 +399,7 @@ class StepBarrier:
             return f"pausing {target.describe()}"
 
     def _resume(self) -> None:
+        self._pause_reason = None
         self._set_state("running" if self._state in ("paused", "holding") else self._state)
 
     def _checked_state(self) -> State:

@@ -130,7 +130,9 @@ class EnsembleRunner:
         barrier = session.barrier
         while True:
             step_ref = StepRef(number, decoder.current_branch.number, decoder.step)
-            rewind = barrier.between_steps(step_ref)
+            # A held model waits at its end anyway.
+            ends_branch = decoder.is_over and not holds
+            rewind = barrier.between_steps(step_ref, ends_branch=ends_branch)
             if rewind is None and decoder.is_over:
                 rewind = _hold_at_end(session, step_ref) if holds else None
                 if rewind is None:

@@ -25,7 +25,7 @@ from support.warm_python import Popen
 from flexinspect.cli.main import main
 from flexinspect.control import discovery
 from flexinspect.control.client import ControlClient, wait_for_effect
-from flexinspect.control.messages import State
+from flexinspect.control.messages import Fork, Restore, State, StepRef
 from flexinspect.core.errors import ControlError
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.trace_session import CaptureClient, TraceSession
@@ -174,6 +174,30 @@ def test_a_run_is_restored_forked_and_edited_over_the_socket(
         assert edited.change["recomputed"] is True
         kinds = [row.event.kind for row in reader.events()]
         assert [kinds.count(kind) for kind in ("restored", "forked", "mask-edited")] == [1, 1, 1]
+
+
+def test_a_paused_run_can_be_forked_again_and_again_in_one_answer(tmp_path: Path) -> None:
+    flags = ("--weights", "random", "--stop", "eos", "--max-new-tokens", "6")
+    run = Run("--dataset", "demo", "--max-samples", "2", *flags, cwd=tmp_path)
+    client = run.client()
+    client.pause()
+    wait_for_effect(client, client.run_to(3))
+    for branch in (1, 2):
+        fork = Fork(StepRef(0, 0, 2), token_id=300 + branch)
+        status = wait_for_effect(client, client.rewind(fork))
+        assert status is not None
+        assert (status.state, status.place) == ("paused", StepRef(0, branch, 5))
+        assert status.reason == f"branch {branch} is finished"
+    status = wait_for_effect(client, client.rewind(Restore(StepRef(0, 0, 3))))
+    assert status is not None
+    assert (status.state, status.place) == ("paused", StepRef(0, 0, 3))
+    client.continue_()
+    code, _, err = run.end()
+    assert code == 0, err
+    with TraceReader(run.trace) as reader:
+        lengths = [len(reader.steps(0, row.branch)) for row in reader.branches(0)]
+        assert lengths == [6, 4, 4]
+        assert len(reader.steps(1)) == 6
 
 
 def test_a_stop_at_a_pause_ends_the_run_as_an_interrupt(held: tuple[Run, ControlClient]) -> None:

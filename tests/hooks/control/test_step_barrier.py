@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.controlled import PATIENCE_S, FakeModel, wait_for
 
-from flexinspect.control.messages import Fork, Restore, StepRef
+from flexinspect.control.messages import Fork, Restore, StatusResponse, StepRef
 from flexinspect.core.errors import ControlError
 from flexinspect_hooks.control.step_barrier import StepBarrier
 
@@ -132,6 +133,8 @@ class BarrierMachine(RuleBasedStateMachine):
         if command.place.step > self.step:
             self.is_paused |= self.wants_pause
         else:
+            if self.is_paused and isinstance(command, Fork):
+                self.left = self.until = None  # it runs to the end of the branch instead
             self.step = command.place.step
             self.is_paused = isinstance(command, Restore) or self.wants_pause
         self.wants_pause &= not self.is_paused
@@ -225,6 +228,67 @@ def test_the_target_of_a_rewind_does_not_count_as_a_step() -> None:
     barrier.report_result(queued, StepRef(0, 0, 1))
     assert barrier.between_steps(StepRef(0, 0, 1)) is None
     assert barrier.view().description == "pausing after the next step"
+
+
+def forked_in_a_pause(barrier: StepBarrier, *, then: Callable[[], object]) -> None:
+    """Carry out a fork that is ordered in a pause, with a command before it is done."""
+    barrier.pause()
+    order = Fork(StepRef(0, 0, 1), token_id=7)
+    threading.Timer(0.02, lambda: barrier.queue_rewind(order)).start()
+    queued = barrier.between_steps(StepRef(0, 0, 3))
+    assert queued is not None
+    then()
+    barrier.report_result(queued, StepRef(0, 1, 0), "Branch 1.")
+
+
+def test_a_fork_in_a_pause_pauses_again_at_the_end_of_its_branch() -> None:
+    barrier = StepBarrier()
+    forked_in_a_pause(barrier, then=lambda: None)
+    state = barrier.view().last_rewind
+    assert state is not None
+    assert state.message == "Branch 1. The model waits at the end of this branch."
+    for step in (0, 1):
+        assert barrier.between_steps(StepRef(0, 1, step)) is None
+        assert barrier.view().description == "pausing at the end of this branch"
+    seen: list[StatusResponse] = []
+
+    def look_and_continue() -> None:
+        wait_for(lambda: barrier.view().state == "paused")
+        seen.append(barrier.view())
+        barrier.continue_()
+
+    threading.Thread(target=look_and_continue).start()
+    assert barrier.between_steps(StepRef(0, 1, 2), ends_branch=True) is None
+    assert (seen[0].place, seen[0].reason) == (StepRef(0, 1, 2), "branch 1 is finished")
+    assert (barrier.view().state, barrier.view().until) == ("running", "")
+
+
+def test_a_command_after_the_fork_replaces_the_pause_at_its_end() -> None:
+    for command, until in (("continue_", ""), ("step", "after the next step")):
+        barrier = StepBarrier()
+        forked_in_a_pause(barrier, then=getattr(barrier, command))
+        assert barrier.view().until == until
+
+
+def test_a_fork_of_a_running_model_does_not_pause() -> None:
+    barrier = StepBarrier()
+    barrier.between_steps(StepRef(0, 0, 2))
+    barrier.queue_rewind(Fork(StepRef(0, 0, 1), token_id=7))
+    queued = barrier.between_steps(StepRef(0, 0, 3))
+    assert queued is not None
+    barrier.report_result(queued, StepRef(0, 1, 0))
+    assert barrier.between_steps(StepRef(0, 1, 1), ends_branch=True) is None
+    assert barrier.view().state == "running"
+
+
+def test_a_restore_pauses_and_names_its_token() -> None:
+    barrier = StepBarrier()
+    barrier.between_steps(StepRef(0, 0, 19))
+    barrier.queue_rewind(Restore(StepRef(0, 0, 15)))
+    queued = barrier.between_steps(StepRef(0, 0, 20))
+    assert queued is not None
+    barrier.report_result(queued, StepRef(0, 0, 15))
+    assert barrier.view().reason == "restored to token 16"
 
 
 def test_run_to_a_step_beyond_the_generation_pauses_at_the_next_one() -> None:

@@ -57,7 +57,7 @@ class ScriptedBarrier:
         self.results: list[tuple[str, StepRef | FlexInspectError, str]] = []
         self.steps: list[StepRef] = []
 
-    def between_steps(self, step_ref: StepRef) -> QueuedRewind | None:
+    def between_steps(self, step_ref: StepRef, *, ends_branch: bool = False) -> QueuedRewind | None:
         self.steps.append(step_ref)
         return None
 
@@ -255,7 +255,9 @@ def test_ctrl_c_in_a_branch_leaves_a_valid_trace(new_run: Callable[..., Run]) ->
     run = new_run()
 
     class Interrupting(ScriptedBarrier):
-        def between_steps(self, step_ref: StepRef) -> QueuedRewind | None:
+        def between_steps(
+            self, step_ref: StepRef, *, ends_branch: bool = False
+        ) -> QueuedRewind | None:
             if step_ref.branch == 1 and step_ref.step == 4:
                 raise KeyboardInterrupt
             return None
