@@ -151,7 +151,7 @@ class Slot(Container):
                 self.set_class(alarm, "alarm")
             self._shown_note = (note, alarm)
             # Setting Textual's `border_subtitle` draws all lines of the frame again, not only one.
-            self._border_subtitle = Content(note)
+            self._border_subtitle = Content(note.partition("\n")[0])
             self.refresh(Region(-1, self.size.height, self.outer_size.width, 1))
 
 
