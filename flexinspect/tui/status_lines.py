@@ -53,7 +53,7 @@ def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
     `seconds` is the duration of the current phase.
     """
     if status.error_lines:
-        return "\n".join((_format_title(status), *status.error_lines)), "bad"
+        return "\n".join((_format_title(status), *status.error_lines, *status.notes)), "bad"
     if status.live and status.last_step is None:
         lasted = f" ({seconds} s)" if seconds else ""
         lines = [(escape_unprintable(status.phase) or "waiting") + lasted]
@@ -66,9 +66,10 @@ def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
             lines[0] += " …"
         if status.detail:
             lines.append(escape_unprintable(status.detail))
-        return "\n".join(lines), "busy"
+        return "\n".join((*lines, *status.notes)), "busy"
     if status.last_step is None:
-        return "This trace has no step: the run ended before its first token.", "bad"
+        why = status.notes or ("The run ended before its first token.",)
+        return "\n".join(("This trace has no step.", *why)), "bad"
     return "", ""
 
 
