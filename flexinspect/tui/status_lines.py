@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
 from textual import events
@@ -340,38 +342,53 @@ def _draw_signs(row: TokenCellRow, xray: XRay, theme: Theme) -> list[Span]:
     return spans
 
 
+class _Label(NamedTuple):
+    """A text below the tokens from a column on; that of a segment has as many cells as this."""
+
+    column: int
+    text: str
+    cells: int
+    is_current: bool = False
+
+
 def _draw_labels(row: TokenCellRow, window: TokenWindow, width: int, theme: Theme) -> list[Span]:
-    """Return the line below the tokens: the current position, and the labels that fit beside it."""
-    candidates = sorted(_label_candidates(row, window), key=lambda label: not label[2])
-    placed: list[tuple[int, str, bool]] = []
-    for column, text, current in candidates:
-        text = text[: max(width - column, 0)]
+    """Return the line below the tokens: the current position, and the labels that fit beside it.
+
+    Of two segments whose labels overlap, the one with more cells in the row has its label.
+    """
+    candidates = [*_position_labels(row, window), *_segment_labels(row, window)]
+    placed: list[_Label] = []
+    for label in sorted(candidates, key=lambda one: (not one.is_current, -one.cells)):
+        label = label._replace(text=label.text[: max(width - label.column, 0)])
         is_free = all(
-            column + len(text) <= at or column >= at + len(other) + 1 for at, other, _ in placed
+            label.column + len(label.text) <= other.column
+            or label.column >= other.column + len(other.text) + 1
+            for other in placed
         )
-        if text and is_free:
-            placed.append((column, text, current))
+        if label.text and is_free:
+            placed.append(label)
     spans: list[Span] = []
     used = 0
-    for column, text, current in sorted(placed):
-        spans.append((" " * (column - used), theme.style("text")))
-        spans.append((text, theme.style("strong" if current else "muted")))
-        used = column + len(text)
+    for label in sorted(placed):
+        spans.append((" " * (label.column - used), theme.style("text")))
+        spans.append((label.text, theme.style("strong" if label.is_current else "muted")))
+        used = label.column + len(label.text)
     return spans
 
 
-def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int, str, bool]]:
-    """Return column and text of each possible label, and whether it is the current position."""
-    labels: list[tuple[int, str, bool]] = []
-    last = None
+def _position_labels(row: TokenCellRow, window: TokenWindow) -> Iterator[_Label]:
     for cell, column in zip(row.cells, row.columns, strict=False):
-        segment = segment_at(window.segments, cell.pos)
         if cell.pos == window.current:
-            labels.append((column, f"▲{cell.pos}", True))
-        if segment is not None and segment is not last and segment.kind != "separator":
-            labels.append((column, f"╵{escape_unprintable(segment.label)}", False))
-        last = segment
-    return labels
+            yield _Label(column, f"▲{cell.pos}", cell_len(cell.text), is_current=True)
+
+
+def _segment_labels(row: TokenCellRow, window: TokenWindow) -> Iterator[_Label]:
+    cells = zip(row.cells, row.columns, strict=False)
+    for segment, group in groupby(cells, lambda one: segment_at(window.segments, one[0].pos)):
+        if segment is not None and segment.kind != "separator":
+            own = [*group]
+            n_cells = sum(cell_len(cell.text) for cell, _ in own)
+            yield _Label(own[0][1], f"╵{escape_unprintable(segment.label)}", n_cells)
 
 
 class TokenStrip(LoadedCanvas):
