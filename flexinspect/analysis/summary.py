@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from msgspec import Struct
 
 from flexinspect.analysis.reports.collect import describe_place
+from flexinspect.core.environment import command_path
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.reader import TraceReader
@@ -41,17 +43,21 @@ class TraceSummary(Struct, frozen=True):
     def closing_lines(self) -> list[str]:
         """Return the lines of the findings, and the command that opens the trace."""
         lines = [f"  {f.severity}: {escape_unprintable(f.sentence)}" for f in self.findings]
-        return [*lines, *([f"  {self._more()}"] if self._more() else ()), self.command()]
+        return [*lines, *([f"  {self._more()}"] if self._more() else ()), *self._commands()]
 
     def html(self) -> str:
         """Return HTML for a notebook: everything is escaped, nothing is loaded from elsewhere."""
+        commands = escape("\n".join(self._commands()))
         parts = [
             f"<div><strong>{escape(self._name())}</strong> {escape(self._counts())}</div>",
             _findings_table(self.findings) if self.findings else "",
             f"<div>{self._more()}</div>" if self._more() else "",
-            f'<pre style="margin: 6px 0"><code>{escape(self.command())}</code></pre>',
+            f'<pre style="margin: 6px 0"><code>{commands}</code></pre>',
         ]
         return f'<div style="color: inherit">{"".join(parts)}</div>'
+
+    def _commands(self) -> list[str]:
+        return [*filter(None, [declare_command(self.findings, self.path)]), self.command()]
 
     def command(self) -> str:
         """Return the shell command that opens the trace."""
@@ -85,6 +91,16 @@ def summarize_trace(reader: TraceReader, path: Path) -> TraceSummary:
             n_findings=len(findings),
             findings=sort_by_severity(findings)[:MAX_FINDINGS],
         )
+
+
+def declare_command(findings: Sequence[Finding], path: Path) -> str:
+    """Return the command that declares the mask as the first of the findings asks; "" for none."""
+    for finding in findings:
+        if "flexinspect declare" in finding.fix:
+            shift = finding.evidence.get("shift")
+            move = f" --move {shift}" if isinstance(shift, int) else ""
+            return f"flexinspect declare {command_path(path)}{move}"
+    return ""
 
 
 def _findings_table(findings: tuple[Finding, ...]) -> str:

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flexinspect.analysis.summary import declare_command
 from flexinspect.cli.output import print_json, stderr_console, stdout_console
 from flexinspect.core import signals
 from flexinspect.core.environment import command_path
@@ -103,6 +104,8 @@ def print_summary(
     if (more := len(findings) - _SHOWN_FINDINGS) > 0:
         lines.append(f"      and {more} more findings, in the interface")
     trace = Path(summary["trace"])
+    if command := declare_command(findings[:_SHOWN_FINDINGS], trace):
+        lines.append(f"fix   {command}")
     size, state = human_bytes(summary["bytes"]), summary["state"]
     lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
     lines.append(f"next  flexinspect open {command_path(trace)}")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from msgspec.structs import asdict
+from rich.table import Table
 
 from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.core.errors import UsageError
@@ -66,13 +67,13 @@ def _list(*, as_json: bool) -> None:
 
     solved = [one.name for one in BROKEN_RUNS if one.name in load_state().solved_exhibits]
     width = max(len(one.name) for one in BROKEN_RUNS)
-    lines = [
-        f"{'✓' if one.name in solved else ' '} {one.name:{width}}  {one.title}"
-        for one in BROKEN_RUNS
-    ]
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(min_width=width + 1)  # of narrow terminals, only titles are wrapped
+    for one in BROKEN_RUNS:
+        table.add_row("✓" if one.name in solved else "", one.name, one.title)
     count = f"{len(solved)} of {len(BROKEN_RUNS)} solved"
-    lines += ["", f"{count}; flexinspect museum NAME opens one."]
-    stdout_console().print("\n".join(lines))
+    stdout_console().print(table, f"\n{count}; flexinspect museum NAME opens one.", sep="\n")
 
 
 def _open(args: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, load_token_cells
 from flexinspect.records.finding import sort_by_severity
 from flexinspect.records.step import MaskRecord
-from flexinspect.trace.queries import source_texts
+from flexinspect.trace.queries import n_generations, source_texts
 
 _STATES: Mapping[int, tuple[str, str]] = {
     OPEN: ("open", "text"),
@@ -111,8 +111,7 @@ class CodePanel(Panel[CodeData, CodeOptions]):
         place, options = request.place, request.options
         view = load_mask_view(source, place)
         if view is None:
-            hint = "Record with --level advanced or higher."
-            raise Missing("The cells of this layer's mask were not recorded.", hint)
+            raise _missing_mask(source)
         row, kv = _find_cell(source, view, place, options)
         step = view.part_of(row).step_at(row)
         mask = None if step.mask is None else source.reader.mask_summary(step.mask)
@@ -178,6 +177,16 @@ def _scroll_to_decided(lines: Sequence[Sequence[_StyledText]], room: int) -> lis
     first = visible(sum(sizes[:at]) + 1, room, sum(sizes)).start
     start = next(n for n in range(at + 1) if sum(sizes[:n]) >= first or n == at)
     return list(chain.from_iterable(lines[start:]))[:room]
+
+
+def _missing_mask(source: Source) -> Missing:
+    """Return why there is no mask to show; only level basic records none."""
+    reader = source.reader
+    if not n_generations(reader):
+        return Missing("No step was recorded, so there is no mask_mod to show.")
+    is_basic = reader.run().get("level") == "basic"
+    hint = "Record with --level advanced or higher." if is_basic else ""
+    return Missing("The cells of this layer's mask were not recorded.", hint)
 
 
 def _find_cell(

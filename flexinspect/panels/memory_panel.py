@@ -20,6 +20,7 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import MemoryRecord
+from flexinspect.rules.numerics.memory_growth import steady_growth
 from flexinspect.trace.queries import branch_of_step, memory_range
 from flexinspect.trace.query_results import StepRow
 
@@ -32,16 +33,6 @@ FIGURES: Mapping[str, Callable[[MemoryRecord], int | None]] = {
     "model": lambda record: record.model,
 }
 """The recorded figures by their titles. The peak is that of one step."""
-
-LEAK_STEPS = 16
-"""Minimum number of growths in a window for a trend."""
-
-LEAK_BYTES = 16_384
-"""Growth in bytes per step below which it is noise of pages and buffers: four pages on most
-machines."""
-
-LEAK_FACTOR = 4
-"""Memory must grow this many times faster than the KV cache to be reported as a leak."""
 
 _BYTES_WIDTH = 8
 
@@ -68,6 +59,11 @@ class MemoryData(Struct, frozen=True):
         is_training = self.step_row is not None and self.step_row.phase == "train"
         names = (name for name in FIGURES if not (is_training and name == "KV cache"))
         return [name for name in names if set(self.series(name).values()) - {None}]
+
+    @property
+    def main_figure(self) -> str:
+        """The title of the figure in which a leak shows."""
+        return "CUDA allocated" if "CUDA allocated" in self.figures else "RSS"
 
     def series(self, name: str) -> dict[int, int | None]:
         """Return a figure for each loaded step."""
@@ -120,35 +116,22 @@ def median_growth(data: MemoryData, name: str) -> float | None:
     return median(values) if values else None
 
 
-def growth_trend(data: MemoryData, name: str) -> float | None:
-    """Return the median growth per step of a figure that grows throughout, otherwise None.
-
-    A figure grows throughout if the window has at least `LEAK_STEPS` growths and the figure rises
-    in each quarter of it. The median ignores the occasional jumps of an allocator.
-    """
-    values = [value for value in data.series(name).values() if value is not None]
-    if len(values) <= LEAK_STEPS:
-        return None
-    marks = [values[index * (len(values) - 1) // 4] for index in range(5)]
-    if any(new <= old for old, new in pairwise(marks)):
-        return None
-    return median_growth(data, name)
-
-
 def find_leak(data: MemoryData) -> str:
-    """Describe the figure that grows much faster than the KV cache in the window, "" without."""
-    cache = growth_trend(data, "KV cache") or 0.0
-    for name in ("CUDA allocated", "RSS"):
-        rate = growth_trend(data, name) if name in data.figures else None
-        if rate is not None and rate >= max(LEAK_FACTOR * cache, LEAK_BYTES):
-            own, other = human_bytes(round(rate)), human_bytes(round(cache))
-            return f"{name} grows by {own} a step, the KV cache by {other}"
-    return ""
+    """Describe growth beyond the KV cache in the window that the memory rule reports, else ""."""
+    name = data.main_figure
+    records = (data.records[step] for step in data.known(name))
+    used = [(FIGURES[name](record) or 0) - record.kv_cache for record in records]
+    growth = steady_growth(used)
+    return (
+        f"{name} without the KV cache grows by {human_bytes(round(growth[0]))} a step"
+        if growth
+        else ""
+    )
 
 
 def _leak_sentences(data: MemoryData) -> list[str]:
     leak, where = find_leak(data), f"throughout {data.window.format_steps()}"
-    return [f"{leak}, {where}: something else keeps memory at every step."] if leak else []
+    return [f"{leak}, {where}: something keeps memory at every step."] if leak else []
 
 
 def figure_texts(data: MemoryData, name: str) -> tuple[str, str, str]:
@@ -171,8 +154,8 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         "CUDA device, the model, and the KV cache, also by segment.",
         "'growth' is the change since the step before and 'median' the median growth over the "
         "steps shown; timelines begin at their lowest value, not at 0; click one to go to a step.",
-        "Look for memory that grows faster than the KV cache: the cache grows with every token, "
-        "and any other growth means that something else keeps memory.",
+        "Look for memory that grows much faster than the KV cache, which grows with every token; "
+        "a warning appears where that is steady and large, as the finding memory.growth does.",
     )
     depends_on_size = True
 
@@ -210,7 +193,6 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         pen, width, height = Pen(theme, request.width), request.width, request.height
         left_pen, right_pen = map(pen.resize, timeline.column_widths(width))
         is_wide = left_pen.width < width
-        main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
         sentences = ((sentence, "warn") for sentence in _leak_sentences(data))
         leak = right_pen.paragraphs(sentences)
         left, top, most = _draw_figures(data, left_pen), len(leak), timeline.MAX_PLOT_HEIGHT
@@ -218,7 +200,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         if not is_wide:
             top, most = top + len(left), 4
             room = min(height - top, max((height - top) * 2 // 3, 6))
-        names = [name for name in (main, "KV cache") if name in data.figures]
+        names = [name for name in (data.main_figure, "KV cache") if name in data.figures]
         areas = timeline.stack_timelines(names, width, top, room, most)
         drawn = (_draw_figure_timeline(name, data, area, theme) for name, area in areas.items())
         timelines = [*chain.from_iterable(drawn)]

@@ -99,7 +99,7 @@ class XRay(Struct, frozen=True):
         if self.direction == "sees":
             parts = [f"{subject} sees {self.n_open} of {self.n_keys} tokens"]
         else:
-            parts = [f"{subject} is seen by {self.n_open} of {self.n_keys} rows around it"]
+            parts = [f"{subject}: {self.n_open} of {self.n_keys} rows see it"]
         n_leaked, n_lost = len(self.positions("leaked")), len(self.positions("lost"))
         parts += [f"✖ {n_leaked} leaked, should be closed"] if n_leaked else []
         parts += [f"□ {n_lost} lost, should be open"] if n_lost else []

@@ -55,6 +55,10 @@ class ParameterGradient(Struct, frozen=True):
         return 0.0 < self.norm < threshold
 
 
+MODEL_OUTPUT = "(output)"
+"""The name of an origin that is the output of the whole model, after finite outputs of modules."""
+
+
 class AnomalyOrigin(Struct, frozen=True):
     """Where an anomaly of a step came from, as far as the step shows.
 

@@ -23,7 +23,7 @@ STEPS = (
     TourStep(
         "step.next",
         "Three wordings of a question about Gabon were read apart from each other. The answer "
-        "names another country, and no error was raised. Press {keys} to go to its next token.",
+        "names another country, and Python raised no error. Press {keys} to go to its next token.",
     ),
     TourStep(
         "tokens.xray",
@@ -35,8 +35,8 @@ STEPS = (
     ),
     TourStep(
         "finding.read",
-        "✖ below a token: it is seen but should not be. □: it should be seen. Press {keys} to read "
-        "all of the finding, then Escape.",
+        "✖ below a token: a link to the current token that should be closed. □: one that should be "
+        "open. Press {keys} to read all of the finding, then Escape.",
     ),
     TourStep(
         "view.flip",

@@ -61,6 +61,19 @@ def trace_kind(source: Source) -> str:
     return next((kind for kind, fact in _KIND_FACTS.items() if run.get(fact)), "generation")
 
 
+def exhibit_panel(source: Source | None) -> str:
+    """Return the panel that answers the question of an exhibit; "" for any other trace."""
+    try:
+        exhibit = source.reader.run().get("exhibit") if source is not None else None
+    except TraceError:
+        return ""
+    if not isinstance(exhibit, dict):
+        return ""
+    from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS  # only exhibits need it
+
+    return next((run.panel for run in BROKEN_RUNS if run.name == exhibit.get("name")), "")
+
+
 def n_slots(width: int, height: int) -> int:
     """Return how many panels (1 to 4) a terminal of this size, in cells, can show well."""
     if width < 60:
@@ -158,7 +171,8 @@ class Slot(Container):
 class Slots(Container):
     """All frames: keeps which panel is where and how many are shown, and saves it.
 
-    With `has_tour` they begin with the panels of a new user, and nothing is saved.
+    With `has_tour`, and for an exhibit of the museum, they begin with the panels of a new user, and
+    nothing is saved. The first panel of an exhibit is the one that answers its question.
     """
 
     class Changed(Message):
@@ -166,10 +180,11 @@ class Slots(Container):
 
     def __init__(self, session: TraceSession, pool: Executor, *, has_tour: bool = False) -> None:
         super().__init__(id="slots")
-        self._has_tour = has_tour
         self._session = session
+        self._exhibit_panel = "" if has_tour else exhibit_panel(session.source)
+        self._is_saved = not (has_tour or self._exhibit_panel)
         self._slots = [Slot(session, pool) for _ in range(MAX_SLOTS)]
-        self._layouts = {} if has_tour else dict(saved_state.load_state().layouts)
+        self._layouts = dict(saved_state.load_state().layouts) if self._is_saved else {}
         self._kind = "generation"
         self._n_requested = self._layout().slots
         self._maximized: int | None = None
@@ -216,7 +231,9 @@ class Slots(Container):
 
     def _layout(self) -> Layout:
         """Return the saved layout of this kind of trace, or its first one."""
-        return self._layouts.get(self._kind) or Layout(LAYOUTS[self._first_layout()])
+        first = (self._exhibit_panel,) if self._exhibit_panel else ()
+        panels = tuple(dict.fromkeys((*first, *LAYOUTS[self._first_layout()])))
+        return self._layouts.get(self._kind) or Layout(panels)
 
     def _first_layout(self) -> str:
         return "training" if self._kind == "training" else "understand"
@@ -326,7 +343,7 @@ class Slots(Container):
         self.post_message(self.Changed())
 
     def _save_layout(self) -> None:
-        if self.loaded.is_set() and not self._has_tour:
+        if self.loaded.is_set() and self._is_saved:
             names = tuple(slot.view.panel.name for slot in self._slots)
             self._layouts[self._kind] = layout = Layout(names, self._n_requested)
             saved_state.save_layout(self._kind, layout)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.cells import cell_len
 from textual import events
@@ -54,7 +55,7 @@ def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
     `seconds` is the duration of the current phase.
     """
     if status.error_lines:
-        return "\n".join((_format_title(status), *status.error_lines)), "bad"
+        return "\n".join((_format_title(status), *status.error_lines, *status.notes)), "bad"
     if status.live and status.last_step is None:
         lasted = f" ({seconds} s)" if seconds else ""
         lines = [(escape_unprintable(status.phase) or "waiting") + lasted]
@@ -67,9 +68,10 @@ def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
             lines[0] += " …"
         if status.detail:
             lines.append(escape_unprintable(status.detail))
-        return "\n".join(lines), "busy"
+        return "\n".join((*lines, *status.notes)), "busy"
     if status.last_step is None:
-        return "This trace has no step: the run ended before its first token.", "bad"
+        why = status.notes or ("The run ended before its first token.",)
+        return "\n".join(("This trace has no step.", *why)), "bad"
     return "", ""
 
 
@@ -349,38 +351,53 @@ def _draw_signs(row: TokenCellRow, xray: XRay, theme: Theme) -> list[Span]:
     return spans
 
 
+class _Label(NamedTuple):
+    """A text below the tokens from a column on; that of a segment has as many cells as this."""
+
+    column: int
+    text: str
+    cells: int
+    is_current: bool = False
+
+
 def _draw_labels(row: TokenCellRow, window: TokenWindow, width: int, theme: Theme) -> list[Span]:
-    """Return the line below the tokens: the current position, and the labels that fit beside it."""
-    candidates = sorted(_label_candidates(row, window), key=lambda label: not label[2])
-    placed: list[tuple[int, str, bool]] = []
-    for column, text, current in candidates:
-        text = text[: max(width - column, 0)]
+    """Return the line below the tokens: the current position, and the labels that fit beside it.
+
+    Of two segments whose labels overlap, the one with more cells in the row has its label.
+    """
+    candidates = [*_position_labels(row, window), *_segment_labels(row, window)]
+    placed: list[_Label] = []
+    for label in sorted(candidates, key=lambda one: (not one.is_current, -one.cells)):
+        label = label._replace(text=label.text[: max(width - label.column, 0)])
         is_free = all(
-            column + len(text) <= at or column >= at + len(other) + 1 for at, other, _ in placed
+            label.column + len(label.text) <= other.column
+            or label.column >= other.column + len(other.text) + 1
+            for other in placed
         )
-        if text and is_free:
-            placed.append((column, text, current))
+        if label.text and is_free:
+            placed.append(label)
     spans: list[Span] = []
     used = 0
-    for column, text, current in sorted(placed):
-        spans.append((" " * (column - used), theme.style("text")))
-        spans.append((text, theme.style("strong" if current else "muted")))
-        used = column + len(text)
+    for label in sorted(placed):
+        spans.append((" " * (label.column - used), theme.style("text")))
+        spans.append((label.text, theme.style("strong" if label.is_current else "muted")))
+        used = label.column + len(label.text)
     return spans
 
 
-def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int, str, bool]]:
-    """Return column and text of each possible label, and whether it is the current position."""
-    labels: list[tuple[int, str, bool]] = []
-    last = None
+def _position_labels(row: TokenCellRow, window: TokenWindow) -> Iterator[_Label]:
     for cell, column in zip(row.cells, row.columns, strict=False):
-        segment = segment_at(window.segments, cell.pos)
         if cell.pos == window.current:
-            labels.append((column, f"▲{cell.pos}", True))
-        if segment is not None and segment is not last and segment.kind != "separator":
-            labels.append((column, f"╵{escape_unprintable(segment.label)}", False))
-        last = segment
-    return labels
+            yield _Label(column, f"▲{cell.pos}", cell_len(cell.text), is_current=True)
+
+
+def _segment_labels(row: TokenCellRow, window: TokenWindow) -> Iterator[_Label]:
+    cells = zip(row.cells, row.columns, strict=False)
+    for segment, group in groupby(cells, lambda one: segment_at(window.segments, one[0].pos)):
+        if segment is not None and segment.kind != "separator":
+            own = [*group]
+            n_cells = sum(cell_len(cell.text) for cell, _ in own)
+            yield _Label(own[0][1], f"╵{escape_unprintable(segment.label)}", n_cells)
 
 
 class TokenStrip(LoadedCanvas):

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LAST_LINES = 6
+MAX_NOTES = 2
+"""Notes of a kind in the banner."""
 CHECK_EVERY_S = 1.0
 """How often the process of a trace that is not ours is checked for being alive."""
 MAX_EVENTS = 64
@@ -51,7 +53,8 @@ class RunStatus(Struct, frozen=True):
 
     `state` is "starting" before there is a trace, then that of the trace, or "dead" when its
     process ended without finishing it. `phase` and its `fraction` (0 to 1) are what the process is
-    doing; `error_lines` describe a failure, its reason first.
+    doing; `error_lines` describe a failure, its reason first. `notes` say, of a trace without a
+    step, why it has none and where to look.
     """
 
     state: str = "starting"
@@ -63,6 +66,7 @@ class RunStatus(Struct, frozen=True):
     first_step: int = 0
     last_step: int | None = None
     error_lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -168,6 +172,7 @@ class TraceSession:
                 generations=n_generations(reader),
                 first_step=first,
                 last_step=last_step,
+                notes=_read_notes(reader) if last_step is None else (),
             )
         return self._with_errors(status)
 
@@ -254,6 +259,15 @@ class TraceSession:
         """Close the trace."""
         if self.reader is not None:
             self.reader.close()
+
+
+def _read_notes(reader: TraceReader) -> tuple[str, ...]:
+    """Return where the program records itself, and what was not recorded."""
+    rows: list[EventRow] = []
+    with suppress(TraceError):
+        for kind in ("own-trace", "not-recorded"):
+            rows += newest_events(reader, kind, 0, MAX_NOTES)
+    return tuple(escape_unprintable(row.event.text) for row in rows)
 
 
 POLL_TIMEOUT_S = 2.0

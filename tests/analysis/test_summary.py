@@ -65,6 +65,18 @@ def test_text_and_html_have_the_same_content(seen: TraceSummary) -> None:
             assert part in html
 
 
+def test_a_guessed_border_comes_with_the_command_that_declares_it(seen: TraceSummary) -> None:
+    fix = "flexinspect declare TRACE --move 1 (D in the interface) writes the segments."
+    guess = Finding(
+        "segments.suspect-border", Severity.NOTE, "Odd.", evidence={"shift": 1}, fix=fix
+    )
+    summary = replace(seen, findings=(*seen.findings, guess), n_findings=4)
+    command = "flexinspect declare '/tmp/a & b/<i>x.flextrace' --move 1"
+    assert command in summary.text().splitlines()
+    assert command in "\n".join(Page(summary.html()).texts)
+    assert "flexinspect declare" not in seen.text()
+
+
 def test_nothing_of_a_trace_becomes_markup(seen: TraceSummary) -> None:
     page = Page(seen.html())
     assert set(page.tags) == {

@@ -166,6 +166,7 @@ def test_a_solved_run_is_marked_in_the_list_and_the_answer_is_printed_at_the_end
     assert run.answer in " ".join(capsys.readouterr().out.split())
     assert main(["museum"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert all(line[0] in " ✓" for line in lines[:-1] if line)  # wrapped titles are indented
     assert [line.split()[1] for line in lines if line.startswith("✓")] == [SHORT]
     assert lines[-1].startswith(f"1 of {len(NAMES)} solved")
 

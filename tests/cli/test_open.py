@@ -205,11 +205,13 @@ def test_a_view_named_like_a_table_is_not_followed(tmp_path: Path) -> None:
     path = foreign(
         tmp_path / "a.flextrace",
         f"CREATE VIEW steps AS {ENDLESS}",
+        "CREATE TABLE run (name TEXT)",
+        "INSERT INTO run VALUES ('level')",
         "CREATE TABLE tokens (pos INTEGER)",
         "INSERT INTO tokens VALUES (1), (2)",
     )
     started = time.monotonic()
-    assert describe_readable(path)[1:] == ["Readable in it: 2 tokens."]
+    assert describe_readable(path)[1:] == ["Readable in it: 1 fact about the run, 2 tokens."]
     assert time.monotonic() - started < 1.0
 
 

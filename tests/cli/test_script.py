@@ -318,11 +318,61 @@ def test_json_has_stdout_for_itself(tmp_path: Path) -> None:
     assert done.returncode == 3
 
 
-def test_a_program_without_models_gets_a_hint(tmp_path: Path) -> None:
+def test_a_program_without_torch_is_told_so(tmp_path: Path) -> None:
     write(tmp_path, "script.py", "print('nothing')")
     done = inspected("script.py", cwd=tmp_path)
-    assert b"the program did not use transformers' models" in done.stderr
-    assert "flexinspect.watch(module)" in unseen(tmp_path)[0]
+    (text,) = unseen(tmp_path)
+    assert text == "Nothing was recorded: the program did not import torch."
+    assert text.encode() in done.stderr
+
+
+@pytest.mark.parametrize("script", ["this is = no python", "import torch; raise SystemExit(3)"])
+def test_a_program_that_fails_gets_no_advice_on_recording(script: str, tmp_path: Path) -> None:
+    write(tmp_path, "script.py", script)
+    inspected("script.py", cwd=tmp_path)
+    assert unseen(tmp_path) == []
+
+
+TRAINING = """
+import torch
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def train():
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_plain_training_is_told_how_to_record_it(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", TRAINING + "train()\n")
+    inspected("script.py", cwd=tmp_path)
+    (text,) = unseen(tmp_path)
+    assert text.startswith("The training was not recorded. To record it: with flexinspect.watch_tr")
+    write(tmp_path, "script.py", "import torch; torch.nn.Linear(2, 1)(torch.ones(1, 2))\n")
+    inspected("script.py", cwd=tmp_path)
+    (text,) = unseen(tmp_path)
+    assert "the program did not use transformers' models" in text
+    assert "To record text generation: with flexinspect.watch(model)." in text
+    assert "To record a training: with flexinspect.watch_training(model, optimizer" in text
+
+
+def test_a_program_that_records_itself_says_where_at_once(tmp_path: Path) -> None:
+    watch = """
+import flexinspect, sys
+with flexinspect.watch_training(net, optimizer, out="own.flextrace", quiet=True):
+    print("inside", file=sys.stderr)
+    train()
+"""
+    write(tmp_path, "script.py", TRAINING + watch)
+    done = inspected("script.py", cwd=tmp_path)
+    told = "The program records itself. To see it: flexinspect open own.flextrace"
+    lines = done.stderr.decode().splitlines()
+    assert lines.index(f"flexinspect: {told}") < lines.index("inside")
+    assert unseen(tmp_path) == []
+    with trace(tmp_path) as reader:
+        assert told in [row.event.text for row in reader.events() if row.event.kind == "own-trace"]
 
 
 def test_the_manifest_names_the_program_and_dump_prints_its_output(tmp_path: Path) -> None:

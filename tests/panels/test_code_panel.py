@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import mask_trace
+from support.traces import RUN, sample_generation
 from support.tui import screen_lines, settle, until
 
 from flexinspect.drawing.text_lines import Pen
@@ -21,6 +22,7 @@ from flexinspect.panels.code_panel import CodeData, CodeOptions, CodePanel, _hea
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.codec import encode_findings
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
 
@@ -146,8 +148,23 @@ def test_missing_code_is_a_sentence(tmp_path: Path, code: Any, reason: str) -> N
 
 @pytest.mark.parametrize("layer", [mask_trace.BARE, mask_trace.TABLES])
 def test_a_layer_without_cells_is_a_sentence(trace: Path, layer: int) -> None:
-    with pytest.raises(Missing):
+    with pytest.raises(Missing, match="cells of this layer's mask") as caught:
         load(trace, layer=layer)
+    assert caught.value.hint == ""
+
+
+def test_only_a_trace_of_level_basic_is_told_to_record_more(tmp_path: Path) -> None:
+    path = tmp_path / "basic.flextrace"
+    with closing(TraceWriter.create(path, RUN | {"level": "basic"})) as writer:
+        writer.begin_generation(sample_generation(0))
+    with pytest.raises(Missing) as caught:
+        load(path, layer=0)
+    assert caught.value.hint == "Record with --level advanced or higher."
+    empty = tmp_path / "empty.flextrace"
+    TraceWriter.create(empty, RUN).close()
+    with pytest.raises(Missing) as caught:
+        load(empty, layer=0)
+    assert caught.value.lines() == ["No step was recorded, so there is no mask_mod to show."]
 
 
 @pytest.mark.parametrize(

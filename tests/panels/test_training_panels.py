@@ -26,6 +26,7 @@ from flexinspect.panels.timeline import load_whole_run
 from flexinspect.panels.training_panel import (
     GradientStripPanel,
     TrainingPanel,
+    describe_producer,
     format_range,
     norm_levels,
 )
@@ -36,7 +37,12 @@ from flexinspect.records.step import (
     MemoryRecord,
     StepRecord,
 )
-from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient, TrainingStepRecord
+from flexinspect.records.training_step import (
+    MODEL_OUTPUT,
+    AnomalyOrigin,
+    ParameterGradient,
+    TrainingStepRecord,
+)
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import CurvePoint, open_trace
 from flexinspect.tui import saved_state
@@ -115,6 +121,12 @@ def test_a_non_finite_step_names_its_origin_first(source: Source) -> None:
     assert "\x1b" not in "".join(PANEL.describe(data))
     assert PANEL.paint(data, request(NONFINITE), Theme()).alarm
     assert "loss scale: 1024, step skipped" in PANEL.describe(data)
+
+
+def test_a_model_whose_own_forward_made_the_nan_is_named_by_its_class() -> None:
+    origin = AnomalyOrigin("module", MODEL_OUTPUT, 0, "float32", "Net")
+    made = "Net's own forward made the first NaN or Inf; the outputs of its modules were finite."
+    assert describe_producer(origin) == made
 
 
 def test_no_fact_is_cut_and_memory_of_a_training_names_no_cache(source: Source) -> None:

@@ -92,7 +92,7 @@ async def test_one_key_shows_the_xray_in_the_strip_and_moves_with_the_token(
         assert screen_lines(app)[3].startswith("row 13 “Answer” sees 14 of 14")
         await pilot.press("semicolon", "a")
         await settle(pilot)
-        assert screen_lines(app)[3].startswith("row 14 “:” is seen by")
+        assert screen_lines(app)[3].startswith("row 14 “:”: ")
         await pilot.press("a")
         await settle(pilot)
         assert not screen_lines(app)[3].startswith("row")

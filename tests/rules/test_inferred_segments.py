@@ -29,10 +29,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.prompt.inferred_segments import INFERRED, SUSPECT, InferredSegmentsRule
 from flexinspect.trace.reader import open_trace
 
-GUESS = (
-    "You declared no segments, so this is a guess from the mask and the text: press D to confirm "
-    "or correct it."
-)
+GUESS = "You declared no segments, so this is a guess from the mask and the text."
 
 
 Span = tuple[int, int, str]

@@ -9,8 +9,11 @@ import pytest
 from support.traces import RUN, sample_trace
 from support.tui import screen_text, settle, until
 
+from flexinspect.core.keyboard import all_keys
 from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS, find_broken_run
+from flexinspect.panels.panel_registry import panel_number
 from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.tui import saved_state
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.saved_state import load_state
 from flexinspect.tui.screens.dialogs import ChoiceDialog
@@ -49,12 +52,35 @@ async def test_only_the_right_fault_solves_an_exhibit(tmp_path: Path) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         message = await answer(app, pilot, wrong)
-        assert message.startswith("That is not it: look at the mask panel at step 1")
+        assert message.startswith("That is not it: look at the mask panel (2) at step 1")
         assert load_state().solved_exhibits == ()
         app.clear_notifications()
         message = await answer(app, pilot, right)
         assert message == f"Right. {EXHIBIT.answer} 1 of {len(BROKEN_RUNS)} exhibits solved."
     assert load_state().solved_exhibits == (EXHIBIT.name,)
+
+
+async def test_an_exhibit_opens_with_the_panel_of_its_answer_and_saves_no_layout(
+    tmp_path: Path,
+) -> None:
+    mine = saved_state.Layout(("logits", "layers", "memory", "run"), 2)
+    saved_state.save_layout("generation", mine)
+    path = tmp_path / "a.flextrace"
+    exhibit = next(run for run in BROKEN_RUNS if run.panel == "path")
+    TraceWriter.create(path, {**RUN, "exhibit": {"name": exhibit.name}}).close()
+    app: Any = InspectorApp(path)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        names = [view.panel.name for view in app.screen.slots.views()]
+        assert names == ["path", "mask", "logits"]
+        await pilot.press("f3")
+        await settle(pilot)
+    assert saved_state.load_state().layouts == {"generation": mine}
+
+
+@pytest.mark.parametrize("run", BROKEN_RUNS, ids=lambda run: run.name)
+def test_the_panel_of_each_answer_has_a_key(run: Any) -> None:
+    assert f"panel.show-{panel_number(run.panel)}" in {key.id for key in all_keys()}
 
 
 @pytest.mark.parametrize("kind", ["no exhibit", "repaired"])

@@ -261,6 +261,15 @@ def test_loading_has_a_bar_where_it_is_known_how_far_it_is(
     assert banner_text(status, 3) == (text, "busy")
 
 
+def test_the_banner_says_where_a_program_without_a_step_records() -> None:
+    notes = ("The program records itself. To see it: flexinspect open own.flextrace",)
+    text, kind = banner_text(RunStatus("recording", phase="running the program", notes=notes))
+    assert (text.splitlines()[1:], kind) == ([*notes], "busy")
+    text, kind = banner_text(RunStatus("finished", notes=notes))
+    assert (text, kind) == (f"This trace has no step.\n{notes[0]}", "bad")
+    assert banner_text(RunStatus("finished", notes=notes, last_step=3)) == ("", "")
+
+
 SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})

@@ -10,11 +10,14 @@ from support.traces import sample_trace
 from support.tui import screen_text, settle
 
 from flexinspect.control.messages import PAUSE_REQUESTED, StatusResponse, StepRef
+from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import TracePlace
-from flexinspect.panels.token_window import Answer
+from flexinspect.panels.token_window import Answer, TokenChunk, TokenWindow
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import TokenRecord
 from flexinspect.trace.query_results import StepRow
 from flexinspect.tui.app import InspectorApp
-from flexinspect.tui.status_lines import header_parts, pause_message
+from flexinspect.tui.status_lines import draw_token_strip, header_parts, pause_message
 from flexinspect.tui.trace_session import CaptureStatus, RunStatus
 
 SILENT = CaptureStatus(is_unresponsive=True)
@@ -122,3 +125,17 @@ async def test_a_message_replaces_the_last_one_and_all_are_listed(tmp_path: Path
         await pilot.pause(0.1)
         shown = screen_text(app)
         assert shown.index("three") < shown.index("two") < shown.index("one")
+
+
+def test_of_two_segments_in_the_same_place_the_wider_one_has_its_label() -> None:
+    tokens = tuple(TokenRecord(pos, pos, "word", "word", pos, 0) for pos in range(12))
+    one = Segment(0, 1, "wording 1", SegmentKind.PARAPHRASE, 0)
+    two = Segment(1, 8, "wording 2", SegmentKind.PARAPHRASE, 1)
+    three = Segment(8, 12, "wording 3", SegmentKind.PARAPHRASE, 2)
+    window = TokenWindow((TokenChunk(tokens, {}),), (one, two, three), 6, len(tokens))
+    (_, labels), row = draw_token_strip(window, 60, Theme())
+    text = labels.text
+    assert "wording 1" not in text
+    assert text.index("╵wording 2") == row.columns[1]
+    assert text.index("╵wording 3") == row.columns[8]
+    assert text.index("▲6") == row.columns[6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,25 @@ MIN_TOTAL_GROWTH = 96 * MIB
 MIN_RISING_SHARE = 0.75
 """Growth beyond the KV cache, per step and in total, and the share of windows in which it rises."""
 MIN_CAPTURE_SHARE, MIN_CAPTURE_BYTES = 0.25, 256 * MIB
+
+
+def steady_growth(n_bytes: Sequence[int]) -> tuple[float, float, int] | None:
+    """Judge the memory of successive steps, without their KV cache.
+
+    Returns the growth per step, the growth in total, and the number of steps in which it grew; None
+    if memory does not rise steadily, or too little to be reported.
+    """
+    if len(n_bytes) < MIN_GROWTH_STEPS:
+        return None
+    values = np.asarray(n_bytes, np.float64)
+    values = values[len(values) // 4 :]  # allocator caches fill up at first
+    window = max(len(values) // 4, 1)
+    rises = values[window:] - values[:-window]
+    slope, total = float(np.median(rises)) / window, float(values[-1] - values[0])
+    is_steady = float(np.mean(rises > 0)) >= MIN_RISING_SHARE
+    if slope < MIN_GROWTH_PER_STEP or total < MIN_TOTAL_GROWTH or not is_steady:
+        return None
+    return slope, total, len(values)
 
 
 class MemoryRule(Rule):
@@ -67,22 +87,16 @@ class MemoryRule(Rule):
 
     def on_generation_end(self) -> Findings:
         """Report steady growth."""
-        if len(self._bytes) < MIN_GROWTH_STEPS:
+        growth = steady_growth(self._bytes)
+        if growth is None:
             return
-        values = np.asarray(self._bytes, np.float64)
-        values = values[len(values) // 4 :]  # allocator caches fill up at first
-        window = max(len(values) // 4, 1)
-        rises = values[window:] - values[:-window]
-        slope, total = float(np.median(rises)) / window, float(values[-1] - values[0])
-        is_steady = float(np.mean(rises > 0)) >= MIN_RISING_SHARE
-        if slope < MIN_GROWTH_PER_STEP or total < MIN_TOTAL_GROWTH or not is_steady:
-            return
+        slope, total, n_values = growth
         first, last = self._steps[len(self._steps) // 4], self._steps[-1]
         sentence = (
             f"Memory beyond the KV cache grew by {slope / MIB:.1f} MiB per step, "
             f"{total / MIB:.0f} MiB from step {first} to {last}."
         )
-        evidence = {"per_step": round(slope), "total": round(total), "steps": len(values)}
+        evidence = {"per_step": round(slope), "total": round(total), "steps": n_values}
         yield replace(self.finding(None, "memory.growth", sentence, evidence=evidence), step=last)
 
     def _check_builds(self, step: StepRecord) -> Findings:

@@ -33,10 +33,7 @@ from flexinspect.rules.prompt.segment_borders import (
 INFERRED, SUSPECT = "segments.inferred", "segments.suspect-border"
 _MAX_SHIFT = 4  # tokens; borders farther away from a line are not meant to be at one
 _MAX_QUOTED_CHARACTERS = 28
-_GUESS = (
-    "You declared no segments, so this is a guess from the mask and the text: press D to confirm "
-    "or correct it."
-)
+_GUESS = "You declared no segments, so this is a guess from the mask and the text."
 _SEGMENTS_ONLY = "You declared segments but no mask, so the cells were not compared one by one."
 _FIX_BY_MOVE = (
     "Count positions in the input ids, with the BOS and the padding. To compare every cell with "

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import StepRecord
+from flexinspect.records.training_step import MODEL_OUTPUT, AnomalyOrigin, TrainingStepRecord
 from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
-from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
 
 CARRIED = ("weights", "module")  # kinds of origins that modules pass on
@@ -271,7 +271,7 @@ def _name_nonfinite(origin: AnomalyOrigin) -> str:
 
 def _name_module(origin: AnomalyOrigin) -> str:
     """The name of a module with its class, where the trace has it."""
-    if origin.name == "(output)":
+    if origin.name == MODEL_OUTPUT:
         return "the model"
     class_name = f" ({printable(origin.module)})" if origin.module else ""
     return f"module {printable(origin.name)}{class_name}"
@@ -287,6 +287,9 @@ def _describe_origin(origin: AnomalyOrigin) -> str:
         dtype, _, weights = origin.detail.partition("; ")
         weights = printable(weights) or "its weights are finite"
         first = f"{_name_module(origin)} is the first whose output is not finite"
+        if origin.name == MODEL_OUTPUT:
+            owner = f"{printable(origin.module) or 'the model'}'s own forward"
+            first = f"{owner} made the first NaN or Inf; the outputs of its modules were finite"
         return f"{first} ({printable(dtype)}); {weights}"
     return (
         "the model's outputs are finite, so the loss function produces it (a logarithm of 0, a "

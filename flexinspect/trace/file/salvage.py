@@ -112,8 +112,7 @@ def describe_readable(path: Path) -> list[str]:
     counts, ran_out = _count_tables(path)
     lines = [f"The file has {size} bytes."]
     if counts:
-        listed = ", ".join(f"{number} {name}" for name, number in counts.items())
-        lines.append(f"Readable in it: {listed}.")
+        lines.append(f"Readable in it: {', '.join(counts)}.")
     elif size and not ran_out:
         lines.append("Nothing in it can be read as a trace.")
     if ran_out:
@@ -121,10 +120,27 @@ def describe_readable(path: Path) -> list[str]:
     return lines
 
 
-def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
-    """Return the number of readable rows by table, as text, and whether the time ran out."""
+_WORDS = {
+    "run": ("fact about the run", "facts about the run"),
+    "branches": ("branch", "branches"),
+    "candidates": ("candidate token", "candidate tokens"),
+    "calls": ("kernel call", "kernel calls"),
+    "builds": ("mask that was built", "masks that were built"),
+    "layer_stats": ("statistic of a layer", "statistics of layers"),
+    "memory": ("memory measurement", "memory measurements"),
+    "grads": ("gradient of a parameter", "gradients of parameters"),
+    "gradients": ("token with gradients", "tokens with gradients"),
+    "training_steps": ("training step", "training steps"),
+    "reviews": ("rule that was run", "rules that were run"),
+    "output": ("piece of printed output", "pieces of printed output"),
+}
+"""The words for one row and for several rows of the tables whose names are no plain plurals."""
+
+
+def _count_tables(path: Path) -> tuple[list[str], bool]:
+    """Return the number of readable rows of each table, in words, and whether the time ran out."""
     end = time.monotonic() + MAX_COUNTING_S
-    found: dict[str, str] = {}
+    found: list[str] = []
     ran_out = False
 
     def is_over() -> bool:
@@ -140,7 +156,9 @@ def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
         for table in schema.TABLES:
             number = _count_rows(db, table.name)
             if number:
-                found[table.name] = f"at least {number}" if ran_out else f"{number}"
+                least = "at least " if ran_out else ""
+                one, many = _WORDS.get(table.name, (table.name[:-1], table.name))
+                found.append(f"{least}{number} {one if number == 1 else many}")
             if ran_out:
                 break
     return found, ran_out

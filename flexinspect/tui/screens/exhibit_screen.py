@@ -24,6 +24,7 @@ from flexinspect.inputs.broken_run_catalog import (
     exhibit_path,
     find_broken_run,
 )
+from flexinspect.panels.panel_registry import panel_number
 from flexinspect.tui.saved_state import add_solved_exhibit
 from flexinspect.tui.screens.dialogs import ask_choice
 
@@ -119,6 +120,7 @@ async def ask_fault(app: Any, exhibit: object) -> None:
         progress = f"{n_solved} of {len(BROKEN_RUNS)} exhibits solved."
         app.notify(f"Right. {run.answer} {progress}", timeout=30)
     elif chosen is not None:
-        place = f"look at the {run.panel} panel at step {run.step}"
+        key = app.keys_of(f"panel.show-{panel_number(run.panel)}")
+        place = f"look at the {run.panel} panel ({key}) at step {run.step}"
         again = f"press {app.keys_of('exhibit.answer')} again"
         app.notify(f"That is not it: {place}, and {again}.", severity="warning", timeout=15)

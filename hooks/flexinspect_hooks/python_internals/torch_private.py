@@ -147,6 +147,17 @@ def call_after_backward(call: Callable[[], None]) -> None:
         queue(call)
 
 
+def has_made_optimizer() -> bool:
+    """Whether an optimizer was made, which marks the `step` of its class; False if missing."""
+    classes = [_find("torch.optim", "Optimizer")]
+    while classes:
+        one = classes.pop()
+        if getattr(getattr(one, "step", None), "hooked", False):
+            return True
+        classes += one.__subclasses__() if one is not None else ()
+    return False
+
+
 def set_flex_debug(enabled: bool) -> None:
     """Let uncompiled FlexAttention run without dynamo, as plain Python, or with it."""
     sys.modules[_FLEX]._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = enabled  # type: ignore[attr-defined]

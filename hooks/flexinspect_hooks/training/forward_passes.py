@@ -19,14 +19,13 @@ from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.records.step import LayerStatRecord
-from flexinspect.records.training_step import AnomalyOrigin
+from flexinspect.records.training_step import MODEL_OUTPUT, AnomalyOrigin
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts, tensor_facts
 
 MAX_PENDING_FORWARDS = 64  # forward passes without a backward pass that are kept
 MAX_MICRO_BATCHES = 4096  # of a step that are kept: the optimizer may never step
 HOOK_COST_S = 2e-6  # measured, of a hook that only keeps a reference; timing it would cost more
-MODEL_OUTPUT = "(output)"  # the name of a tensor that the model itself returned
 
 UNCHECKED_WEIGHTS = "its weights were looked at only after the update"
 """Detail of a module whose weights may have become non-finite only in the update itself."""

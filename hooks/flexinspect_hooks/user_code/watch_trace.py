@@ -41,6 +41,9 @@ from flexinspect_hooks.user_code import generation_builder
 from flexinspect_hooks.user_code.program import end_state
 from flexinspect_hooks.user_code.watch_session import WatchSession
 
+begin_callbacks: list[Callable[[Path], object]] = []
+"""Called with the path of each trace whose block begins."""
+
 
 class _Session(Protocol):
     recorder: Recorder
@@ -98,6 +101,8 @@ class WatchedTrace(ABC, Generic[S]):
         self._watched.add(id(self._model))
         if writer.note:
             print_message(writer.note)
+        for call in begin_callbacks:
+            call(self.path)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -50,6 +50,16 @@ def test_without_the_names_the_functions_do_nothing(monkeypatch: pytest.MonkeyPa
     assert torch_private.compilation_metrics() == ()
 
 
+def test_an_optimizer_that_was_made_is_detected() -> None:
+    class Plain(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    hooked = getattr(Plain.step, "hooked", False)
+    Plain([nn.Parameter(torch.ones(1))])
+    assert (hooked, torch_private.has_made_optimizer()) == (False, True)
+
+
 def test_a_hook_that_was_removed_from_its_module_is_detected() -> None:
     module = nn.Linear(1, 1)
     handle = module.register_forward_hook(lambda *_: None)

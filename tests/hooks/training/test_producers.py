@@ -115,7 +115,8 @@ def test_every_output_is_checked_before_the_loss_is_named(
     found, _ = trained(path, Pair(), steps=1, loss_of=loss_of)
     finding = the(found, "training.loss-nan")
     assert (finding.evidence["anomaly_origin"], finding.evidence["name"]) == ("module", "(output)")
-    assert "the model is the first whose output is not finite (float32)" in finding.sentence
+    made = "Pair's own forward made the first NaN or Inf; the outputs of its modules were finite"
+    assert f"{made} (float32); its weights are finite" in finding.sentence
 
 
 class Masked(nn.Module):

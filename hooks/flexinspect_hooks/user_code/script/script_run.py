@@ -14,18 +14,22 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
+from flexinspect.core.environment import command_path
 from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.text import print_message
 from flexinspect.records import protocol
 from flexinspect.records.job import ScriptJob
 from flexinspect.records.step import OutputRecord
 from flexinspect_hooks.breakpoints.actions import StoppedAtBreakpointError
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
+from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 from flexinspect_hooks.python_internals.threads import background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
@@ -60,6 +64,7 @@ class ProgramCapture(CapturedRun):
         self._finder: ModelFinder | None = None
         self._finder_lock = threading.Lock()
         self._pending_calls: deque[str] = deque()
+        self._has_own_traces = False
         self.tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
@@ -75,6 +80,7 @@ class ProgramCapture(CapturedRun):
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._call_finder("watch_generate"),
                 "transformers.tokenization_utils_base": self.tokenizers.watch,
+                "flexinspect_hooks.user_code.watch_trace": self._on_watch,
                 "multiprocessing.process": self._children.watch_multiprocessing,
             },
             on_import_begin=self._on_import_begin,
@@ -133,6 +139,7 @@ class ProgramCapture(CapturedRun):
         if self.job.threads is not None:
             torch.set_num_threads(self.job.threads)
         self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
+        self.record_event("phase", _RUNNING)
 
     def _on_flex(self) -> None:
         self._call_finder("watch_standalone_calls")
@@ -142,6 +149,20 @@ class ProgramCapture(CapturedRun):
         self.update_manifest(versions=package_versions())
         self._call_finder("watch_models")
         self.record_event("phase", _RUNNING)
+
+    def _on_watch(self) -> None:
+        from flexinspect_hooks.user_code.watch_trace import begin_callbacks
+
+        begin_callbacks.append(self._on_own_trace)
+
+    def _on_own_trace(self, path: Path) -> None:
+        """Say where a `with` block of the program records, as it begins."""
+        if os.getpid() != self._pid:
+            return
+        text = f"The program records itself. To see it: flexinspect open {command_path(path)}"
+        self._has_own_traces = True
+        self.record_event("own-trace", text)
+        print_message(text)
 
     def _on_import_begin(self, name: str) -> None:
         if name in _PHASES:
@@ -213,18 +234,14 @@ class ProgramCapture(CapturedRun):
             were = "child process was" if n == 1 else "child processes were"
             text = f"{n} {were} started; what runs there is not recorded."
             self.record_event("not-recorded", text, n=n)
-        if self._finder is None or not self._finder.has_found_anything:
-            reason = "the program did not use transformers' models"
-            if "transformers.modeling_utils" in sys.modules:
-                reason = (
-                    "none was called in this process, or only inside a graph that torch.compile "
-                    "made"
-                )
-            self.record_event(
-                "not-recorded",
-                f"No transformers model was found: {reason}. "
-                "flexinspect.watch(module) in the code records any torch module.",
-            )
+        has_found = self._finder is not None and self._finder.has_found_anything
+        # After an error of its own, a program needs no advice on what to record.
+        if (
+            not has_found
+            and not self._has_own_traces
+            and program.end_state(self._error) != "failed"
+        ):
+            self.record_event("not-recorded", _nothing_recorded())
 
     def _note(self) -> str | None:
         if self._finder is None:
@@ -242,6 +259,22 @@ class ProgramCapture(CapturedRun):
         self._children.end()
         if self._finder is not None:
             self._finder.discard()
+
+
+def _nothing_recorded() -> str:
+    """Say why no model was recorded, and how to record what the program does."""
+    if "torch" not in sys.modules:
+        return "Nothing was recorded: the program did not import torch."
+    training = "flexinspect.watch_training(model, optimizer, out=…), see docs/training.md"
+    if torch_private.has_made_optimizer():
+        return f"The training was not recorded. To record it: with {training}."
+    reason = "the program did not use transformers' models"
+    if "transformers.modeling_utils" in sys.modules:
+        reason = "none was called in this process, or only inside a graph that torch.compile made"
+    return (
+        f"No transformers model was found: {reason}. To record text generation: "
+        f"with flexinspect.watch(model). To record a training: with {training}."
+    )
 
 
 def main(number: int) -> int:
