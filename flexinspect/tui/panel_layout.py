@@ -15,6 +15,7 @@ from textual.containers import Container
 from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message
+from textual.strip import Strip
 
 from flexinspect.core.environment import import_numpy
 from flexinspect.core.errors import FlexInspectError, TraceError
@@ -136,7 +137,25 @@ class _NoPanel(Panel[None, None]):
         return Picture([])
 
 
-class Slot(Container):
+class Frame(Container):
+    """A container that is not drawn again while nothing of itself changes.
+
+    The compositor asks for the lines of every widget at every frame, and Textual puts those of a
+    container together from its cache, with its styles, line by line.
+    """
+
+    _lines: tuple[Region, list[Strip]] | None = None
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Return the lines of a region of the frame: borders, and the background."""
+        cache = self._styles_cache
+        is_changed = bool(cache._dirty_lines) or not cache._cache
+        if is_changed or self._lines is None or self._lines[0] != crop:
+            self._lines = crop, super().render_lines(crop)
+        return self._lines[1]
+
+
+class Slot(Frame):
     """A frame with a panel: the title of the panel in the upper border, its note in the lower."""
 
     def __init__(self, session: TraceSession, pool: Executor) -> None:
@@ -168,7 +187,7 @@ class Slot(Container):
             self.refresh(Region(-1, self.size.height, self.outer_size.width, 1))
 
 
-class Slots(Container):
+class Slots(Frame):
     """All frames: keeps which panel is where and how many are shown, and saves it.
 
     With `has_tour`, and for an exhibit of the museum, they begin with the panels of a new user, and

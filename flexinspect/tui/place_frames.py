@@ -75,8 +75,10 @@ class PlaceFrames:
                     await canvas.loader.wait_idle()
                 for _ in range(N_LOOP_ITERATIONS):
                     await asyncio.sleep(0)
-        except TimeoutError:
-            pass  # late results are painted when they arrive
+        except TimeoutError:  # late results are painted when they arrive
+            for canvas in self._canvases():
+                if canvas.loader.is_busy:
+                    canvas.repaint()  # the header shows the new step without them
         else:
             self._screen.call_after_refresh(self.load_next)
         finally:

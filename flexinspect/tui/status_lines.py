@@ -273,11 +273,6 @@ class TraceHeader(LoadedCanvas):
         for name in ("following", "capture_status"):
             self.watch(self.screen, name, self.repaint, init=False)
 
-    def on_change(self) -> None:
-        """Show the new step number at once, before its data are loaded."""
-        super().on_change()
-        self.repaint()
-
     def _load(self, request: PlaceLoadRequest) -> HeaderData:
         source, place = self._session.source, request[0]
         if source is None:
