@@ -126,7 +126,12 @@ KEYS: tuple[Key, ...] = (
         label="other mask",
     ),
     Key("branch.compare", ("C",), "compare this branch with its parent, side by side"),
-    Key("code.open", ("e",), "open the code of the mask in your editor", label="code"),
+    Key(
+        "code.open",
+        ("e",),
+        "open the code of the mask, or the layer, in an editor",
+        label="code",
+    ),
     Key("code.show", ("y",), "why a cell is open or closed: the code with its values", label="why"),
     Key("branch.choose", ("t",), "choose a branch", label="branch"),
     Key(

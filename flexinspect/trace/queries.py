@@ -270,6 +270,19 @@ def source_texts(reader: TraceReader) -> Iterator[tuple[str, str, int, str]]:
             yield str(source), str(name), line, str(text)
 
 
+def attention_source(reader: TraceReader, layer: int) -> str | None:
+    """Return file and line of the user's code that computed the attention of a layer, if any.
+
+    Of several functions it is the one that was seen last.
+    """
+    rest = "WHERE kind = 'source' ORDER BY event DESC"
+    for row in reader._select(codec.decode_event, schema.EVENTS, rest, ()):
+        source, layers = map(row.event.data.get, ("source", "layers"))
+        if isinstance(layers, list) and layer in layers:
+            return str(source)
+    return None
+
+
 # -- steps ----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Opens the code of a mask at its line in the user's editor."""
+"""Opens the code of a mask, or of a layer's attention, at its line in the user's editor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from textual.app import SuspendNotSupported
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.base import TracePlace
-from flexinspect.trace.queries import branch_of_step
+from flexinspect.records.finding import Finding
+from flexinspect.trace.queries import attention_source, branch_of_step
 from flexinspect.trace.reader import TraceReader
 
 _GOTO_EDITORS = ("code", "code-insiders", "codium", "vscodium", "cursor", "windsurf")
@@ -23,6 +24,10 @@ _GOTO_EDITORS = ("code", "code-insiders", "codium", "vscodium", "cursor", "winds
 _SUFFIX_EDITORS = ("hx", "helix", "subl", "zed")
 """Take `FILE:LINE`."""
 _WINDOWED = (*_GOTO_EDITORS, "subl", "zed", "gedit", "kate", "gvim", "mate")
+
+
+ABOUT_ATTENTION = ("path", "kernel", "graphs")
+"""First words of the ids of findings about the code that computes attention, not about masks."""
 
 
 class EditorCommand(NamedTuple):
@@ -58,12 +63,18 @@ def editor_command(file: Path, line: int, environ: Mapping[str, str]) -> EditorC
     return EditorCommand([*words, *place], name not in _WINDOWED)
 
 
-def open_mask_mod(app: Any, reader: TraceReader | None, place: TracePlace) -> None:
-    """Open the mask_mod of the place's layer in the user's editor. Raises `UsageError`."""
-    source = _find_mask_mod_source(reader, place) if reader is not None else None
+def open_code(
+    app: Any, reader: TraceReader | None, place: TracePlace, finding: Finding | None
+) -> None:
+    """Open the code of the place's layer in the user's editor. Raises `UsageError`.
+
+    It is the mask_mod, or the code of the user that computed the attention if there is none, or if
+    the finding is about that.
+    """
+    source = _find_source(reader, place, finding) if reader is not None else None
     name, _, line = (source or "").rpartition(":")
     if source is None or not line.isdecimal():
-        app.notify(f"No mask_mod of layer {place.layer} is recorded at this step.")
+        app.notify(f"No mask_mod and no forward of yours is recorded for layer {place.layer} here.")
         return
     file = Path(name)
     if not file.exists():
@@ -83,10 +94,16 @@ def open_mask_mod(app: Any, reader: TraceReader | None, place: TracePlace) -> No
         app.notify(f"{editor} could not be started: {reason}.", severity="error")
 
 
-def _find_mask_mod_source(reader: TraceReader, place: TracePlace) -> str | None:
-    """Return file and line of the mask_mod of the place's layer, None where none is known."""
+def _find_source(reader: TraceReader, place: TracePlace, finding: Finding | None) -> str | None:
+    """Return file and line of the code of the place's layer, None where none is known."""
     owner = branch_of_step(reader, place.generation, place.step, place.branch)
     calls = reader.calls(place.generation, place.step, owner)
     names = [call.mask for call in calls if call.layer == place.layer and call.mask]
     mask = reader.mask_summary(names[0]) if names else None
-    return mask.mask_mod_source if mask is not None else None
+    sources = [
+        None if mask is None else mask.mask_mod_source,
+        attention_source(reader, place.layer),
+    ]
+    if finding is not None and finding.id.partition(".")[0] in ABOUT_ATTENTION:
+        sources.reverse()
+    return sources[0] or sources[1]

@@ -18,6 +18,7 @@ from flexinspect.panels.base import TracePlace
 from flexinspect.panels.findings_of_place import FindingSummary, load_summary, navigate_to_finding
 from flexinspect.panels.findings_panel import Coverage, describe_coverage, load_coverage
 from flexinspect.records.finding import Finding, Severity
+from flexinspect.tui.code_editor import ABOUT_ATTENTION
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, theme_of
 from flexinspect.tui.trace_session import TraceSession
 
@@ -241,7 +242,9 @@ def _key_spans(diagnosis: Diagnosis, keys: dict[str, str], *, is_cut: bool) -> I
     finding = diagnosis.finding
     left_out = set()
     if finding is None or not _is_about_mask(finding):
-        left_out |= {"code.open", "code.show"}
+        left_out.add("code.show")
+        if finding is None or finding.id.partition(".")[0] not in ABOUT_ATTENTION:
+            left_out.add("code.open")
     if finding is None or not _asks_for_declaration(finding):
         left_out.add("mask.declare")
     for name, text in CARD_KEYS.items():

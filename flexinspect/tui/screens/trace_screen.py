@@ -30,7 +30,7 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import trace_session
 from flexinspect.tui.branch_commands import BranchCommands
 from flexinspect.tui.capture_commands import CaptureCommands
-from flexinspect.tui.code_editor import open_mask_mod
+from flexinspect.tui.code_editor import open_code
 from flexinspect.tui.diagnosis_card import DiagnosisCard
 from flexinspect.tui.finding_commands import FindingCommands
 from flexinspect.tui.key_line import KeyLine, actions_to_show
@@ -456,7 +456,7 @@ class TraceScreen(Screen[None]):
             "travel.mask": lambda: self.branches.rewind("edit"),
             "branch.choose": self.branches.choose_branch,
             "branch.compare": self.branches.compare_branch,
-            "code.open": lambda: open_mask_mod(self.app, self.reader, self.place),
+            "code.open": lambda: open_code(self.app, self.reader, self.place, self._card.finding),
             "code.show": self._show_code,
             "step.next": lambda: go.move_by(1),
             "step.previous": lambda: go.move_by(-1),

@@ -50,7 +50,7 @@ def frame_to_stop_in(frame: FrameType) -> FrameType:
 
 def is_user_frame(frame: FrameType) -> bool:
     """Return whether a frame runs the user's code: no library, not flexinspect, not generated."""
-    return _is_user_file(frame.f_code.co_filename)
+    return is_user_file(frame.f_code.co_filename)
 
 
 def _walk_up(frame: FrameType | None) -> Iterator[FrameType]:
@@ -80,7 +80,8 @@ def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
 
 
 @cache
-def _is_user_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
+    """Return whether a file is the user's: of no library, not of flexinspect, not generated."""
     if filename.startswith("<"):
         # A cell of a notebook has such a name; other code of this kind is made by libraries.
         return filename.startswith("<ipython-input")

@@ -25,6 +25,11 @@ from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
 from flexinspect_hooks.observers.attention import call_checks, segment_attention
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall, KernelCalls
+from flexinspect_hooks.observers.attention.layer_code import (
+    LayerCode,
+    LayerCodes,
+    record_layer_codes,
+)
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
 from flexinspect_hooks.python_internals.patching import patch
 
@@ -45,6 +50,7 @@ class _AttentionStep(NamedTuple):
     calls: tuple[dict[str, Any], ...] = ()
     masks: tuple[CapturedMask, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
+    codes: tuple[LayerCode, ...] = ()
 
 
 class AttentionHook(Hook):
@@ -58,6 +64,7 @@ class AttentionHook(Hook):
         self._refs: list[AttentionCall] = []
         self._n_layers_seen = 0
         self._mask_store = MaskStore(context.device)
+        self._layer_codes = LayerCodes()
         self._compared_masks: set[tuple[Any, ...]] = set()
         self._segment_reducer = segment_attention.SegmentAttentionReducer(context.device)
         self.kernels = KernelCalls(context) if context.sees_kernels else None
@@ -177,7 +184,8 @@ class AttentionHook(Hook):
             self._store_qkv(refs, buffer)
         for mask in masks:
             mask.cells = mask.averaged = mask.bias = mask.mask_mod_blocks = None
-        return _AttentionStep(tuple(ref.record_fields() for ref in refs), masks, builds)
+        codes = () if self.kernels is None else self._layer_codes.find_new(refs)
+        return _AttentionStep(tuple(ref.record_fields() for ref in refs), masks, builds, codes)
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
         """Return the calls of a step and the masks built for it, and drop them."""
@@ -230,6 +238,7 @@ class AttentionHook(Hook):
         if kept is None:
             return
         draft.builds += kept.builds
+        record_layer_codes(kept.codes, draft)
         for mask in kept.masks:
             self._mask_store.record(mask, values, draft)
         # No rule needs equal batch rows of standalone calls.

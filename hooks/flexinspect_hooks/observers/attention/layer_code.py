@@ -1,0 +1,65 @@
+"""The user's code that computes the attention of a layer: a patched forward, or a function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import CodeType
+from typing import Any, NamedTuple
+
+from flexinspect_hooks.capture.hook import StepDraft
+from flexinspect_hooks.debugger.frames import is_user_file
+from flexinspect_hooks.observers.attention.call_references import AttentionCall
+from flexinspect_hooks.observers.attention.mask_mod_code import SOURCE_EVENT
+
+
+class LayerCode(NamedTuple):
+    """Name, file and first line of a function, and the layers whose attention it computes."""
+
+    name: str
+    source: str
+    layers: tuple[int, ...]
+
+
+class LayerCodes:
+    """Finds the functions of the user that compute attention, each with its layers only once."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, CodeType]] = set()
+
+    def find_new(self, calls: Iterable[AttentionCall]) -> tuple[LayerCode, ...]:
+        """Return the functions that computed these calls, without those that are known."""
+        layers: dict[CodeType, list[int]] = {}
+        for call in calls:
+            for code in _codes(call):
+                if (call.layer, code) not in self._seen:
+                    self._seen.add((call.layer, code))
+                    layers.setdefault(code, []).append(call.layer)
+        return tuple(
+            LayerCode(code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}", tuple(own))
+            for code, own in layers.items()
+        )
+
+
+def record_layer_codes(codes: Iterable[LayerCode], draft: StepDraft) -> None:
+    """Write an event per function, which names its file and line and its layers."""
+    for name, source, layers in codes:
+        data = {"source": source, "name": name, "layers": [*layers]}
+        draft.add_event(SOURCE_EVENT, f"{name} ({source})", data)
+
+
+def _codes(call: AttentionCall) -> Iterator[CodeType]:
+    """Yield the user's code of the layer: its forward, else its attention function."""
+    outer = call.layer_call or call
+    for function in (getattr(call.module, "forward", None), outer.function):
+        code = _code_of(function)
+        if code is not None and is_user_file(code.co_filename):
+            yield code
+            return
+
+
+def _code_of(function: Any) -> CodeType | None:
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None
