@@ -54,6 +54,7 @@ class PlaceFrames:
         self._screen, self._canvases = screen, canvases
         self._is_open = False
         self._next_place: TracePlace | None = None
+        self._finishing: asyncio.Task[None] | None = None  # the loop keeps no reference to a task
 
     def show(self, ahead: TracePlace | None = None, *, within_s: float = FRAME_S) -> None:
         """Show a new place in one frame, within `within_s` seconds even if panels are slow.
@@ -65,7 +66,8 @@ class PlaceFrames:
             self._is_open = True
             batch = self._screen.app.batch_update()
             batch.__enter__()
-            self._screen.run_worker(self._finish(batch, within_s), group="frame")
+            # Not a worker, whose messages take as long as drawing a panel.
+            self._finishing = asyncio.create_task(self._finish(batch, within_s))
 
     async def _finish(self, batch: AbstractContextManager[None], within_s: float) -> None:
         """Paint when all is loaded, or after `within_s`."""
