@@ -170,7 +170,7 @@ class StepReplay:
             self.timer = None
             return
         if self._screen.status.last_step is None:
-            self._screen.app.notify("There is no step to replay yet.")
+            self._screen.app.notify("No step is recorded yet.")
             return
         if self._screen.place.step == self._screen.status.last_step:
             self._navigation.navigate(Navigate(step=self._screen.status.first_step))

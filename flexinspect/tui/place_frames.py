@@ -12,7 +12,7 @@ from textual.screen import Screen
 
 from flexinspect.panels.base import TracePlace
 from flexinspect.tui.navigation import clamp_place
-from flexinspect.tui.panel_view import LoadedCanvas
+from flexinspect.tui.panel_view import LoadedCanvas, PanelView
 from flexinspect.tui.trace_session import RunStatus
 
 FRAME_S = 0.03
@@ -72,14 +72,15 @@ class PlaceFrames:
     async def _finish(self, batch: AbstractContextManager[None], within_s: float) -> None:
         """Paint when all is loaded, or after `within_s`."""
         try:
+            canvases = [*self._canvases()]  # the screen may be closed meanwhile
             async with asyncio.timeout(within_s):
-                for canvas in self._canvases():
+                for canvas in canvases:
                     await canvas.loader.wait_idle()
                 for _ in range(N_LOOP_ITERATIONS):
                     await asyncio.sleep(0)
         except TimeoutError:  # late results are painted when they arrive
-            for canvas in self._canvases():
-                if canvas.loader.is_busy:
+            for canvas in canvases:
+                if canvas.loader.is_busy and not isinstance(canvas, PanelView):
                     canvas.repaint()  # the header shows the new step without them
         else:
             self._screen.call_after_refresh(self.load_next)

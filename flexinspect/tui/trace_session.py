@@ -232,12 +232,12 @@ class TraceSession:
         state = self._status.state
         if state == "finished" and self.process is None:
             return ControlError(
-                "This trace is a finished file; there is no model to control.",
+                "This trace is finished, so it has no model to control.",
                 hint="To keep one: flexinspect run --hold …",
             )
         if state == "recording" and is_recorder_alive(self._status.run):
             return ControlError("This run takes no commands: it was started with --no-control.")
-        return ControlError("The run has ended, so there is no model to control any more.")
+        return ControlError("The run has ended, so it has no model to control.")
 
     def interrupt(self) -> None:
         """Ask our process, once, to end its generation and finish its trace.

@@ -276,7 +276,7 @@ async def test_a_trace_without_a_capture_refuses_commands_with_a_message(tmp_pat
         place = app.screen.place  # type: ignore[attr-defined]
         for key in ("space", ".", "F", "E", "R", "b"):
             await pilot.press(key)
-            await here.until(lambda: here.shows("there is no model to control"))
+            await here.until(lambda: here.shows("it has no model to control"))
             assert here.shows("To keep one: flexinspect run --hold")
             assert len(app.screen_stack) == 2
             assert app.screen.place == place  # type: ignore[attr-defined]

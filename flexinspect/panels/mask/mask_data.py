@@ -153,11 +153,8 @@ def _make_mask_data(
     matrix = None
     if layout.matrix:
         first = mask_view.first_cell("leaked") or mask_view.first_cell("lost")
-        at_row, at_key = cursor or (first if view == "difference" and first else focus)
-        pair = (int(mask_view.positions[at_row]), at_key)
-        number, key_number = (max(segment_number(segments, position), 0) for position in pair)
-        size = (layout.width, layout.matrix - (layout.zoom >= 0))
-        matrix = load_matrix(mask_view, segments, size, (number, key_number))
+        at = cursor or (first if view == "difference" and first else focus)
+        matrix = _load_matrix_at(mask_view, segments, layout, at)
     name = mask_view.part_of(focus[0]).step_at(focus[0]).mask
     read = partial(source.reader.mask_summary, name or "")
     mask = None if name is None else source.get_or_create(("mask.summary", name), read)
@@ -183,6 +180,16 @@ def _make_mask_data(
         empty_rows=np.flatnonzero(np.concatenate(is_empty)),
         fallback_reason=fallback_reason,
     )
+
+
+def _load_matrix_at(
+    mask_view: MaskView, segments: tuple[Segment, ...], layout: MaskLayout, at: tuple[int, int]
+) -> SegmentMatrix:
+    """Load the matrix of segments, with the pair of the cell `at` (row, key) selected."""
+    positions = (int(mask_view.positions[at[0]]), at[1])
+    number, key_number = (max(segment_number(segments, position), 0) for position in positions)
+    size = (layout.width, layout.matrix - (layout.zoom >= 0))
+    return load_matrix(mask_view, segments, size, (number, key_number))
 
 
 def _find_cursor(view: MaskView, options: MaskOptions, place: TracePlace) -> tuple[int, int] | None:

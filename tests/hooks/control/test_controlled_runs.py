@@ -229,7 +229,7 @@ def test_a_killed_run_is_no_longer_listed_and_its_trace_is_readable(
         os.kill(client.status().pid, signal.SIGKILL)
         run.end()
         assert [step.step for step in viewer.steps(0)] == [0, 1, 2]
-    with pytest.raises(ControlError, match="no model to control"):
+    with pytest.raises(ControlError, match="has no model to control"):
         viewer_client.call(lambda client: client.pause())  # it had a client before
     hint = "Start one with flexinspect run; flexinspect attach --list shows running captures."
     assert ctl(capsys, "status") == (2, f"flexinspect: No capture is running.\n{hint}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
@@ -25,16 +25,17 @@ class LayerCodes:
     """Finds the functions of the user that compute attention, each with its layers only once."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, CodeType]] = set()
+        # By identity: hashing a code object reads all of it, and this runs at each step.
+        self._seen: dict[tuple[int, int], CodeType] = {}
 
     def find_new(self, calls: Iterable[AttentionCall]) -> tuple[LayerCode, ...]:
         """Return the functions that computed these calls, without those that are known."""
         layers: dict[CodeType, list[int]] = {}
         for call in calls:
-            for code in _codes(call):
-                if (call.layer, code) not in self._seen:
-                    self._seen.add((call.layer, code))
-                    layers.setdefault(code, []).append(call.layer)
+            code = _user_code(call)
+            if code is not None and (call.layer, id(code)) not in self._seen:
+                self._seen[call.layer, id(code)] = code
+                layers.setdefault(code, []).append(call.layer)
         return tuple(
             LayerCode(code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}", tuple(own))
             for code, own in layers.items()
@@ -48,14 +49,14 @@ def record_layer_codes(codes: Iterable[LayerCode], draft: StepDraft) -> None:
         draft.add_event(SOURCE_EVENT, f"{name} ({source})", data)
 
 
-def _codes(call: AttentionCall) -> Iterator[CodeType]:
-    """Yield the user's code of the layer: its forward, else its attention function."""
+def _user_code(call: AttentionCall) -> CodeType | None:
+    """Return the user's code of the layer: its forward, else its attention function."""
     outer = call.layer_call or call
     for function in (getattr(call.module, "forward", None), outer.function):
         code = _code_of(function)
         if code is not None and is_user_file(code.co_filename):
-            yield code
-            return
+            return code
+    return None
 
 
 def _code_of(function: Any) -> CodeType | None:
