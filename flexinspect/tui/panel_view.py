@@ -20,14 +20,17 @@ from flexinspect.panels import base
 from flexinspect.panels.base import Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.tui.trace_session import TraceSession
 
-PanelLoadRequest = tuple[Panel[Any, Any], Request[Any], int]
-"""A panel, its request, and the version of the trace to load it from."""
+PanelLoadRequest = tuple[Panel[Any, Any], Request[Any], int, Theme]
+"""A panel, its request, the version of the trace to load it from, and the theme to paint in."""
 
 PlaceLoadRequest = tuple[TracePlace, int]
 """A place, and the version of the trace to load it from."""
 
-LoadResult = tuple[Any, tuple[list[str], str] | None]
-"""The loaded data; or None, with lines that explain why and their style."""
+ErrorLines = tuple[list[str], str]
+"""Lines that explain why nothing is shown, and their style."""
+
+LoadResult = tuple[Any, ErrorLines | None, Picture]
+"""The loaded data, or None with the error lines; and the picture of either."""
 
 
 class LoadedCanvas(Canvas):
@@ -103,7 +106,7 @@ class PanelView(LoadedCanvas, can_focus=True):
         self.loader = Loader(pool, self._next_request, self._load_panel, self._show_loaded)
         self._request: Request[Any] | None = None
         self._data: Any = None
-        self._error: tuple[list[str], str] | None = None
+        self._error: ErrorLines | None = None
 
     def on_show(self) -> None:
         """Load again: the place may have changed while the view was hidden."""
@@ -119,7 +122,7 @@ class PanelView(LoadedCanvas, can_focus=True):
 
     def preload(self, place: TracePlace) -> None:
         if not self._is_hidden():
-            self.loader.preload((self.panel, self._make_request(place), self.trace_screen.version))
+            self.loader.preload(self._load_request(place))
 
     def _make_request(self, place: TracePlace | None = None) -> Request[Any]:
         width, height = max(self.size.width, 1), max(self.size.height, 1)
@@ -137,12 +140,21 @@ class PanelView(LoadedCanvas, can_focus=True):
         return hidden or self.size.area == 0
 
     def _next_request(self) -> PanelLoadRequest | None:
-        if self._is_hidden():
-            return None
-        return self.panel, self._make_request(), self.trace_screen.version
+        return None if self._is_hidden() else self._load_request()
+
+    def _load_request(self, place: TracePlace | None = None) -> PanelLoadRequest:
+        version = self.trace_screen.version
+        return self.panel, self._make_request(place), version, theme_of(self.app)
 
     def _load_panel(self, load_request: PanelLoadRequest) -> LoadResult:
-        panel, request, _ = load_request
+        """Load and paint, in a thread: a picture that was made in advance is only shown."""
+        panel, request, _, theme = load_request
+        data, error = self._load_data(panel, request)
+        return data, *_paint(panel, data, error, request, theme)
+
+    def _load_data(
+        self, panel: Panel[Any, Any], request: Request[Any]
+    ) -> tuple[Any, ErrorLines | None]:
         source = self._session.source
         if source is None or self._session.is_trace_removed:
             return None, (["Nothing is recorded yet."], "muted")
@@ -158,36 +170,29 @@ class PanelView(LoadedCanvas, can_focus=True):
             return None, (_describe_failure(panel, error), "bad")
 
     def _show_loaded(self, load_request: PanelLoadRequest, loaded: LoadResult) -> None:
-        panel, request, _ = load_request
+        panel, request, _, theme = load_request
         if panel is not self.panel:
             return  # the panel was replaced meanwhile
         self._request = request
-        self._data, self._error = loaded
-        self.repaint()
+        self._data, self._error, picture = loaded
+        if (request.width, request.height) == self.size and theme is theme_of(self.app):
+            self._show_picture(picture)
+        else:
+            self.repaint()
 
     def repaint(self) -> None:
         """Paint the loaded data in the current size and theme."""
         if self._request is None or self.size.area == 0:
             return
-        picture = self._make_picture(self._request)
+        theme = theme_of(self.app)
+        painted = _paint(self.panel, self._data, self._error, self._request, theme)
+        self._error, picture = painted
+        self._show_picture(picture)
+
+    def _show_picture(self, picture: Picture) -> None:
         self.show(picture.strips)
         # Not a message: it would arrive after the frame, and the border would cost another one.
         self._note(picture.note, picture.alarm)
-
-    def _make_picture(self, request: Request[Any]) -> Picture:
-        theme = theme_of(self.app)
-        if self._error is None:
-            try:
-                return self.panel.paint(self._data, request, theme)
-            except Exception as error:
-                self._error = (_describe_failure(self.panel, error), "bad")
-        lines, style = self._error
-        strips = [
-            strip
-            for text in lines
-            for strip in wrap_paragraph(text, request.width, theme.style(style))
-        ]
-        return Picture(strips[: request.height])
 
     def handles(self, action: str) -> bool:
         """Return whether the panel handles an action."""
@@ -246,6 +251,26 @@ class PanelView(LoadedCanvas, can_focus=True):
                 event.stop()
                 self.handle_action(action)
                 return
+
+
+def _paint(
+    panel: Panel[Any, Any],
+    data: Any,
+    error: ErrorLines | None,
+    request: Request[Any],
+    theme: Theme,
+) -> tuple[ErrorLines | None, Picture]:
+    """Paint the data, or the error lines; return them, or those of a paint that failed."""
+    if error is None:
+        try:
+            return None, panel.paint(data, request, theme)
+        except Exception as failure:
+            error = (_describe_failure(panel, failure), "bad")
+    lines, style = error
+    strips = [
+        strip for text in lines for strip in wrap_paragraph(text, request.width, theme.style(style))
+    ]
+    return error, Picture(strips[: request.height])
 
 
 def _describe_failure(panel: Panel[Any, Any], error: Exception) -> list[str]:
