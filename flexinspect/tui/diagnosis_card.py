@@ -78,6 +78,7 @@ class DiagnosisCard(LoadedCanvas):
         self._max_height = 0
         self._is_loaded = False
         self._visited: tuple[TracePlace, Finding] | None = None
+        self._first_line = 0
 
     @property
     def finding(self) -> Finding | None:
@@ -137,7 +138,7 @@ class DiagnosisCard(LoadedCanvas):
 
     def _show_loaded(self, request: CardRequest, loaded: Diagnosis) -> None:
         if loaded != self._diagnosis or not self._is_loaded:  # most steps have the same one
-            self._diagnosis, self._is_loaded = loaded, True
+            self._diagnosis, self._is_loaded, self._first_line = loaded, True, 0
             self._set_height()
             self.repaint()
 
@@ -168,11 +169,31 @@ class DiagnosisCard(LoadedCanvas):
             self.show(_draw_verified(diagnosis, pen)[:height])
             return
         keys = {name: str(self.app.keys_of(name)) for name in CARD_KEYS}  # type: ignore[attr-defined]
-        self.show(_draw_finding(diagnosis, diagnosis.finding, pen, height, keys))
+        self.show(_draw_finding(diagnosis, diagnosis.finding, pen, height, keys, self._first_line))
 
     def on_click(self) -> None:
         """Ask to show the whole finding."""
         self.post_message(self.Opened())
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Scroll the text of the finding."""
+        self._scroll(event, 1)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Scroll the text of the finding back."""
+        self._scroll(event, -1)
+
+    def _scroll(self, event: events.MouseEvent, n_lines: int) -> None:
+        finding, (width, height) = self._diagnosis.finding, self.size
+        if finding is None or not height:
+            return
+        event.stop()
+        text = _text_of(self._diagnosis, finding, Pen(theme_of(self.app), width))
+        last = max(len(text.sentence) + len(text.fix) - _room(height), 0)
+        first = min(max(self._first_line + n_lines, 0), last)
+        if first != self._first_line:
+            self._first_line = first
+            self.repaint()
 
 
 def _is_about_mask(finding: Finding) -> bool:
@@ -195,29 +216,62 @@ CARD_KEYS = {
 """The actions that the last line of the card names, and what they do."""
 
 
-def _draw_finding(
-    diagnosis: Diagnosis, finding: Finding, pen: Pen, height: int, keys: dict[str, str]
-) -> list[Strip]:
-    cells = diagnosis.cells.lines()[:height] if diagnosis.cells is not None else []
+class _CardText(Struct, frozen=True):
+    """The lines of a finding, as wide as the `picture` of the cells at their right lets them."""
+
+    pen: Pen
+    sentence: list[Strip]
+    fix: list[Strip]
+    picture: list[Strip]
+
+    def lines(self, room: int, style: str, first_line: int) -> tuple[list[Strip], bool]:
+        """Return `room` lines, and whether any are left out below.
+
+        Unless it is scrolled, the card keeps a line or two for the fix, which says what to do.
+        """
+        if first_line:
+            whole = [*self.sentence, *self.fix]
+            return whole[first_line : first_line + room], first_line + room < len(whole)
+        n_fix = min(len(self.fix), 2 if room >= 4 else 1) if room > 1 else 0
+        shown, is_cut = _cut(self.sentence, max(room - n_fix, 1), self.pen, style)
+        fix, is_fix_cut = _cut(self.fix, room - len(shown), self.pen, "text")
+        return [*shown, *fix], is_cut or is_fix_cut
+
+
+def _text_of(diagnosis: Diagnosis, finding: Finding, pen: Pen) -> _CardText:
+    cells = diagnosis.cells.lines() if diagnosis.cells is not None else []
     picture_width = max((sum(cell_len(text) for text, _ in line) for line in cells), default=0)
     picture = [pen.resize(picture_width).line(*line) for line in cells]
-    sign, style = SIGNS[finding.severity]
     narrow = pen.resize(pen.width - picture_width - (4 if cells else 2))
     where = f"generation {finding.generation}: " if _is_elsewhere(diagnosis) else ""
-    texts = [*narrow.paragraph(where + finding.sentence, style)]
-    room = height - 1 if height > 1 else 1
+    sentence = narrow.paragraph(where + finding.sentence, SIGNS[finding.severity][1])
     fix = narrow.paragraph(f"Fix: {finding.fix}") if finding.fix else []
-    n_fix = min(len(fix), 2 if room >= 4 else 1) if room > 1 else 0
-    shown, is_cut = _cut(texts, max(room - n_fix, 1), narrow, style)
-    fix_shown, is_fix_cut = _cut(fix, room - len(shown), narrow, "text")
-    lines = [*shown, *fix_shown]
-    lines += [narrow.line()] * (room - len(lines))
+    return _CardText(narrow, sentence, fix, picture)
+
+
+def _room(height: int) -> int:
+    """Return the lines of text of a card: its last line names the keys."""
+    return height - 1 if height > 1 else 1
+
+
+def _draw_finding(
+    diagnosis: Diagnosis,
+    finding: Finding,
+    pen: Pen,
+    height: int,
+    keys: dict[str, str],
+    first_line: int,
+) -> list[Strip]:
+    sign, style = SIGNS[finding.severity]
+    text = _text_of(diagnosis, finding, pen)
+    lines, is_cut = text.lines(_room(height), style, first_line)
+    lines += [text.pen.line()] * (_room(height) - len(lines))
     if height > 1:
-        lines.append(narrow.line(*_key_spans(diagnosis, keys, is_cut=is_cut or is_fix_cut)))
+        lines.append(text.pen.line(*_key_spans(diagnosis, keys, is_cut=is_cut)))
     bar = Pen(pen.theme, 2)
     margin = [bar.line((sign if n == 0 else "┃", style)) for n in range(len(lines))]
-    blank = pen.style("text")
-    return join_blocks(join_blocks(margin, lines, blank), picture, blank, gap=2 if cells else 0)
+    blank, picture = pen.style("text"), text.picture[:height]
+    return join_blocks(join_blocks(margin, lines, blank), picture, blank, gap=2 if picture else 0)
 
 
 def _cut(strips: list[Strip], room: int, pen: Pen, style: str) -> tuple[list[Strip], bool]:

@@ -9,6 +9,7 @@ import pytest
 from support.traces import sample_trace
 from support.tui import screen_lines, screen_text, settle, until
 from support.undeclared import SECOND, THIRD, blocks, write
+from textual.events import MouseScrollDown, MouseScrollUp
 from textual.pilot import Pilot
 
 from flexinspect.tui.app import InspectorApp
@@ -92,6 +93,26 @@ async def test_at_80x24_one_key_shows_the_whole_fix(tmp_path: Path) -> None:
         assert "How to confirm: " in text
         await pilot.press("escape")
         assert not isinstance(pilot.app.screen, TextScreen)
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_the_wheel_scrolls_the_card_to_the_end_of_the_fix_and_back(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(80, 24)) as pilot:
+        first = await reviewed(pilot, "there is more")
+        card = pilot.app.screen.query_one(DiagnosisCard)
+        fix = card.finding.fix.split()[-3:] if card.finding is not None else []
+        seen = []
+        for _ in range(10):
+            await pilot._post_mouse_events([MouseScrollDown], card)
+            await settle(pilot)
+            seen = screen_lines(pilot.app)[card.region.y : card.region.bottom]
+        assert " ".join(fix) in " ".join(" ".join(seen).replace("┃", "").split())
+        assert "there is more" not in seen[-1]
+        for _ in range(10):
+            await pilot._post_mouse_events([MouseScrollUp], card)
+        await settle(pilot)
+        assert screen_lines(pilot.app)[card.region.y : card.region.bottom] == first
 
 
 async def test_without_findings_the_card_says_what_was_checked_and_what_was_not(

@@ -15,7 +15,7 @@ from support.paths import TESTS
 from support.traces import sample_trace
 from support.tui import screen_lines, screen_text, settle
 
-from flexinspect.records.job import Job, ScriptJob
+from flexinspect.records.job import DebuggerOptions, Job, ScriptJob
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.saved_state import add_recent_trace
@@ -313,3 +313,18 @@ async def test_a_script_is_shown_with_its_output_and_its_models(
         assert "LlamaForCausalLM" in screen_lines(app)[0]
         await pilot.press("down", "down", "down")
         assert screen(app).place.layer == 1
+
+
+async def test_where_debugpy_listens_is_said_once_and_not_repeated_over_the_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # debugpy needs a process of its own
+    app = InspectorApp(job=job(tmp_path / "run.flextrace", debugger=DebuggerOptions(port=0)))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: screen(app).status.state == "finished")
+        await settle(pilot)
+        for key in ("left", "right", "left", "n"):
+            await pilot.press(key)
+            await settle(pilot)
+        said = [text for _, text in app.messages() if "debugpy listens on" in text]
+        assert len(said) == 1
