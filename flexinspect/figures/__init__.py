@@ -1,0 +1,1 @@
+"""Pictures for papers and talks, drawn with matplotlib: masks, their generation, the flowchart."""
