@@ -36,19 +36,21 @@ class TensorAnomalies(DictDataclass):
 
 
 class GradientAnomalies(DictDataclass):
-    """The anomalies in the gradients of a model; the lists have names of parameters."""
+    """The anomalies in the gradients of a model: two counts, and lists of names of parameters."""
 
     total_norm: float
-    params_with_nan_grad: list[str]
-    params_with_inf_grad: list[str]
+    params_with_nan_grad: int
+    params_with_inf_grad: int
+    nan_grad_params: list[str]
+    inf_grad_params: list[str]
     exploding: list[str]
     vanishing: list[str]
 
     @property
     def is_anomaly(self) -> bool:
         """Whether any list has an entry."""
-        lists = (self.params_with_nan_grad, self.params_with_inf_grad)
-        return any((*lists, self.exploding, self.vanishing))
+        lists = (self.nan_grad_params, self.inf_grad_params, self.exploding, self.vanishing)
+        return any(lists)
 
 
 class TrainingProgress(DictDataclass):
@@ -84,7 +86,7 @@ class AsyncTrainingLogger:
     def __init__(
         self,
         *,
-        user_id: str,
+        user_id: str | int,
         model_name: str,
         enable_autograd_debug: bool = False,
         level: DebugLevel | str = DebugLevel.BASIC,
@@ -141,10 +143,18 @@ class AsyncTrainingLogger:
     async def check_gradient_anomalies_async(self, model: nn.Module) -> GradientAnomalies:
         """Find the parameters whose gradient has NaN or Inf, explodes or vanishes."""
         analysis = await asyncio.to_thread(self.debugger.analyze_gradients, model)
-        with_nan, with_inf = analysis.params_with_nan_grad, analysis.params_with_inf_grad
+        with_nan, with_inf = analysis.nan_grad_params, analysis.inf_grad_params
         exploding = [name for name, info in analysis.items() if info.explodes]
         vanishing = [name for name, info in analysis.items() if info.vanishes]
-        return GradientAnomalies(analysis.total_norm, with_nan, with_inf, exploding, vanishing)
+        return GradientAnomalies(
+            total_norm=analysis.total_norm,
+            params_with_nan_grad=len(with_nan),
+            params_with_inf_grad=len(with_inf),
+            nan_grad_params=with_nan,
+            inf_grad_params=with_inf,
+            exploding=exploding,
+            vanishing=vanishing,
+        )
 
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None

@@ -384,12 +384,22 @@ class GradientAnalysis(dict[str, GradientInfo]):
         self.total_norm = total_norm  # of all gradients; NaN or Inf if one is non-finite
 
     @property
-    def params_with_nan_grad(self) -> list[str]:
+    def params_with_nan_grad(self) -> int:
+        """How many parameters have a gradient with NaN."""
+        return len(self.nan_grad_params)
+
+    @property
+    def params_with_inf_grad(self) -> int:
+        """How many parameters have a gradient with Inf."""
+        return len(self.inf_grad_params)
+
+    @property
+    def nan_grad_params(self) -> list[str]:
         """Parameters whose gradient has NaN."""
         return [name for name, info in self.items() if info.has_nan]
 
     @property
-    def params_with_inf_grad(self) -> list[str]:
+    def inf_grad_params(self) -> list[str]:
         """Parameters whose gradient has Inf."""
         return [name for name, info in self.items() if info.has_inf]
 

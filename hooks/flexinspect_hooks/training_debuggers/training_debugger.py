@@ -41,7 +41,8 @@ Infos = dict[str, TensorInfo] | None
 class StepInfo(DictDataclass):
     """One training step. `memory` is measured from ADVANCED on.
 
-    `params_*`, `exploding` and `vanishing` are names of parameters. `memory` is as
+    `params_with_nan_grad` and `params_with_inf_grad` are the numbers of parameters that
+    `nan_grad_params` and `inf_grad_params` name, as `exploding` and `vanishing` do. `memory` is as
     `profile_memory_usage` returns it; `parameters` and `gradients` are measurements of the weights
     that were checked in this step and of their gradients (EXTREME). `metrics` are the user's.
     """
@@ -51,8 +52,10 @@ class StepInfo(DictDataclass):
     has_nan: bool
     has_inf: bool
     gradient_norm: float | None
-    params_with_nan_grad: tuple[str, ...] = ()
-    params_with_inf_grad: tuple[str, ...] = ()
+    params_with_nan_grad: int = 0
+    params_with_inf_grad: int = 0
+    nan_grad_params: tuple[str, ...] = ()
+    inf_grad_params: tuple[str, ...] = ()
     exploding: tuple[str, ...] = ()
     vanishing: tuple[str, ...] = ()
     anomalies: tuple[Anomaly, ...] = ()
@@ -181,6 +184,8 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         if not math.isfinite(value):
             sentence = f"The loss is {value} at step {step}."
             anomalies.insert(0, self._make_anomaly("loss", "loss", sentence, step=step))
+        with_nan = tuple(one.name for one in outliers if one.n_nan)
+        with_inf = tuple(one.name for one in outliers if one.n_inf)
         weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
         info = StepInfo(
             step=step,
@@ -188,8 +193,10 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
             has_nan=math.isnan(value),
             has_inf=math.isinf(value),
             gradient_norm=gradients.total if gradients.norms else None,
-            params_with_nan_grad=tuple(one.name for one in outliers if one.n_nan),
-            params_with_inf_grad=tuple(one.name for one in outliers if one.n_inf),
+            params_with_nan_grad=len(with_nan),
+            params_with_inf_grad=len(with_inf),
+            nan_grad_params=with_nan,
+            inf_grad_params=with_inf,
             exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
             vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
             anomalies=tuple(anomalies),

@@ -153,8 +153,9 @@ def test_parameters_with_nonfinite_gradients_are_named(classifier: nn.Module) ->
     classifier.first.weight.grad[0, 0] = math.nan
     classifier.classifier.bias.grad[1] = math.inf
     found = PyTorchDebugger().analyze_gradients(classifier)
-    assert found.params_with_nan_grad == ["first.weight"]
-    assert found.params_with_inf_grad == ["classifier.bias"]
+    assert found.nan_grad_params == ["first.weight"]
+    assert found.inf_grad_params == ["classifier.bias"]
+    assert (found.params_with_nan_grad, found.params_with_inf_grad) == (1, 1)
 
 
 def test_explosion_is_a_norm_above_ten_by_default(classifier: nn.Module) -> None:

@@ -165,7 +165,8 @@ def test_a_corrupted_step_names_its_parameters() -> None:
     training, debugger = Training(), TrainingDebugger()
     info = debugger.monitor_training_step(training.model, training.loss(scale=math.nan), 0)
     assert (info.has_nan, info.has_inf) == (True, False)
-    assert info.params_with_nan_grad == ("weight", "bias")
+    assert info.nan_grad_params == ("weight", "bias")
+    assert info["params_with_nan_grad"] == 2
     info = debugger.monitor_training_step(training.model, training.loss(scale=1e6), 1)
     assert info.exploding == ("weight", "bias")
     info = debugger.monitor_training_step(training.model, training.loss(scale=1e-9), 2)
