@@ -1,0 +1,1 @@
+"""Checks of the machine and its packages: what `flexinspect doctor` prints."""
