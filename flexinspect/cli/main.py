@@ -35,6 +35,7 @@ examples:
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
   flexinspect doctor
+  flexinspect fetch --model llama3.2_3b_it
   flexinspect models
   flexinspect tour
   flexinspect museum
@@ -59,6 +60,7 @@ COMMANDS = {
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "dump": "print a trace as text or JSON",
     "doctor": "check this machine: packages, FlexAttention, GPU, memory, disk and the hub",
+    "fetch": "download models and datasets, and look after the cache",
     "models": "list the models: size, and whether they are local, cached or need a download",
     "tour": "learn the interface in two minutes, on a run with one planted bug",
     "museum": "runs with one known fault each, as tutorials",

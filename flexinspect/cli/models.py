@@ -41,8 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON with --json."""
     config = load_config()
-    names = dict.fromkeys(["demo", *config.models, *ALIASES])
-    models = [_model_facts(alias, config) for alias in names]
+    models = [model_facts(alias, config) for alias in model_names(config)]
     if args.json:
         print_json({"models": models})
         return 0
@@ -55,7 +54,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model_facts(alias: str, config: Config) -> dict[str, Any]:
+def model_names(config: Config) -> list[str]:
+    """Return the names that --model knows: the demo, the user's and the built-in aliases."""
+    return [*dict.fromkeys(["demo", *config.models, *ALIASES])]
+
+
+def model_facts(alias: str, config: Config) -> dict[str, Any]:
     """Return what is printed about a model: a broken entry must not hide the others."""
     source = n_parameters = kv_bytes = problem = None
     try:

@@ -34,8 +34,8 @@ from flexinspect_hooks.python_internals.threads import available_cores, backgrou
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 
 if TYPE_CHECKING:
+    from flexinspect.inputs.hub_download import OnLoadProgress
     from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
-    from flexinspect_hooks.loading.library_output import OnLoadProgress
     from flexinspect_hooks.loading.model_loader import LoadedModel
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
+from flexinspect.inputs.hub_download import OnLoadProgress
 
 
 @contextlib.contextmanager

@@ -14,10 +14,11 @@ from msgspec.structs import asdict
 
 from flexinspect.core.errors import FlexInspectError, ModelError
 from flexinspect.core.signals import as_interrupt
-from flexinspect.inputs import model_sizes
+from flexinspect.inputs import hub_download, model_sizes
+from flexinspect.inputs.hub_download import OnLoadProgress
 from flexinspect.inputs.model_names import ModelSource, cached_snapshot, read_config_file
-from flexinspect_hooks.loading import hub_download, placement
-from flexinspect_hooks.loading.library_output import OnLoadProgress, quiet_libraries
+from flexinspect_hooks.loading import placement
+from flexinspect_hooks.loading.library_output import quiet_libraries
 from flexinspect_hooks.loading.tokenizers import IdTokenizer
 
 WEIGHTS = ("pretrained", "random")

@@ -12,7 +12,7 @@ import copy
 import hashlib
 from typing import Any
 
-from flexinspect_hooks.loading.library_output import OnLoadProgress
+from flexinspect.inputs.hub_download import OnLoadProgress
 from flexinspect_hooks.python_internals.torch_private import has_init_weights, init_weights
 
 NOISE_BLOCK_SIZE = 4_194_301  # the largest prime below 2**22

@@ -17,6 +17,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.datasets import Sample
+from flexinspect.inputs.hub_download import OnLoadProgress as LoadReport
 from flexinspect.records.job import Job
 from flexinspect.records.step import GenerationRecord
 from flexinspect.rules.context import RuleContext
@@ -24,7 +25,6 @@ from flexinspect_hooks.ensemble import capture_process
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, GenerationPlan
 from flexinspect_hooks.generation.decoding import generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
-from flexinspect_hooks.loading.library_output import OnLoadProgress as LoadReport
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import token_record
 from flexinspect_hooks.proofs.cache_check import check_cache

@@ -17,7 +17,7 @@ FETCH = """
 import sys
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.inputs.model_names import resolve
-from flexinspect_hooks.loading.hub_download import fetch_config
+from flexinspect.inputs.hub_download import fetch_config
 try:
     print(fetch_config(resolve(sys.argv[1])))
 except FlexInspectError as error:
