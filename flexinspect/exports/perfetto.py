@@ -37,10 +37,9 @@ class PerfettoExporter:
         self, reader: TraceReader, target: Path, options: ExportOptions, progress: Progress
     ) -> Mapping[str, int]:
         """Write the timeline, generation by generation; see `Exporter`."""
-        run, rows = reader.run(), reader.generations()
-        chosen = [row for row in rows if options.generation in (None, row.generation)]
+        chosen = [reader.generation(number) for number in options.generations(reader)]
         starts = [nanoseconds(row.started_at) for row in chosen]
-        pid = run.get("pid")
+        pid = reader.run().get("pid")
         with target.open("wb") as out:
             timeline = TimelineWriter(
                 out,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import nbformat
@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 from support.earlier_traces import unpack
 from support.exporting import Timeline, export
-from support.hostile_text import poison_column, text_columns
+from support.poisoned_traces import text_columns
 from support.trace_samples import write
 from support.traces import sample_trace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,11 +27,19 @@ ATTACK = '=HYPERLINK("//x",1)\x1b[2J\r\n</script>\u202e\x00\x9b\'{0}%s,'
 CHOICES = {"kind", "severity", "state", "phase", "key", "value"}
 """Columns that flexinspect compares with what it knows, apart from those of arrays."""
 
-FREE_KINDS = {"text", "text?", "object", "texts"}
+POISON = {
+    "text": "? || {0}",
+    "texts": "json_insert({0}, '$[#]', ?)",
+    "object": "json_insert({0}, '$.attack', ?)",
+}
+"""By the kind of a column: the SQL that puts the attack into its text."""
 
 
-def attack(text: str) -> str:
-    return ATTACK + text
+def poison_column(path: Path, table: str, column: str, kind: str) -> None:
+    """Put the attack into all texts of a column, unless it is a key."""
+    with closing(sqlite3.connect(path)) as db, suppress(sqlite3.IntegrityError), db:
+        new = POISON[kind.removesuffix("?")].format(column)
+        db.execute(f"UPDATE {table} SET {column} = {new} WHERE {column} <> ''", (ATTACK,))
 
 
 @pytest.fixture(scope="module", params=[write, sample_trace])
@@ -42,13 +50,14 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = Path(shutil.copy(whole, folder / "poisoned.flextrace"))
     kinds = {(table.name, name): kind for table in TABLES for name, kind in table.kinds.items()}
     columns = [
-        (table, column)
+        (table, column, kinds[table, column].removesuffix("?"))
         for table, column in text_columns(whole)
-        if table != "arrays" and column not in CHOICES and kinds[table, column] in FREE_KINDS
+        if table != "arrays" and column not in CHOICES
     ]
-    assert len(columns) >= 18
-    for table, column in columns:
-        poison_column(path, table, column, attack)
+    assert len(columns) >= 20
+    for table, column, kind in columns:
+        if kind in POISON:
+            poison_column(path, table, column, kind)
     return path
 
 
@@ -119,7 +128,7 @@ def test_a_text_in_the_place_of_a_choice_is_exported_or_one_sentence(
     name: str, column: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = unpack("generation", tmp_path)
-    poison_column(path, *column.split("."), attack)
+    poison_column(path, *column.split("."), kind="text")
     code = main(["export", str(path), "--to", name, "-o", str(tmp_path / "out")])
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out + printed.err
