@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, own, training, training_debuggers
+from benchmarks import capture, export_formats, own, training, training_debuggers
 from benchmarks.common import RESULTS, cell, markdown
 from flexinspect.records.step import LEVELS
 
@@ -267,6 +267,14 @@ QUESTIONS: Sequence[Question] = (
         "writing",
         "writing",
         writing_table,
+    ),
+    Question(
+        "How long does an export take, and how much memory?",
+        "A synthetic generation of 2 000 steps, and the same with a million candidates in its "
+        "table: memory does not grow with the rows.",
+        "export-formats",
+        "export-formats",
+        export_formats.table,
     ),
     Question(
         "How fast is the interface?",

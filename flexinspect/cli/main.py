@@ -36,6 +36,7 @@ examples:
   flexinspect dump run.flextrace --step 3
   flexinspect doctor
   flexinspect fetch --model llama3.2_3b_it
+  flexinspect export run.flextrace --to perfetto
   flexinspect models
   flexinspect tour
   flexinspect museum
@@ -61,6 +62,7 @@ COMMANDS = {
     "dump": "print a trace as text or JSON",
     "doctor": "check this machine: packages, FlexAttention, GPU, memory, disk and the hub",
     "fetch": "download models and datasets, and look after the cache",
+    "export": "write a trace for Perfetto, TensorBoard, DuckDB, spreadsheets or Jupyter",
     "models": "list the models: size, and whether they are local, cached or need a download",
     "tour": "learn the interface in two minutes, on a run with one planted bug",
     "museum": "runs with one known fault each, as tutorials",

@@ -1,9 +1,9 @@
 """Plug-ins: list their names, load one, load all of a group.
 
-The built-in hooks, panels and rules are named in `BUILT_IN`; other packages register theirs as
-entry points of the same groups (https://packaging.python.org/en/latest/specifications/entry-points/).
-Listing names imports no plug-in. A new built-in plug-in is one line in the table; the package need
-not be installed again.
+The built-in hooks, panels, rules and exports are named in `BUILT_IN`; other packages register
+theirs as entry points of the same groups
+(https://packaging.python.org/en/latest/specifications/entry-points/). Listing names imports no
+plug-in. A new built-in plug-in is one line in the table; the package need not be installed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 HOOKS, PANELS, RULES = "flexinspect.hooks", "flexinspect.panels", "flexinspect.rules"
-CAPTURE = "flexinspect.capture"
+CAPTURE, EXPORTS = "flexinspect.capture", "flexinspect.exports"
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HOOKS: {
@@ -78,6 +78,13 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
+    },
+    EXPORTS: {
+        "perfetto": "flexinspect.exports.perfetto:PerfettoExporter",
+        "tensorboard": "flexinspect.exports.tensorboard:TensorBoardExporter",
+        "parquet": "flexinspect.exports.parquet:ParquetExporter",
+        "csv": "flexinspect.exports.csv:CsvExporter",
+        "notebook": "flexinspect.exports.notebook:NotebookExporter",
     },
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",

@@ -655,12 +655,13 @@ def load_steps(
     *,
     streams: Collection[str] = (),
     limit: int = STEPS_PER_READ,
+    mask_arrays: bool = True,
 ) -> list[records.StepRecord]:
     """Return the recorded steps `start <= step < stop` (None: to the end), at most `limit`.
 
     They are as `TraceWriter.write_step` received them, but without findings. Masks have all their
-    arrays; of the steps' own arrays only those of `streams` are read (`ALL_STREAMS`: all). Raises
-    `TraceError` when the file is damaged.
+    arrays, or none without `mask_arrays`; of the steps' own arrays only those of `streams` are read
+    (`ALL_STREAMS`: all). Raises `TraceError` when the file is damaged.
     """
     rest = f"{WHERE_STEPS} ORDER BY step LIMIT ?"
     params = (generation, branch, start, OPEN_END if stop is None else stop, limit)
@@ -669,7 +670,8 @@ def load_steps(
     )
     if not rows:
         return []
-    tables = _read_tables(reader, [step for step, _ in rows], streams)
+    steps = [step for step, _ in rows]
+    tables = _read_tables(reader, steps, streams, mask_arrays=mask_arrays)
     found = []
     for step, logits in rows:
         of: dict[str, Any] = {name: tuple(rows_of[step.step]) for name, rows_of in tables.items()}
@@ -713,7 +715,7 @@ def with_arrays(mask: records.MaskRecord, stored: Iterable[StoredArray]) -> reco
 
 
 def _read_tables(
-    reader: TraceReader, steps: Sequence[StepRow], streams: Collection[str]
+    reader: TraceReader, steps: Sequence[StepRow], streams: Collection[str], *, mask_arrays: bool
 ) -> dict[str, dict[int | None, list[Any]]]:
     """Return what the other tables hold of consecutive steps of a branch, by step.
 
@@ -729,7 +731,8 @@ def _read_tables(
             tables[name][step].append(record)
     wanted = [] if "*" in streams else sorted(streams)
     own = "true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})"
-    where = f"{WHERE_STEPS} AND (owner IS NOT NULL OR {own})"
+    condition = f"owner IS NOT NULL OR {own}" if mask_arrays else f"owner IS NULL AND {own}"
+    where = f"{WHERE_STEPS} AND ({condition})"
     for stored in read_arrays(reader, branch[0], where, (*place, *wanted)):
         number, owner, array = stored
         tables["stored"][number].append(stored)

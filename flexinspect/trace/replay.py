@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -51,11 +52,16 @@ def replay(
 
 
 def replay_steps(
-    reader: TraceReader, generation: int, branch: int, streams: Collection[str] = ()
+    reader: TraceReader,
+    generation: int,
+    branch: int,
+    streams: Collection[str] = (),
+    *,
+    mask_arrays: bool = True,
 ) -> Iterator[StepRecord]:
     """Yield the steps of one branch, in order, without findings; see `replay`."""
-    start = 0
-    while steps := load_steps(reader, generation, branch, start, streams=streams):
+    start, read = 0, partial(load_steps, streams=streams, mask_arrays=mask_arrays)
+    while steps := read(reader, generation, branch, start):
         yield from steps
         start = steps[-1].step + 1
 

@@ -159,7 +159,7 @@ def mask_layout(
     if zoom > 0:
         matrix = 0
         if width >= MIN_WIDTH_OF_MAP:
-            map_grid = _whole_grid(shape, min(MAP_LINES, lines), MAP_WIDTH)
+            map_grid = whole_grid(shape, min(MAP_LINES, lines), MAP_WIDTH)
             columns -= map_grid.width + 1
     lines -= matrix
     needed = _needed_lines(shape[0], level)
@@ -224,7 +224,8 @@ def _round_scales(scales: tuple[int, int]) -> tuple[int, int]:
     return rows, keys
 
 
-def _whole_grid(shape: tuple[int, int], lines: int, columns: int) -> PixelGrid:
+def whole_grid(shape: tuple[int, int], lines: int, columns: int) -> PixelGrid:
+    """Return the grid of a whole mask of this shape: at most 2 * `lines` by `columns` pixels."""
     rows, keys = _fit_scales(shape, lines, columns)
     return PixelGrid(0, 0, -(-shape[0] // rows), -(-shape[1] // keys), rows, keys)
 
