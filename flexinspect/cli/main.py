@@ -34,6 +34,7 @@ examples:
   flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
+  flexinspect import debug_tree/ -o run.flextrace
   flexinspect models
   flexinspect tour
   flexinspect museum
@@ -57,6 +58,7 @@ COMMANDS = {
     "compare": "print the differences between two traces (exit code 1 if they differ)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "dump": "print a trace as text or JSON",
+    "import": "make a trace of what transformers' debugger, SGLang or your own code has dumped",
     "models": "list the models: size, and whether they are local, cached or need a download",
     "tour": "learn the interface in two minutes, on a run with one planted bug",
     "museum": "runs with one known fault each, as tutorials",
@@ -64,9 +66,18 @@ COMMANDS = {
 }
 """The help of all subcommands, in the order of `flexinspect --help`.
 
-The module of the same name has `DESCRIPTION` and `EXAMPLES`, `configure(parser)`, which adds the
-arguments, and `run`: a function from the parsed arguments to the exit code.
+The module of the same name (see `module_name`) has `DESCRIPTION` and `EXAMPLES`,
+`configure(parser)`, which adds the arguments, and `run`: a function from the parsed arguments to
+the exit code.
 """
+
+_MODULES = {"import": "import_dump"}
+"""Modules of commands that are keywords of Python: `flexinspect.cli.import` cannot be imported."""
+
+
+def module_name(command: str) -> str:
+    """Return the name of the module of a command."""
+    return f"flexinspect.cli.{_MODULES.get(command, command)}"
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -79,7 +90,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=text, **raw)
         if name == command:
-            module = import_module(f"flexinspect.cli.{name}")
+            module = import_module(module_name(name))
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
             subparser.set_defaults(run=module.run, parser=subparser)
             module.configure(subparser)

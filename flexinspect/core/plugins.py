@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 HOOKS, PANELS, RULES = "flexinspect.hooks", "flexinspect.panels", "flexinspect.rules"
-CAPTURE = "flexinspect.capture"
+CAPTURE, IMPORTERS = "flexinspect.capture", "flexinspect.importers"
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HOOKS: {
@@ -78,6 +78,14 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
+    },
+    IMPORTERS: {
+        "described": "flexinspect.importers.described_folder:DescribedFolderImporter",
+        "sglang-dumper": "flexinspect.importers.sglang:DumperImporter",
+        "sglang-passes": "flexinspect.importers.sglang:TensorDumpImporter",
+        "transformers-debugger": (
+            "flexinspect.importers.transformers_debugger:TransformersDebuggerImporter"
+        ),
     },
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",

@@ -251,7 +251,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
             missing = f"No logits are recorded at step {place.step}."
-            raise Missing(missing, hook_hint("logits", "them"))
+            raise Missing(missing, hook_hint(source, "logits", "them"))
         rows = step_range(reader, place.generation, window.start, window.stop, place.branch)
         tokens = reader.step_tokens(place.generation, place.step, branch)
         text = next((token.text for token in tokens if token.token_id == record.chosen_id), None)

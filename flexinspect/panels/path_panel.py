@@ -177,7 +177,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
         found = queries.step_paths(reader, generation, first, window.stop, branch)
         if not any(path.step >= window.start for path in found):
             missing = f"No attention call is recorded in {window.format_steps()}."
-            raise base.Missing(missing, base.hook_hint("attention", "them"))
+            raise base.Missing(missing, base.hook_hint(source, "attention", "them"))
         letters, usual_letters = path_map(found)
         paths = tuple(path for path in found if path.step == step)
         previous_paths = tuple(path for path in found if path.step == step - 1)

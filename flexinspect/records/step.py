@@ -38,6 +38,8 @@ STANDALONE_MASKS = "masks built, and no call after them"
 TRAIN = "train"
 """The phase of an optimizer step; the other phases are those of generation."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
+UNKNOWN_PATH = "unknown"
+"""The path of a call in an imported trace, whose source does not say which kernel ran."""
 MASK_ARRAYS = ("cells", "uniform_rows", "partial", "full", "mask_mod_blocks")
 """The fields of `MaskRecord` that hold arrays, in the order they are stored."""
 GRADIENT_TARGETS = ("logprob", "margin")
@@ -107,9 +109,10 @@ class LogitsRecord(Struct, frozen=True):
 class CallRecord(Struct, frozen=True):
     """One attention call of one layer in one step.
 
-    `path` is one of `PATHS`, `backend` the name under which transformers dispatched it, `mask` the
-    fingerprint of the received mask (None when the kernel received no mask). `lse_error` is the
-    result of the LSE check: the largest deviation from 1, over heads, of the newest row's attention
+    `path` is one of `PATHS` or `UNKNOWN_PATH`, `backend` the name under which transformers
+    dispatched it (empty when unknown), `mask` the fingerprint of the received mask (None when the
+    kernel received no mask, or it is unknown as the path is). `lse_error` is the result of the LSE
+    check: the largest deviation from 1, over heads, of the newest row's attention
     summed over the executed mask (None when it was not computed); `check_kind` is how it was
     computed: "lse" or "output". A `softcap` c replaces each scaled score by c * tanh(score / c),
     before the mask. `causal` is the layer's own `is_causal` (None when it has none), `window` the
