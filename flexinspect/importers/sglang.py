@@ -120,9 +120,7 @@ class DumperImporter:
                 place = int(tags["rank"]), int(tags["step"])
             except (KeyError, ValueError):
                 raise UsageError(f"{file} has no rank, step or name in its name.") from None
-            name = tags.get("name", "")
-            if "layer_id" in tags and tags["layer_id"].isdecimal() and "layers." not in name:
-                name = f"layers.{tags['layer_id']}.{name}.output"
+            name = _module_name(tags)
             files.setdefault(place, {}).setdefault(name, file)
             if len(files) > MAX_FILES:
                 raise UsageError(f"{folder} has more than {MAX_FILES} steps.")
@@ -182,6 +180,19 @@ def _shard_note(n: int, first: str) -> str:
 def _tags(file: Path) -> dict[str, str]:
     pairs = (part.partition("=") for part in file.name.removesuffix(".pt").split("___"))
     return {key: value for key, equals, value in pairs if equals}
+
+
+def _module_name(tags: Mapping[str, str]) -> str:
+    """Return the name of a tensor, in the layer that its tags name.
+
+    A module that all layers share, as the rotary embedding, has the name of the first one.
+    """
+    name, layer = tags.get("name", ""), tags.get("layer_id", "")
+    if not layer.isdecimal():
+        return name
+    if "layers." in name:
+        return re.sub(r"layers\.\d+", f"layers.{layer}", name, count=1)
+    return f"layers.{layer}.{name}.output"
 
 
 def _dump_index(file: Path) -> int:
@@ -331,7 +342,8 @@ class _PassReader:
                     stats.append(layer_stat(layer - 1, module, arrays[1]))
             for index, array in enumerate(arrays):
                 if match and array is not None:
-                    part_name = name if len(arrays) == 1 else f"{name}[{index}]"
+                    of_layer = f"{name}.output" if match[2] is None else name
+                    part_name = name if len(arrays) == 1 else f"{of_layer}[{index}]"
                     stats.append(layer_stat(layer, part_name, array))
         return sorted(stats, key=lambda stat: stat.layer), hidden
 
@@ -360,7 +372,11 @@ class _PassReader:
         layer, so that all names have the queries and keys of the last one.
         """
         names = [name for name in outputs if name.endswith("rotary_emb")]
-        if len(names) < 2:
+        values = [outputs[name] for name in names]
+        firsts = [_array(one[0] if isinstance(one, list | tuple) else one) for one in values]
+        first = firsts[0] if firsts else None
+        same = (one is not None and np.array_equal(one, first, equal_nan=True) for one in firsts)
+        if len(names) < 2 or first is None or not all(same):
             return frozenset()
         self._notes.append(
             "The rotary embeddings are left out: the layers share one, and the dump has its last "

@@ -93,11 +93,13 @@ def _write(
 ) -> ImportResult:
     n_generations = n_steps = 0
     holds: set[str] = set()
+    model = dict(dump.model)
     for number, generation in enumerate(dump.generations):
         builder = _GenerationBuilder(number, generation, vocabulary)
         writer.begin_generation(builder.start())
         for step in builder.steps():
             writer.write_step(step)
+            _add_sizes(model, step)
             n_steps += 1
         writer.end_generation(builder.end())
         holds |= builder.holds
@@ -108,12 +110,21 @@ def _write(
     kinds = tuple(kind for kind in imported.RECORD_KINDS if kind in holds)
     notes = tuple(dict.fromkeys(dump.notes))
     facts = imported.ImportedFacts(dump.source, format_name, dump.versions, kinds, notes)
-    writer.update_run(**{imported.IMPORTED_KEY: to_builtins(facts)})
+    writer.update_run(**{imported.IMPORTED_KEY: to_builtins(facts), "model": model})
     for note in (f"imported from {dump.source}", *notes):
         writer.write_event(EventRecord("import", note, time.time()))
     lacks = facts.lacks(imported.RECORD_KINDS)
     versions = dict(dump.versions)
     return ImportResult(target, dump.source, versions, n_generations, n_steps, kinds, lacks, notes)
+
+
+def _add_sizes(model: dict[str, Any], step: StepRecord) -> None:
+    """Add the numbers of heads, and of layers up to the last dumped one, where they are unknown."""
+    numbers = [record.layer for record in (*step.layer_stats, *step.calls)]
+    model["layers"] = max(int(model.get("layers") or 0), max(numbers, default=-1) + 1)
+    for name, each in (("heads", "q_heads"), ("kv_heads", "kv_heads")):
+        if step.calls and not model.get(name):
+            model[name] = max(getattr(call, each) for call in step.calls)
 
 
 class _GenerationBuilder:
@@ -142,9 +153,8 @@ class _GenerationBuilder:
             self.holds.add(imported.TOKENS)
         if source.position_ids:
             self.holds.add(imported.POSITIONS)
-        mode = "" if not source.position_ids else "recorded"
         return GenerationRecord(
-            *(self._number, source.sample_id, "", mode, self._segments, tokens),
+            *(self._number, source.sample_id, "", "", self._segments, tokens),
             started_at=math.nan,
         )
 

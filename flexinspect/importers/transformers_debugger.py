@@ -38,7 +38,7 @@ from flexinspect.importers.base import (
 from flexinspect.importers.tensor_files import SafetensorsFile, Tensor
 from flexinspect.importers.tensor_records import dense_attention, layer_stat, output_error
 from flexinspect.masks.attention_row import LseCheck
-from flexinspect.records.step import Array, LayerStatRecord
+from flexinspect.records.step import INFERRED_MASK, Array, LayerStatRecord
 
 FULL, SUMMARY = "_debug_tree_FULL_TENSORS.json", "_debug_tree_SUMMARY.json"
 MAX_NODES = 1 << 20
@@ -307,7 +307,11 @@ class _PassReader:
         has_inf = math.isinf(low) or math.isinf(high)
         if has_nan or has_inf:
             self._notes.append("The tree does not count NaN and Inf: a count of 1 is at least 1.")
-        figures = (low, high, mean, std, math.nan)
+        n = math.prod(_shape(value))
+        # torch's std divides by n - 1; a trace has that of the population.
+        spread = std * math.sqrt((n - 1) / n) if n else math.nan
+        norm = math.sqrt(n) * math.hypot(mean, spread)
+        figures = (low, high, mean, spread, norm)
         return [LayerStatRecord(layer, module, int(has_nan), int(has_inf), *figures)]
 
     def _attention(self, kv_before: int) -> list[AttentionTensors]:
@@ -322,7 +326,7 @@ class _PassReader:
             if kept is not None:
                 found.append(kept)
                 errors.append(error)
-                causal |= kept.mask_kind != "bool" and kept.mask_kind.startswith("none")
+                causal |= kept.mask_kind == INFERRED_MASK
         if found:
             mask = "a causal mask (the layers received none)" if causal else "the dump's mask"
             self._notes.append(
@@ -371,7 +375,7 @@ class _PassReader:
         if given == "None":
             mask, kind = (
                 np.tri(n_rows, n_keys, n_keys - n_rows, dtype=np.bool_)[None],
-                "none, causal",
+                INFERRED_MASK,
             )
         else:
             value = self._tensor(given)

@@ -214,7 +214,7 @@ def require_training_facts(source: Source, place: TracePlace) -> Mapping[str, An
     facts = training_facts(source, place.generation)
     if facts is None:
         hint = "Record one with flexinspect.watch_training(model, optimizer)."
-        raise Missing("This generation is not a training run.", hint)
+        raise Missing("This generation is not a training run.", import_hint(source, hint))
     return facts
 
 
