@@ -374,9 +374,9 @@ class _PassReader:
         names = [name for name in outputs if name.endswith("rotary_emb")]
         values = [outputs[name] for name in names]
         firsts = [_array(one[0] if isinstance(one, list | tuple) else one) for one in values]
-        first = firsts[0] if firsts else None
-        same = (one is not None and np.array_equal(one, first, equal_nan=True) for one in firsts)
-        if len(names) < 2 or first is None or not all(same):
+        known = [one for one in firsts if one is not None]
+        same = (np.array_equal(one, known[0], equal_nan=True) for one in known)
+        if len(names) < 2 or len(known) < len(names) or not all(same):
             return frozenset()
         self._notes.append(
             "The rotary embeddings are left out: the layers share one, and the dump has its last "

@@ -120,7 +120,7 @@ def _write(
 
 def _add_sizes(model: dict[str, Any], step: StepRecord) -> None:
     """Add the numbers of heads, and of layers up to the last dumped one, where they are unknown."""
-    numbers = [record.layer for record in (*step.layer_stats, *step.calls)]
+    numbers = [*(stat.layer for stat in step.layer_stats), *(call.layer for call in step.calls)]
     model["layers"] = max(int(model.get("layers") or 0), max(numbers, default=-1) + 1)
     for name, each in (("heads", "q_heads"), ("kv_heads", "kv_heads")):
         if step.calls and not model.get(name):
