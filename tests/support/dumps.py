@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from support.paths import TESTS
 
@@ -53,3 +57,63 @@ def write_debug_tree(
     # The last of `hidden_states` is after the final norm.
     hidden = [state[0].numpy() for state in out.hidden_states[1:-1]]
     return {"logits": out.logits[0, -1].numpy(), "hidden": hidden}
+
+
+def save_safetensors(file: Path, tensors: dict[str, Any]) -> None:
+    """Write numpy arrays to a safetensors file; ("BF16", uint16 array) is a bfloat16."""
+    names = {"b": "BOOL", "f4": "F32", "f8": "F64", "f2": "F16", "i8": "I64", "u2": "U16"}
+    header, data = {}, b""
+    for name, value in tensors.items():
+        dtype, array = value if isinstance(value, tuple) else (None, value)
+        array = np.ascontiguousarray(array)
+        kind = dtype or names["b" if array.dtype == np.bool_ else array.dtype.str[1:]]
+        stop = len(data) + array.nbytes
+        header[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), stop],
+        }
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def attention_step(
+    seed: int, keys: dict[str, Any], rows: int, *, layer: int = 0, heads: int = 2
+) -> dict[str, Any]:
+    """Return random q, k, v with the output and LSE of causal attention after earlier `keys`.
+
+    `keys` holds k and v of earlier steps, and gets those of this one.
+    """
+    random = np.random.default_rng(seed)
+    q = random.standard_normal((heads, rows, 4)).astype(np.float32)
+    k, v = random.standard_normal((2, 1, rows, 4)).astype(np.float32)
+    for name, new in (("k", k), ("v", v)):
+        keys[name] = np.concatenate([keys[name], new], 1) if name in keys else new
+    n_keys = keys["k"].shape[1]
+    mask = np.tri(n_keys, dtype=np.bool_)[n_keys - rows :]
+    scores = np.where(mask, q @ keys["k"].transpose(0, 2, 1) * 0.5, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    out = np.exp(scores - lse[..., None]) @ keys["v"]
+    found = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "mask": mask}
+    return {f"layers.{layer}.{name}": array for name, array in found.items()}
+
+
+def described_folder(folder: Path, **changes: Any) -> Path:
+    """Write a described folder of one layer: a prompt of 4 tokens, and a step of one row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    keys: dict[str, Any] = {}
+    for number, rows in enumerate((4, 1)):
+        tensors = attention_step(number, keys, rows)
+        tensors["logits"] = np.linspace(-2, 3, 16, dtype=np.float32)
+        tensors["layers.0.hidden"] = np.full((rows, 8), 1.5, np.float32)
+        save_safetensors(folder / f"step{number}.safetensors", tensors)
+    description = {
+        "source": "my engine",
+        "versions": {"my engine": "1.4"},
+        "tokens": [{"id": 1, "text": "<s>", "special": True}, 5, 9, 7],
+        "steps": [{"file": "step0.safetensors", "chosen": 3}, {"file": "step1.safetensors"}],
+        **changes,
+    }
+    (folder / "flexinspect-import.json").write_text(json.dumps(description), "utf-8")
+    return folder
