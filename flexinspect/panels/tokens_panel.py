@@ -255,7 +255,7 @@ def _token_line(data: TokensData, pen: Pen) -> Strip:
     window = data.window
     token = None if window.current is None else window.token(window.current)
     if token is None:
-        return pen.line(("this step chose no token", "muted"))
+        return pen.line(("no token that this step chose is recorded", "muted"))
     segment, step = token_window.segment_at(window.segments, token.pos), window.step_of(token)
     cell = token_window.token_cells(window, "segment")[token.pos - window.start]
     position_id, logprob = token.position_id, step.chosen_logprob if step else None
