@@ -25,6 +25,11 @@ MAX_JSON_BYTES = 512 << 20
 MAX_LAYERS = 4096
 MAX_TOKENS = 1 << 24
 MAX_FILES = 1 << 20
+MAX_MASK_CELLS = 1 << 26
+"""Cells of a head up to which a mask is kept, as by the capture."""
+
+MAX_KEPT_BYTES = 4 << 30
+"""Arrays of one pass that are kept, in bytes; a step is written as a whole."""
 
 Tick = Callable[[], None]
 """Called after each part of a dump that was read, for the progress bar."""
@@ -69,6 +74,28 @@ class ForwardPass(Struct, frozen=True, kw_only=True):
     attention: tuple[AttentionTensors, ...] = ()
     stats: tuple[LayerStatRecord, ...] = ()
     hidden: Mapping[int, Array] = {}
+
+
+class Budget(Struct):
+    """Counts the arrays of one pass that are kept; `is_exceeded` says that there were more."""
+
+    left: int = MAX_KEPT_BYTES
+    is_exceeded: bool = False
+
+    def keep(self, *arrays: Array | None) -> bool:
+        """Tell whether there is room for these arrays, and count them if there is."""
+        n_bytes = sum(array.nbytes for array in arrays if array is not None)
+        if n_bytes > self.left:
+            self.is_exceeded = True
+            return False
+        self.left -= n_bytes
+        return True
+
+    def notes(self) -> list[str]:
+        """Return a sentence if arrays were left out."""
+        limit = f"more than {MAX_KEPT_BYTES >> 30} GiB"
+        left_out = f"The arrays of a step take {limit}: those of later layers are left out."
+        return [left_out] if self.is_exceeded else []
 
 
 class DumpedToken(Struct, frozen=True):
@@ -175,7 +202,7 @@ def decode_json(file: Path, data: bytes) -> Any:
     """Return the value of a JSON file. Raises `UsageError` for anything else, with the file."""
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         hint = "It may be truncated: write the dump again."
         raise UsageError(f"{file} is not valid JSON: {error}.", hint=hint) from error
 

@@ -20,6 +20,7 @@ from flexinspect.importers.base import (
     MAX_FILES,
     MAX_LAYERS,
     AttentionTensors,
+    Budget,
     Dump,
     DumpedGeneration,
     DumpedToken,
@@ -121,7 +122,7 @@ class DescribedFolderImporter:
         return Dump(
             source=description.source,
             generations=iter((generation,)),
-            notes=[],
+            notes=reader.notes,
             n_parts=len(description.steps),
             versions=description.versions,
             model=_model_facts(description.model),
@@ -141,7 +142,7 @@ def _decode(file: Path) -> Description:
     data = read_json_bytes(file)
     try:
         return msgspec.json.decode(data, type=Description)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         text, _, path = str(error).partition(" - at `$")
         place = re.sub(r"^\.|`$", "", path)
         where = f"{file}: {place}" if place else str(file)
@@ -193,6 +194,7 @@ class _StepReader:
     def __init__(self, folder: Path, description: Description, tick: Tick) -> None:
         self._folder, self._description, self._tick = folder, description, tick
         self._names = description.tensors
+        self.notes: list[str] = []
 
     def passes(self) -> Iterator[ForwardPass]:
         """Yield the steps in order. Raises `UsageError` for tensors that do not fit."""
@@ -208,13 +210,18 @@ class _StepReader:
         self, step: DescribedStep, file: SafetensorsFile, n_rows: int, kv_before: int
     ) -> ForwardPass:
         layers = self._layers(file)
-        hidden = {
-            layer: tensor.array
-            for layer in layers
-            if (tensor := self._optional(file, self._names.hidden, layer)) is not None
-        }
-        for layer, array in hidden.items():
-            _check_shape(file, self._names.hidden, layer, array, (n_rows, None))
+        budget, hidden, stats, attention = Budget(), dict[int, Array](), [], []
+        for layer in layers:
+            output = self._optional(file, self._names.hidden, layer)
+            if output is not None:
+                _check_shape(file, self._names.hidden, layer, output.array, (n_rows, None))
+                stats.append(layer_stat(layer, f"layers.{layer}", output.array))
+                if budget.keep(output.array):
+                    hidden[layer] = output.array
+            own = self._attention(file, layer, n_rows, kv_before)
+            if budget.keep(own.q, own.k, own.v, own.out, own.mask):
+                attention.append(own)
+        self.notes += budget.notes()
         logits = None
         if self._names.logits in file.names:
             logits = np.atleast_2d(file.read(self._names.logits).array)[-1]
@@ -224,8 +231,8 @@ class _StepReader:
             position_ids=self._description.positions if kv_before == 0 else (),
             logits=logits,
             chosen_id=None if step.chosen is None else _token(step.chosen).id,
-            attention=tuple(self._attention(file, n, n_rows, kv_before) for n in layers),
-            stats=tuple(layer_stat(n, f"layers.{n}", each) for n, each in hidden.items()),
+            attention=tuple(attention),
+            stats=tuple(stats),
             hidden=hidden,
         )
 

@@ -25,6 +25,7 @@ from msgspec import Struct
 from flexinspect.core.errors import UsageError
 from flexinspect.importers.base import (
     MAX_FILES,
+    Budget,
     Dump,
     DumpedGeneration,
     DumpedToken,
@@ -300,7 +301,9 @@ class _PassReader:
     def _passes(self, passes: Sequence[_Pass]) -> Iterator[ForwardPass]:
         for each, after in zip(passes, [*passes[1:], None], strict=True):
             outputs, last = each.load()
-            stats, hidden = self._layer_outputs(outputs)
+            budget = Budget()
+            stats, hidden = self._layer_outputs(outputs, budget)
+            self._notes += budget.notes()
             logits = _array(last[0] if isinstance(last, list) and last else last)
             if logits is not None and (logits.dtype.kind != "f" or not logits.size):
                 logits = None
@@ -315,7 +318,9 @@ class _PassReader:
                 hidden=hidden,
             )
 
-    def _layer_outputs(self, outputs: Outputs) -> tuple[list[LayerStatRecord], dict[int, Array]]:
+    def _layer_outputs(
+        self, outputs: Outputs, budget: Budget
+    ) -> tuple[list[LayerStatRecord], dict[int, Array]]:
         """Return the statistics of outputs in layers, and the layers' own outputs.
 
         SGLang adds a layer's output to the residual stream inside of the norm that follows, which
@@ -338,7 +343,8 @@ class _PassReader:
                 stem = name.rpartition("layers." if match else "norm")[0]
                 module = f"{stem}layers.{layer - 1}"
                 if match or self._is_output_of(module, outputs, arrays[1]):
-                    hidden[layer - 1] = arrays[1]
+                    if budget.keep(arrays[1]):
+                        hidden[layer - 1] = arrays[1]
                     stats.append(layer_stat(layer - 1, module, arrays[1]))
             for index, array in enumerate(arrays):
                 if match and array is not None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -48,23 +49,29 @@ def storage_type(dtype: str) -> np.dtype[np.generic]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype).newbyteorder("<")
 
 
+class _Entry(Struct, frozen=True):
+    """A tensor in the header of a file; the offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 class SafetensorsFile:
     """One file; its header is checked when it is opened. Raises `UsageError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._header = read_header(path)
+            header = read_header(path)
+            header.pop("__metadata__", None)
+            self._header = msgspec.convert(header, dict[str, _Entry])
             with path.open("rb") as file:
                 self._data_start = 8 + int.from_bytes(file.read(8), "little")
-        except (ModelError, OSError) as error:
+        except (ModelError, OSError, msgspec.ValidationError) as error:
             what = f"{path} is missing, damaged or not a safetensors file."
             raise UsageError(what, hint="Write the dump again.") from error
-        self.names = tuple(name for name in self._header if name != "__metadata__")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of the file."""
-        return tuple(self._header[name]["shape"])
+        self.names = tuple(self._header)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor. Raises `UsageError` when it is missing or of another type."""
@@ -72,13 +79,13 @@ class SafetensorsFile:
             some = ", ".join(self.names[:8]) + (" ..." if len(self.names) > 8 else "")
             raise UsageError(f"{self.path} has no tensor '{name}'; it has {some or 'none'}.")
         entry = self._header[name]
-        dtype, shape = NUMPY_TYPES.get(entry["dtype"]), self.shape(name)
+        dtype, shape = NUMPY_TYPES.get(entry.dtype), entry.shape
         if dtype is None:
             known = ", ".join(NUMPY_TYPES)
-            what = f"'{name}' in {self.path} has the type {entry['dtype']}; {known} are read."
+            what = f"'{name}' in {self.path} has the type {entry.dtype}; {known} are read."
             raise UsageError(what)
         item = storage_type(dtype)
-        start, stop = entry["data_offsets"]
+        start, stop = entry.data_offsets
         n_bytes = math.prod(shape) * item.itemsize
         if not 0 <= start <= stop or stop - start != n_bytes or any(n < 0 for n in shape):
             raise UsageError(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.importers.base import AttentionTensors
+from flexinspect.importers.base import MAX_MASK_CELLS, AttentionTensors
 from flexinspect.masks import attention_row
 from flexinspect.masks.attention_row import kv_head_of, row_scores, row_weights
 from flexinspect.records.prompt import Segment
@@ -148,7 +148,7 @@ class AttentionTracker:
             assert each.q is not None
             assert each.k is not None
             mask = None
-            if each.mask is not None:
+            if each.mask is not None and each.mask[0].size <= MAX_MASK_CELLS:
                 mask = mask_record(each.mask, each.mask_kind, kv_before)
                 masks[mask.fingerprint] = mask
             keys, values = self._extend("k", each.layer, each.k), None
@@ -260,21 +260,3 @@ def _row_arrays(
     if all(row is not None and row.check_kind is not None for row in rows):
         arrays.append(ArrayRecord("attention.lse", lse))
     return arrays
-
-
-def dense_attention(tensors: Mapping[str, Array], mask: Array, scale: float) -> Array:
-    """Return softmax(q k' scale + mask) v, float64 (heads, rows, width); mask bool, True is open.
-
-    `tensors` has q (heads, rows, width), and k, v (key heads, keys, width).
-    """
-    q, k, v = (tensors[name] for name in "qkv")
-    out = np.empty((*q.shape[:2], v.shape[2]))
-    for head in range(len(q)):
-        kv_head = kv_head_of(head, len(q), len(k))
-        scores = q[head].astype(np.float64) @ k[kv_head].astype(np.float64).T * scale
-        scores = np.where(mask[head if len(mask) > 1 else 0], scores, -np.inf)
-        with np.errstate(all="ignore"):
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            weights = np.nan_to_num(weights / weights.sum(axis=1, keepdims=True))
-        out[head] = weights @ v[kv_head].astype(np.float64)
-    return out

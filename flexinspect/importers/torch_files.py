@@ -99,7 +99,7 @@ class _Archive:
         try:
             with zipfile.ZipFile(path) as archive:
                 members = {info.filename: info for info in archive.infolist()}
-        except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        except Exception as error:  # zipfile raises anything for a damaged archive
             what = f"{path} is not a .pt file of torch 1.6 or later, or it is damaged."
             raise UsageError(what, hint="Write it again with torch.save.") from error
         roots = [name[: -len("data.pkl")] for name in members if name.endswith("/data.pkl")]
@@ -118,7 +118,7 @@ class _Archive:
         try:
             with zipfile.ZipFile(self.path) as archive:
                 return archive.read(info)
-        except (OSError, zipfile.BadZipFile, EOFError) as error:
+        except Exception as error:  # as above
             raise UsageError(f"{self.path} is damaged: {name} cannot be read.") from error
 
     def check_byte_order(self) -> None:

@@ -26,6 +26,7 @@ from msgspec import Struct
 from flexinspect.core.errors import UsageError
 from flexinspect.importers.base import (
     AttentionTensors,
+    Budget,
     Dump,
     DumpedGeneration,
     DumpedToken,
@@ -35,19 +36,17 @@ from flexinspect.importers.base import (
     decode_json,
     read_json_bytes,
 )
+from flexinspect.importers.reproduced_attention import MAX_CHECKED_ROWS, reproduce_attention
 from flexinspect.importers.tensor_files import SafetensorsFile, Tensor
-from flexinspect.importers.tensor_records import dense_attention, layer_stat, output_error
-from flexinspect.masks.attention_row import LseCheck
+from flexinspect.importers.tensor_records import layer_stat
 from flexinspect.records.step import INFERRED_MASK, Array, LayerStatRecord
 
 FULL, SUMMARY = "_debug_tree_FULL_TENSORS.json", "_debug_tree_SUMMARY.json"
 MAX_NODES = 1 << 20
-MAX_DENSE_CELLS = 1 << 24
-"""Rows times keys up to which the attention of a layer is reproduced, in float64: 128 MiB."""
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)(?:\.(.+))?$")
 _NUMBER = re.compile(r"tensor\(([^,)]+)")
-_SIZES = re.compile(r"\d+")
+_SIZES = re.compile(r"\d{1,15}")
 
 
 class _Node(Struct, frozen=True):
@@ -126,13 +125,19 @@ def _walk(tree: Any, file: Path) -> Iterator[_Node]:
         root, _, path = node["module_path"].partition(".")
         match = _LAYER.search(node["module_path"])
         layer = None if match is None else check_layer(int(match[1]), str(file))
-        yield _Node(path, inputs, node.get("outputs"), layer, path or root)
+        args, kwargs = inputs.get("args"), inputs.get("kwargs")
+        known = {
+            "args": args if isinstance(args, list) else [],
+            "kwargs": kwargs if isinstance(kwargs, dict) else {},
+        }
+        yield _Node(path, known, node.get("outputs"), layer, path or root)
         pending += reversed(children)
 
 
 def parse_repr(lines: Any) -> Array | None:
     """Return the integers of a tensor's `repr`; None for floats (rounded) and shortened ones."""
-    text = " ".join(lines) if isinstance(lines, list) else ""
+    is_text = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+    text = " ".join(lines) if is_text else ""
     match = re.fullmatch(
         r"tensor\((\[[\[\]\d\s,-]*\])(?:, dtype=[\w.]+)?(?:, device='[^']*')?\)", text
     )
@@ -158,8 +163,10 @@ class _PassReader:
         """Yield the only generation."""
         ids = self._find_ids()
         n_rows, batch = self._sizes(ids)
-        positions = self._input_of_any("position_ids")
-        own = () if positions is None else tuple(positions.array.reshape(-1, n_rows)[0].tolist())
+        positions, own = self._input_of_any("position_ids"), tuple[int, ...]()
+        fits = positions is not None and positions.array.shape[-1:] == (n_rows,)
+        if positions is not None and fits and positions.array.dtype.kind in "iu":
+            own = tuple(positions.array.reshape(-1, n_rows)[0].tolist())
         first = self._kv_before(n_rows)
         yield DumpedGeneration(
             sample_id=name,
@@ -175,8 +182,10 @@ class _PassReader:
     ) -> Iterator[ForwardPass]:
         if batch > 1:
             self._notes.append(f"Of a batch of {batch} sequences the first one is shown.")
-        stats, hidden = self._layer_outputs()
-        attention = self._attention(kv_before)
+        budget = Budget()
+        stats, hidden = self._layer_outputs(budget)
+        attention = self._attention(kv_before, budget)
+        self._notes += budget.notes()
         yield ForwardPass(
             n_rows=n_rows,
             kv_before=kv_before,
@@ -203,9 +212,9 @@ class _PassReader:
         return SafetensorsFile(path).read("data") if path.is_file() else None
 
     def _find_ids(self) -> Array | None:
-        values = [node.inputs.get("kwargs", {}).get("input_ids") for node in self._nodes[:2]]
+        values = [node.inputs["kwargs"].get("input_ids") for node in self._nodes[:2]]
         values += [
-            next(iter(node.inputs.get("args") or []), None)
+            _first_argument(node)
             for node in self._nodes
             if "embed" in node.path.rpartition(".")[2] or node.path.endswith("wte")
         ]
@@ -221,7 +230,7 @@ class _PassReader:
         if ids is not None and ids.size:
             return ids.shape[1], ids.shape[0]
         for node in self._nodes:
-            for value in (*(node.inputs.get("args") or []), node.outputs):
+            for value in (*(node.inputs["args"]), node.outputs):
                 shape = _shape(value)
                 if len(shape) == 3 and 0 not in shape:
                     return shape[1], shape[0]
@@ -229,7 +238,7 @@ class _PassReader:
 
     def _input_of_any(self, name: str) -> Tensor | None:
         for node in self._nodes:
-            found = self._tensor(node.inputs.get("kwargs", {}).get(name))
+            found = self._tensor(node.inputs["kwargs"].get(name))
             if found is not None:
                 return found
         return None
@@ -237,7 +246,7 @@ class _PassReader:
     def _kv_before(self, n_rows: int) -> int:
         """Return the number of keys before this pass, from the shape of a layer's mask."""
         for node in self._nodes:
-            shape = _shape(node.inputs.get("kwargs", {}).get("attention_mask"))
+            shape = _shape(node.inputs["kwargs"].get("attention_mask"))
             if len(shape) == 4:
                 return max(shape[3] - n_rows, 0)
         return 0
@@ -256,7 +265,7 @@ class _PassReader:
 
     # -- layers ------------------------------------------------------------------------------------
 
-    def _layer_outputs(self) -> tuple[list[LayerStatRecord], dict[int, Array]]:
+    def _layer_outputs(self, budget: Budget) -> tuple[list[LayerStatRecord], dict[int, Array]]:
         """Return the statistics of all outputs in layers, and the layers' own outputs.
 
         The tree drops the output of a module with children. That of a layer is the input of the
@@ -270,20 +279,20 @@ class _PassReader:
             is_layer = node.layer is not None and node.path.endswith(f".{node.layer}")
             is_norm = before is not None and node.layer is None and _is_final_norm(node.path)
             if before is not None and ((is_layer and node.layer == before + 1) or is_norm):
-                value = next(iter(node.inputs.get("args") or []), None)
-                value = value or node.inputs.get("kwargs", {}).get("hidden_states")
+                value = _first_argument(node)
+                value = value or node.inputs["kwargs"].get("hidden_states")
                 prefix = self._layer_paths[before]
                 stats += self._stat(before, prefix, value)
                 output = self._tensor(value)
-                if output is not None and output.array.ndim == 3:
+                if output is not None and output.array.ndim == 3 and budget.keep(output.array):
                     hidden[before] = output.array[0]
             if is_layer:
                 before = node.layer
             elif is_norm:
                 before = None
             if node.layer is not None and node.outputs is not None:
-                first = node.outputs[0] if isinstance(node.outputs, list) else node.outputs
-                stats += self._stat(node.layer, node.path, first)
+                several = node.outputs if isinstance(node.outputs, list) else [node.outputs]
+                stats += self._stat(node.layer, node.path, next(iter(several), None))
         return stats, hidden
 
     @property
@@ -314,102 +323,61 @@ class _PassReader:
         figures = (low, high, mean, spread, norm)
         return [LayerStatRecord(layer, module, int(has_nan), int(has_inf), *figures)]
 
-    def _attention(self, kv_before: int) -> list[AttentionTensors]:
-        found, errors, causal = [], [], False
-        for node in self._nodes:
+    def _attention(self, kv_before: int, budget: Budget) -> list[AttentionTensors]:
+        """Return the layers whose attention is reproduced; with a cache its keys are missing."""
+        found, errors = [], []
+        for node in self._nodes if not kv_before else ():
             if not node.path.endswith(("self_attn", "attention", ".attn")) or node.layer is None:
                 continue
-            tensors = self._rotated(node)
-            if tensors is None or kv_before:
+            made = self._reproduce(node, node.layer)
+            if made is None:
                 continue
-            kept, error = self._reproduce(node, tensors)
-            if kept is not None:
-                found.append(kept)
+            each, error = made
+            if budget.keep(each.q, each.k, each.v, each.out, each.mask):
+                found.append(each)
                 errors.append(error)
-                causal |= kept.mask_kind == INFERRED_MASK
         if found:
-            mask = "a causal mask (the layers received none)" if causal else "the dump's mask"
+            is_causal = any(each.mask_kind == INFERRED_MASK for each in found)
+            mask = "a causal mask (the layers received none)" if is_causal else "the dump's mask"
+            n_rows = min(found[0].q.shape[1] if found[0].q is not None else 0, MAX_CHECKED_ROWS)
             self._notes.append(
                 f"Queries and keys of {len(found)} layers were rotated with the dump's cos and "
-                f"sin; under {mask} they reproduce the recorded attention output of every row, "
-                f"with an error of at most {max(errors):.0e}."
+                f"sin; under {mask} they reproduce the recorded attention output of {n_rows} "
+                f"rows, with an error of at most {max(errors):.0e}."
             )
         return found
 
-    def _rotated(self, node: _Node) -> dict[str, Tensor] | None:
-        """Return q, k, v and the output (heads, rows, width) of a layer, None if any is missing."""
-        outputs = {}
+    def _reproduce(self, node: _Node, layer: int) -> tuple[AttentionTensors, float] | None:
+        tensors: dict[str, Tensor] = {}
         for name in ("q", "k", "v"):
-            child = self._by_path.get(f"{node.path}.{name}_proj")
-            normed = self._by_path.get(f"{node.path}.{name}_norm")
-            value = None if (normed or child) is None else self._tensor((normed or child).outputs)  # type: ignore[union-attr]
-            if value is None:
-                return None
-            outputs[name] = value
-        last = self._by_path.get(f"{node.path}.o_proj")
-        out = (
-            None if last is None else self._tensor(next(iter(last.inputs.get("args") or []), None))
-        )
-        angles = node.inputs.get("kwargs", {}).get("position_embeddings")
+            paths = (f"{node.path}.{name}_norm", f"{node.path}.{name}_proj")
+            source = next(filter(None, map(self._by_path.get, paths)), None)
+            value = None if source is None else self._tensor(source.outputs)
+            if value is not None:
+                tensors[name] = value
+        last, given = self._by_path.get(f"{node.path}.o_proj"), node.inputs["kwargs"]
+        out = None if last is None else self._tensor(_first_argument(last))
+        angles = given.get("position_embeddings")
         pair = [self._tensor(each) for each in angles] if isinstance(angles, list) else []
-        if out is None or len(pair) != 2 or pair[0] is None or pair[1] is None:
+        turns = [each.array[0] for each in pair if each is not None and each.array.ndim == 3]
+        if out is None or len(tensors) < 3 or len(turns) != 2:
             return None
-        cos, sin = pair[0].array, pair[1].array
-        outputs["out"] = out
-        width = cos.shape[-1]
-        try:
-            split = {name: _heads(each.array, width) for name, each in outputs.items()}
-        except ValueError:
+        received = given.get("attention_mask", "None")
+        mask = None if received == "None" else self._tensor(received)
+        if received != "None" and mask is None:
             return None
-        split["q"], split["k"] = (_rotate(split[name], cos[0], sin[0]) for name in "qk")
-        return {name: Tensor(array, outputs["q"].dtype) for name, array in split.items()}
-
-    def _reproduce(
-        self, node: _Node, tensors: Mapping[str, Tensor]
-    ) -> tuple[AttentionTensors | None, float]:
-        arrays = {name: tensor.array for name, tensor in tensors.items()}
-        n_rows, n_keys = arrays["q"].shape[1], arrays["k"].shape[1]
-        if n_rows * n_keys > MAX_DENSE_CELLS or len(arrays["q"]) % len(arrays["k"]):
-            return None, math.nan
-        given = node.inputs.get("kwargs", {}).get("attention_mask", "None")
-        if given == "None":
-            mask, kind = (
-                np.tri(n_rows, n_keys, n_keys - n_rows, dtype=np.bool_)[None],
-                INFERRED_MASK,
-            )
-        else:
-            value = self._tensor(given)
-            if value is None or value.array.ndim != 4:
-                return None, math.nan
-            cells, kind = value.array[0], "bool"
-            if cells.dtype != np.bool_:
-                kind, lowest = "float", np.finfo(np.float32).min / 2
-                if not ((cells == 0) | (cells < lowest) | (cells <= -1e4)).all():
-                    return None, math.nan  # it also adds a bias, which a mask of cells cannot hold
-                cells = cells == 0
-            mask = cells[:, :, :n_keys]
-        if mask.shape[1:] != (n_rows, n_keys):
-            return None, math.nan
-        out = dense_attention(arrays, mask, arrays["q"].shape[2] ** -0.5)
-        error, dtype = output_error(out, arrays["out"]), tensors["q"].dtype
-        if LseCheck(error, "output", dtype).is_failed:
-            return None, error
-        assert node.layer is not None
-        return AttentionTensors(
-            layer=node.layer,
-            q=arrays["q"],
-            k=arrays["k"],
-            v=arrays["v"],
-            out=arrays["out"],
-            mask=mask,
-            mask_kind=kind,
-            dtype=dtype,
-        ), error
+        tensors["out"] = out
+        cells = None if mask is None else mask.array
+        return reproduce_attention(layer, tensors, (turns[0], turns[1]), cells)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     text = value.get("shape") if isinstance(value, dict) else None
     return tuple(map(int, _SIZES.findall(text)))[:8] if isinstance(text, str) else ()
+
+
+def _first_argument(node: _Node) -> Any:
+    return next(iter(node.inputs["args"]), None)
 
 
 def _is_final_norm(path: str) -> bool:
@@ -423,20 +391,3 @@ def _figure(text: Any) -> float:
         return float(match[1]) if match else math.nan
     except ValueError:
         return math.nan
-
-
-def _heads(array: Array, width: int) -> Array:
-    """Return sequence 0 of (sequences, rows, heads * width), or of split heads, heads first."""
-    own = array[0]
-    split: Array = own.reshape(len(own), -1, width) if own.ndim == 2 else own
-    if split.ndim != 3 or split.shape[2] != width:
-        raise ValueError
-    return np.ascontiguousarray(split.transpose(1, 0, 2))
-
-
-def _rotate(array: Array, cos: Array, sin: Array) -> Array:
-    """Return x cos + rotate_half(x) sin (Su et al. 2021, RoFormer), paired as in transformers."""
-    half = array.shape[2] // 2
-    turned = np.concatenate([-array[..., half:], array[..., :half]], axis=-1)
-    rotated: Array = (array * cos + turned * sin).astype(np.float32)
-    return rotated

@@ -42,7 +42,7 @@ UNKNOWN_PATH = "unknown"
 """The path of a call in an imported trace, whose source does not say which kernel ran."""
 INFERRED_MASK = "inferred"
 """The kind of a causal mask that an imported trace does not hold as such: the layer received none,
-and under this one the recorded queries, keys and values give its recorded output in every row."""
+and under this one the recorded queries, keys and values give its recorded output."""
 MASK_ARRAYS = ("cells", "uniform_rows", "partial", "full", "mask_mod_blocks")
 """The fields of `MaskRecord` that hold arrays, in the order they are stored."""
 GRADIENT_TARGETS = ("logprob", "margin")

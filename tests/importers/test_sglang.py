@@ -10,7 +10,7 @@ import pytest
 from support.dumps import CHOSEN, PROMPT, unpack_dump
 
 from flexinspect.core.errors import UsageError
-from flexinspect.importers.base import find_importer
+from flexinspect.importers.base import Budget, find_importer
 from flexinspect.importers.sglang import _group, _Pass
 from flexinspect.importers.torch_files import load_torch_file
 from flexinspect.importers.trace_builder import write_trace
@@ -97,9 +97,11 @@ def test_the_last_layer_is_only_named_if_it_is_the_one_before_the_norm(
 
     outputs = dict(load_torch_file(passes / RANK / "Pass00000.pt"))
     reader = sglang._PassReader([], lambda: None)
-    assert set(reader._layer_outputs(outputs)[1]) == {0, 1}
+    assert set(reader._layer_outputs(outputs, Budget())[1]) == {0, 1}
     some = {name: value for name, value in outputs.items() if "layers.1." not in name}
-    assert set(reader._layer_outputs(some)[1]) == set()  # layer 0 is not the one before the norm
+    assert (
+        set(reader._layer_outputs(some, Budget())[1]) == set()
+    )  # layer 0 is not the one before the norm
 
 
 def test_nothing_of_attention_is_claimed(passes: Path, tmp_path: Path) -> None:

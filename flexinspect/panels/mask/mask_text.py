@@ -74,7 +74,7 @@ _KIND_NAMES = {
     "block": "a block mask",
     "none": "no mask (every key is open)",
     "none, causal": "no mask, on a path that applies a causal mask itself",
-    INFERRED_MASK: "no mask; a causal mask reproduces the attention output of every row",
+    INFERRED_MASK: "no mask; a causal mask reproduces the recorded attention output",
     "bool": "a dense bool mask",
     "float": "a dense float mask",
 }
