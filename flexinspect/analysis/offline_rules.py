@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.records.finding import Finding, Repeat
+from flexinspect.records.imported import imported_facts
 from flexinspect.records.step import EventRecord, GradientRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules
@@ -62,8 +63,13 @@ class ReviewTask(NamedTuple):
 
 
 def pending_tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[ReviewTask]:
-    """Return the tasks that remain; while a trace is recorded, only of finished generations."""
+    """Return the tasks that remain; while a trace is recorded, only of finished generations.
+
+    A rule that needs records which an imported trace does not have is left out.
+    """
     run = reader.run()
+    if (facts := imported_facts(run)) is not None:
+        rules = [rule for rule in rules if not facts.lacks(rule.needs)]
     is_recorded = _is_recorded(run)
     live, done = live_rule_names(run, rules), set(reader.reviews())
     tasks = []

@@ -100,8 +100,11 @@ def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
 
 
 def _state_notes(reader: TraceReader) -> list[str]:
+    from flexinspect.analysis.reports.collect import describe_import
     from flexinspect.core.environment import is_recorder_alive
 
+    if source := describe_import(reader.run()):
+        return [source]
     if reader.state != "recording":
         return []
     if is_recorder_alive(reader.run()):

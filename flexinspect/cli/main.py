@@ -37,6 +37,7 @@ examples:
   flexinspect doctor
   flexinspect fetch --model llama3.2_3b_it
   flexinspect export run.flextrace --to perfetto
+  flexinspect import debug_tree/ -o run.flextrace
   flexinspect models
   flexinspect tour
   flexinspect museum
@@ -63,6 +64,7 @@ COMMANDS = {
     "doctor": "check this machine: packages, FlexAttention, GPU, memory, disk and the hub",
     "fetch": "download models and datasets, and look after the cache",
     "export": "write a trace for Perfetto, TensorBoard, DuckDB, spreadsheets or Jupyter",
+    "import": "make a trace of what transformers' debugger, SGLang or your own code has dumped",
     "models": "list the models: size, and whether they are local, cached or need a download",
     "tour": "learn the interface in two minutes, on a run with one planted bug",
     "museum": "runs with one known fault each, as tutorials",
@@ -70,9 +72,18 @@ COMMANDS = {
 }
 """The help of all subcommands, in the order of `flexinspect --help`.
 
-The module of the same name has `DESCRIPTION` and `EXAMPLES`, `configure(parser)`, which adds the
-arguments, and `run`: a function from the parsed arguments to the exit code.
+The module of the same name (see `module_name`) has `DESCRIPTION` and `EXAMPLES`,
+`configure(parser)`, which adds the arguments, and `run`: a function from the parsed arguments to
+the exit code.
 """
+
+_MODULES = {"import": "import_dump"}
+"""Modules of commands that are keywords of Python: `flexinspect.cli.import` cannot be imported."""
+
+
+def module_name(command: str) -> str:
+    """Return the name of the module of a command."""
+    return f"flexinspect.cli.{_MODULES.get(command, command)}"
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -85,7 +96,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=text, **raw)
         if name == command:
-            module = import_module(f"flexinspect.cli.{name}")
+            module = import_module(module_name(name))
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
             subparser.set_defaults(run=module.run, parser=subparser)
             module.configure(subparser)

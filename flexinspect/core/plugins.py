@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 HOOKS, PANELS, RULES = "flexinspect.hooks", "flexinspect.panels", "flexinspect.rules"
-CAPTURE, EXPORTS = "flexinspect.capture", "flexinspect.exports"
+CAPTURE = "flexinspect.capture"
+EXPORTS, IMPORTERS = "flexinspect.exports", "flexinspect.importers"
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HOOKS: {
@@ -85,6 +86,14 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "parquet": "flexinspect.exports.parquet:ParquetExporter",
         "csv": "flexinspect.exports.csv:CsvExporter",
         "notebook": "flexinspect.exports.notebook:NotebookExporter",
+    },
+    IMPORTERS: {
+        "described": "flexinspect.importers.described_folder:DescribedFolderImporter",
+        "sglang-dumper": "flexinspect.importers.sglang:DumperImporter",
+        "sglang-passes": "flexinspect.importers.sglang:TensorDumpImporter",
+        "transformers-debugger": (
+            "flexinspect.importers.transformers_debugger:TransformersDebuggerImporter"
+        ),
     },
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",

@@ -19,6 +19,7 @@ from textual.strip import Strip
 from flexinspect.core.errors import TraceError
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.panel_source import Source
+from flexinspect.records.imported import imported_facts
 
 
 class TracePlace(Struct, frozen=True):
@@ -172,12 +173,22 @@ class Missing(Exception):
         return [self.reason, self.hint] if self.hint else [self.reason]
 
 
-def hook_hint(hook: str, records: str) -> str:
+def hook_hint(source: Source, hook: str, records: str) -> str:
     """Return the hint for records that a hook makes at every level, and that are missing."""
+    if hint := import_hint(source):
+        return hint
     return (
         f"The {hook} hook records {records} at every level; 'flexinspect dump' shows whether it "
         "was disabled."
     )
+
+
+def import_hint(source: Source, otherwise: str = "") -> str:
+    """Return the hint for records that an imported trace lacks; `otherwise` for other traces."""
+    facts = imported_facts(source.reader.run())
+    if facts is None:
+        return otherwise
+    return f"The trace was imported from {facts.source}, whose dump does not hold this."
 
 
 def training_facts(source: Source, generation: int) -> Mapping[str, Any] | None:
@@ -203,7 +214,7 @@ def require_training_facts(source: Source, place: TracePlace) -> Mapping[str, An
     facts = training_facts(source, place.generation)
     if facts is None:
         hint = "Record one with flexinspect.watch_training(model, optimizer)."
-        raise Missing("This generation is not a training run.", hint)
+        raise Missing("This generation is not a training run.", import_hint(source, hint))
     return facts
 
 

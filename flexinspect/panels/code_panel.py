@@ -29,6 +29,7 @@ from flexinspect.panels.base import (
     Picture,
     Request,
     TracePlace,
+    import_hint,
 )
 from flexinspect.panels.mask.cell_states import (
     find_center,
@@ -40,7 +41,7 @@ from flexinspect.panels.mask.mask_grid import MaskView
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_segments, load_token_cells
 from flexinspect.records.finding import sort_by_severity
-from flexinspect.records.step import MaskRecord
+from flexinspect.records.step import INFERRED_MASK, MaskRecord
 from flexinspect.trace.queries import n_generations, source_texts
 
 _STATES: Mapping[int, tuple[str, str]] = {
@@ -186,7 +187,7 @@ def _missing_mask(source: Source) -> Missing:
         return Missing("No step was recorded, so there is no mask_mod to show.")
     is_basic = reader.run().get("level") == "basic"
     hint = "Record with --level advanced or higher." if is_basic else ""
-    return Missing("The cells of this layer's mask were not recorded.", hint)
+    return Missing("The cells of this layer's mask were not recorded.", import_hint(source, hint))
 
 
 def _find_cell(
@@ -220,6 +221,8 @@ def _code_of(mask: MaskRecord | None) -> Mapping[str, object]:
         raise Missing("This layer received no mask.")
     if mask.mask_mod_code is not None:
         return mask.mask_mod_code
+    if mask.kind == INFERRED_MASK:
+        raise Missing("This layer received no mask; the one shown is inferred and has no code.")
     if mask.kind != "block":
         raise Missing(f"This layer received a dense mask ({mask.kind}), which has no code.")
     raise Missing(

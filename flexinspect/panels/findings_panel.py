@@ -35,13 +35,15 @@ _SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: 
 class Coverage(Struct, frozen=True):
     """What was checked in a trace: the names of the rules that ran, live or on the stored trace.
 
-    `level` is that of the recording. `is_undeclared`: see `collect.Report`.
+    `level` is that of the recording. `is_undeclared`: see `collect.Report`. `source` says where an
+    imported trace comes from, and what could not be checked in it.
     """
 
     rules: tuple[str, ...] = ()
     level: str = ""
     is_undeclared: bool = False
     is_training: bool = False
+    source: str = ""
 
 
 class FindingsData(Struct, frozen=True):
@@ -74,7 +76,8 @@ def load_coverage(reader: TraceReader) -> Coverage:
     names = {*map(str, live if isinstance(live, list) else ()), *(r for r, _ in reader.reviews())}
     is_training = bool(run.get("watch_training"))
     level = str(run.get("level", ""))
-    return Coverage(tuple(sorted(names)), level, collect.is_undeclared(reader), is_training)
+    is_undeclared, source = collect.is_undeclared(reader), collect.describe_import(run)
+    return Coverage(tuple(sorted(names)), level, is_undeclared, is_training, source)
 
 
 def describe_coverage(coverage: Coverage) -> Iterator[tuple[str, str]]:
@@ -84,7 +87,9 @@ def describe_coverage(coverage: Coverage) -> Iterator[tuple[str, str]]:
     else:
         n_rules = plural(len(coverage.rules), "rule")
         yield f"No problems found so far: {n_rules} checked every step.", "good"
-    if coverage.is_undeclared:
+    if coverage.source:
+        yield escape_unprintable(coverage.source), "text"
+    elif coverage.is_undeclared:
         yield collect.UNDECLARED, "text"
     elif coverage.level != "basic" and not coverage.is_training and coverage.rules:
         yield "The executed mask was compared with the declared one.", "text"

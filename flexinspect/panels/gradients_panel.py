@@ -19,7 +19,16 @@ from flexinspect.drawing.text_lines import NamedSpan, Pen, align_right, clip_tex
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import CURRENT_TOKEN_STYLE, wrap_cells
 from flexinspect.panels import token_window
-from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
+from flexinspect.panels.base import (
+    Help,
+    Missing,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    import_hint,
+)
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.finding import Finding
 from flexinspect.records.prompt import Segment
@@ -259,10 +268,9 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         if record is None:
             others = steps_with_gradients(reader, place.generation, branch)
             if not others:
-                raise Missing(
-                    "No gradients are recorded for this generation.",
-                    "Run with --grads; they are computed at the end of the generation.",
-                )
+                hint = "Run with --grads; they are computed at the end of the generation."
+                missing = "No gradients are recorded for this generation."
+                raise Missing(missing, import_hint(source, hint))
             shown = ", ".join(map(str, others[:12])) + (" …" if len(others) > 12 else "")
             missing = f"No gradients are recorded for step {place.step}."
             raise Missing(missing, f"These steps have some: {shown}.")

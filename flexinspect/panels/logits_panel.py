@@ -18,6 +18,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.panels import timeline
 from flexinspect.panels.base import Help, Missing, NoOptions, Panel, Picture, Request, hook_hint
 from flexinspect.panels.panel_source import Source
+from flexinspect.records.imported import imported_facts
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
 from flexinspect.trace.queries import branch_of_step, step_range
 from flexinspect.trace.query_results import StepRow
@@ -44,6 +45,7 @@ class LogitsData(Struct, frozen=True):
     """The distribution of one step, and the scalar columns of the steps in the window, by step.
 
     `text` is what the chosen token adds to the text, None when the step recorded no token.
+    `is_imported` says that the trace holds only what another tool has dumped.
     """
 
     step: int
@@ -51,6 +53,7 @@ class LogitsData(Struct, frozen=True):
     text: str | None
     window: timeline.StepWindow
     rows: Mapping[int, StepRow]
+    is_imported: bool = False
 
     @property
     def is_processed(self) -> bool:
@@ -144,7 +147,8 @@ def format_chosen(data: LogitsData) -> str:
 def _describe_choice(data: LogitsData) -> str:
     record = data.record
     if record.chosen_id == UNKNOWN:
-        return f"The token chosen at step {data.step} is unknown: the model never received it."
+        why = "the dump does not name it" if data.is_imported else "the model never received it"
+        return f"The token chosen at step {data.step} is unknown: {why}."
     chance = format_probability(record.chosen_logprob)
     when = " before the processors" if data.is_processed else ""
     return (
@@ -251,11 +255,13 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
             missing = f"No logits are recorded at step {place.step}."
-            raise Missing(missing, hook_hint("logits", "them"))
+            raise Missing(missing, hook_hint(source, "logits", "them"))
         rows = step_range(reader, place.generation, window.start, window.stop, place.branch)
         tokens = reader.step_tokens(place.generation, place.step, branch)
         text = next((token.text for token in tokens if token.token_id == record.chosen_id), None)
-        return LogitsData(place.step, record, text, window, {row.step: row for row in rows})
+        by_step = {row.step: row for row in rows}
+        is_imported = imported_facts(reader.run()) is not None
+        return LogitsData(place.step, record, text, window, by_step, is_imported)
 
     def describe(self, data: LogitsData) -> list[str]:
         """Return the choice, the candidates as a table, and summaries of the timelines."""

@@ -167,7 +167,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         records = memory_range(reader, place.generation, before, window.stop, place.branch)
         if not any(step in records for step in window.steps):
             missing = f"No memory is recorded in {window.format_steps()}."
-            raise Missing(missing, hook_hint("memory", "it"))
+            raise Missing(missing, hook_hint(source, "memory", "it"))
         branch = branch_of_step(reader, place.generation, window.current, place.branch)
         step = reader.step(place.generation, window.current, branch)
         record, segments = records.get(window.current), load_segments(reader, place)

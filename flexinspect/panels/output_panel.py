@@ -14,7 +14,16 @@ from textual.strip import Strip
 from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Pen
 from flexinspect.drawing.theme import Theme
-from flexinspect.panels.base import CURSOR_MOVES, Help, Missing, Panel, Picture, Request, TracePlace
+from flexinspect.panels.base import (
+    CURSOR_MOVES,
+    Help,
+    Missing,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    import_hint,
+)
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.queries import last_output
 from flexinspect.trace.query_results import OutputRow
@@ -75,7 +84,7 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
         newest = last_output(reader)
         if newest is None:
             hint = "Output is recorded for programs that run as: flexinspect run SCRIPT.py"
-            raise Missing("This trace holds no output.", hint)
+            raise Missing("This trace holds no output.", import_hint(source, hint))
         lines = source.get_or_create(
             ("output", newest),
             lambda: tuple(_split_lines(reader.output())),

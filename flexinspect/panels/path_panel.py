@@ -28,18 +28,19 @@ from flexinspect.panels.base import Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.timeline import StepWindow, no_steps, step_window
 from flexinspect.records import prompt
-from flexinspect.records.step import PATHS, BuildRecord, CallRecord, MaskRecord
+from flexinspect.records.step import PATHS, UNKNOWN_PATH, BuildRecord, CallRecord, MaskRecord
 from flexinspect.trace import queries
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 
-PATH_LETTERS: Mapping[str, str] = dict(zip(PATHS, "FCSE?", strict=True))
+_LETTERS = "FCSE?-"
+PATH_LETTERS: Mapping[str, str] = dict(zip((*PATHS, UNKNOWN_PATH), _LETTERS, strict=True))
 _PATH_NAMES = {letter: path for path, letter in PATH_LETTERS.items()}
 NO_CALL = "·"
 MAX_MASKS = 6
 
 _FLEX_LETTERS = (PATH_LETTERS["flex uncompiled"], PATH_LETTERS["flex compiled"])
-_PATH_COLORS: Mapping[str, int] = {"F": 0, "C": 2, "S": 1, "E": 3, "?": 6}
+_PATH_COLORS: Mapping[str, int] = {"F": 0, "C": 2, "S": 1, "E": 3, "?": 6, "-": 4}
 """The number of the theme's segment style of each path."""
 
 _MAX_STEPS = 400
@@ -101,7 +102,7 @@ def path_map(
     for step, rows in groupby(paths, key=lambda path: path.step):
         calls = [(PATH_LETTERS.get(path.path, "?"), path.layers) for path in rows]
         counts = Counter(letter for letter, layers in calls for _ in layers)
-        usual[step] = max(counts, key=lambda letter: (counts[letter], -"FCSE?".index(letter)))
+        usual[step] = max(counts, key=lambda letter: (counts[letter], -_LETTERS.index(letter)))
         for letter, layers in calls:
             for layer in layers:
                 if letter != usual[step] or (step, layer) not in letters:
@@ -158,7 +159,8 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
     help = base.Help(
         "It shows which attention kernel every layer ran at every step, and with which mask.",
         "Layers go down, steps go across; F is uncompiled flex, C compiled flex, S sdpa, E eager, "
-        "? another backend, · no call recorded; click a cell to go there.",
+        "? another backend, - a kernel that the source of an imported trace does not name, · no "
+        "call recorded; click a cell to go there.",
         "Look for a letter that differs from the rest of its column: that layer silently fell "
         "back to another kernel, and may not have applied your mask.",
     )
@@ -177,7 +179,7 @@ class PathPanel(base.Panel[PathData, base.NoOptions]):
         found = queries.step_paths(reader, generation, first, window.stop, branch)
         if not any(path.step >= window.start for path in found):
             missing = f"No attention call is recorded in {window.format_steps()}."
-            raise base.Missing(missing, base.hook_hint("attention", "them"))
+            raise base.Missing(missing, base.hook_hint(source, "attention", "them"))
         letters, usual_letters = path_map(found)
         paths = tuple(path for path in found if path.step == step)
         previous_paths = tuple(path for path in found if path.step == step - 1)
@@ -321,9 +323,9 @@ def describe_warnings(data: PathData) -> list[str]:
             most = f"most layers ran {_path_name(usual or '')}"
             lines.append(f"{_format_layers(odd)} ran {path} at step {step}; {most}.")
     mask = data.declared_mask
-    if mask and usual is not None and usual not in _FLEX_LETTERS:
+    if mask and usual not in (None, *_FLEX_LETTERS, PATH_LETTERS[UNKNOWN_PATH]):
         lines.append(
-            f"Step {step} ran {_path_name(usual)}, not FlexAttention, although the mask "
+            f"Step {step} ran {_path_name(usual or '')}, not FlexAttention, although the mask "
             f"{escape_unprintable(mask)} was declared."
         )
     steps_by_layers: dict[tuple[int, ...], list[int]] = {}
@@ -362,7 +364,7 @@ def describe_step(data: PathData) -> list[str]:
     if "recompil" not in compiled.lower():
         found = "none in this step" if data.graphs_counted else "not recorded"
         lines.append(f"Recompiles: {found}.")
-    used = dict.fromkeys(call.backend for call in data.calls)
+    used = dict.fromkeys(call.backend for call in data.calls if call.backend)
     backends = ", ".join(map(escape_unprintable, used)) or "unknown"
     return [*lines, _describe_lse_check(data), f"Backend: {backends}."]
 
@@ -370,9 +372,12 @@ def describe_step(data: PathData) -> list[str]:
 def _describe_masks(data: PathData) -> list[str]:
     lines = []
     for path in data.paths[:MAX_MASKS]:
-        mask = f"mask {escape_unprintable(path.mask)[:8]}" if path.mask else "no mask"
+        is_unknown = path.path == UNKNOWN_PATH
+        mask = "mask not recorded" if is_unknown else "no mask"
+        mask = f"mask {escape_unprintable(path.mask)[:8]}" if path.mask else mask
         mask += format_mask(data.masks.get(path.mask or ""))
-        lines.append(f"{_format_layers(path.layers)}: {escape_unprintable(path.path)}, {mask}.")
+        name = "kernel not recorded" if is_unknown else escape_unprintable(path.path)
+        lines.append(f"{_format_layers(path.layers)}: {name}, {mask}.")
     more = len(data.paths) - MAX_MASKS
     return [*lines, f"And {more} more kinds of calls."] if more > 0 else lines
 

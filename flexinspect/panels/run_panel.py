@@ -26,7 +26,7 @@ from flexinspect.panels.base import Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import is_answer_correct
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.records.step import CallRecord, MaskRecord
+from flexinspect.records.step import UNKNOWN_PATH, CallRecord, MaskRecord
 from flexinspect.trace import queries
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.file.location import COMPANION_SUFFIXES
@@ -168,7 +168,7 @@ def _patch_lines(facts: RunFacts) -> list[str]:
     compiled = facts.fact("compiled")
     return [
         *lines,
-        f"backend {', '.join(backends)}" if backends else "",
+        f"backend {', '.join(backends)}" if any(backends) else "",
         "" if compiled is None else "compiled" if compiled else "not compiled",
     ]
 
@@ -177,6 +177,7 @@ def _format_paths(calls: Sequence[CallRecord]) -> str:
     layers: dict[str, set[int]] = {}
     for call in calls:
         layers.setdefault(call.path, set()).add(call.layer)
+    layers = {"kernel not recorded" if p == UNKNOWN_PATH else p: n for p, n in layers.items()}
     named = ((path, format_numbers("layer", sorted(layers[path]))) for path in sorted(layers))
     return "; ".join(map(", ".join, named))
 

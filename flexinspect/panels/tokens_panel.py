@@ -108,7 +108,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         "…" stands for tokens outside of the window.
         """
         window = data.window
-        nothing = "nothing yet"
+        nothing = "nothing yet" if data.generation.state == "recording" else "nothing recorded"
         summary = f"{window.n_tokens} tokens in {len(window.segments)} segments"
         if not _is_whole(window):
             span = f"positions {window.start} to {window.stop - 1}"
@@ -238,7 +238,9 @@ def _format_generated(token: TokenRecord, data: TokensData) -> str:
 def _format_verdict(data: TokensData) -> tuple[str, str]:
     """Return the answer with the expected one, and a style that shows whether they agree."""
     row = data.generation
-    answer = escape_unprintable(data.answer[:MAX_TEXT_CHARS]) or "(nothing yet)"
+    answer = escape_unprintable(data.answer[:MAX_TEXT_CHARS]) or (
+        "(nothing yet)" if row.state == "recording" else "(nothing recorded)"
+    )
     answer += "…" if len(data.answer) > MAX_TEXT_CHARS else ""
     if not row.expected:
         return f"answer: {answer}; no expected answer", "text"
@@ -253,7 +255,7 @@ def _token_line(data: TokensData, pen: Pen) -> Strip:
     window = data.window
     token = None if window.current is None else window.token(window.current)
     if token is None:
-        return pen.line(("this step chose no token", "muted"))
+        return pen.line(("no token that this step chose is recorded", "muted"))
     segment, step = token_window.segment_at(window.segments, token.pos), window.step_of(token)
     cell = token_window.token_cells(window, "segment")[token.pos - window.start]
     position_id, logprob = token.position_id, step.chosen_logprob if step else None

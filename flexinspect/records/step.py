@@ -38,6 +38,11 @@ STANDALONE_MASKS = "masks built, and no call after them"
 TRAIN = "train"
 """The phase of an optimizer step; the other phases are those of generation."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
+UNKNOWN_PATH = "unknown"
+"""The path of a call in an imported trace, whose source does not say which kernel ran."""
+INFERRED_MASK = "inferred"
+"""The kind of a causal mask that an imported trace does not hold as such: the layer received none,
+and under this one the recorded queries, keys and values give its recorded output."""
 MASK_ARRAYS = ("cells", "uniform_rows", "partial", "full", "mask_mod_blocks")
 """The fields of `MaskRecord` that hold arrays, in the order they are stored."""
 GRADIENT_TARGETS = ("logprob", "margin")
@@ -107,9 +112,10 @@ class LogitsRecord(Struct, frozen=True):
 class CallRecord(Struct, frozen=True):
     """One attention call of one layer in one step.
 
-    `path` is one of `PATHS`, `backend` the name under which transformers dispatched it, `mask` the
-    fingerprint of the received mask (None when the kernel received no mask). `lse_error` is the
-    result of the LSE check: the largest deviation from 1, over heads, of the newest row's attention
+    `path` is one of `PATHS` or `UNKNOWN_PATH`, `backend` the name under which transformers
+    dispatched it (empty when unknown), `mask` the fingerprint of the received mask (None when the
+    kernel received no mask, or it is unknown as the path is). `lse_error` is the result of the LSE
+    check: the largest deviation from 1, over heads, of the newest row's attention
     summed over the executed mask (None when it was not computed); `check_kind` is how it was
     computed: "lse" or "output". A `softcap` c replaces each scaled score by c * tanh(score / c),
     before the mask. `causal` is the layer's own `is_causal` (None when it has none), `window` the
@@ -208,13 +214,13 @@ class MemoryRecord(Struct, frozen=True):
 class MaskRecord(Struct, frozen=True):
     """A mask as a layer received it, stored once per fingerprint.
 
-    `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
-    mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
-    `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `mask_mod` has
-    its module and qualified name, `mask_mod_source` its file and first line where known, and
-    `mask_mod_code` the variables that it reads, see docs/trace-format.md.
-    `heads` is the number of heads that the mask was built for; the mask_mod of a mask built for 1
-    head may still depend on the head.
+    `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", "none, causal" (no
+    mask, on a path that is causal by itself), or `INFERRED_MASK`. `q_offset` is the position of row
+    0 in the sequence, `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys).
+    `mask_mod` has its module and qualified name, `mask_mod_source` its file and first line where
+    known, and `mask_mod_code` the variables that it reads, see docs/trace-format.md. `heads` is the
+    number of heads that the mask was built for; the mask_mod of a mask built for 1 head may still
+    depend on the head.
 
     Arrays, all of batch 0, are None when they were not evaluated:
 

@@ -83,6 +83,10 @@ class Rule:
     offline_only: ClassVar[bool] = False  # whether the rule is too slow to run beside the model
     handles_standalone_calls: ClassVar[bool] = False
     """Whether the rule also checks standalone calls of FlexAttention (outside of any model)."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """The kinds of records without which the rule has nothing to check, of
+    `flexinspect.records.imported.RECORD_KINDS`. It does not run on an imported trace that lacks
+    one."""
     streams: ClassVar[tuple[str, ...]] = ()
     """The streams of a step's `arrays` that the rule reads, "*" for all. A step that is read back
     from a trace has no others, because they may be large. Mask cells are always there."""

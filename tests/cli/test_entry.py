@@ -67,7 +67,7 @@ def modules_after(code: str) -> set[str]:
 
 def commands_of(modules: set[str]) -> set[str]:
     """Return the subcommands whose modules are imported."""
-    return {name for name in main.COMMANDS if f"flexinspect.cli.{name}" in modules}
+    return {name for name in main.COMMANDS if main.module_name(name) in modules}
 
 
 MAIN = """
@@ -104,7 +104,7 @@ def test_help_lists_the_commands_of_the_table(capsys: pytest.CaptureFixture[str]
     text = " ".join(capsys.readouterr().out.split())
     for name, help_text in main.COMMANDS.items():
         assert f" {name} {help_text} " in text
-        assert callable(importlib.import_module(f"flexinspect.cli.{name}").configure)
+        assert callable(importlib.import_module(main.module_name(name)).configure)
 
 
 @pytest.mark.parametrize(

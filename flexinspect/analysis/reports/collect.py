@@ -8,12 +8,14 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
+from flexinspect.records.imported import imported_facts
 from flexinspect.trace.codec import plain_json
 from flexinspect.trace.queries import NumberRange, lineage
 from flexinspect.trace.reader import TraceReader
@@ -164,8 +166,25 @@ UNDECLARED = (
 )
 
 
+def describe_import(run: Mapping[str, Any]) -> str:
+    """Return where an imported trace comes from and what could not be checked; "" for others."""
+    facts = imported_facts(run)
+    if facts is None:
+        return ""
+    lacks = facts.lacks(imported.RECORD_KINDS)
+    text = f"Imported from {facts.source}. Not in the dump, so not checked: {', '.join(lacks)}."
+    if imported.MASKS in facts.holds:
+        text += " The masks were not compared with an intended one, because none is declared."
+    return text
+
+
 def is_undeclared(reader: TraceReader) -> bool:
-    """Tell whether a generation of tokens declares no mask. Raises `TraceError`."""
+    """Tell whether a generation of tokens declares no mask, of a trace that is not imported.
+
+    Raises `TraceError`.
+    """
+    if imported_facts(reader.run()) is not None:
+        return False
     # It loads numpy, which the first screen does not need.
     from flexinspect.masks.algebra import declared_spec
 

@@ -19,7 +19,7 @@ from flexinspect.drawing.plots import format_number
 from flexinspect.drawing.token_cells import TokenCell
 from flexinspect.masks import attention_row
 from flexinspect.panels.attention import row_recompute
-from flexinspect.panels.base import Missing, Request, TracePlace
+from flexinspect.panels.base import Missing, Request, TracePlace, import_hint
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import load_token_cells
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -137,7 +137,9 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
     if by_segment is None or len(shape) != 3 or 0 in shape or shape[0] != len(view.calls):
         raise Missing(
             f"Step {view.step_row.step} has no recorded attention.",
-            "Record with --level advanced (by segment) or --level extreme (by token).",
+            import_hint(
+                source, "Record with --level advanced (by segment) or --level extreme (by token)."
+            ),
         )
     infos = source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
     segments = _load_segments(view, shape[2])

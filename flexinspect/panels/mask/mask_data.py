@@ -18,7 +18,7 @@ from flexinspect.masks.algebra import declared_spec
 from flexinspect.masks.attention_row import UNCHECKED, LseCheck, recorded_check
 from flexinspect.masks.counting import CHUNK_ROWS, PositionGroups
 from flexinspect.masks.viewport import PixelCounts, PixelGrid, States
-from flexinspect.panels.base import Missing, Request, TracePlace
+from flexinspect.panels.base import Missing, Request, TracePlace, import_hint
 from flexinspect.panels.mask.mask_grid import (
     BlockPart,
     MaskLoader,
@@ -225,7 +225,7 @@ def _choose_view_mode(
     if mask_view.spec is not None:
         return "declared", "The executed cells were not recorded; this is the declared mask"
     hint = "Record with --level advanced or higher; masks of up to 67 million cells are kept."
-    raise Missing("The mask of this layer was not recorded.", hint)
+    raise Missing("The mask of this layer was not recorded.", import_hint(source, hint))
 
 
 # -- tokens ---------------------------------------------------------------------------------------

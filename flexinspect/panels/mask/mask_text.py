@@ -9,7 +9,7 @@ from flexinspect.panels.mask.mask_data import MAX_LISTED_ROWS, MaskData
 from flexinspect.panels.mask.mask_layout import MaskViewMode
 from flexinspect.panels.mask.mask_segments import count_pairs, format_open_share
 from flexinspect.records.prompt import SegmentKind
-from flexinspect.records.step import MaskRecord
+from flexinspect.records.step import INFERRED_MASK, MaskRecord
 
 VIEW_LABELS: dict[MaskViewMode, str] = {
     "executed": "ran",
@@ -74,6 +74,7 @@ _KIND_NAMES = {
     "block": "a block mask",
     "none": "no mask (every key is open)",
     "none, causal": "no mask, on a path that applies a causal mask itself",
+    INFERRED_MASK: "no mask; a causal mask reproduces the recorded attention output",
     "bool": "a dense bool mask",
     "float": "a dense float mask",
 }

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.core.text import plural
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import CallRecord, StepRecord
@@ -89,6 +90,7 @@ class AttentionShapeRule(Rule):
     """Checks entropy, segment attention and log-sum-exp of the newest row, from level advanced."""
 
     name = "attention_shape"
+    needs = (imported.ATTENTION,)
     streams = ROW_STREAMS
     findings = finding_kinds(
         "attention.sink", "attention.collapsed", "attention.uniform", "attention.lse"
@@ -280,6 +282,7 @@ class CallFactsRule(Rule):
     """Compares the calls of a step with each other and with those of the step before."""
 
     name = "call_facts"
+    needs = (imported.CALLS,)
     findings = finding_kinds("attention.scale", "attention.*-differs")
 
     def reset(self) -> None:

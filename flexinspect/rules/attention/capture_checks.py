@@ -11,6 +11,7 @@ from typing import Any
 
 from flexinspect.core.text import format_layers, printable
 from flexinspect.masks.attention_row import LSE_TOLERANCE, recorded_check
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
@@ -24,6 +25,7 @@ class ObserverRule(Rule):
     """Reports where the record differs from what ran, or is incomplete."""
 
     name = "observer"
+    needs = (imported.EVENTS,)
     handles_standalone_calls = True
     findings = finding_kinds("observer.check-failed", "observer.incomplete", "observer.not-weights")
 

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural, printable
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -48,6 +49,7 @@ class FailuresRule(Rule):
     """Reports which kernel call ended a forward or the process, with the exception's message."""
 
     name = "failures"
+    needs = (imported.EVENTS,)
     handles_standalone_calls = True
     findings = finding_kinds(
         "path.kernel-failed", "kernel.*", "observer.crash", "observer.killed", "observer.logger-*"
@@ -167,6 +169,7 @@ class GraphsRule(Rule):
     """Reports a new graph at every step, and a reached recompile limit."""
 
     name = "graphs"
+    needs = (imported.EVENTS,)
     handles_standalone_calls = True
     findings = finding_kinds("graphs.every-step", "graphs.limit")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from flexinspect.core.text import capitalize, format_layers, is_or_are, plural, printable
 from flexinspect.masks.algebra import BoolArray
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import BuildRecord, CallRecord, EventRecord, StepRecord
 from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT
@@ -34,6 +35,7 @@ class KernelPathRule(Rule):
     """Compares the path of each layer with the other layers and with its earlier steps."""
 
     name = "path"
+    needs = (imported.KERNELS,)
     findings = finding_kinds("path.[!k]*")  # all but path.kernel-failed
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from flexinspect.core.text import capitalize, format_layers, format_ranges, plural
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, StepRecord
 from flexinspect.rules.context import format_step_layers, step_array
@@ -70,6 +71,7 @@ class CacheRule(Rule):
     """
 
     name = "caches"
+    needs = (imported.CACHE,)
     streams = (SLOT_STREAM,)
     handles_standalone_calls = True
     findings = finding_kinds("cache.*")

@@ -15,6 +15,7 @@ import numpy as np
 
 from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray, block_row_states, row_chunks
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, MaskRecord, StepRecord
 from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT, event_layers
@@ -38,6 +39,7 @@ class BlockTablesRule(Rule):
     """Compares block tables with the mask_mod, and the batch and heads of a mask with the call."""
 
     name = "tables"
+    needs = (imported.BLOCKS,)
     findings = finding_kinds(
         "mask.stale-tables", "mask.ignores-head", "mask.wrong-size", "mask.block-view"
     )
@@ -198,6 +200,7 @@ class LengthsRule(Rule):
     """
 
     name = "lengths"
+    needs = (imported.MASKS,)
     handles_standalone_calls = True
     findings = finding_kinds(
         "lengths.mask-kv", "lengths.mask-q", "lengths.batch-heads", "lengths.layer-keys"

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from flexinspect.core.text import plural
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind, declared_tokenizer
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
@@ -45,6 +46,7 @@ class MasksRule(Rule):
     """
 
     name = "masks"
+    needs = (imported.MASKS,)
     streams = ("inputs.mask",)
     findings = finding_kinds(
         *("mask.not-applied", "mask.leak", "mask.lost", "mask.none", "mask.future"),
@@ -473,6 +475,7 @@ class SlidingWindowRule(Rule):
     """
 
     name = "windows"
+    needs = (imported.MASKS,)
     findings = finding_kinds("mask.window-lost")
 
     def on_step(self, step: StepRecord) -> Findings:

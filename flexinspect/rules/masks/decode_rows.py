@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
 from flexinspect.masks.algebra import Segments
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer
 from flexinspect.records.step import StepRecord
@@ -75,6 +76,7 @@ class DecodingRule(Rule):
     """
 
     name = "decoding"
+    needs = (imported.MASKS,)
     streams = ("inputs.mask",)
     handles_standalone_calls = True
     findings = finding_kinds("decode.no-offset", "decode.self-unseen", "decode.stale-row")
@@ -349,6 +351,7 @@ class RowRolesRule(Rule):
     """
 
     name = "row_roles"
+    needs = (imported.MASKS,)
     findings = finding_kinds("decode.prompt-row-generated", "decode.generated-row-isolated")
 
     def reset(self) -> None:

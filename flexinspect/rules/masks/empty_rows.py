@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, format_ranges, is_or_are, plural
 from flexinspect.masks.algebra import BoolArray, row_chunks
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -91,6 +92,7 @@ class EmptyRowsRule(Rule):
     """
 
     name = "rows"
+    needs = (imported.MASKS,)
     handles_standalone_calls = True
     findings = finding_kinds("mask.empty-row")
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.masks.attention_row import kv_head_of
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers, step_array
@@ -29,6 +30,7 @@ class HeadsRule(Rule):
     """Reports heads with a mask of their own, with their KV heads, and wrongly repeated keys."""
 
     name = "heads"
+    needs = (imported.MASKS,)
     handles_standalone_calls = True
     findings = finding_kinds("mask.by-head", "attention.keys-tiled")
 
@@ -102,6 +104,7 @@ class BatchRowsRule(Rule):
     """Reports masks built for one batch row that depend on it, and rows that see the future."""
 
     name = "batches"
+    needs = (imported.BATCHES,)
     handles_standalone_calls = True
     findings = finding_kinds("mask.ignores-batch", "mask.batch-future")
 
@@ -171,6 +174,7 @@ class BatchPaddingRule(Rule):
     """Compares what the newest row of each sequence sees with where its padding ends."""
 
     name = "batch_padding"
+    needs = (imported.BATCHES,)
     streams = ("inputs.mask", "inputs.ids")
     findings = finding_kinds("mask.batch-padding")
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, format_ranges, join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray, MaskSpec, Segments
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -163,6 +164,7 @@ class TransitiveReachRule(Rule):
     """
 
     name = "reach"
+    needs = (imported.MASKS,)
     findings = finding_kinds("reach.leak", "reach.by-design")
 
     def reset(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray, Segments
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -36,6 +37,7 @@ class UnreadKeysRule(Rule):
     """
 
     name = "unread_keys"
+    needs = (imported.MASKS,)
     streams = ("inputs.mask", "attention.mass")
     findings = finding_kinds("mask.orphan-key", "segments.unused")
 

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural, printable
+from flexinspect.records import imported
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import BuildRecord, StepRecord
 from flexinspect.rules.attention.kernel_path import grid_sizes
@@ -50,6 +51,7 @@ class MemoryRule(Rule):
     """Checks the memory of mask builds and the growth of the process from step to step."""
 
     name = "memory"
+    needs = (imported.MEMORY,)
     streams = ("*",)
     handles_standalone_calls = True
     findings = finding_kinds("memory.*")

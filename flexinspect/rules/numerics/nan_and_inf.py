@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexinspect.core.text import Positions, is_or_are, plural, printable
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, LayerStatRecord, LogitsRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import (
@@ -43,6 +44,7 @@ class NumbersRule(Rule):
     """
 
     name = "numbers"
+    needs = (imported.STATISTICS,)
     streams = ("hidden", *ROW_STREAMS)
     handles_standalone_calls = True
     findings = finding_kinds("numbers.nan", "numbers.inf")

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from flexinspect.core.text import capitalize, format_layers
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import LayerStatRecord, StepRecord
 from flexinspect.rules.attention.attention_shape import ROW_STREAMS, count_open_keys, newest_row
@@ -72,6 +73,7 @@ class OutputRangeRule(Rule):
     """
 
     name = "ranges"
+    needs = (imported.STATISTICS,)
     streams = ROW_STREAMS
     findings = finding_kinds("numbers.overflow-risk", "numbers.saturation", "numbers.jump")
 

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import capitalize, join_labels, plural, printable, truncate
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
@@ -193,6 +194,7 @@ class InferredSegmentsRule(Rule):
     """
 
     name = "inferred_segments"
+    needs = (imported.MASKS, imported.WORDS)
     findings = finding_kinds(INFERRED, SUSPECT)
 
     def reset(self) -> None:

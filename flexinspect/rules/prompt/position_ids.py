@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from flexinspect.core.text import capitalize, is_or_are, plural, printable
 from flexinspect.masks.algebra import BoolArray
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -44,6 +45,7 @@ class PositionsRule(Rule):
     """
 
     name = "positions"
+    needs = (imported.POSITIONS,)
     streams = ("inputs.mask", "inputs.positions")
     findings = finding_kinds("positions.*")
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from flexinspect.core.text import is_or_are, join_labels, plural, printable
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import DeclaredSegment, Span
 from flexinspect.records.step import CallRecord, StepRecord, TokenRecord
@@ -55,6 +56,7 @@ class PromptRule(Rule):
     """Reports where the declared segments differ from the input tokens or the executed mask."""
 
     name = "prompt"
+    needs = (imported.WORDS,)
     findings = finding_kinds(
         "segments.[!isu]*", "segments.shifted", "segments.special-as-text", "segments.uncovered"
     )

@@ -18,6 +18,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from flexinspect.core.text import plural, printable
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRecord
@@ -56,6 +57,7 @@ class TextRule(Rule):
     """Follows the chosen tokens and their distributions."""
 
     name = "text"
+    needs = (imported.WORDS, imported.CHOSEN)
     findings = finding_kinds("text.[!n]*")  # all but text.near-tie and text.not-the-best
 
     def reset(self) -> None:
@@ -223,6 +225,7 @@ class TokenChoiceRule(Rule):
     """Compares the chosen token with the best one."""
 
     name = "choice"
+    needs = (imported.LOGITS, imported.CHOSEN)
     findings = finding_kinds("text.near-tie", "text.not-the-best")
 
     def reset(self) -> None:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.text import format_ranges, is_or_are, plural
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import MaskRecord, StepRecord
 from flexinspect.rules import step_diff
@@ -40,6 +41,7 @@ class SamePromptRule(Rule):
     """Compares a finished generation with an earlier one of the same prompt."""
 
     name = "same_prompt"
+    needs = (imported.WORDS, imported.CHOSEN)
     streams = ("inputs.mask",)
     findings = finding_kinds("same-prompt.*")
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from flexinspect.core.text import capitalize, format_layers, plural
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import GradientRecord, GradientStat
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -35,6 +36,7 @@ class GradientsRule(Rule):
     """Checks the gradients of generated tokens, which are recorded with `--grads`."""
 
     name = "gradients"
+    needs = (imported.GRADIENTS,)
     findings = finding_kinds("gradient.*")
 
     def on_gradients(self, gradients: GradientRecord) -> Findings:

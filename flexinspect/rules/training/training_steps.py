@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from flexinspect.core.text import plural, printable
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import MODEL_OUTPUT, AnomalyOrigin, TrainingStepRecord
@@ -47,6 +48,7 @@ class TrainingRule(Rule):
     """Checks each optimizer step; one finding of each kind, at its first step."""
 
     name = "training_steps"
+    needs = (imported.TRAINING,)
     findings = finding_kinds("training.*")
 
     def reset(self) -> None:

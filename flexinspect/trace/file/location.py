@@ -84,7 +84,30 @@ def create_trace_file(path: Path, *, overwrite: bool) -> None:
         raise _path_error(path, error) from None
 
 
+def check_trace_target(path: Path, *, overwrite: bool) -> None:
+    """Raise `TraceWriteError` if a finished trace cannot be moved to `path`; create nothing.
+
+    With `overwrite` an older trace may be there, but never a file that is not a trace.
+    """
+    if path.is_dir():
+        what = f"The trace cannot be written to {path}: that is a folder."
+        raise TraceWriteError(what, hint="Name a file in it, for instance run.flextrace.")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise _path_error(path, FileExistsError())
+    try:
+        _check_old_trace(path)
+    except OSError as error:
+        raise _path_error(path, error) from None
+
+
 def _remove_old_trace(path: Path) -> None:
+    _check_old_trace(path)
+    path.unlink()
+
+
+def _check_old_trace(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode) or not _is_trace_file(path):
         hint = "Choose another name, or remove the file yourself."
         raise TraceWriteError(f"{path} is not a trace, so it is not overwritten.", hint=hint)
@@ -93,7 +116,6 @@ def _remove_old_trace(path: Path) -> None:
         what = f"{path} is being recorded by process {pid}, so it is not overwritten."
         raise TraceWriteError(what, hint="Choose another name, or stop that run first.")
     path.open("r+b").close()  # fails for a read-only file, which must not be replaced either
-    path.unlink()
 
 
 def delete_trace(path: Path) -> None:
