@@ -1,0 +1,125 @@
+"""Leaves out what does not fit: of long runs, the attention and the candidates of some steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from flexinspect.core.errors import UsageError
+from flexinspect.exports.report.contents import BranchContents
+from flexinspect.exports.report.packing import packed_size
+
+Branches = Mapping[tuple[int, int], BranchContents]
+BranchesByKey = dict[tuple[int, int], BranchContents]
+
+THINNED = {
+    "token_attention": "The attention by token",
+    "attention": "The attention by segment",
+    "candidates": "The list of likely tokens",
+}
+"""The parts of which steps are left out, in this order, with their names in sentences."""
+
+MAX_EVERY = 32
+"""Of a part at least every step of this many is kept before the next part is thinned, too."""
+
+DROPPED = {**THINNED, "masks": "The mask"}
+"""The parts that are left out as a whole if thinning is not enough, in this order."""
+
+
+def essential_size(branch: BranchContents) -> int:
+    """Return the packed size of what is never left out of a branch."""
+    return packed_size(replace(branch, **dict.fromkeys(DROPPED)))
+
+
+def fit_size(branches: Branches, max_bytes: int) -> tuple[BranchesByKey, list[str]]:
+    """Return branches of at most `max_bytes` when packed, and what was left out in sentences.
+
+    Raises `UsageError` if not even the texts and the numbers of the steps fit.
+    """
+    found = dict(branches)
+    dropped: list[str] = []
+    for name in THINNED:
+        found = _thin_until(found, name, max_bytes)
+    for name, title in DROPPED.items():
+        if _total(found) > max_bytes and any(getattr(one, name) for one in found.values()):
+            found = {key: _drop(branch, name) for key, branch in found.items()}
+            dropped.append(f"{title} is left out, because it does not fit the size of the report.")
+    if (size := _total(found)) > max_bytes:
+        raise UsageError(
+            f"The report needs {size / 1e6:.1f} MB without attention and masks, more than "
+            f"--max-size allows.",
+            hint="Allow more with --max-size, or choose one generation with --generation N.",
+        )
+    return found, [*_thinned(found), *dropped]
+
+
+def _total(branches: Branches) -> int:
+    return sum(map(packed_size, branches.values()))
+
+
+def _thin_until(branches: Branches, name: str, max_bytes: int) -> BranchesByKey:
+    """Leave out steps of a part until all fits, or until `MAX_EVERY` is reached."""
+    found, every = dict(branches), 1
+    while (over := _total(found) - max_bytes) > 0 and every < MAX_EVERY:
+        size = sum(packed_size(getattr(branch, name)) for branch in found.values())
+        if not size:
+            break
+        allowed = max(size - over, size / MAX_EVERY)
+        # A little more than the sizes ask for: fewer steps compress less well.
+        more = min(max(math.ceil(1.05 * size / allowed), 2), math.ceil(MAX_EVERY / every))
+        every *= more
+        found = {key: _thin(branch, name, more) for key, branch in found.items()}
+    return found
+
+
+def _thin(branch: BranchContents, name: str, every: int) -> BranchContents:
+    part = getattr(branch, name)
+    if part is None:
+        return branch
+    columns = {
+        field: _every_nth(getattr(part, field), every)
+        for field in part.__struct_fields__
+        if isinstance(getattr(part, field), np.ndarray) or field == "share"
+    }
+    return _replace(branch, name, replace(part, every=part.every * every, **columns))
+
+
+def _every_nth(column: Any, every: int) -> Any:
+    return column[::every]
+
+
+def _drop(branch: BranchContents, name: str) -> BranchContents:
+    if getattr(branch, name) is None:
+        return branch
+    reason = "It is left out of this report, because it does not fit its size."
+    return replace(_replace(branch, name, None), missing={**branch.missing, name: reason})
+
+
+def _replace(branch: BranchContents, name: str, part: msgspec.Struct | None) -> BranchContents:
+    changed: BranchContents = replace(branch, **{name: part})
+    return changed
+
+
+def _thinned(branches: Branches) -> Sequence[str]:
+    """Return a sentence for every part of which steps were left out, here or while reading."""
+    sentences = []
+    for name, title in THINNED.items():
+        parts = [part for one in branches.values() if (part := getattr(one, name)) is not None]
+        every = max((part.every for part in parts), default=1)
+        if every > 1:
+            n_kept = sum(len(part.step) for part in parts)
+            sentences.append(
+                f"{title} is included for every {_ordinal(every)} step ({n_kept} steps)."
+            )
+    return sentences
+
+
+def _ordinal(number: int) -> str:
+    is_teen = 10 < number % 100 < 14
+    ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
