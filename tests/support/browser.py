@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (
@@ -22,8 +22,15 @@ FLAGS = (
     "--remote-debugging-port=0",
 )
 KEY_CODES = {
-    **{"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35},
-    **{"Enter": 13, "Escape": 27, "Tab": 9},
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    "Home": 36,
+    "End": 35,
+    "Enter": 13,
+    "Escape": 27,
+    "Tab": 9,
 }
 
 
@@ -44,10 +51,14 @@ class Page:
         await self._socket.send_json({"id": mine, "method": method, "params": params})
         async with asyncio.timeout(20):
             while mine not in self._answers:
-                self._read(json.loads((await self._socket.receive()).data))
+                await self.listen()
         answer = self._answers.pop(mine)
         assert "error" not in answer, answer
         return answer["result"]
+
+    async def listen(self) -> None:
+        """Wait for one message of the page."""
+        self._read(json.loads((await self._socket.receive()).data))
 
     def _read(self, message: dict[str, Any]) -> None:
         if "id" in message:
@@ -114,8 +125,13 @@ class Page:
         return base64.b64decode(shot["data"])
 
 
+P = TypeVar("P", bound=Page)
+
+
 @asynccontextmanager
-async def open_browser(folder: Path, width: int = 1280, height: int = 900) -> AsyncIterator[Page]:
+async def open_browser(
+    folder: Path, width: int = 1280, height: int = 900, page_type: type[P] = Page
+) -> AsyncIterator[P]:
     """Start Chromium with its profile in `folder`, and yield an empty page; end it afterwards."""
     import aiohttp
 
@@ -136,7 +152,7 @@ async def open_browser(folder: Path, width: int = 1280, height: int = 900) -> As
             async with session.get(f"http://127.0.0.1:{found[1]}/json") as answer:
                 pages = [page for page in await answer.json() if page["type"] == "page"]
             async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as one:
-                page = Page(one)
+                page = page_type(one)
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await page.call(f"{domain}.enable")
                 yield page

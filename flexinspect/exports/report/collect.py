@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import PurePath
 from typing import Any
 
 from msgspec import Struct
@@ -98,7 +99,7 @@ def _subtitle(reader: TraceReader, heads: Sequence[contents.GenerationHead]) -> 
     model = run.get("model")
     named = model.get("name") if isinstance(model, Mapping) else model
     started = run.get("started_at")
-    parts = [str(named or ""), f"level {run['level']}" if run.get("level") else ""]
+    parts = [PurePath(str(named or "")).name, f"level {run['level']}" if run.get("level") else ""]
     if isinstance(started, int | float):
         parts.append(f"recorded {_format_day(started)}")
     parts += [reader.state, plural(len(heads), "generation") if len(heads) > 1 else ""]

@@ -38,8 +38,12 @@ SCRIPTS = (
 )
 """The parts of the script in the order in which they run; each defines one name for the others."""
 
+FIRST_FACTS = ("state", "command", "started_at", "ended_at", "model", "level", "versions", "cost")
+"""The facts of the manifest that are shown openly, by how their names begin."""
+
 SIGNS = {Severity.ERROR: "✖", Severity.WARNING: "▲", Severity.NOTE: "●"}
 MAX_EVIDENCE_CHARS = 1000
+MAX_ANSWER_CHARS = 600
 MAX_OPEN_ANSWERS = 6
 """Answers that are listed openly; of more, the others are behind a click."""
 
@@ -58,7 +62,7 @@ def render(contents: ReportContents) -> str:
         notes="\n".join(f'<p class="note-line">{escape(note)}</p>' for note in contents.notes),
         findings="\n".join(_findings(contents)),
         answers="\n".join(_answers(contents.generations)),
-        manifest=_pairs(contents.manifest),
+        manifest=_manifest(contents.manifest),
         left_out="\n".join(f"  <p>{escape(sentence)}</p>" for sentence in contents.left_out),
         keys=_pairs((key.text, ", ".join(map(_key_label, key.keys))) for key in _page_keys()),
         report=script_json(_head(contents)),
@@ -90,6 +94,17 @@ def _hash(text: str) -> str:
 def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     rows = (f"  <dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
     return "\n".join(["<dl>", *rows, "</dl>"])
+
+
+def _manifest(rows: Sequence[tuple[str, str]]) -> str:
+    """Return the most important facts of the run, and all others behind a click."""
+    first = [row for row in rows if row[0].startswith(FIRST_FACTS)]
+    rest = [row for row in rows if not row[0].startswith(FIRST_FACTS)]
+    parts = [_pairs(first)]
+    if rest:
+        parts += [f"<details><summary>{plural(len(rest), 'more fact')}</summary>", _pairs(rest)]
+        parts.append("</details>")
+    return "\n".join(parts)
 
 
 # -- findings -------------------------------------------------------------------------------------
@@ -197,7 +212,11 @@ def _answers(generations: Sequence[GenerationHead]) -> Iterator[str]:
 def _answer(generation: GenerationHead) -> Iterator[str]:
     yield '<div class="answer">'
     for branch in generation.branches:
-        yield f'  <p class="said">{escape(branch.answer) or "(no text)"}</p>'
+        said = escape(truncate(branch.answer, MAX_ANSWER_CHARS))
+        yield f'  <p class="said">{said or "(no text)"}</p>'
+        if len(branch.answer) > MAX_ANSWER_CHARS:
+            yield "  <details><summary>All of the answer</summary>"
+            yield f"  <pre>{escape(branch.answer)}</pre></details>"
         yield f'  <p class="about">{" · ".join(_about_answer(generation, branch))}</p>'
     if generation.prompt:
         yield "  <details><summary>The prompt by segment</summary>"
@@ -272,6 +291,14 @@ def _key_label(name: str) -> str:
     return f"{modifier}+{label}" if modifier else label
 
 
+def _last_of_series(finding: Finding) -> int | None:
+    """Return the last step of a finding that occurs at every step from its first on, else that."""
+    if finding.step is None or finding.last_step is None:
+        return finding.step
+    is_gapless = finding.times > finding.last_step - finding.step
+    return finding.last_step if is_gapless else finding.step
+
+
 def _head(contents: ReportContents) -> Mapping[str, Any]:
     """Return what the script knows before it unpacks a branch."""
     findings = [
@@ -281,7 +308,7 @@ def _head(contents: ReportContents) -> Mapping[str, Any]:
             "kind": kind,
             "severity": str(finding.severity),
             "sentence": printable(finding.sentence),
-            "last": finding.last_step,
+            "last": _last_of_series(finding),
         }
         for kind, entry in enumerate(contents.findings)
         for index, finding in enumerate(entry.findings)

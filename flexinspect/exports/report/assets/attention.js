@@ -108,7 +108,7 @@ const Attention = (() => {
       Math.min(place.head, nHeads - 1));
     const name = chosen === ENTROPY ? `${number(value)} nats` : percent(value);
     document.getElementById("heads-legend").textContent =
-      `Layers down, heads across; darker or brighter than the paper is more. Layer ${place.layer}, `
+      `Layers down, heads across; a stronger colour is more. Layer ${place.layer}, `
       + `head ${place.head}: ${name}.${values.some((_, i) => failed(Math.floor(i / nHeads)))
         ? " ? marks layers whose check failed." : ""}`;
   }

@@ -48,14 +48,22 @@ const Drawing = (() => {
     return low <= high ? [low, high] : null;
   }
 
+  const INSET = 2, MAX_STEP_WIDTH = 48;
+
+  /** Returns how wide a step is in a chart, and keeps it for clicks. */
+  function stepWidth(canvas, width, nSteps) {
+    canvas.stepWidth = Math.min((width - 2 * INSET) / Math.max(nSteps, 1), MAX_STEP_WIDTH);
+    return canvas.stepWidth;
+  }
+
   /**
    * Draws one bar per value over the width; the current one is marked by a line above and below.
    * Of more values than pixels the highest one of each pixel is drawn. NaN is drawn as "!".
    */
   function bars(canvas, values, current, { fromZero = true, marks = new Map() } = {}) {
     const { context, width, height } = prepare(canvas), top = 14, bottom = height - 2;
-    const limits = bounds(values), each = Math.min(width / Math.max(values.length, 1), 28);
-    canvas.stepWidth = each;
+    const limits = bounds(values), each = stepWidth(canvas, width, values.length);
+    context.translate(INSET, 0);
     const low = limits ? (fromZero ? Math.min(0, limits[0]) : limits[0]) : 0;
     const span = limits ? limits[1] - low || Math.abs(limits[1]) || 1 : 1;
     const y = (value) => bottom - ((value - low) / span) * (bottom - top - 2) - 2;
@@ -96,8 +104,8 @@ const Drawing = (() => {
   function line(canvas, values, current, { log = false } = {}) {
     const shown = log ? Array.from(values, (value) => (value > 0 ? Math.log10(value) : NaN)) : values;
     const { context, width, height } = prepare(canvas), limits = bounds(shown);
-    const each = Math.min(width / Math.max(shown.length, 1), 28), top = 4, bottom = height - 3;
-    canvas.stepWidth = each;
+    const each = stepWidth(canvas, width, shown.length), top = 4, bottom = height - 4;
+    context.translate(INSET, 0);
     const [low, high] = limits ?? [0, 1], span = high - low || 1;
     const x = (index) => (index + 0.5) * each;
     const y = (value) => bottom - ((value - low) / span) * (bottom - top);
@@ -133,7 +141,7 @@ const Drawing = (() => {
 
   /** Calls `pick` with the index of the value under a click, or under the pointer while it drags. */
   function onPick(canvas, pick) {
-    const at = (event) => Math.floor(event.offsetX / (canvas.stepWidth || 1));
+    const at = (event) => Math.floor((event.offsetX - INSET) / (canvas.stepWidth || 1));
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
       pick(at(event));

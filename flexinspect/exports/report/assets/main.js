@@ -59,7 +59,7 @@
     const kept = run.scalar("kv_after", place.s);
     if (kept !== null) facts.push(`${kept} keys in the cache`);
     if (time !== null) facts.push(`${number(time)} ms${capture === null ? "" : `, ${number(capture)} ms of it capture`}`);
-    line.replaceChildren(element("span", "chosen", text ? `“${text}”` : "(no token)"), ` · ${facts.join(" · ")}`);
+    line.replaceChildren(element("span", "chosen", text ? `“${text.replace(/^ /, "·")}”` : "(no token)"), ` · ${facts.join(" · ")}`);
   }
 
   const toNumber = (event) => Number(event.target.value);

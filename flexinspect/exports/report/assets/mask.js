@@ -12,6 +12,7 @@ const Mask = (() => {
   ];
   const canvas = document.getElementById("mask-canvas"), words = document.getElementById("mask-words");
   const AXIS = 10, TEXT_ROOM = 96, MIN_TEXT_CELL = 13, MAX_CELL = 44, MIN_SIGN_CELL = 7;
+  const MAX_HEIGHT = 560, MIN_HEIGHT = 160; // of the canvas, in CSS pixels
 
   let wanted = null; // the view that the reader chose
   let masks = null, views = null, plane = null, view = "executed";
@@ -40,6 +41,7 @@ const Mask = (() => {
     view = known.some(({ value }) => value === wanted) ? wanted : defaultView();
     plane = masks.planes[views.planes[view]];
     Drawing.choice(document.getElementById("mask-view"), known, view, setView);
+    setHeight();
     if (drawnFor !== plane.shape.join() + run.generation.generation) fit();
     drawnFor = plane.shape.join() + run.generation.generation;
     if (shownPlace && (place.q !== shownPlace.q || place.k !== shownPlace.k)) reveal(place);
@@ -47,7 +49,7 @@ const Mask = (() => {
     writeLegend();
     document.getElementById("mask-notes").textContent = [
       views.heads > 1 ? `Head ${views.head} of ${views.heads}.`
-        : masks.views.length > 1 ? `Layers ${views.layers.join(", ")}.` : "The same in all layers and heads.",
+        : masks.views.length > 1 ? `${views.layers.length > 1 ? "Layers" : "Layer"} ${views.layers.join(", ")}.` : "The same in all layers and heads.",
       ...views.notes,
     ].join(" ");
     document.getElementById("mask-difference").hidden = firstDifference() === null;
@@ -91,6 +93,13 @@ const Mask = (() => {
     originX = Math.max(0, Math.min(originX, keys - wide));
     originY = Math.max(0, Math.min(originY, rows - high));
     return { width, height, rows, keys, cell, left, top, wide, high, hasText, fitted };
+  }
+
+  /** Makes the canvas as high as the whole mask needs, within the height of the window. */
+  function setHeight() {
+    const [rows, keys] = plane.shape, most = Math.min(MAX_HEIGHT, 0.8 * innerHeight);
+    const needed = AXIS + ((canvas.clientWidth - AXIS) * rows) / keys;
+    canvas.style.height = `${Math.round(Math.max(Math.min(needed, most), MIN_HEIGHT))}px`;
   }
 
   function fit() {
@@ -252,13 +261,16 @@ const Mask = (() => {
 
   /** Draws thin lines where segments begin. */
   function paintBorders(context, { cell, left, top, wide, high }) {
-    context.fillStyle = Drawing.mix("paper", "ink", 0.45);
-    for (const { start } of State.run.segments) {
+    const [rows, keys] = plane.shape;
+    const right = Math.min(left + (keys - originX) * cell, left + wide * cell);
+    const bottom = Math.min(top + (rows - originY) * cell, top + high * cell);
+    context.fillStyle = Drawing.mix("paper", "ink", 0.4);
+    for (const { start, kind } of State.run.segments) {
+      if (start === 0 || kind === "separator") continue; // it belongs to the segment before it
       const x = left + (start / masks.scale - originX) * cell;
-      if (start > 0 && x > left) context.fillRect(x - 0.5, top, 1, high * cell);
-      const row = firstRowFrom(start) / masks.scale;
-      const y = top + (row - originY) * cell;
-      if (start > 0 && y > top) context.fillRect(left, y - 0.5, wide * cell, 1);
+      if (x > left && x < right) context.fillRect(x - 0.5, top, 1, bottom - top);
+      const y = top + (firstRowFrom(start) / masks.scale - originY) * cell;
+      if (y > top && y < bottom) context.fillRect(left, y - 0.5, right - left, 1);
     }
   }
 
@@ -268,13 +280,14 @@ const Mask = (() => {
   }
 
   /** Draws the row of the step, and the chosen cell. */
-  function paintCursor(context, { cell, left, top, wide }) {
+  function paintCursor(context, { cell, left, top, wide, keys }) {
     const at = cursor();
     if (!at) return;
+    const length = Math.min(wide, keys - originX) * cell;
     const y = top + (at.row - originY) * cell, x = left + (at.key - originX) * cell;
     context.strokeStyle = color("ink");
     context.lineWidth = 1;
-    context.strokeRect(left + 0.5, y - 0.5, wide * cell - 1, Math.max(cell, 2) + 1);
+    context.strokeRect(left + 0.5, y - 0.5, length - 1, Math.max(cell, 2) + 1);
     if (at.isChosen) {
       context.lineWidth = 2;
       context.strokeRect(x - 1, y - 1, Math.max(cell, 3) + 2, Math.max(cell, 3) + 2);
@@ -344,7 +357,7 @@ const Mask = (() => {
   function relation(row, key, state, pos, name) {
     const declared = stateOf("declared", row, key), difference = stateOf("difference", row, key);
     const sees = (isOpen) => `${isOpen ? "attends to" : "does not attend to"} ${name}`;
-    const by = masks.spec ? `the declared mask, ${masks.spec}` : "the declared mask";
+    const by = masks.spec ? `the declared mask (${masks.spec})` : "the declared mask";
     if (view === "received" && state !== UNKNOWN)
       return state === APPLIED ? `and ${name}: their block is partial, so the mask_mod decides`
         : `${sees(state === OPEN)}: their block is ${state === OPEN ? "full" : "not visited"}`;

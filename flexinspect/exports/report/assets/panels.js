@@ -184,6 +184,10 @@ const Panels = (() => {
     for (const [name, title] of CURVES) {
       const values = Array.from(columns[name]), limits = Drawing.bounds(values);
       if (!limits) continue;
+      if (limits[0] === limits[1] && !columns.bad.includes(1)) {
+        parts.push(element("p", "chart-title", `${title} `, element("b", "", number(limits[0])), " at every step"));
+        continue;
+      }
       const isLog = limits[0] > 0 && limits[1] / limits[0] > 1000;
       const heading = element("p", "chart-title", `${title} `, element("b", "", number(values[row])),
         ` · ${number(limits[0])} to ${number(limits[1])}${isLog ? ", logarithmic" : ""}`);
@@ -229,7 +233,7 @@ const Panels = (() => {
         return { color: Drawing.mix("closed", "open", 0.1 + 0.9 * (logs[point * nGroups + group] - low) / (high - low || 1)) };
       },
     });
-    const own = columns.groups.map((name, group) => `${group} ${name} ${number(norms[row * nGroups + group])}`);
+    const own = columns.groups.map((name, group) => `row ${group} ${name}: ${number(norms[row * nGroups + group])}`);
     words.textContent = `Groups down, steps across, on a logarithmic scale; ! is not finite or not recorded. At this step: `
       + `${own.slice(0, 24).join(", ")}${own.length > 24 ? ", …" : ""}.`;
     canvas.onclick = (event) => {

@@ -3,6 +3,7 @@
 const Tokens = (() => {
   const { element, number, percent } = Drawing;
   const MAX_TOKENS = 3000; // of a longer text, those around the current token are shown
+  const MIN_WEIGHT = 0.08; // of the heaviest token's; lighter tokens stay plain
   const MODES = [
     { value: "segment", label: "segment" },
     { value: "probability", label: "probability" },
@@ -46,12 +47,13 @@ const Tokens = (() => {
     spans = new Map();
     const parts = [];
     if (start) parts.push(element("span", "segment-label", `… ${start} earlier tokens`));
-    let segment = null;
+    let segment = null, isLineStart = true;
     for (let index = start; index < stop; index++) {
       const pos = run.tokens.pos[index], own = run.segmentAt(pos);
       if (own !== segment && own >= 0 && run.segments[own].kind !== "separator")
-        parts.push(element("span", "segment-label", run.segments[own].label));
+        parts.push(element("span", `segment-label${isLineStart ? " first" : ""}`, run.segments[own].label));
       segment = own;
+      isLineStart = run.tokens.text[index].includes("↵");
       parts.push(token(run, index, own));
     }
     if (stop < n) parts.push(element("span", "segment-label", `… ${n - stop} later tokens`));
@@ -81,7 +83,7 @@ const Tokens = (() => {
     for (const [pos, span] of spans) {
       const weight = weights?.get(pos) ?? 0;
       const shown = mode === "attention" ? Math.sqrt(weight) * scale : weight;
-      span.style.setProperty("--weight", shown.toFixed(3));
+      span.style.setProperty("--weight", shown < MIN_WEIGHT ? 0 : shown.toFixed(3));
     }
   }
 
@@ -115,8 +117,9 @@ const Tokens = (() => {
       if (entropy !== null) parts.push(`entropy ${number(entropy)} nats`);
     }
     if (mode === "attention") {
-      const weight = Attention.tokenWeights(run, State.place)?.get(pos);
-      parts.push(weight === undefined ? Attention.whyNoTokens() : `attention ${percent(weight)}`);
+      const weights = Attention.tokenWeights(run, State.place);
+      parts.push(!weights ? Attention.whyNoTokens()
+        : weights.has(pos) ? `attention ${percent(weights.get(pos))}` : "no key of this row");
     }
     words.textContent = `${parts.join(" · ")}${mode === "probability"
       ? " · deeper and thicker: less probable" : ""}`;
