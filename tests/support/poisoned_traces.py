@@ -45,14 +45,14 @@ def text_columns(path: Path) -> list[tuple[str, str]]:
 
 
 def _poison(text: str | None, mark: str) -> str | None:
-    """Add the mark to a column's text; JSON stays JSON."""
+    """Add the mark to a column's text; JSON stays JSON, and numbers in it stay."""
     if text is None:
         return None
     try:
         value = json.loads(text)
     except ValueError:
         return text + mark
-    return json.dumps(_mark(value, mark)) if isinstance(value, dict | list | str) else text + mark
+    return json.dumps(_mark(value, mark)) if isinstance(value, dict | list | str) else text
 
 
 def _mark(value: Any, mark: str) -> Any:

@@ -152,8 +152,9 @@ def _line(text: str) -> str:
 
 def _place_link(finding: Finding) -> str:
     place = _place(finding)
-    named = {"g": "generation", "b": "branch", "s": "step", "layer": "layer", "head": "head"}
-    address = "&".join(f"{key}={place[key]}" for key in named if place[key] is not None)
+    names = ("g", "b", "s", "layer", "head")
+    given = {key: place[key] for key in names if place[key] is not None}
+    address = "&".join(f"{key}={n}" for key, n in given.items() if n or key != "b")
     if place["q"] is not None:
         address += f"&q={place['q']}&k={place['q']}"
     return f'<a href="#{escape(address)}">{escape(describe_place(finding))}</a>'

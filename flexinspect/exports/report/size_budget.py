@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -36,12 +36,18 @@ def essential_size(branch: BranchContents) -> int:
     return packed_size(replace(branch, **dict.fromkeys(DROPPED)))
 
 
-def fit_size(branches: Branches, max_bytes: int) -> tuple[BranchesByKey, list[str]]:
-    """Return branches of at most `max_bytes` when packed, and what was left out in sentences.
+def fit_size(
+    branches: Branches, max_bytes: int, page_bytes: int = 0
+) -> tuple[BranchesByKey, list[str]]:
+    """Return branches that fit into a page of `max_bytes`, and what was left out in sentences.
 
-    Raises `UsageError` if not even the texts and the numbers of the steps fit.
+    The rest of the page takes `page_bytes`. Raises `UsageError` if not even the texts and the
+    numbers of the steps fit.
     """
+    page_size, max_bytes = max_bytes, max_bytes - page_bytes
     found = dict(branches)
+    if _total(found) <= max_bytes:
+        return found, _thinned(found)
     dropped: list[str] = []
     for name in THINNED:
         found = _thin_until(found, name, max_bytes)
@@ -50,9 +56,9 @@ def fit_size(branches: Branches, max_bytes: int) -> tuple[BranchesByKey, list[st
             found = {key: _drop(branch, name) for key, branch in found.items()}
             dropped.append(f"{title} is left out, because it does not fit the size of the report.")
     if (size := _total(found)) > max_bytes:
+        needed = f"{(size + page_bytes) / 1e6:.2f} MB without attention and masks"
         raise UsageError(
-            f"The report needs {size / 1e6:.1f} MB without attention and masks, more than "
-            f"--max-size allows.",
+            f"The report needs {needed}, more than the {page_size / 1e6:g} MB of --max-size.",
             hint="Allow more with --max-size, or choose one generation with --generation N.",
         )
     return found, [*_thinned(found), *dropped]
@@ -105,7 +111,7 @@ def _replace(branch: BranchContents, name: str, part: msgspec.Struct | None) -> 
     return changed
 
 
-def _thinned(branches: Branches) -> Sequence[str]:
+def _thinned(branches: Branches) -> list[str]:
     """Return a sentence for every part of which steps were left out, here or while reading."""
     sentences = []
     for name, title in THINNED.items():

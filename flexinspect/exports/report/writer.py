@@ -19,6 +19,8 @@ GENERATOR = b'<meta name="generator" content="flexinspect '
 """By this a file is known to be a report, which --overwrite may replace."""
 
 HEAD_BYTES = 4096
+SCRIPT_TAG_BYTES = 200
+"""Bytes of the tags around the packed data of a branch, and of sentences about what is left out."""
 
 
 class WrittenReport(Struct, frozen=True):
@@ -39,21 +41,11 @@ def make_page(
     """
     contents = collect_contents(Source(reader), request, progress)
     fixed = len(render(replace(contents, branches={})).encode("utf-8"))
-    tags = 80 * len(contents.branches)
-    if fixed + tags >= request.max_bytes:
-        raise _too_small(fixed + tags)
-    branches, thinned = fit_size(contents.branches, request.max_bytes - fixed - tags)
+    fixed += SCRIPT_TAG_BYTES * len(contents.branches)
+    branches, thinned = fit_size(contents.branches, request.max_bytes, fixed)
     left_out = tuple(dict.fromkeys((*contents.left_out, *thinned)))
     page = render(replace(contents, branches=branches, left_out=left_out))
     return page, len(contents.generations), left_out
-
-
-def _too_small(size: int) -> UsageError:
-    return UsageError(
-        f"The findings, the texts and the manifest alone take {size / 1e6:.1f} MB, more than "
-        "--max-size allows.",
-        hint="Allow more with --max-size, or choose one generation with --generation N.",
-    )
 
 
 def check_target(file: Path, *, overwrite: bool) -> None:
