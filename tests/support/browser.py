@@ -119,9 +119,12 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             await self.mouse(kind, x, y, button="left", clickCount=1)
 
-    async def screenshot(self, *, whole: bool = False) -> bytes:
-        """Return a PNG of the window, or of the whole page."""
-        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+    async def screenshot(self, width: int = 0, height: int = 0) -> bytes:
+        """Return a PNG of the window, or of so many pixels of its upper left corner."""
+        scrolled = await self.value("[scrollX, scrollY]") if width else (0, 0)
+        corner = {"x": scrolled[0], "y": scrolled[1], "width": width, "height": height, "scale": 1}
+        clip = {"clip": corner} if width else {}
+        shot = await self.call("Page.captureScreenshot", **clip)
         return base64.b64decode(shot["data"])
 
 

@@ -11,7 +11,7 @@ const Mask = (() => {
     { value: "difference", label: "what differs" },
   ];
   const canvas = document.getElementById("mask-canvas"), words = document.getElementById("mask-words");
-  const AXIS = 10, TEXT_ROOM = 96, MIN_TEXT_CELL = 13, MAX_CELL = 44, MIN_SIGN_CELL = 7;
+  const AXIS = 10, TEXT_ROOM = 96, MIN_TEXT_CELL = 13, MAX_CELL = 44, MIN_SIGN_CELL = 7, MIN_MAX_ZOOM = 3;
   const MAX_HEIGHT = 560, MIN_HEIGHT = 160; // of the canvas, in CSS pixels
 
   let wanted = null; // the view that the reader chose
@@ -86,13 +86,18 @@ const Mask = (() => {
     const width = canvas.clientWidth, height = canvas.clientHeight;
     const [rows, keys] = plane.shape;
     const fitted = Math.min((width - AXIS) / keys, (height - AXIS) / rows);
-    const cell = Math.max(Math.min(fitted * zoom, Math.max(MAX_CELL, fitted)), fitted);
+    const cell = fitted * Math.min(zoom, maxZoom(fitted));
     const hasText = masks.scale === 1 && cell >= MIN_TEXT_CELL;
     const left = AXIS + (hasText ? TEXT_ROOM : 0), top = AXIS + (hasText ? TEXT_ROOM * 0.75 : 0);
     const wide = (width - left) / cell, high = (height - top) / cell;
     originX = Math.max(0, Math.min(originX, keys - wide));
     originY = Math.max(0, Math.min(originY, rows - high));
     return { width, height, rows, keys, cell, left, top, wide, high, hasText, fitted };
+  }
+
+  /** Returns how far a mask can be zoomed in whose cells are `fitted` pixels wide as a whole. */
+  function maxZoom(fitted) {
+    return Math.max(MAX_CELL / fitted, MIN_MAX_ZOOM);
   }
 
   /** Makes the canvas as high as the whole mask needs, within the height of the window. */
@@ -114,8 +119,7 @@ const Mask = (() => {
     const px = x ?? before.left + (before.width - before.left) / 2;
     const py = y ?? before.top + (before.height - before.top) / 2;
     const atX = originX + (px - before.left) / before.cell, atY = originY + (py - before.top) / before.cell;
-    const most = Math.max(MAX_CELL / before.fitted, 1);
-    zoom = Math.min(Math.max(zoom * factor, 1), most);
+    zoom = Math.min(Math.max(zoom * factor, 1), maxZoom(before.fitted));
     if (zoom === 1) fit();
     else {
       const after = layout();
