@@ -15,6 +15,7 @@ from benchmarks import (
     capture,
     control,
     engine,
+    exports,
     floor,
     own,
     rewind,
@@ -50,6 +51,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "rules": rules.measure,
     "control": control.measure,
     "rewind": rewind.measure,
+    "exports": exports.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
     "training": (

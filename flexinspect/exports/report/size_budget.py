@@ -44,43 +44,64 @@ def fit_size(
     The rest of the page takes `page_bytes`. Raises `UsageError` if not even the texts and the
     numbers of the steps fit.
     """
-    page_size, max_bytes = max_bytes, max_bytes - page_bytes
-    found = dict(branches)
-    if _total(found) <= max_bytes:
-        return found, _thinned(found)
-    dropped: list[str] = []
+    fitting = _Fitting(branches, max_bytes - page_bytes)
     for name in THINNED:
-        found = _thin_until(found, name, max_bytes)
-    for name, title in DROPPED.items():
-        if _total(found) > max_bytes and any(getattr(one, name) for one in found.values()):
-            found = {key: _drop(branch, name) for key, branch in found.items()}
-            dropped.append(f"{title} is left out, because it does not fit the size of the report.")
-    if (size := _total(found)) > max_bytes:
-        needed = f"{(size + page_bytes) / 1e6:.2f} MB without attention and masks"
+        fitting.thin(name)
+    dropped = [title for name, title in DROPPED.items() if fitting.drop(name)]
+    if fitting.over > 0:
+        needed = f"{(fitting.total + page_bytes) / 1e6:.2f} MB without attention and masks"
         raise UsageError(
-            f"The report needs {needed}, more than the {page_size / 1e6:g} MB of --max-size.",
+            f"The report needs {needed}, more than the {max_bytes / 1e6:g} MB of --max-size.",
             hint="Allow more with --max-size, or choose one generation with --generation N.",
         )
-    return found, [*_thinned(found), *dropped]
+    reason = "is left out, because it does not fit the size of the report"
+    left_out = [*_thinned(fitting.branches), *(f"{title} {reason}." for title in dropped)]
+    return fitting.branches, left_out
 
 
-def _total(branches: Branches) -> int:
-    return sum(map(packed_size, branches.values()))
+class _Fitting:
+    """Branches that are made smaller, and the packed sizes of their parts, each packed once."""
 
+    def __init__(self, branches: Branches, max_bytes: int) -> None:
+        self.branches = dict(branches)
+        self._max_bytes = max_bytes
+        self._essential = sum(map(essential_size, branches.values()))
+        self._sizes = {name: self._measure(name) for name in DROPPED}
 
-def _thin_until(branches: Branches, name: str, max_bytes: int) -> BranchesByKey:
-    """Leave out steps of a part until all fits, or until `MAX_EVERY` is reached."""
-    found, every = dict(branches), 1
-    while (over := _total(found) - max_bytes) > 0 and every < MAX_EVERY:
-        size = sum(packed_size(getattr(branch, name)) for branch in found.values())
-        if not size:
-            break
-        allowed = max(size - over, size / MAX_EVERY)
-        # A little more than the sizes ask for: fewer steps compress less well.
-        more = min(max(math.ceil(1.05 * size / allowed), 2), math.ceil(MAX_EVERY / every))
-        every *= more
-        found = {key: _thin(branch, name, more) for key, branch in found.items()}
-    return found
+    @property
+    def total(self) -> int:
+        """The size of all branches: their parts together, packed one by one."""
+        return self._essential + sum(self._sizes.values())
+
+    @property
+    def over(self) -> int:
+        """By how much they are too large."""
+        return self.total - self._max_bytes
+
+    def thin(self, name: str) -> None:
+        """Leave out steps of a part until all fits, or until `MAX_EVERY` is reached."""
+        every, size = 1, self._sizes[name]
+        while self.over > 0 and every < MAX_EVERY and size:
+            allowed = max(size - self.over, size / MAX_EVERY)
+            # A little more than the sizes ask for: fewer steps compress less well.
+            more = min(max(math.ceil(1.05 * size / allowed), 2), math.ceil(MAX_EVERY / every))
+            every *= more
+            self._change({key: _thin(one, name, more) for key, one in self.branches.items()}, name)
+            size = self._sizes[name]
+
+    def drop(self, name: str) -> bool:
+        """Leave out a part as a whole if they are too large, and return whether it was."""
+        if self.over <= 0 or not self._sizes[name]:
+            return False
+        self._change({key: _drop(branch, name) for key, branch in self.branches.items()}, name)
+        return True
+
+    def _change(self, branches: BranchesByKey, name: str) -> None:
+        self.branches = branches
+        self._sizes[name] = self._measure(name)
+
+    def _measure(self, name: str) -> int:
+        return sum(packed_size(getattr(branch, name)) for branch in self.branches.values())
 
 
 def _thin(branch: BranchContents, name: str, every: int) -> BranchContents:

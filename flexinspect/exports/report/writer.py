@@ -42,10 +42,15 @@ def make_page(
     contents = collect_contents(Source(reader), request, progress)
     fixed = len(render(replace(contents, branches={})).encode("utf-8"))
     fixed += SCRIPT_TAG_BYTES * len(contents.branches)
-    branches, thinned = fit_size(contents.branches, request.max_bytes, fixed)
-    left_out = tuple(dict.fromkeys((*contents.left_out, *thinned)))
-    page = render(replace(contents, branches=branches, left_out=left_out))
-    return page, len(contents.generations), left_out
+    over = 0
+    while True:
+        branches, thinned = fit_size(contents.branches, request.max_bytes, fixed + over)
+        left_out = tuple(dict.fromkeys((*contents.left_out, *thinned)))
+        page = render(replace(contents, branches=branches, left_out=left_out))
+        excess = len(page.encode("utf-8")) - request.max_bytes
+        if excess <= 0:
+            return page, len(contents.generations), left_out
+        over += excess  # the sizes of parts are those of parts that are packed one by one
 
 
 def check_target(file: Path, *, overwrite: bool) -> None:
