@@ -42,7 +42,7 @@ MAX_LISTED_FINDINGS = 40
 """Findings of one kind that the page lists; it says how many there are."""
 
 MAX_KINDS = 200
-RAW_PER_PACKED = 6
+RAW_PER_PACKED = 3
 """Bytes of attention that are read for each byte of the page; more would not fit once packed."""
 
 
