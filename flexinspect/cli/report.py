@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flexinspect.cli.findings import run_missing_rules
 from flexinspect.cli.flags import add_number_flags, add_switches
+from flexinspect.cli.missing_rules import run_missing_rules
 from flexinspect.cli.output import print_json, print_lines
 from flexinspect.core.text import ensure_printable, print_message
 
