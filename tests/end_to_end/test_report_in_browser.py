@@ -13,10 +13,11 @@ from support.browser import CHROMIUM, Page, open_browser
 from support.earlier_traces import unpack
 from support.png import read_png
 from support.poisoned_traces import poisoned_copies
-from support.traces import sample_trace
+from support.traces import sample_generation, sample_trace
 
 from flexinspect.cli.main import main
 from flexinspect.core.errors import TraceError
+from flexinspect.trace.file.writer import TraceWriter
 
 pytest.importorskip("aiohttp", reason="aiohttp, the client of the DevTools protocol, is missing")
 pytestmark = [
@@ -33,6 +34,8 @@ CANVAS = "document.getElementById('mask-canvas')"
 async def page(tmp_path: Path) -> AsyncIterator[Page]:
     """A page; it must have asked for nothing but files, and logged no problem."""
     async with open_browser(tmp_path) as opened:
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}
+        await opened.call("Emulation.setEmulatedMedia", features=[still])
         yield opened
         assert opened.problems == []
         assert {url.partition(":")[0] for url in opened.requests} <= {"file", "about"}
@@ -193,6 +196,20 @@ async def test_branches_continue_their_parents(page: Page, tmp_path: Path) -> No
     for _ in range(n_steps):
         await page.press("ArrowRight")
     assert f"token {n_steps} of {n_steps}" in await page.text("#where")
+
+
+@pytest.mark.parametrize("n_steps", [None, 0])
+async def test_a_run_that_ended_before_its_first_step_opens(
+    n_steps: int | None, page: Page, tmp_path: Path
+) -> None:
+    trace = tmp_path / "empty.flextrace"
+    with TraceWriter.create(trace, {}) as writer:
+        if n_steps is not None:
+            writer.begin_generation(sample_generation(0))
+    await page.open(report(trace))
+    await page.press("ArrowRight")
+    if n_steps is not None:
+        assert await page.text("#where") == "No step of this generation is recorded."
 
 
 async def test_a_training_run_shows_its_losses(page: Page, tmp_path: Path) -> None:

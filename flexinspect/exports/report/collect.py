@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -14,7 +14,7 @@ from flexinspect.analysis.reports.collect import (
     FindingFilter,
     collect_report,
 )
-from flexinspect.core.errors import UsageError
+from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import plural, printable
 from flexinspect.exports.report import branch_columns, contents
 from flexinspect.exports.report.attention_shares import (
@@ -26,14 +26,14 @@ from flexinspect.exports.report.branch_columns import BranchSpan, branch_span
 from flexinspect.exports.report.mask_planes import read_masks
 from flexinspect.exports.report.size_budget import essential_size
 from flexinspect.exports.report.training_columns import training_columns
-from flexinspect.panels.base import Request, TracePlace, training_facts
-from flexinspect.panels.findings_of_place import summarize_groups
+from flexinspect.panels.base import TracePlace, training_facts
+from flexinspect.panels.findings_of_place import FindingSummary
 from flexinspect.panels.findings_panel import describe_coverage, load_coverage
 from flexinspect.panels.panel_source import Source
-from flexinspect.panels.run_panel import RunPanel, manifest_rows
+from flexinspect.panels.run_panel import RunFacts, manifest_rows
 from flexinspect.panels.token_window import Answer, load_answer
+from flexinspect.records.finding import Severity
 from flexinspect.records.prompt import Segment, SegmentKind
-from flexinspect.trace import queries
 from flexinspect.trace.query_results import BranchRow, GenerationRow
 from flexinspect.trace.reader import TraceReader
 
@@ -42,6 +42,9 @@ MAX_LISTED_FINDINGS = 40
 """Findings of one kind that the page lists; it says how many there are."""
 
 MAX_KINDS = 200
+T = TypeVar("T")
+
+DAMAGED = "It is damaged in the trace and could not be read."
 RAW_PER_PACKED = 3
 """Bytes of attention that are read for each byte of the page; more would not fit once packed."""
 
@@ -66,16 +69,15 @@ def collect_contents(
     chosen = _choose_generations(reader, request.generation)
     collector = _Collector(source, request, chosen, progress)
     heads = collector.read()
-    findings = _read_findings(reader, request.generation)
-    groups = queries.finding_groups(reader)
-    coverage = () if groups else describe_coverage(load_coverage(reader))
+    findings, verdict = _read_findings(reader, request.generation)
+    coverage = () if findings else describe_coverage(load_coverage(reader))
     return contents.ReportContents(
         title=request.title or reader.path.stem,
         trace=reader.path.name,
         subtitle=_subtitle(reader, heads),
-        verdict=summarize_groups(groups).counts() if groups else "",
+        verdict=verdict,
         findings=findings,
-        verified=tuple(printable(text) for text, _ in coverage),
+        verified=tuple((printable(text), style == "muted") for text, style in coverage),
         manifest=_manifest(source, chosen),
         generations=tuple(heads),
         branches=collector.branches,
@@ -125,9 +127,10 @@ def _state_notes(reader: TraceReader) -> tuple[str, ...]:
 
 
 def _manifest(source: Source, chosen: Sequence[GenerationRow]) -> tuple[tuple[str, str], ...]:
-    place = TracePlace(chosen[0].generation if chosen else 0)
-    panel = RunPanel()
-    return tuple(manifest_rows(panel.load(source, Request(place, panel.initial_options))))
+    reader = source.reader
+    run = {**reader.run(), "model": reader.model(chosen[0].generation if chosen else 0)}
+    size = reader.path.stat().st_size
+    return tuple(manifest_rows(RunFacts(run, reader.state, str(reader.path), size)))
 
 
 # -- findings -------------------------------------------------------------------------------------
@@ -135,11 +138,13 @@ def _manifest(source: Source, chosen: Sequence[GenerationRow]) -> tuple[tuple[st
 
 def _read_findings(
     reader: TraceReader, generation: int | None
-) -> tuple[contents.FindingEntry, ...]:
-    """Return the findings by kind, worst first."""
+) -> tuple[tuple[contents.FindingEntry, ...], str]:
+    """Return the findings by kind, worst first, and their number by severity."""
     report = collect_report(reader, FindingFilter(generation), ())
     texts = dict(zip(map(id, report.findings), report.position_texts, strict=True))
-    return tuple(
+    errors, warnings, notes = map(report.count, Severity)
+    counts = FindingSummary(errors, warnings, notes).counts()
+    entries = tuple(
         contents.FindingEntry(
             group.describe_extent(),
             group.findings[:MAX_LISTED_FINDINGS],
@@ -147,6 +152,7 @@ def _read_findings(
         )
         for group in report.groups()[:MAX_KINDS]
     )
+    return entries, counts
 
 
 # -- generations ----------------------------------------------------------------------------------
@@ -230,25 +236,35 @@ class _Collector:
             self._progress(self._done + n_steps, self._n_steps)
 
         room = RAW_PER_PACKED * self._request.max_bytes // max(len(self._spans), 1)
-        attention = read_attention(span, segments, room, advance)
-        masks = read_masks(span, segments, lambda: advance(span.stop - span.start))
-        self.left_out += masks.left_out
+        attention = self._try(lambda: read_attention(span, segments, room, advance))
+        masks = self._try(
+            lambda: read_masks(span, segments, lambda: advance(span.stop - span.start))
+        )
+        self.left_out += masks.left_out if masks is not None else ()
         found = {
-            "candidates": branch_columns.candidate_columns(span),
-            "paths": branch_columns.path_columns(span),
-            "attention": attention.by_segment,
-            "token_attention": attention.by_token,
-            "masks": masks.columns,
+            "candidates": self._try(lambda: branch_columns.candidate_columns(span)),
+            "paths": self._try(lambda: branch_columns.path_columns(span)),
+            "attention": attention and attention.by_segment,
+            "token_attention": attention and attention.by_token,
+            "masks": masks and masks.columns,
         }
         reasons = {
             "candidates": "No logits are recorded for these steps.",
             "paths": "No attention call is recorded.",
-            "attention": NO_ATTENTION,
-            "token_attention": NO_TOKEN_ATTENTION,
-            "masks": masks.missing,
+            "attention": NO_ATTENTION if attention else DAMAGED,
+            "token_attention": NO_TOKEN_ATTENTION if attention else DAMAGED,
+            "masks": masks.missing if masks is not None else DAMAGED,
         }
         missing.update((name, reasons[name]) for name, part in found.items() if part is None)
         return found
+
+    def _try(self, read: Callable[[], T]) -> T | None:
+        """Read a part; None if it is damaged, which the report then says."""
+        try:
+            return read()
+        except TraceError as error:
+            self.left_out.append(printable(error.message))
+            return None
 
     def _head(self, row: GenerationRow, segments: Sequence[Segment]) -> contents.GenerationHead:
         source, reader = self._source, self._source.reader

@@ -236,8 +236,9 @@ class FindingEntry(Struct, frozen=True):
 class ReportContents(Struct, frozen=True):
     """A whole report. `branches` maps (generation, branch) to contents.
 
-    `verified` says what was checked, if nothing was found. `left_out` are sentences about what
-    the trace holds and the report does not.
+    `verdict` counts the findings. Without any, `verified` are sentences about what was checked,
+    each with whether it is a detail. `left_out` are sentences about what the trace holds and the
+    report does not.
     """
 
     title: str
@@ -245,7 +246,7 @@ class ReportContents(Struct, frozen=True):
     subtitle: str
     verdict: str
     findings: tuple[FindingEntry, ...]
-    verified: tuple[str, ...]
+    verified: tuple[tuple[str, bool], ...]
     manifest: tuple[tuple[str, str], ...]
     generations: tuple[GenerationHead, ...]
     branches: Mapping[tuple[int, int], BranchContents]

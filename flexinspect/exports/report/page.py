@@ -113,7 +113,9 @@ def _manifest(rows: Sequence[tuple[str, str]]) -> str:
 def _findings(contents: ReportContents) -> Iterator[str]:
     if not contents.findings:
         yield '<div class="verified">'
-        yield from (f"  <p>{escape(sentence)}</p>" for sentence in contents.verified)
+        for sentence, is_detail in contents.verified:
+            kind = ' class="legend"' if is_detail else ""
+            yield f"  <p{kind}>{escape(sentence)}</p>"
         yield "</div>"
         return
     if contents.verdict:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +54,7 @@ def test_the_error_comes_first_with_its_place(sample: ReportContents) -> None:
 def test_a_trace_without_findings_says_what_was_checked(tmp_path: Path) -> None:
     contents = collect(sample_trace(tmp_path / "good.flextrace", nan_at=None))
     assert contents.findings == ()
-    assert "No findings are recorded in this trace." in contents.verified
+    assert ("No findings are recorded in this trace.", False) in contents.verified
 
 
 def test_tokens_have_their_steps_and_no_control_characters(branch: BranchContents) -> None:
@@ -197,12 +199,26 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     assert contents.notes
 
 
+def test_a_damaged_part_is_left_out_and_the_rest_is_shown(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE stream = 'mask.cells'")
+    contents = collect(path)
+    branch = contents.branches[0, 0]
+    assert branch.masks is None
+    assert "damaged" in branch.missing["masks"]
+    assert any("a checksum does not match" in sentence for sentence in contents.left_out)
+    assert branch.attention is not None
+
+
 def test_one_generation_can_be_chosen(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "sample.flextrace")
     contents = collect(path, generation=1)
     assert [one.generation for one in contents.generations] == [1]
     assert [*contents.branches] == [(1, 0)]
     assert contents.findings == ()
+    assert contents.verdict == "no findings"
+    assert contents.verified
     with pytest.raises(UsageError, match="no generation 7"):
         collect(path, generation=7)
 

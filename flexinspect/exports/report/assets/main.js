@@ -154,20 +154,26 @@
     }));
   }
 
-  /** Goes to the next or previous finding, in the order of their places. */
+  const orderOf = (one) => [one.g, one.b, one.s ?? -1, one.layer ?? -1, one.head ?? -1];
+
+  function compare(one, other) {
+    const a = orderOf(one), b = orderOf(other);
+    return a.map((part, i) => part - b[i]).find((difference) => difference !== 0) ?? 0;
+  }
+
+  function isAt(finding, place) {
+    return finding.g === place.g && finding.b === place.b && (finding.s === null || finding.s === place.s);
+  }
+
+  /** Goes to the next (1) or previous (-1) finding in the order of their places, cyclically. */
   function findingBy(n) {
-    const { place } = State, order = (one) => [one.g, one.b, one.s ?? -1, one.layer ?? -1, one.head ?? -1];
-    const compare = (a, b) => a.map((part, i) => part - b[i]).find((part) => part) ?? 0;
-    const all = [...head.findings].sort((a, b) => compare(order(a), order(b)));
+    const { place } = State, all = [...head.findings].sort(compare);
     if (!all.length) return;
-    let at = all.findIndex((one) => one.number === place.finding);
-    if (at < 0 || compare(order(all[at]).slice(0, 3), [place.g, place.b, all[at].s === null ? -1 : place.s])) {
-      const here = [place.g, place.b, place.s, place.layer, place.head];
-      at = n > 0 ? all.findIndex((one) => compare(order(one), here) >= 0) - 1
-        : all.findIndex((one) => compare(order(one), here) >= 0);
-      if (at < -1) at = all.length - 1;
-    }
-    const next = all[(at + n + all.length) % all.length];
+    let at = all.findIndex((one) => one.number === place.finding && isAt(one, place));
+    if (at >= 0) at += n;
+    else if (n > 0) at = Math.max(all.findIndex((one) => compare(one, place) > 0), 0);
+    else at = all.filter((one) => compare(one, place) < 0).length - 1;
+    const next = all[(at + all.length) % all.length];
     State.go({ ...placeOf(next), finding: next.number }, { jump: true });
   }
 
@@ -308,13 +314,16 @@
   async function start() {
     document.documentElement.classList.add("scripted");
     setTheme("");
-    if (!head.generations.some((one) => one.branches.length)) return;
+    if (!head.generations.some((one) => one.branches.length)) {
+      document.documentElement.dataset.ready = "true";
+      return;
+    }
     byId("explorer").hidden = false;
     const wanted = State.readAddress(), worst = head.findings[0];
     const first = { g: head.generations[0].generation, b: 0 };
     const hasPlace = Object.keys(wanted).length > 0;
     try {
-      await State.go(hasPlace ? { ...first, ...wanted } : worst ? { ...first, ...placeOf(worst) } : first);
+      await State.go(hasPlace ? { ...first, ...wanted } : worst ? { ...first, ...placeOf(worst), finding: worst.number } : first);
     } catch (error) {
       byId("explorer").replaceChildren(element("p", "missing",
         `The steps cannot be shown: ${error.message}`));
