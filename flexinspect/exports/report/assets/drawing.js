@@ -73,6 +73,7 @@ const Drawing = (() => {
     values.forEach((value, index) => {
       const isCurrent = index === current, x = index * each;
       context.fillStyle = isCurrent ? full : dim;
+      if (!limits) context.fillRect(x, (top + bottom) / 2, Math.max(each - gap, 1), (bottom - top) / 2);
       if (Number.isFinite(value)) {
         const at = Math.min(y(value), bottom - 2);
         context.fillRect(x, at, Math.max(each - gap, 1), bottom - at);

@@ -11,7 +11,7 @@ const Mask = (() => {
     { value: "difference", label: "what differs" },
   ];
   const canvas = document.getElementById("mask-canvas"), words = document.getElementById("mask-words");
-  const AXIS = 10, TEXT_ROOM = 96, MIN_TEXT_CELL = 13, MAX_CELL = 44, MIN_SIGN_CELL = 7, MIN_MAX_ZOOM = 3;
+  const AXIS = 10, LEFT_TEXT = 96, TOP_TEXT = 76, MIN_TEXT_CELL = 13, MAX_CELL = 44, MIN_SIGN_CELL = 7, MIN_MAX_ZOOM = 3;
   const MAX_HEIGHT = 560, MIN_HEIGHT = 160; // of the canvas, in CSS pixels
 
   let wanted = null; // the view that the reader chose
@@ -85,10 +85,13 @@ const Mask = (() => {
   function layout() {
     const width = canvas.clientWidth, height = canvas.clientHeight;
     const [rows, keys] = plane.shape;
-    const fitted = Math.min((width - AXIS) / keys, (height - AXIS) / rows);
-    const cell = fitted * Math.min(zoom, maxZoom(fitted));
-    const hasText = masks.scale === 1 && cell >= MIN_TEXT_CELL;
-    const left = AXIS + (hasText ? TEXT_ROOM : 0), top = AXIS + (hasText ? TEXT_ROOM * 0.75 : 0);
+    const bare = Math.min((width - AXIS) / keys, (height - AXIS) / rows);
+    const named = Math.min((width - AXIS - LEFT_TEXT) / keys, (height - AXIS - TOP_TEXT) / rows);
+    const canName = masks.scale === 1, fitsNamed = canName && named >= MIN_TEXT_CELL;
+    const fitted = fitsNamed ? named : bare, cell = fitted * Math.min(zoom, maxZoom(fitted));
+    // The whole mask is shown with the names of its tokens only if it still fits beside them.
+    const hasText = canName && cell >= MIN_TEXT_CELL && (fitsNamed || zoom > 1);
+    const left = AXIS + (hasText ? LEFT_TEXT : 0), top = AXIS + (hasText ? TOP_TEXT : 0);
     const wide = (width - left) / cell, high = (height - top) / cell;
     originX = Math.max(0, Math.min(originX, keys - wide));
     originY = Math.max(0, Math.min(originY, rows - high));
@@ -103,7 +106,9 @@ const Mask = (() => {
   /** Makes the canvas as high as the whole mask needs, within the height of the window. */
   function setHeight() {
     const [rows, keys] = plane.shape, most = Math.min(MAX_HEIGHT, 0.8 * innerHeight);
-    const needed = AXIS + ((canvas.clientWidth - AXIS) * rows) / keys;
+    const width = canvas.clientWidth - AXIS, isNamed = (width - LEFT_TEXT) / keys >= MIN_TEXT_CELL;
+    const needed = AXIS + (isNamed && masks.scale === 1
+      ? TOP_TEXT + ((width - LEFT_TEXT) * rows) / keys : (width * rows) / keys);
     canvas.style.height = `${Math.round(Math.max(Math.min(needed, most), MIN_HEIGHT))}px`;
   }
 
@@ -328,7 +333,7 @@ const Mask = (() => {
       context.save();
       context.translate(x, top - 11);
       context.rotate(-Math.PI / 2);
-      context.fillText(axisText(key, 10), 0, 0);
+      context.fillText(axisText(key, 9), 0, 0);
       context.restore();
     }
     context.textAlign = "start";

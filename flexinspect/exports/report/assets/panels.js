@@ -54,7 +54,7 @@ const Panels = (() => {
       if (isChanged) cells.push(after === -Infinity ? "filtered" : percent(Math.exp(after)));
       return { cells, share, chosen: id === chosen };
     });
-    const header = isChanged ? ["token", "probability", "after sampling rules"] : ["token", "probability"];
+    const header = isChanged ? ["token", "probability", "after sampling"] : ["token", "probability"];
     return barTable("The most likely tokens; ● is the chosen one", header, rows);
   }
 
