@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -104,8 +105,17 @@ async def test_the_mask_zooms_and_says_what_is_under_the_pointer(
     await page.open(f"{address}#g=0&s=0")
     x, y = await point_of_mask(page, 250, 250)
     assert await page.value(ZOOM) == 1
+    named = re.compile(r"Row (\d+) “.+” \(.+\) (?:attends|does not attend) to key (\d+) “")
+    found = []
+    for down, right in ((0, 0), (60, 0), (60, 60)):
+        await page.mouse("mouseMoved", x + right, y + down)
+        words = named.match(await page.text("#mask-words"))
+        assert words is not None
+        found.append((int(words[1]), int(words[2])))
+    (row, key), (below, same), (last, beside) = found
+    assert below == last > row
+    assert key == same < beside
     await page.mouse("mouseMoved", x, y)
-    assert "attends to key" in await page.text("#mask-words")
     await page.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100)
     by_wheel = await page.value(ZOOM)
     assert by_wheel > 1
