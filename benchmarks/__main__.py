@@ -17,6 +17,7 @@ from benchmarks import (
     engine,
     export_formats,
     floor,
+    html_report,
     own,
     rewind,
     rules,
@@ -52,6 +53,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "control": control.measure,
     "rewind": rewind.measure,
     "export-formats": export_formats.measure,
+    "html-report": html_report.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
     "training": (

@@ -99,6 +99,15 @@ def rules_table(facts: dict[str, Any]) -> str:
     return markdown(["", "time"], rows)
 
 
+def html_report_table(facts: dict[str, Any]) -> str:
+    """Return the time and the size of reports."""
+    rows = [
+        [name, *(f"{found[key]:.2f}" for key in ("s", "cpu_s", "mb", "trace_mb"))]
+        for name, found in facts["report"].items()
+    ]
+    return markdown(["run", "report, s", "report, s of CPU", "report, MB", "trace, MB"], rows)
+
+
 def control_table(facts: dict[str, Any]) -> str:
     """Return how long commands take."""
     rows = [
@@ -253,6 +262,15 @@ QUESTIONS: Sequence[Question] = (
         "rules",
         "rules",
         rules_table,
+    ),
+    Question(
+        "How long does a report take?",
+        "`flexinspect report` as a whole command, on runs of the demo model with random weights. "
+        "Targets: 5 s for 500 steps, 5 MB for 100 steps. Other programs shared the cores (the load "
+        "is in the result file), so the CPU time is the steadier figure.",
+        "html-report",
+        "html-report",
+        html_report_table,
     ),
     Question(
         "How quickly does a run answer commands?",

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import types
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ class Attention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any) -> Any:
         if batch.positions[0] == 0:
             self.keys, self.values = [], []
-        self.keys.append(k), self.values.append(v)
+        self.keys.append(k)
+        self.values.append(v)
         heads = [
             torch.cat(parts).view(-1, HEADS // 2, WIDTH).repeat_interleave(2, 1)
             for parts in (self.keys, self.values)
@@ -107,7 +109,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj, self.o_proj = Linear(HIDDEN, 2 * HIDDEN), Linear(HIDDEN, HIDDEN)
         self.rotary_emb, self.attn = rotary, Attention()
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor, batch: Any) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, x: torch.Tensor, batch: Any) -> Any:
         q, k, v = self.qkv_proj(x)[0].split([HIDDEN, HIDDEN // 2, HIDDEN // 2], dim=-1)
         q, k = self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q, k, v, batch))[0]
@@ -119,7 +121,7 @@ class Mlp(nn.Module):
         self.gate_up_proj, self.act_fn = Linear(HIDDEN, 2 * HIDDEN), nn.SiLU()
         self.down_proj = Linear(2 * HIDDEN, HIDDEN)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.down_proj(self.act_fn(self.gate_up_proj(x)[0]))[0]
 
 
@@ -146,7 +148,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(rotary) for _ in range(LAYERS))
         self.norm = Norm()
 
-    def forward(self, ids: Any, positions: Any, batch: Any) -> torch.Tensor:
+    def forward(self, ids: Any, positions: Any, batch: Any) -> Any:
         x, residual = self.embed_tokens(ids), None
         for layer in self.layers:
             x, residual = layer(positions, x, batch, residual)
@@ -164,7 +166,7 @@ class CausalModel(nn.Module):
         self.model, self.logits_processor = Model(), LogitsProcessor()
 
     @torch.no_grad()
-    def forward(self, ids: Any, positions: Any, batch: Any) -> LogitsProcessorOutput:
+    def forward(self, ids: Any, positions: Any, batch: Any) -> Any:
         hidden = self.model(ids, positions, batch)
         return self.logits_processor(hidden, self.model.embed_tokens.weight)
 
@@ -247,8 +249,7 @@ def dump_tensors(sglang: Path, out: Path) -> None:
 def dump_llama(out: Path) -> None:
     """Write what transformers' debugger writes, with tensors and without."""
     sys.path.insert(0, str(FIXTURES.parents[1]))
-    from support.dumps import write_debug_tree
-
+    write_debug_tree = import_module("support.dumps").write_debug_tree
     for name, options in (("tensors", {"use_repr": False}), ("text", {"use_repr": True})):
         write_debug_tree(out / name, PROMPT, **options)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexinspect.cli.missing_rules import run_missing_rules
 from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.records.finding import Severity
 
 if TYPE_CHECKING:
-    from flexinspect.rules.engine import Rule
     from flexinspect.trace.reader import TraceReader
 
 DESCRIPTION = """Print the findings of a trace, most severe first, with the evidence, why
@@ -77,26 +76,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         plain_text.print_report(report, stdout_console())
     return 1 if report.reaches(threshold) else 0
-
-
-def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
-    """Run the rules that have not checked the trace; `reader` gets findings that are not stored."""
-    from tqdm import tqdm
-
-    from flexinspect.analysis.offline_rules import review
-    from flexinspect.trace.file.writer import review_statements
-
-    # A bar on a terminal when the rules take longer than a second.
-    with tqdm(desc="checking the steps", delay=1.0, disable=None, leave=False) as bar:
-
-        def update(n_done: int, total: int) -> None:
-            bar.total = total
-            bar.update(n_done - bar.n)
-
-        done = review(reader, rules, progress=update)
-    if done.unstored:
-        reader.add_reviews(review_statements(done.unstored))
-    return [done.note] if done.note else []
 
 
 def _state_notes(reader: TraceReader) -> list[str]:

@@ -118,8 +118,8 @@ def command_path(path: Path) -> str:
 def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
     """Write a temporary file, then replace `file` by it, so that this is never incomplete.
 
-    The file gets the permissions `mode`, by default those of a new file. Raises `OSError`, without
-    leaving the temporary file.
+    The file gets the permissions `mode`, by default those of a new file. Raises `OSError`; neither
+    that nor an interruption leaves the temporary file.
     """
     part = file.with_name(f".{file.name}.{os.urandom(4).hex()}.part")
     first_mode = 0o666 if mode is None else 0o600
@@ -129,7 +129,7 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
         if mode is not None:
             part.chmod(mode)
         part.replace(file)
-    except OSError:
+    except BaseException:  # an interruption too
         with contextlib.suppress(OSError):
             part.unlink()
         raise

@@ -11,18 +11,26 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.records.finding import Severity
 from flexinspect.records.prompt import SegmentKind
-from flexinspect.records.step import LayerStatRecord, MemoryRecord, TokenRecord
+from flexinspect.records.step import (
+    CallRecord,
+    Candidate,
+    LayerStatRecord,
+    MemoryRecord,
+    TokenRecord,
+)
 from flexinspect.trace import codec, schema
 from flexinspect.trace.query_results import EventRow, FindingRow, GenerationRow, StepRow
 from flexinspect.trace.reader import Lineage, TraceReader
 from flexinspect.trace.schema import OPEN_END, WHERE_BRANCH, WHERE_STEPS
+
+T = TypeVar("T")
 
 
 class StepPath(Struct, frozen=True):
@@ -383,6 +391,36 @@ def memory_range(
     found: dict[int, MemoryRecord] = {}
     for place in _branch_ranges(reader, generation, start, stop, branch):
         found.update(reader._records_by_step(codec.MEMORY_ROWS, rest, place))
+    return found
+
+
+def candidates_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[int, list[Candidate]]:
+    """Return the candidates of each step `start <= step < stop` that has any, best first."""
+    rest = f"{WHERE_STEPS} ORDER BY step, rank"
+    return _lists_by_step(reader, codec.CANDIDATE_ROWS, rest, (generation, start, stop, branch))
+
+
+def calls_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[int, list[CallRecord]]:
+    """Return the attention calls of each step `start <= step < stop`, in the order they ran."""
+    rest = f"{WHERE_STEPS} ORDER BY step, call"
+    return _lists_by_step(reader, codec.CALL_ROWS, rest, (generation, start, stop, branch))
+
+
+def _lists_by_step(
+    reader: TraceReader,
+    rows: codec.RowFormat[T],
+    rest: str,
+    span: tuple[int, int, int, int],
+) -> dict[int, list[T]]:
+    """Return the records of (generation, start, stop, branch) in lists by step."""
+    found: dict[int, list[T]] = {}
+    for place in _branch_ranges(reader, *span):
+        for step, record in reader._records_by_step(rows, rest, place):
+            found.setdefault(step, []).append(record)
     return found
 
 

@@ -50,3 +50,19 @@ print(len(os.listdir("/proc/self/task")) - before, os.environ.get("OPENBLAS_NUM_
     assert left == str(variable)
     if variable is None:
         assert n_threads == "0"
+
+
+def test_an_interruption_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"old")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(file, b"new")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert file.read_bytes() == b"old"

@@ -223,13 +223,14 @@ class StepView(Struct, frozen=True):
         mask_row = mask_row[:, :n_keys]  # a static cache has room for more
         starts = [(head * rows + row_in_step) * width for head in heads]
         own = [queries.read(self.source.reader, start, start + width) for start in starts]
+        stored_lse = self.load_array("attention.lse") if q_idx == step_row.kv_after - 1 else None
         found = []
         for head, scores in zip(heads, self._key_scores(call, heads, own, n_heads), strict=True):
             # For a mask with another number of heads the first one is read, as capture does.
             open_keys = mask_row[head if len(mask_row) == n_heads else 0]
             if self._is_row_averaged(call, head, row_in_step):
                 scores = np.zeros_like(scores)
-            lse = self._stored_lse(index, head) if q_idx == step_row.kv_after - 1 else None
+            lse = _lse_of_head(stored_lse, index, head)
             row = attention_row.row_weights(scores[first_pos:], open_keys, lse)
             check = _check_row(call, row.lse_error)
             found.append(TokenRow(row.weights, row.total, open_keys, first_pos, check))
@@ -250,12 +251,6 @@ class StepView(Struct, frozen=True):
                 own = keys[kv_heads.index(group)]
                 parts.append(row_scores(query, own, call.scale, call.softcap))
         return [np.concatenate(parts) for parts in scores]
-
-    def _stored_lse(self, index: int, head: int) -> float | None:
-        lse = self.load_array("attention.lse")
-        if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
-            return None
-        return float(lse[index, head])
 
     def first_token_weights(self) -> Floats | None:
         """Recompute the newest row's weight on the first token, float64 (layers, heads).
@@ -325,6 +320,13 @@ def _check_row(call: CallRecord, lse_error: float | None) -> LseCheck:
         return LseCheck(lse_error, "lse")
     checks = [LseCheck(error, "output", call.dtype) for error in (lse_error, call.lse_error)]
     return attention_row.worst_check(checks)
+
+
+def _lse_of_head(lse: Array | None, index: int, head: int) -> float | None:
+    """Return the log-sum-exp of a head in call `index`, None if it is not stored."""
+    if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
+        return None
+    return float(lse[index, head])
 
 
 def _shape_error(layer: int) -> RowNotRecordedError:
