@@ -33,6 +33,7 @@ examples:
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
+  flexinspect kernels --kernel my_kernel:attention --config all
   flexinspect dump run.flextrace --step 3
   flexinspect models
   flexinspect tour
@@ -56,6 +57,7 @@ COMMANDS = {
     "show": "print a panel as text, or save its picture, without the interface",
     "compare": "print the differences between two traces (exit code 1 if they differ)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
+    "kernels": "compare attention kernels with float64, explain differences, and time them",
     "dump": "print a trace as text or JSON",
     "models": "list the models: size, and whether they are local, cached or need a download",
     "tour": "learn the interface in two minutes, on a run with one planted bug",
