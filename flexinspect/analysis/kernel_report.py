@@ -255,6 +255,9 @@ def summary_lines(done: Sequence[KernelEvaluation]) -> Iterator[str]:
     counts = [sum(one.status == status for one in done) for status in ("same", "differs")]
     rest = len(done) - sum(counts)
     yield f"{counts[0]} within tolerance, {counts[1]} differ, {rest} not compared"
+    if warned := [one for one in done if one.warnings]:
+        which = f"{plural(len(warned), 'evaluation')} of {len(done)} with a warning"
+        yield f"inputs: {which}, such as: {warned[0].warnings[-1]}"
 
 
 def _result_text(result: ResultError) -> str:

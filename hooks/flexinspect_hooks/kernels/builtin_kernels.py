@@ -23,6 +23,7 @@ from flexinspect_hooks.kernels.problem import ScoreMod
 EAGER = "eager"
 """The default reference: the formulas of the oracle, rounded to the dtype after every step."""
 
+_MAX_GRAPHS = 256
 _NOTES = {
     EAGER: "written out in torch, rounded to the dtype after every step",
     "sdpa": "scaled_dot_product_attention, with the backend that torch chooses",
@@ -67,7 +68,7 @@ def find_kernels(
 
 def _with_previous(entry: KernelEntry) -> list[Kernel]:
     versions = [(entry.name, entry.function)]
-    versions += [(f"{entry.name}@{spec.partition(':')[0]}", spec) for spec in entry.previous]
+    versions += [(f"{entry.name}@{spec}", spec) for spec in entry.previous]
     return [user_kernel(entry, spec, name) for name, spec in versions]
 
 
@@ -167,7 +168,11 @@ def _flex(
 
 
 class _CompiledFlex:
-    """Compiled `flex_attention`; compiled by its first call."""
+    """Compiled `flex_attention`; each shape is compiled at its first call.
+
+    Past dynamo's limit of graphs a compiled function runs uncompiled without a word: here the limit
+    is raised, and with `fullgraph` reaching it is an error.
+    """
 
     def __init__(self, kernel_options: Mapping[str, Any], *, gives_lse: bool) -> None:
         self._options, self._gives_lse = dict(kernel_options), gives_lse
@@ -185,14 +190,15 @@ class _CompiledFlex:
         enable_gqa: bool = False,
     ) -> Any:
         if self._compiled is None:
-            self._compiled = torch.compile(flex_attention, dynamic=False)
+            self._compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         arguments: dict[str, Any] = {"block_mask": block_mask, "score_mod": score_mod}
         arguments |= {"scale": scale, "enable_gqa": enable_gqa}
         if self._options:
             arguments["kernel_options"] = self._options
         if self._gives_lse:  # compiled on CPU it raises NotImplementedError
             arguments["return_aux"] = AuxRequest(lse=True)
-        return self._compiled(q, k, v, **arguments)
+        with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+            return self._compiled(q, k, v, **arguments)
 
 
 def _flash_attn(

@@ -23,6 +23,7 @@ from flexinspect_hooks.kernels.calling import Kernel
 from flexinspect_hooks.kernels.captured import captured_problem
 from flexinspect_hooks.kernels.evaluation import evaluate
 from flexinspect_hooks.kernels.inputs import describe_inputs, make_problem
+from flexinspect_hooks.kernels.problem import choose_device
 from flexinspect_hooks.kernels.reference import Reference
 from flexinspect_hooks.kernels.speed import measure_speed
 
@@ -107,19 +108,6 @@ class Comparison:
 def list_kernels(table: str, device: str) -> list[tuple[str, str, str]]:
     """Return (name, what it is, why it cannot run here or "") of every kernel."""
     return describe_kernels(choose_device(device), read_table(Path(table) if table else None))
-
-
-def choose_device(name: str) -> torch.device:
-    """Return a device by its name; "auto" is CUDA where there is one. Raises `UsageError`."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"There is no device '{name}'.", hint="Use cpu, cuda or auto.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device.")
-    return device
 
 
 def _kernel_options(texts: tuple[str, ...]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from flexinspect_hooks.kernels.diagnosis import diagnose, has_wrong_keys
 from flexinspect_hooks.kernels.gradients import gradient_errors
 from flexinspect_hooks.kernels.inputs import KINDS, input_warnings, make_problem, wrong_reads
 from flexinspect_hooks.kernels.key_use import measure_key_use
-from flexinspect_hooks.kernels.problem import Problem
+from flexinspect_hooks.kernels.problem import Problem, choose_device
 from flexinspect_hooks.kernels.reference import Reference, largest, mean, nan_as_inf
 
 _MIN_RELATIVE = 1e-3
@@ -75,7 +75,7 @@ def evaluate_kernel(
 
     Raises `UsageError` for an unknown name or a configuration that cannot be run.
     """
-    place = torch.device(device)
+    place = choose_device(device)
     chosen = _config(config)
     if inputs not in KINDS:
         raise UsageError(f"There are no inputs '{inputs}'; known: {', '.join(KINDS)}.")

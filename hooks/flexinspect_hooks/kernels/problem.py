@@ -181,6 +181,19 @@ def apply_score_mod(score_mod: ScoreMod, scores: Tensor) -> Tensor:
         raise UsageError(f"The score_mod {name} failed: {summarize_error(error)}") from error
 
 
+def choose_device(name: str) -> torch.device:
+    """Return a device by its name; "auto" is CUDA where there is one. Raises `UsageError`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"There is no device '{name}'.", hint="Use cpu, cuda or auto.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device.")
+    return device
+
+
 def _lookup(cells: Tensor) -> MaskMod:
     """The mask_mod of given cells."""
     batch, heads = (size > 1 for size in cells.shape[:2])
