@@ -24,6 +24,7 @@ EAGER = "eager"
 """The default reference: the formulas of the oracle, rounded to the dtype after every step."""
 
 _MAX_GRAPHS = 256
+_MAX_DECODE_ROWS = 127  # of FlexAttention's kernel for decode steps
 _NOTES = {
     EAGER: "written out in torch, rounded to the dtype after every step",
     "sdpa": "scaled_dot_product_attention, with the backend that torch chooses",
@@ -91,7 +92,8 @@ def built_in(name: str, device: torch.device, options: Mapping[str, Any] | None 
         return Kernel(name, _flex, note=note)
     backend = {"BACKEND": "TRITON_DECODE"} if name == "flex-decode" else {}
     kernel = _CompiledFlex({**backend, **(options or {})}, gives_lse=device.type != "cpu")
-    return Kernel(name, kernel, note=note, missing=missing)
+    rows = _MAX_DECODE_ROWS if name == "flex-decode" else None
+    return Kernel(name, kernel, note=note, missing=missing, max_rows=rows)
 
 
 def describe_kernels(device: torch.device, table: KernelTable) -> list[tuple[str, str, str]]:
@@ -164,7 +166,8 @@ def _flex(
     call: Any = flex_as_python(flex_attention) if is_plain else flex_attention
     arguments: dict[str, Any] = {"block_mask": block_mask, "score_mod": score_mod}
     arguments |= {"scale": scale, "enable_gqa": enable_gqa}
-    return call(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
+    with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):  # of the backward pass
+        return call(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
 
 
 class _CompiledFlex:

@@ -24,7 +24,8 @@ MASK_OPTIONS = ("attn_mask", "mask", "mask_mod", "block_mask")
 CAUSAL_OPTIONS = ("causal", "is_causal")
 SCALE_OPTIONS = ("scale", "softmax_scale", "sm_scale")
 SOFTCAP_OPTIONS = ("softcap", "soft_cap", "logit_softcap")
-_NO_BACKEND = "No available kernel"  # what SDPA raises where a backend refuses the inputs
+_REFUSALS = ("No available kernel", "NoValidChoices", "must be divisible by BLOCK")
+"""What torch raises where a backend of SDPA, or a tiling of FlexAttention, refuses the inputs."""
 LSE_OPTIONS = ("return_lse", "return_softmax_lse", "return_attn_probs")
 
 
@@ -42,6 +43,7 @@ class Kernel(Struct, frozen=True):
     capability: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
     head_dims: tuple[int, ...] = ()
+    max_rows: int | None = None
     device: str = ""
     missing: str = ""
     note: str = ""
@@ -122,6 +124,8 @@ def _contract_violations(kernel: Kernel, problem: Problem) -> Iterator[str]:
         yield f"It takes head size {sizes}, and the configuration has {config.head_dim}."
     if kernel.layout not in ("bhsd", "bshd"):
         yield f"Its layout is '{kernel.layout}'; the layouts are bhsd and bshd."
+    if kernel.max_rows is not None and config.q_len > kernel.max_rows:
+        yield f"It takes up to {kernel.max_rows} rows, and the configuration has {config.q_len}."
     for name, tensor in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
         if not tensor.is_contiguous():
             yield f"{name} is not contiguous."
@@ -206,7 +210,8 @@ def call_kernel(
     try:
         returned = kernel.function(q, k, v, **options)
     except Exception as error:
-        is_refusal = isinstance(error, NotImplementedError) or _NO_BACKEND in str(error)
+        is_refusal = isinstance(error, NotImplementedError)
+        is_refusal |= any(part in str(error) for part in _REFUSALS)
         text = f"It failed: {summarize_error(error)}"
         raise ContractError(text, is_fault=not is_refusal) from error
     out, rest = (returned[0], returned[1:]) if isinstance(returned, tuple) else (returned, ())

@@ -13,7 +13,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_numbers
 from flexinspect.inputs.kernel_configs import KernelConfig, TracePoint
 from flexinspect.records.step import CallRecord
-from flexinspect.trace.queries import branch_of_step, step_bounds
+from flexinspect.trace.queries import branch_of_step, lineage, step_bounds
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.kernels.problem import Problem
 
@@ -57,15 +57,23 @@ def _read_problem(reader: TraceReader, point: TracePoint, device: torch.device) 
     config = _config(call, query, key, cells)
     dtype = getattr(torch, call.dtype)
     qkv = [each[None].to(device=device, dtype=dtype).contiguous() for each in (query, key, value)]
-    tokens = tuple(each.text for each in reader.tokens(generation, branch, limit=n_keys))
     where = f"captured: {Path(point.trace).name}, step {step}, layer {point.layer}"
     return Problem(
         config,
         (qkv[0], qkv[1], qkv[2]),
         cells=cells.to(device),
-        tokens=tokens[offset:],
+        tokens=_texts(reader, point, n_keys)[offset:],
         inputs_text=where,
     )
+
+
+def _texts(reader: TraceReader, point: TracePoint, n_keys: int) -> tuple[str, ...]:
+    """The texts of the keys; a branch holds its own tokens only, its parents the others."""
+    texts: dict[int, str] = {}
+    for branch, _, _ in lineage(reader, point.generation, point.branch):
+        for token in reader.tokens(point.generation, branch, stop=n_keys):
+            texts.setdefault(token.pos, token.text)
+    return tuple(texts.get(position, "") for position in range(n_keys))
 
 
 def _config(call: CallRecord, query: Tensor, key: Tensor, cells: Tensor) -> KernelConfig:

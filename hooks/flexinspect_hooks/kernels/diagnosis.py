@@ -41,7 +41,9 @@ def diagnose(
     """Yield what explains a kernel's differences, the surest first; nothing for a right one."""
     assert one.error is not None
     for fault in one.faults:
-        yield Diagnosis("output-dtype" if fault.startswith("The output") else "lse-shape", fault)
+        kinds = {"The output": "output-dtype", "The LSE": "lse-shape"}
+        kind = next((kinds[start] for start in kinds if fault.startswith(start)), "inputs-changed")
+        yield Diagnosis(kind, fault)
     if one.empty_rows and "FlexAttention gives 0" in one.empty_rows:
         yield Diagnosis(
             "empty-rows", f"In {plural(one.n_empty_rows, 'empty row')}, {one.empty_rows}."
@@ -123,7 +125,8 @@ class _Search:
 
     def _explains(self, residual: float, variation: Variation) -> bool:
         """Whether so little remains that the variation must be what the kernel computes."""
-        if residual > _EXPLAINED_SHARE * self._error:
+        is_visible = self._error > self._bar.tolerance.max_abs  # else any variation would fit
+        if not is_visible or residual > _EXPLAINED_SHARE * self._error:
             return False
         return residual <= self._bar.tolerance_of(variation)
 
@@ -169,6 +172,8 @@ class _Search:
             residual = self._residual(variation)
             if self._explains(residual, variation):
                 return Diagnosis("other-keys", text, residual, self._error)
+        if self._error <= self._bar.tolerance.max_abs:
+            return Diagnosis("other-keys", f"{text} These inputs hide it in the output.")
         return Diagnosis("other-keys", f"{text} Its scores are wrong too.")
 
     # -- scores, heads -----------------------------------------------------------------------------

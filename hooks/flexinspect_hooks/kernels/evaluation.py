@@ -124,11 +124,14 @@ def evaluate(
     )
     try:
         check_contract(kernel, problem)
+        before = [each.clone() for each in (problem.q, problem.k, problem.v)]
         runs = [call_kernel(kernel, problem) for _ in range(max(n_runs, 1))]
+        changed = _restore_inputs(problem, before)
     except ContractError as error:
         status: Status = "differs" if error.is_fault else "not compared"
         return replace(base, status=status, reason=error.message)
     one = _measure(base, bar, runs)
+    one = replace(one, faults=(*one.faults, *changed))
     one = replace(one, key_use=_key_use(kernel, problem))
     if problem.holds_positions:
         one = _with_reads(one, problem, runs[0])
@@ -140,6 +143,16 @@ def evaluate(
     is_probed = one.key_use is not None and not one.key_use.skipped
     warnings = tuple(input_warnings(problem, bar.tolerance.max_abs, is_probed=is_probed))
     return replace(one, warnings=(*_reference_warnings(bar), *warnings))
+
+
+def _restore_inputs(problem: Problem, before: Sequence[Tensor]) -> list[str]:
+    """Undo what a kernel wrote into its inputs, and say so."""
+    changed = []
+    for name, tensor in zip(("q", "k", "v"), before, strict=True):
+        if not torch.equal(_bits(getattr(problem, name)), _bits(tensor)):
+            changed.append(f"It changed {name} in place.")
+            setattr(problem, name, tensor)
+    return changed
 
 
 def _status(one: KernelEvaluation, bar: Reference) -> Status:

@@ -68,7 +68,12 @@ def measure_speed(
     effects = [input_effect(timings, kind) for kind in kinds[1:]]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     where = f"{name}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads"
-    return SpeedReport(config.describe(), where, tuple(timings), tuple(filter(None, effects)))
+    return SpeedReport(
+        f"{config.describe()}; rows and keys as below",
+        where,
+        tuple(timings),
+        tuple(filter(None, effects)),
+    )
 
 
 def _report_round(report: Callable[[str], None], length: int, number: int, total: int) -> None:
@@ -78,13 +83,18 @@ def _report_round(report: Callable[[str], None], length: int, number: int, total
 def _sample(
     samplers: dict[tuple[str, str], Sampler], repeats: int, on_round: Callable[[int, int], None]
 ) -> dict[tuple[str, str], list[float]]:
-    """Take samples in turns, each round beginning with another kernel."""
+    """Take samples in turns, each round beginning with another kernel.
+
+    Every second round runs backwards, because a sample after one of the same kernel finds its code
+    and its memory warm.
+    """
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in samplers}
     order = list(samplers)
     for number in range(repeats if order else 0):
         on_round(number, repeats)
         start = number % len(order)
-        for key in (*order[start:], *order[:start]):
+        turn = [*order[start:], *order[:start]]
+        for key in turn if number % 2 else reversed(turn):
             samples[key].append(samplers[key]())
     return samples
 

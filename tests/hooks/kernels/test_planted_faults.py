@@ -117,6 +117,29 @@ def test_a_wrong_mask_is_told_from_wrong_arithmetic() -> None:
     assert arithmetic.max_weight > 0.1
 
 
+def test_no_score_is_blamed_for_an_output_that_the_inputs_keep_right() -> None:
+    calls = []
+
+    def late(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        calls.append(1)  # right in the compared runs, other keys in those of the probe
+        order = None if len(calls) <= 3 else [1, 2]
+        return planted.flash(q, k, v, attn_mask, scale, None, order=order)[0]
+
+    one = evaluate(late, FULL, inputs="raw", gradients=False)
+    assert [each.kind for each in one.diagnoses] == ["other-keys"]
+
+
+def test_a_kernel_that_overwrites_its_inputs_is_told_and_hurts_no_other() -> None:
+    def scaled_in_place(q: Any, k: Any, v: Any, *, attn_mask: Any = None) -> Any:
+        q *= 2
+        return planted.flash(q, k, v, attn_mask, 32**-0.5 / 2, None)[0]
+
+    one = evaluate(scaled_in_place, CAUSAL, n_runs=1, gradients=False)
+    assert [each.kind for each in one.diagnoses] == ["inputs-changed"]
+    assert one.faults == ("It changed q in place.",)
+    assert not one.is_same
+
+
 def test_a_kernel_with_an_unknown_fault_is_not_given_a_class_of_its_own() -> None:
     def halved(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
         return planted.flash(q, k, v, attn_mask, scale, None)[0] * 0.5
