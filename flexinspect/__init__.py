@@ -30,6 +30,7 @@ __all__ = [
     "debug_logging",
     "disable_debugging",
     "enable_debugging",
+    "evaluate_kernel",
     "get_debugging_status",
     "open_trace",
     "profile_model_performance",

@@ -34,6 +34,7 @@ examples:
   flexinspect report run.flextrace -o run.html
   flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
+  flexinspect kernels --kernel my_kernel:attention --config all
   flexinspect dump run.flextrace --step 3
   flexinspect doctor
   flexinspect fetch --model llama3.2_3b_it
@@ -62,6 +63,7 @@ COMMANDS = {
     "report": "write a run to one HTML file that opens offline in any browser",
     "compare": "print the differences between two traces (exit code 1 if they differ)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
+    "kernels": "compare attention kernels with float64, explain differences, and time them",
     "dump": "print a trace as text or JSON",
     "doctor": "check this machine: packages, FlexAttention, GPU, memory, disk and the hub",
     "fetch": "download models and datasets, and look after the cache",

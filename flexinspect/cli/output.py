@@ -17,6 +17,9 @@ from flexinspect.core.text import escape_unprintable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from textual.strip import Strip
+
+    from flexinspect.drawing.theme import Theme
 
 
 def print_json(value: Any) -> None:
@@ -73,3 +76,26 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False)
+
+
+def print_strips(strips: Iterable[Strip]) -> None:
+    """Print a picture with the colours of the terminal, as plain text elsewhere."""
+    console = _picture_console()
+    for strip in strips:
+        print(strip.render(console) if console.is_terminal else strip.text.rstrip())
+
+
+def terminal_theme() -> Theme:
+    """Return the theme for pictures on stdout, with as many colours as the terminal has."""
+    from flexinspect.drawing.theme import Theme
+
+    system = _picture_console().color_system
+    return Theme("none" if system is None else "truecolor" if system == "truecolor" else "256")
+
+
+def _picture_console() -> Console:
+    """Return Rich's console on stdout, which respects NO_COLOR and FORCE_COLOR."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    return Console(file=sys.stdout, color_system=None) if console.no_color else console

@@ -14,13 +14,11 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from flexinspect.cli.flags import add_number_flags, add_switches
-from flexinspect.cli.output import print_json
+from flexinspect.cli.output import print_json, print_strips, terminal_theme
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import ensure_printable, print_message
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flexinspect.drawing.theme import Theme
     from flexinspect.panels.base import Panel, Picture, Request, TracePlace
     from flexinspect.panels.panel_source import Source
@@ -273,8 +271,7 @@ class _PanelPrinter(Struct, frozen=True):
 
         if self.args.export:
             return Theme()
-        system = _console().color_system
-        return Theme("none" if system is None else "truecolor" if system == "truecolor" else "256")
+        return terminal_theme()
 
     def _save(self, title: str, picture: Picture) -> None:
         from flexinspect.drawing.export import save
@@ -295,19 +292,9 @@ def _print_panel(lines: Sequence[str], picture: Picture | None, *, indent: str) 
         for line in lines:
             print(f"{indent}{line}".rstrip())
         return
-    console = _console()
-    for strip in picture.strips:
-        print(strip.render(console) if console.is_terminal else strip.text.rstrip())
+    print_strips(picture.strips)
     if picture.note:
         print(ensure_printable(picture.note))
-
-
-def _console() -> Console:
-    """Return Rich's console on stdout, which respects NO_COLOR and FORCE_COLOR."""
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    return Console(file=sys.stdout, color_system=None) if console.no_color else console
 
 
 def _list(*, as_json: bool) -> int:

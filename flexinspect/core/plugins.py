@@ -97,6 +97,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     },
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",
+        "evaluate_kernel": "flexinspect_hooks:evaluate_kernel",
+        "kernels": "flexinspect_hooks.kernels.comparison",
         "prove": "flexinspect_hooks:prove",
         "prove-run": "flexinspect_hooks.proofs.prove_generation:prove_run",
         "prove-script": "flexinspect_hooks.proofs.prove_program:prove_script",

@@ -1,4 +1,4 @@
-"""Exports the strips of a panel as SVG, or as PNG with the extra `flexinspect[png]`.
+"""Exports strips as SVG, as PNG with the extra `flexinspect[png]`, or as an HTML page.
 
 Rich's own export writes block characters as letters, which leaves seams between lines, and squeezes
 wide characters into one cell. Here a cell is 8 by 16 pixels, and block and line characters are
@@ -93,6 +93,39 @@ def save(
         raise UsageError(f"{target} is neither SVG nor PNG.", hint="Name a file .svg or .png.")
     svg = to_svg(strips, title=title, look=theme, note=note)
     data = to_png(svg) if ending == ".png" else svg.encode()
+    _write(target, data)
+    return target
+
+
+class PagePart(NamedTuple):
+    """A picture of a page, and lines of text below it."""
+
+    title: str
+    strips: Sequence[Strip]
+    lines: Sequence[str] = ()
+
+
+def save_page(path: Path, parts: Sequence[PagePart], *, title: str, theme: Theme) -> None:
+    """Write pictures and texts as one HTML page that refers to no other file.
+
+    Raises `FlexInspectError` when the file cannot be written.
+    """
+    colors = f"color:{theme.colors['foreground']};background:{theme.colors['background']}"
+    body = "".join(
+        f"<section>{to_svg(part.strips, title=part.title, look=theme)}"
+        f"<pre>{escape(chr(10).join(map(_printable, part.lines)))}</pre></section>"
+        for part in parts
+    )
+    page = (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        f"<title>{escape(_printable(title))}</title>\n"
+        f"<style>body{{{colors};margin:2em}}pre{{white-space:pre-wrap}}"
+        f"svg{{max-width:100%}}</style>\n<body>{body}</body></html>\n"
+    )
+    _write(path, page.encode())
+
+
+def _write(target: Path, data: bytes) -> None:
     try:
         replace_file(target, data)
     except OSError as error:
@@ -100,7 +133,6 @@ def save(
             f"The picture could not be written to {target}: {error.strerror or error}.",
             hint="Choose a file in an existing folder that you may write to.",
         ) from error
-    return target
 
 
 def to_svg(strips: Sequence[Strip], *, title: str, look: Theme, note: str = "") -> str:

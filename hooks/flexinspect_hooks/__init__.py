@@ -8,10 +8,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["TrainerCallback", "prove", "watch", "watch_training"]
+__all__ = ["TrainerCallback", "evaluate_kernel", "prove", "watch", "watch_training"]
 
 _MODULES = {
     "TrainerCallback": "training.watch_training",
+    "evaluate_kernel": "kernels.evaluation",
     "prove": "proofs",
     "watch": "user_code.watch_trace",  # no module `watch`: it would replace the function
     "watch_training": "training.watch_training",

@@ -66,6 +66,11 @@ def with_python_mods(flex_attention: Callable[..., Any], score_mod: Any) -> Call
     if score_mod is not None and torch.is_grad_enabled():
         _report_once(WITH_GRADIENTS)
         return flex_attention
+    return flex_as_python(flex_attention)
+
+
+def flex_as_python(flex_attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Return uncompiled `flex_attention` that runs as plain Python, without dynamo."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _compile_disabled.on():

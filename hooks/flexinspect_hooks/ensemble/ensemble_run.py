@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,6 +27,7 @@ from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource,
 from flexinspect_hooks.gradients.after_generation import GradientSpec, TokenGradients
 from flexinspect_hooks.loading.model_loader import LoadedModel
 from flexinspect_hooks.loading.tokenizers import TextStream, Vocabulary, token_record
+from flexinspect_hooks.python_internals.user_imports import import_object
 from flexinspect_hooks.rewind.branch_recorder import TraceBranchRecorder
 from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, RewindHandler
 from flexinspect_hooks.sessions.capture_session import CaptureSession
@@ -224,7 +222,7 @@ def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch
     A function of four arguments is the `mask_mod` itself. A function of one argument is called
     with the prompt's segments and returns it. Indices are positions of the whole sequence.
     """
-    function = _import_mask_mod(spec)
+    function = import_object(spec, "--mask", MaskError)
     if _accepts_arguments(function, 1) and not _accepts_arguments(function, 4):
         try:
             function = function(tuple(segments))
@@ -237,18 +235,6 @@ def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch
             "function that does."
         )
     return cast(Callable[..., torch.Tensor], function)
-
-
-def _import_mask_mod(spec: str) -> Any:
-    module_name, _, name = spec.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # last: a file here must not replace an installed module
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # the module may be a script that calls sys.exit
-        text = f"--mask {spec} cannot be loaded: {summarize_error(error)}"
-        hint = "Write --mask package.module:function, importable from the current folder."
-        raise MaskError(text, hint=hint) from error
 
 
 def _accepts_arguments(function: Any, n: int) -> bool:

@@ -26,6 +26,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect_hooks.capture.hook import CaptureContext
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.capture.step_clock import StepClock, StepContext
+from flexinspect_hooks.kernels.identity_probe import identity_values
 from flexinspect_hooks.observers.attention.attention_hook import AttentionHook
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.mask_capture import capture_call_mask, dense_bias
@@ -219,12 +220,8 @@ def _first_difference(
 
 def _kernel_weights(ref: AttentionCall) -> Iterator[tuple[int, Tensor]]:
     """Yield the first key of a chunk and the kernel's weights on its keys, (heads, rows, keys)."""
-    width, n_keys = ref.value.shape[-1], ref.key.shape[2]
-    for start in range(0, n_keys, width):
-        n = min(width, n_keys - start)
-        value = torch.zeros_like(ref.value)
-        columns = torch.arange(n, device=value.device)
-        value[:, :, start + columns, columns] = 1
+    width = ref.value.shape[-1]
+    for start, n, value in identity_values(ref.value):
         output = ref.repeat(value)
         if tuple(output.shape[1:]) != (ref.query.shape[2], ref.query.shape[1], width):
             raise ValueError(f"its output is {tuple(output.shape)}")

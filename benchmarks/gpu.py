@@ -1,0 +1,164 @@
+"""`python -m benchmarks.gpu kernels`: every CUDA path of a subject in one run of 8 minutes at most.
+
+It stops starting new work when its time is over, and says what it left out. `--small` runs the
+same code on any device in seconds; the tests do that on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from benchmarks.common import RESULTS, machine
+from flexinspect.analysis.kernel_report import KernelEvaluation, evaluation_lines, summary_lines
+from flexinspect.analysis.kernel_speed import SpeedReport, speed_lines
+from flexinspect.core.errors import UsageError
+from flexinspect.inputs.kernel_configs import KernelRequest
+from flexinspect_hooks.kernels.builtin_kernels import NAMES
+from flexinspect_hooks.kernels.comparison import Comparison
+from flexinspect_hooks.kernels.problem import choose_device
+
+SECONDS = 480
+_COMPARE_SHARE = 0.6  # of the time; the rest is for the timings
+_LARGE = """
+[[config]]
+name = "head-128-bfloat16"
+dtype = "bfloat16"
+batch = 2
+q_heads = 8
+kv_heads = 2
+q_len = 512
+kv_len = 512
+head_dim = 128
+mask = "causal"
+
+[[config]]
+name = "decode-bfloat16"
+dtype = "bfloat16"
+q_heads = 8
+kv_heads = 2
+q_len = 1
+kv_len = 1024
+head_dim = 128
+mask = "causal"
+"""
+"""Sizes of real models, which the built-in table leaves to machines with a GPU."""
+
+_SMALL_CONFIGS = ("causal-float32", "decode-float32")
+_TIMED = ("sdpa", "sdpa-flash", "sdpa-cudnn", "flash-attn", "flex-compiled")
+_SMALL_TIMED = ("sdpa", "flex")
+
+
+def measure_kernels(
+    *, seconds: float, small: bool, device: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Compare all kernels on all configurations and time them; return the numbers for JSON."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "kernels.toml")
+        table.write_text(_LARGE, "utf-8")
+        return _measure(start, table, seconds=seconds, small=small, device=device, say=say)
+
+
+def _measure(
+    start: float,
+    table: Path,
+    *,
+    seconds: float,
+    small: bool,
+    device: str,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    request = KernelRequest(kernels=("all",), table=str(table), device=device, n_runs=3)
+    done: list[KernelEvaluation] = []
+    left_out: list[str] = []
+    for part in _requests(request, small=small):
+        if time.monotonic() - start > seconds * _COMPARE_SHARE:
+            left_out.append(f"{part.configs[0]} with {part.inputs} inputs")
+            continue
+        try:
+            done += Comparison(part).evaluations(say)
+        except UsageError as error:
+            left_out.append(error.message)
+    speeds: list[SpeedReport] = []
+    for part in _timed_requests(request, small=small):
+        if time.monotonic() - start > seconds:
+            left_out.append(f"times of {part.configs[0]} at {part.lengths[0]} keys")
+            continue
+        speeds.append(Comparison(part).speed(say))
+    differing = [one for one in done if one.status == "differs"]
+    for one in differing:
+        print("\n".join(evaluation_lines(one)))
+    print("\n".join(summary_lines(done)))
+    for report in speeds:
+        print("\n".join(speed_lines(report)))
+    return {
+        "seconds": round(time.monotonic() - start, 1),
+        "left_out": left_out,
+        "evaluations": [one.as_json() for one in done],
+        "speed": [report.as_json() for report in speeds],
+    }
+
+
+def _requests(request: KernelRequest, *, small: bool) -> Iterator[KernelRequest]:
+    """One request per configuration, so that the time is checked between them."""
+    configs: tuple[str, ...] = _SMALL_CONFIGS
+    if small:
+        kernels = tuple(name for name in NAMES if name != "flex-compiled")
+        request = replace(request, kernels=kernels)
+    else:
+        configs = tuple(config.name for config in Comparison(request).table.config)
+    for name in configs:
+        yield replace(request, configs=(name,))
+    for inputs in ("unit", "token"):
+        yield replace(request, configs=("causal-float32",), inputs=inputs)
+
+
+def _timed_requests(request: KernelRequest, *, small: bool) -> Iterator[KernelRequest]:
+    lengths = (64,) if small else (1024, 4096, 8192)
+    config = "causal-float32" if small else "head-128-bfloat16"
+    for length in lengths:
+        yield replace(
+            request,
+            kernels=_SMALL_TIMED if small else _TIMED,
+            configs=(config,),
+            inputs="unit",
+            lengths=(length,),
+            repeats=3 if small else 30,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a case and save its numbers; return 1 if a kernel differs."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("case", choices=("kernels",))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit (%(default)s)")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a few seconds, on any device")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu-kernels.json")
+    args = parser.parse_args(arguments)
+    try:
+        device = choose_device(args.device).type
+    except UsageError as error:
+        parser.error(error.message)
+    facts = measure_kernels(
+        seconds=args.seconds,
+        small=args.small,
+        device=device,
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    result = {"case": "gpu-kernels", "machine": machine(device), **facts}
+    args.out.write_text(json.dumps(result, indent=1, default=str) + "\n", "utf-8")
+    return int(any(one["status"] == "differs" for one in facts["evaluations"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

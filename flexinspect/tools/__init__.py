@@ -1,0 +1,1 @@
+"""Modules that are run by name, with `python -m flexinspect.tools.NAME`."""

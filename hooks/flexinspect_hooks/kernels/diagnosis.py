@@ -1,0 +1,353 @@
+"""Names the class of a kernel's fault: the variation of the oracle that gives the same numbers.
+
+A hypothesis counts if the oracle with that fault reproduces the kernel's output: the difference
+that remains is within the tolerance, and at most a quarter of the difference to the right oracle.
+The residual is reported as the proof. Nothing is claimed for a kernel within tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from flexinspect.analysis.kernel_report import Diagnosis, KernelEvaluation
+from flexinspect.core.text import format_numbers, plural
+from flexinspect_hooks.kernels.calling import ContractError, Kernel, KernelResult, call_kernel
+from flexinspect_hooks.kernels.key_use import MIN_WEIGHT, measure_key_use
+from flexinspect_hooks.kernels.oracle import (
+    Attention,
+    Variation,
+    accumulate,
+    attend,
+    scores_of,
+)
+from flexinspect_hooks.kernels.problem import Problem
+from flexinspect_hooks.kernels.reference import Reference, mean, nan_as_inf
+from flexinspect_hooks.kernels.wrong_masks import MaskFault, mask_faults
+
+_EXPLAINED_SHARE = 0.25
+_ACCUMULATION_BLOCKS = (1, 16, 32, 64, 128)
+_SIZE_RANGE = (1 / 3, 3.0)
+_MAX_BIAS = 0.5
+
+
+def diagnose(
+    one: KernelEvaluation, kernel: Kernel, bar: Reference, runs: Sequence[KernelResult]
+) -> Iterator[Diagnosis]:
+    """Yield what explains a kernel's differences, the surest first; nothing for a right one."""
+    assert one.error is not None
+    for fault in one.faults:
+        kinds = {"The output": "output-dtype", "The LSE": "lse-shape"}
+        kind = next((kinds[start] for start in kinds if fault.startswith(start)), "inputs-changed")
+        yield Diagnosis(kind, fault)
+    if one.empty_rows and "FlexAttention gives 0" in one.empty_rows:
+        yield Diagnosis(
+            "empty-rows", f"In {plural(one.n_empty_rows, 'empty row')}, {one.empty_rows}."
+        )
+    if not one.bit_equal:
+        yield _nondeterminism(one, bar)
+    if one.run_difference > bar.tolerance.max_abs:
+        return  # no single run tells what else is wrong
+    if not bar.is_within(one.error) or one.n_wrong_reads or has_wrong_keys(one):
+        yield _Search(one, kernel, bar, runs[0]).explanation()
+    elif one.lse is not None and not one.lse.is_within:
+        yield _lse_diagnosis(one, kernel, bar, runs[0])
+    for gradient in one.gradients:
+        if not gradient.is_within and bar.is_within(one.error):
+            numbers = f"its error is {gradient.max_abs:.2g}, above {gradient.tolerance:.2g}"
+            yield Diagnosis(
+                "gradient", f"The output is right and {gradient.name} is not: {numbers}."
+            )
+
+
+def _nondeterminism(one: KernelEvaluation, bar: Reference) -> Diagnosis:
+    largest, allowed = one.run_difference, bar.tolerance.max_abs
+    if largest <= allowed:
+        text = (
+            f"{one.n_runs} runs on the same inputs differ by up to {largest:.2g}, within the "
+            "tolerance: the order of the additions varies (atomic additions, or a split by load)."
+        )
+        return Diagnosis("random-order", text)
+    text = (
+        f"{one.n_runs} runs on the same inputs differ by up to {largest:.2g}, above the tolerance "
+        f"of {allowed:.2g}: reads and writes race."
+    )
+    return Diagnosis("race", text)
+
+
+def has_wrong_keys(one: KernelEvaluation) -> bool:
+    """Whether the identity-V probe showed other keys than those of the mask."""
+    use = one.key_use
+    return use is not None and bool(use.n_opened or use.n_closed)
+
+
+class _Search:
+    """The search for the variation that explains one output."""
+
+    def __init__(
+        self, one: KernelEvaluation, kernel: Kernel, bar: Reference, run: KernelResult
+    ) -> None:
+        self._one, self._kernel, self._bar, self._problem = one, kernel, bar, bar.problem
+        self._out = run.out.double()
+        self._right = Variation.of(bar.problem)
+        assert one.error is not None
+        self._error = math.inf if one.error.n_nan + one.error.n_inf else one.error.max_abs
+
+    def explanation(self) -> Diagnosis:
+        """Return the best explanation: of the keys, the scores, the heads, or the additions."""
+        use = self._one.key_use
+        wrong_keys = has_wrong_keys(self._one)
+        found = [*self._mask_diagnoses()] if wrong_keys or use is None or use.skipped else []
+        if not found:
+            found = [*self._score_diagnoses(), *self._head_diagnoses()]
+        if not found and not wrong_keys:
+            found = [*self._accumulation_diagnoses()]
+        if not found and wrong_keys:
+            found = [self._other_keys()]
+        if not found:
+            return self._unexplained()
+        return min(found, key=lambda each: math.inf if each.residual is None else each.residual)
+
+    def _residual(self, variation: Variation) -> float:
+        """The largest difference to a variation, in rows that have an open key in both."""
+        rows = variation.cells.any(-1) & self._bar.rows
+        out = attend(self._problem, variation).out
+        return self._distance(out, rows.expand(self._out.shape[:3]))
+
+    def _distance(self, out: Tensor, rows: Tensor) -> float:
+        if not bool(rows.any()):
+            return math.inf
+        return float(nan_as_inf((out - self._out)[rows].abs()).max())
+
+    def _explains(self, residual: float, variation: Variation) -> bool:
+        """Whether so little remains that the variation must be what the kernel computes."""
+        is_visible = self._error > self._bar.tolerance.max_abs  # else any variation would fit
+        if not is_visible or residual > _EXPLAINED_SHARE * self._error:
+            return False
+        return residual <= self._bar.tolerance_of(variation)
+
+    # -- which keys --------------------------------------------------------------------------------
+
+    def _mask_diagnoses(self) -> Iterator[Diagnosis]:
+        faults = mask_faults(self._problem)
+        used = self._used_keys()
+        for fault in faults:
+            if used is not None and not self._fits(fault, used):
+                continue
+            variation = replace(self._right, cells=fault.cells)
+            residual = self._residual(variation)
+            # A fault that the tolerance hides is known by its keys.
+            hidden = used is not None and residual <= self._error <= self._bar.tolerance.max_abs
+            if hidden or self._explains(residual, variation):
+                yield Diagnosis(fault.kind, fault.sentence, residual, self._error)
+                return  # the faults are in the order from the simplest on
+
+    def _used_keys(self) -> Tensor | None:
+        """The kernel's own weights, None if they cannot be recovered."""
+        try:
+            return measure_key_use(self._kernel, self._problem)[1]
+        except ContractError:
+            return None
+
+    def _fits(self, fault: MaskFault, used: Tensor) -> bool:
+        """Whether the keys with weight are those of a wrong mask, except for tiny weights."""
+        cells = fault.cells.expand(used.shape)
+        rows = cells.any(-1, keepdim=True) & self._bar.rows[..., None]
+        if bool((rows & (used != 0) & ~used.isnan() & ~cells).any()):
+            return False
+        scores = scores_of(self._problem, self._right).masked_fill(~cells, -torch.inf)
+        relative = (scores - scores.amax(-1, keepdim=True)).exp()
+        return not bool((rows & cells & (used == 0) & (relative > 100 * MIN_WEIGHT)).any())
+
+    def _other_keys(self) -> Diagnosis:
+        use, used = self._one.key_use, self._used_keys()
+        assert use is not None
+        text = f"The kernel used other keys than the mask's: {use.first}."
+        if used is not None:
+            variation = replace(self._right, cells=used != 0)
+            residual = self._residual(variation)
+            if self._explains(residual, variation):
+                return Diagnosis("other-keys", text, residual, self._error)
+        if self._error <= self._bar.tolerance.max_abs:
+            return Diagnosis("other-keys", f"{text} These inputs hide it in the output.")
+        return Diagnosis("other-keys", f"{text} Its scores are wrong too.")
+
+    # -- scores, heads -----------------------------------------------------------------------------
+
+    def _score_diagnoses(self) -> Iterator[Diagnosis]:
+        for kind, sentence, variation in self._score_variations():
+            residual = self._residual(variation)
+            if self._explains(residual, variation):
+                yield Diagnosis(kind, sentence, residual, self._error)
+
+    def _score_variations(self) -> Iterator[tuple[str, str, Variation]]:
+        right, config = self._right, self._problem.config
+        if right.softcap is not None:
+            text = f"The softcap of {right.softcap:g} is ignored."
+            yield "softcap-ignored", text, replace(right, softcap=None)
+        if right.score_mod is not None:
+            text = f"The score_mod {config.score_mod} is ignored."
+            yield "score-mod-ignored", text, replace(right, score_mod=None)
+        scale, default = right.scale, float(config.head_dim**-0.5)
+        scales = {
+            "no scale is applied": 1.0,
+            f"it is the default {default:g}, not that of the call": default,
+            "it is applied twice": scale * scale,
+            "exp2 is used for exp": scale * math.log(2),
+            "exp is used for exp2": scale / math.log(2),
+            "it is 1 / head size": 1 / config.head_dim,
+        }
+        for reason, other in scales.items():
+            if not math.isclose(other, scale, rel_tol=1e-3):
+                kind = "scale-missing" if other == 1.0 else "scale"
+                text = f"The scale is {other:g} instead of {scale:g}: {reason}."
+                yield kind, text, replace(right, scale=other)
+
+    def _head_diagnoses(self) -> Iterator[Diagnosis]:
+        """Query heads that use another key head, each found by itself."""
+        config, limit = self._problem.config, self._bar.tolerance.max_abs
+        wrong = [head for head, error in enumerate(self._one.heads) if not error <= limit]
+        if config.kv_heads == 1 or not wrong:
+            return
+        heads = list(self._right.kv_head)
+        for other in range(config.kv_heads):
+            varied = replace(self._right, kv_head=tuple(other for _ in heads))
+            difference = (attend(self._problem, varied).out - self._out).abs()
+            per_head = difference.masked_fill(~self._bar.rows[..., None], 0).amax((0, 2, 3))
+            for head in wrong:
+                if float(per_head[head]) <= limit:
+                    heads[head] = other
+        variation = replace(self._right, kv_head=tuple(heads))
+        residual = self._residual(variation)
+        if not self._explains(residual, variation):
+            return
+        repeated = tuple(head % config.kv_heads for head in range(config.q_heads))
+        pairs = ", ".join(f"{head} uses {heads[head]}" for head in wrong[:8])
+        text = f"Of the query heads, {pairs} as key head, not {self._right.kv_head[wrong[0]]}."
+        if variation.kv_head == repeated and len(wrong) > 1:
+            text = "Key heads are repeated as 0, 1, ..., 0, 1, ...; neighbours must share one."
+        yield Diagnosis("key-head", text, residual, self._error)
+
+    # -- additions ---------------------------------------------------------------------------------
+
+    def _accumulation_diagnoses(self) -> Iterator[Diagnosis]:
+        """Sums that are rounded to a low precision: reproduced, or of the size of such an error."""
+        truth, rows = self._bar.oracle.out, self._bar.rows
+        error = (self._out - truth)[rows]
+        if not math.isfinite(self._error) or not error.numel():
+            return
+        size = max(float(error.abs().mean()), 1e-300)
+        bias = float(error.mean().abs()) / size
+        by_size: list[tuple[float, str]] = []
+        for name, block, out in _low_precision_sums(self._problem):
+            residual = self._distance(out.out, rows)
+            text = f"Sums over keys are rounded to {name}"
+            if residual <= _EXPLAINED_SHARE * self._error:
+                text += f" after every {plural(block, 'key')}."
+                yield Diagnosis("low-precision-sum", text, residual, self._error)
+            ratio = size / max(mean((out.out - truth)[rows].abs()), 1e-300)
+            if _SIZE_RANGE[0] <= ratio <= _SIZE_RANGE[1] and bias < _MAX_BIAS:
+                text += f", judged by the size of the error: its mean is {ratio:.2g} times that "
+                text += f"of sums rounded after every {plural(block, 'key')}. The keys are right."
+                by_size.append((abs(math.log(ratio)), text))
+        if by_size:
+            yield Diagnosis("low-precision-sum", min(by_size)[1])
+
+    def _unexplained(self) -> Diagnosis:
+        one = self._one
+        assert one.error is not None
+        if one.error.n_nan + one.error.n_inf:
+            where = ", ".join(format_numbers(*each) for each in self._nonfinite())
+            text = f"The output is NaN or Inf in {where}, where the oracle is finite."
+            return Diagnosis("nan", text)
+        heads = [h for h, value in enumerate(one.heads) if not value <= self._bar.tolerance.max_abs]
+        where = f"{format_numbers('head', heads)}, {plural(len(one.wrong_rows), 'row')}"
+        use = one.key_use
+        known = use is not None and not use.skipped
+        keys = "The kernel uses the right keys, so its arithmetic is wrong. " if known else ""
+        text = f"{keys}No known fault gives these numbers ({where})."
+        return Diagnosis("unexplained", text)
+
+    def _nonfinite(self) -> list[tuple[str, list[int]]]:
+        bad = (~self._out.isfinite()).any(-1) & self._bar.rows
+        heads, rows = bad.any(0).any(-1), bad.any(0).any(0)
+        return [
+            (n, each.nonzero().flatten().tolist()) for n, each in (("head", heads), ("row", rows))
+        ]
+
+
+def _low_precision_sums(problem: Problem) -> Iterator[tuple[str, int, Attention]]:
+    """Attention with sums of low precision: (dtype, keys between two roundings, result)."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for block in _ACCUMULATION_BLOCKS:
+            for online in (True, False):
+                result = accumulate(problem, dtype, block, online=online)
+                yield str(dtype).removeprefix("torch."), block, result
+
+
+# -- the LSE ---------------------------------------------------------------------------------------
+
+
+def _lse_diagnosis(
+    one: KernelEvaluation, kernel: Kernel, bar: Reference, run: KernelResult
+) -> Diagnosis:
+    assert one.lse is not None
+    assert run.lse is not None
+    problem, lse = bar.problem, run.lse.double()
+    error, rows = one.lse.max_abs, bar.rows
+
+    def residual(other: Tensor, where: Tensor) -> float:
+        where = where & rows & other.isfinite()
+        return float((lse - other)[where].abs().max()) if bool(where.any()) else math.inf
+
+    right = Variation.of(problem)
+    scores = scores_of(problem, right).masked_fill(~right.cells, -torch.inf)
+    guesses = {
+        ("lse-log2", "The LSE is in base 2; it must be the natural logarithm."): (
+            bar.oracle.lse / math.log(2)
+        ),
+        ("lse-max", "The LSE is the maximum of the scores, without the sum."): scores.amax(-1),
+        ("lse-unscaled", "The LSE is that of the scores without the scale."): attend(
+            problem, replace(right, scale=1.0)
+        ).lse,
+    }
+    for block in (16, 32, 64, problem.config.block_size):
+        stop = (problem.config.kv_len - 1) // block * block
+        if stop:
+            text = f"The LSE is stale: that of the keys before the last block of {block}."
+            guesses["lse-stale", text] = scores[..., :stop].logsumexp(-1)
+    if stale := _stale_call(one, kernel, bar):
+        return stale
+    for (kind, text), other in guesses.items():
+        left = residual(other, torch.ones_like(rows))
+        if left <= min(max(one.lse.tolerance, 1e-4), _EXPLAINED_SHARE * error):
+            return Diagnosis(kind, text, left, error)
+    size = mean((lse - bar.oracle.lse)[rows].abs())
+    for name, block, result in _low_precision_sums(problem):
+        expected = mean((result.lse - bar.oracle.lse)[rows].abs())
+        if _SIZE_RANGE[0] <= size / max(expected, 1e-300) <= _SIZE_RANGE[1]:
+            text = f"The sum of the weights is rounded to {name}, judged by the size of the error "
+            text += f"of the LSE: it is that of sums rounded after every {plural(block, 'key')}."
+            return Diagnosis("low-precision-sum", text)
+    return Diagnosis("lse", "The output is right, the LSE is not.")
+
+
+def _stale_call(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> Diagnosis | None:
+    """Whether the LSE of a call is that of the call before it."""
+    problem = bar.problem
+    try:
+        call_kernel(kernel, problem, (-problem.q, problem.k, problem.v))
+        second = call_kernel(kernel, problem)
+        third = call_kernel(kernel, problem)
+    except ContractError:
+        return None
+    if second.lse is None or third.lse is None or torch.equal(second.lse, third.lse):
+        return None
+    error = (third.lse.double() - bar.oracle.lse)[bar.rows].abs()
+    text = "The LSE is stale: it changes between calls on the same inputs, as that of another call."
+    assert one.lse is not None
+    return Diagnosis("lse-stale", text, float(error.max()), one.lse.max_abs)

@@ -1,0 +1,149 @@
+"""Each planted fault is told by its class, with a proof; nothing is claimed for a right kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import planted_kernels as planted
+
+from flexinspect.analysis.kernel_report import KernelEvaluation
+from flexinspect_hooks.kernels.evaluation import evaluate_kernel
+
+SMALL = {"q_len": 80, "kv_len": 80, "head_dim": 32, "q_heads": 2, "kv_heads": 2}
+FULL = {**SMALL, "name": "full"}
+CAUSAL = {**SMALL, "name": "causal", "mask": "causal"}
+HALF = {**CAUSAL, "name": "causal-bfloat16", "dtype": "bfloat16"}
+GQA = {**CAUSAL, "name": "gqa", "q_heads": 8, "kv_heads": 2}
+SOFTCAP = {**CAUSAL, "name": "softcap", "softcap": 2.0}
+LONG = {"name": "long", "dtype": "float16", "q_heads": 1, "kv_heads": 1, "q_len": 16}
+LONG |= {"kv_len": 1024, "head_dim": 32}
+
+
+def evaluate(kernel: Any, config: dict[str, Any], **options: Any) -> KernelEvaluation:
+    return evaluate_kernel(kernel, config, **options)
+
+
+PLANTED: list[tuple[Any, dict[str, Any], str]] = [
+    (planted.last_key_dropped, FULL, "last-key-dropped"),
+    (planted.last_key_dropped, HALF, "last-key-dropped"),
+    (planted.scale_missing, CAUSAL, "scale-missing"),
+    (planted.scale_missing, HALF, "scale-missing"),
+    (planted.mask_inverted, CAUSAL, "mask-inverted"),
+    (planted.mask_inverted, HALF, "mask-inverted"),
+    (planted.head_swapped, GQA, "key-head"),
+    (planted.heads_repeated, GQA, "key-head"),
+    (planted.block_border, CAUSAL, "block-border"),
+    (planted.block_border, HALF, "block-border"),
+    (planted.softcap_ignored, SOFTCAP, "softcap-ignored"),
+    (planted.float16_sums, CAUSAL, "low-precision-sum"),
+    (planted.float16_sums, LONG, "low-precision-sum"),
+    (planted.RandomOrder(), CAUSAL, "random-order"),
+    (planted.LostBlock(), FULL, "race"),
+    (planted.stale_lse, FULL, "lse-stale"),
+    (planted.stale_lse, HALF, "lse-stale"),
+    (planted.LseOfTheCallBefore(), CAUSAL, "lse-stale"),
+    (planted.wrong_dtype, HALF, "output-dtype"),
+    (planted.nan_in_a_row, CAUSAL, "nan"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "config", "kind"), PLANTED)
+def test_a_planted_fault_is_told_by_its_class(
+    kernel: Any, config: dict[str, Any], kind: str
+) -> None:
+    one = evaluate(kernel, config)
+    assert [each.kind for each in one.diagnoses] == [kind], str(one)
+    assert f"class {kind}: " in str(one)
+    # Another order of the additions is within the tolerance, and reported nevertheless.
+    assert one.is_same == (kind == "random-order")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [case[:2] for case in PLANTED if case[2] in ("key-head", "block-border", "scale-missing")],
+)
+def test_the_proof_is_that_the_oracle_with_the_fault_gives_the_same_numbers(
+    kernel: Any, config: dict[str, Any]
+) -> None:
+    (found,) = evaluate(kernel, config).diagnoses
+    assert found.residual is not None
+    assert found.error is not None
+    assert found.residual < found.error / 20
+
+
+@pytest.mark.parametrize("inputs", ["normal", "raw", "unit", "token"])
+@pytest.mark.parametrize("config", [FULL, CAUSAL, HALF, GQA, SOFTCAP, {**CAUSAL, "q_len": 33}])
+def test_nothing_is_claimed_for_a_right_kernel(config: dict[str, Any], inputs: str) -> None:
+    one = evaluate(planted.right, config, inputs=inputs, n_runs=2)
+    assert one.is_same, str(one)
+    assert one.diagnoses == ()
+
+
+@pytest.mark.parametrize("mask", ["window:9", "prefix:11", "document:24", "padding:5"])
+def test_masks_of_all_kinds_are_right_in_a_right_kernel(mask: str) -> None:
+    one = evaluate(planted.right, {**CAUSAL, "mask": mask, "batch": 2}, n_runs=1)
+    assert (one.status, one.diagnoses) == ("same", ()), str(one)
+    assert one.n_empty_rows == (20 if mask == "padding:5" else 0)
+
+
+def test_a_lost_key_passes_under_raw_and_the_report_says_why() -> None:
+    raw = evaluate(planted.last_key_dropped, FULL, inputs="raw")
+    assert raw.is_same
+    assert "The softmax is saturated: in 100% of the rows" in raw.warnings[0]
+    assert "hide most mask faults" in raw.warnings[1]
+    for inputs in ("unit", "token", "normal"):
+        one = evaluate(planted.last_key_dropped, FULL, inputs=inputs)
+        assert [each.kind for each in one.diagnoses] == ["last-key-dropped"]
+
+
+def test_token_inputs_say_which_key_was_read() -> None:
+    one = evaluate(planted.last_key_dropped, FULL, inputs="token")
+    assert 0 < one.n_wrong_reads < one.n_reads
+    assert "instead of key 79 of key head" in one.reads[0]
+    swapped = evaluate(planted.head_swapped, GQA, inputs="token")
+    assert "of key head 0 instead of key" in swapped.reads[0]
+    assert all("head 5," in sentence for sentence in swapped.reads[:4])
+
+
+def test_a_wrong_mask_is_told_from_wrong_arithmetic() -> None:
+    mask = evaluate(planted.block_border, CAUSAL).key_use
+    arithmetic = evaluate(planted.scale_missing, CAUSAL).key_use
+    assert mask is not None
+    assert arithmetic is not None
+    assert mask.n_closed > 0
+    assert "row 31, key 31 is open and had none" in mask.first
+    assert (arithmetic.n_opened, arithmetic.n_closed) == (0, 0)
+    assert arithmetic.max_weight > 0.1
+
+
+def test_no_score_is_blamed_for_an_output_that_the_inputs_keep_right() -> None:
+    calls = []
+
+    def late(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        calls.append(1)  # right in the compared runs, other keys in those of the probe
+        order = None if len(calls) <= 3 else [1, 2]
+        return planted.flash(q, k, v, attn_mask, scale, None, order=order)[0]
+
+    one = evaluate(late, FULL, inputs="raw", gradients=False)
+    assert [each.kind for each in one.diagnoses] == ["other-keys"]
+
+
+def test_a_kernel_that_overwrites_its_inputs_is_told_and_hurts_no_other() -> None:
+    def scaled_in_place(q: Any, k: Any, v: Any, *, attn_mask: Any = None) -> Any:
+        q *= 2
+        return planted.flash(q, k, v, attn_mask, 32**-0.5 / 2, None)[0]
+
+    one = evaluate(scaled_in_place, CAUSAL, n_runs=1, gradients=False)
+    assert [each.kind for each in one.diagnoses] == ["inputs-changed"]
+    assert one.faults == ("It changed q in place.",)
+    assert not one.is_same
+
+
+def test_a_kernel_with_an_unknown_fault_is_not_given_a_class_of_its_own() -> None:
+    def halved(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        return planted.flash(q, k, v, attn_mask, scale, None)[0] * 0.5
+
+    one = evaluate(halved, CAUSAL)
+    assert [each.kind for each in one.diagnoses] == ["unexplained"]
+    assert "uses the right keys" in one.diagnoses[0].sentence

@@ -1,0 +1,160 @@
+"""Attention kernels with one planted fault each, and a right one: an online softmax over blocks.
+
+They share no code with the oracle. `plant(name)` returns a kernel `(q, k, v, **options)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+
+Planted = Callable[..., Any]
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cells: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    order: list[int] | None = None,
+    kv_heads: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """An online softmax over blocks of 32 keys; `dtype` is that of the sums over keys."""
+    group = q.shape[1] // k.shape[1]
+    heads = [head // group for head in range(q.shape[1])] if kv_heads is None else kv_heads
+    key, value = k[:, heads].float(), v[:, heads].float()
+    top = torch.full(q.shape[:3], -torch.inf)
+    total = torch.zeros(*q.shape[:3], dtype=dtype)
+    out = torch.zeros(q.shape, dtype=dtype)
+    for block in range(math.ceil(k.shape[2] / BLOCK)) if order is None else order:
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        scores = torch.einsum("bhqd,bhkd->bhqk", q.float(), key[:, :, part]) * scale
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        if cells is not None:
+            scores = torch.where(cells[..., part], scores, -torch.inf)
+        new = torch.maximum(top, scores.amax(-1))
+        safe = new.nan_to_num(neginf=0.0)
+        weights = (scores - safe[..., None]).exp()
+        shrink = (top - safe).exp()
+        total = (total.float() * shrink + weights.sum(-1)).to(dtype)
+        product = torch.einsum("bhqk,bhkd->bhqd", weights, value[:, :, part])
+        out = (out.float() * shrink[..., None] + product).to(dtype)
+        top = new
+    divided = out.float() / total.float().clamp_min(1e-30)[..., None]
+    return divided.to(q.dtype), top.nan_to_num(neginf=0.0) + total.float().log()
+
+
+def right(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    return flash(q, k, v, attn_mask, scale, softcap)
+
+
+def _closed(k: Tensor, q: Tensor, mask: Tensor | None, keys: Any) -> Tensor:
+    shape = (1, 1, q.shape[2], k.shape[2])
+    cells = torch.ones(shape, dtype=torch.bool) if mask is None else mask.clone()
+    cells[..., keys] = False
+    return cells
+
+
+def last_key_dropped(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, _closed(k, q, attn_mask, -1), scale, None)
+
+
+def scale_missing(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, attn_mask, 1.0, None)
+
+
+def mask_inverted(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, None if attn_mask is None else ~attn_mask, scale, None)
+
+
+def head_swapped(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    heads = [head // (q.shape[1] // k.shape[1]) for head in range(q.shape[1])]
+    heads[5] = 0
+    return flash(q, k, v, attn_mask, scale, None, kv_heads=heads)
+
+
+def heads_repeated(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    heads = [head % k.shape[1] for head in range(q.shape[1])]
+    return flash(q, k, v, attn_mask, scale, None, kv_heads=heads)
+
+
+def block_border(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, _closed(k, q, attn_mask, slice(BLOCK - 1, None, BLOCK)), scale, None)
+
+
+def softcap_ignored(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0, softcap: Any = None
+) -> Any:
+    return flash(q, k, v, attn_mask, scale, None)
+
+
+def float16_sums(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, attn_mask, scale, None, dtype=torch.float16)
+
+
+class RandomOrder:
+    """Adds the blocks in another order in each call."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        blocks = torch.randperm(math.ceil(k.shape[2] / BLOCK), generator=self._generator)
+        return flash(q, k, v, attn_mask, scale, None, order=blocks.tolist())
+
+
+class LostBlock(RandomOrder):
+    """Loses a block of keys in some calls, as a race does."""
+
+    def __call__(self, q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        n = math.ceil(k.shape[2] / BLOCK)
+        lost = int(torch.randint(0, n, (), generator=self._generator))
+        order = [block for block in range(n) if block != lost]
+        return flash(q, k, v, attn_mask, scale, None, order=order)
+
+
+def stale_lse(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    n = math.ceil(k.shape[2] / BLOCK)
+    out, _ = flash(q, k, v, attn_mask, scale, None)
+    return out, flash(q, k, v, attn_mask, scale, None, order=list(range(n - 1)))[1]
+
+
+class LseOfTheCallBefore:
+    """Returns the LSE of the call before."""
+
+    def __init__(self) -> None:
+        self._lse: Tensor | None = None
+
+    def __call__(self, q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        out, lse = flash(q, k, v, attn_mask, scale, None)
+        before, self._lse = self._lse, lse
+        return out, torch.zeros_like(lse) if before is None else before
+
+
+def wrong_dtype(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, attn_mask, scale, None)[0].float()
+
+
+def nan_in_a_row(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    out = flash(q, k, v, attn_mask, scale, None)[0]
+    out[:, 1, 9] = torch.nan
+    return out
