@@ -31,6 +31,7 @@ examples:
   flexinspect glossary margin
   flexinspect declare run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
+  flexinspect flowchart --trace run.flextrace
   flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
@@ -54,6 +55,7 @@ COMMANDS = {
     "glossary": "say what the words of the interface mean",
     "declare": "write the segments that a run did not declare to a file for run --declare",
     "show": "print a panel as text, or save its picture, without the interface",
+    "flowchart": "draw the way from a question to an answer, also with the numbers of a run",
     "compare": "print the differences between two traces (exit code 1 if they differ)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "dump": "print a trace as text or JSON",

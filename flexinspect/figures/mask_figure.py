@@ -171,7 +171,8 @@ class _Parts(Struct, frozen=True):
 def _prepare(picture: MaskPicture, style: FigureStyle, notes: Sequence[str]) -> _Parts:
     words = {pos: _axis_word(word) for pos, word in picture.words.items()}
     names = (segment.label for segment in picture.segments)
-    texts = (*style.labels.texts.values(), picture.title, *notes, *words.values(), *names, "…<U+>")
+    labels = (text for key, text in style.labels.texts.items() if key.startswith("figure_"))
+    texts = (*labels, picture.title, *notes, *words.values(), *names, "…<U+>")
     type_ = typesetter(map(printable, texts))
     words = {pos: type_.fonts.safe(word) for pos, word in words.items()}
     size = base_font_size(style.width)

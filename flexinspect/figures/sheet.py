@@ -29,7 +29,7 @@ MIN_SIDE, MAX_SIDE = 2.0, 40.0
 PAD = 0.08
 """Inches between what is drawn and the edge of the sheet."""
 
-_MEASURE_DPI = 300
+_MEASURE_SIZE = 48  # points; so large that pixels do not change the widths of letters
 _HINTING = 1.03
 """Text may be wider than measured where its letters are fitted to larger pixels."""
 _WORDS = re.compile(
@@ -102,7 +102,7 @@ class Typesetter(Struct, frozen=True):
 
     def size(self, text: str, points: float, *, bold: bool = False) -> float:
         """Return the width of a line of text."""
-        return _text_width(text, points, bold, self.fonts.families)
+        return _text_width(text, bold, self.fonts.families) * points
 
     def line_height(self, points: float) -> float:
         """Return the distance of two lines of text."""
@@ -133,20 +133,21 @@ class Typesetter(Struct, frozen=True):
 
 
 @lru_cache(maxsize=16384)
-def _text_width(text: str, points: float, bold: bool, families: tuple[str, ...]) -> float:
+def _text_width(text: str, bold: bool, families: tuple[str, ...]) -> float:
+    """Return the width of text per point of its size."""
     from matplotlib.font_manager import FontProperties
 
     weight = "bold" if bold else "normal"
-    font = FontProperties(family=list(families), size=points, weight=weight)
+    font = FontProperties(family=list(families), size=_MEASURE_SIZE, weight=weight)
     width, _, _ = _renderer().get_text_width_height_descent(text, font, False)
-    return float(width) / _MEASURE_DPI * _HINTING
+    return float(width) / POINTS / _MEASURE_SIZE * _HINTING
 
 
 @lru_cache(maxsize=1)
 def _renderer() -> Any:
     from matplotlib.backends.backend_agg import RendererAgg
 
-    return RendererAgg(8, 8, _MEASURE_DPI)
+    return RendererAgg(8, 8, POINTS)
 
 
 def typesetter(texts: Iterable[str]) -> Typesetter:
