@@ -36,11 +36,18 @@ _NO_TEXT_FONTS = ("Last Resort", "STIX", "cm", "DejaVu Math", "DejaVu Sans Displ
 
 
 class Fonts(Struct, frozen=True):
-    """The families that a figure needs, in the order of their use; `missing` are characters that
-    no font on this machine has."""
+    """The families that a figure needs, in the order of their use.
+
+    `others` are the characters that the first one lacks, `missing` those that no font has.
+    """
 
     families: tuple[str, ...]
+    others: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
+
+    def has_bold(self, text: str) -> bool:
+        """Return whether text can be bold: most fonts for Chinese have no bold face."""
+        return self.others.isdisjoint(text)
 
     def safe(self, text: str) -> str:
         """Return text for the figure; a missing character is written as its code, `<U+1F5FC>`."""
@@ -56,7 +63,7 @@ def find_fonts(texts: Iterable[str]) -> Fonts:
     characters and no font has them.
     """
     needed = frozenset(c for text in texts for c in text if not c.isspace())
-    left = needed - _covered(BASE_FAMILY, needed)
+    others = left = needed - _covered(BASE_FAMILY, needed)
     families = [BASE_FAMILY]
     for name in _other_families() if left else ():
         found = _covered(name, left)
@@ -70,7 +77,7 @@ def find_fonts(texts: Iterable[str]) -> Fonts:
         shown = "".join(cjk[:8])
         what = f"No font on this machine has the characters '{shown}' of the figure."
         raise UsageError(what, hint=_CJK_PACKAGES)
-    return Fonts(tuple(families), left)
+    return Fonts(tuple(families), others, left)
 
 
 def _other_families() -> list[str]:

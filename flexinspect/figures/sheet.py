@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,14 +65,8 @@ def figure_settings() -> Iterator[None]:
         "text.parse_math": False,
         "path.simplify": False,
     }
-    logger = logging.getLogger("matplotlib.font_manager")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of fonts without a bold face
-    try:
-        with matplotlib.style.context(settings, after_reset=True):
-            yield
-    finally:
-        logger.setLevel(level)
+    with matplotlib.style.context(settings, after_reset=True):
+        yield
 
 
 def base_font_size(width: float) -> float:
@@ -102,7 +95,8 @@ class Typesetter(Struct, frozen=True):
 
     def size(self, text: str, points: float, *, bold: bool = False) -> float:
         """Return the width of a line of text."""
-        return _text_width(text, bold, self.fonts.families) * points
+        is_bold = bold and self.fonts.has_bold(text)
+        return _text_width(text, is_bold, self.fonts.families) * points
 
     def line_height(self, points: float) -> float:
         """Return the distance of two lines of text."""
@@ -180,13 +174,14 @@ class Sheet(Struct, frozen=True):
         **options: Any,
     ) -> Any:
         """Draw a line of text, its middle at `y` if `va` is not given, and return it."""
+        shown = self.type.fonts.safe(printable(text))
         return self.paper.text(
             x,
             y,
-            self.type.fonts.safe(printable(text)),
+            shown,
             fontsize=points,
             family=list(self.type.fonts.families),
-            weight="bold" if bold else "normal",
+            weight="bold" if bold and self.type.fonts.has_bold(shown) else "normal",
             color=color or self.theme.ink,
             parse_math=False,
             **{"va": "center_baseline", "ha": "left", **options},

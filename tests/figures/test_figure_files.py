@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.mask_pictures import isolation_picture
 
 from flexinspect.core.errors import FlexInspectError, UsageError
@@ -47,7 +48,7 @@ def test_text_of_svg_and_html_stays_text(tmp_path: Path) -> None:
 
 
 def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
-    for suffix in (".svg", ".pdf", ".png"):
+    for suffix in (".svg", ".pdf"):
         one, other = (
             save_mask_figure(PICTURE, tmp_path / f"{n}{suffix}", labels=CHINESE).read_bytes()
             for n in range(2)
@@ -127,6 +128,15 @@ def test_without_a_chinese_font_the_package_is_named(monkeypatch: pytest.MonkeyP
         draw_mask_figure(isolation_picture(2, 3), labels=CHINESE)
     assert "fonts-noto-cjk or fonts-wqy-microhei" in (error.value.hint or "")
     draw_mask_figure(isolation_picture(2, 3), labels=load_labels("en"))
+
+
+def test_no_warning_is_logged_about_a_face_that_a_font_lacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    figure = draw_mask_figure(isolation_picture(2, 3), labels=CHINESE)
+    replaced = replace(isolation_picture(2, 3), title="掩码 mask")
+    draw_mask_figure(replaced, labels=CHINESE, figure=figure.__class__()).draw_without_rendering()
+    assert caplog.records == []
 
 
 def test_a_character_without_any_font_is_written_as_its_code() -> None:

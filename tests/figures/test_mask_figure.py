@@ -93,7 +93,7 @@ def test_texts_neither_overlap_nor_leave_the_sheet_nor_are_too_small(
     assert height is None or figure.get_size_inches()[1] <= height + 1e-6
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     n_rows=st.integers(1, 300),
     n_keys=st.integers(1, 300),
