@@ -45,9 +45,13 @@ class Fonts(Struct, frozen=True):
     others: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
 
-    def has_bold(self, text: str) -> bool:
-        """Return whether text can be bold: most fonts for Chinese have no bold face."""
-        return self.others.isdisjoint(text)
+    def face(self, text: str, *, bold: bool) -> tuple[tuple[str, ...], bool]:
+        """Return the families for text, and whether it can be bold.
+
+        Most fonts for Chinese have no bold face, and matplotlib warns of it.
+        """
+        is_plain = self.others.isdisjoint(text)
+        return self.families[:1] if is_plain else self.families, bold and is_plain
 
     def safe(self, text: str) -> str:
         """Return text for the figure; a missing character is written as its code, `<U+1F5FC>`."""

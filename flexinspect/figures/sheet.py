@@ -95,8 +95,8 @@ class Typesetter(Struct, frozen=True):
 
     def size(self, text: str, points: float, *, bold: bool = False) -> float:
         """Return the width of a line of text."""
-        is_bold = bold and self.fonts.has_bold(text)
-        return _text_width(text, is_bold, self.fonts.families) * points
+        families, is_bold = self.fonts.face(text, bold=bold)
+        return _text_width(text, is_bold, families) * points
 
     def line_height(self, points: float) -> float:
         """Return the distance of two lines of text."""
@@ -175,13 +175,14 @@ class Sheet(Struct, frozen=True):
     ) -> Any:
         """Draw a line of text, its middle at `y` if `va` is not given, and return it."""
         shown = self.type.fonts.safe(printable(text))
+        families, is_bold = self.type.fonts.face(shown, bold=bold)
         return self.paper.text(
             x,
             y,
             shown,
             fontsize=points,
-            family=list(self.type.fonts.families),
-            weight="bold" if bold and self.type.fonts.has_bold(shown) else "normal",
+            family=list(families),
+            weight="bold" if is_bold else "normal",
             color=color or self.theme.ink,
             parse_math=False,
             **{"va": "center_baseline", "ha": "left", **options},
