@@ -128,14 +128,23 @@ def save_mask_figure(
 
 
 def draw_mask_sheet(
-    picture: MaskPicture, style: FigureStyle, *, note: str = "", figure: Figure | None = None
+    picture: MaskPicture,
+    style: FigureStyle,
+    *,
+    note: str = "",
+    figure: Figure | None = None,
+    extra_items: tuple[LegendItem, ...] = (),
 ) -> tuple[Sheet, CellArea]:
-    """Draw a mask and return its sheet with the place of the cells; see `draw_mask_figure`."""
+    """Draw a mask and return its sheet with the place of the cells; see `draw_mask_figure`.
+
+    `extra_items` are added to the legend.
+    """
     require_matplotlib()
     check_size(style.width, style.height)
     picture = join_cells(picture, cells_that_fit(style.width))
     with figure_settings():
-        parts = _prepare(picture, style, (_sampling_note(picture, style.labels), note))
+        notes = (_sampling_note(picture, style.labels), note)
+        parts = _prepare(picture, style, notes, extra_items)
         return _draw(parts, _arrange(parts), figure)
 
 
@@ -157,6 +166,7 @@ class _Parts(Struct, frozen=True):
     small: float
     title: list[str]
     notes: list[str]
+    extra_items: tuple[LegendItem, ...]
 
     def line(self, points: float) -> float:
         """Return the height of a line of text in inches."""
@@ -168,7 +178,12 @@ class _Parts(Struct, frozen=True):
         return self.style.labels("figure_query_axis")
 
 
-def _prepare(picture: MaskPicture, style: FigureStyle, notes: Sequence[str]) -> _Parts:
+def _prepare(
+    picture: MaskPicture,
+    style: FigureStyle,
+    notes: Sequence[str],
+    extra_items: tuple[LegendItem, ...],
+) -> _Parts:
     words = {pos: _axis_word(word) for pos, word in picture.words.items()}
     names = (segment.label for segment in picture.segments)
     labels = (text for key, text in style.labels.texts.items() if key.startswith("figure_"))
@@ -180,7 +195,9 @@ def _prepare(picture: MaskPicture, style: FigureStyle, notes: Sequence[str]) -> 
     title = type_.wrap(printable(picture.title), room, size * 1.15, bold=True)
     lines = [line for note in notes if note for line in type_.wrap(note, room, small)]
     drawn = replace(picture, words=words)
-    return _Parts(drawn, style, type_, size, small, title if picture.title else [], lines)
+    return _Parts(
+        drawn, style, type_, size, small, title if picture.title else [], lines, extra_items
+    )
 
 
 def _axis_word(word: str) -> str:
@@ -370,7 +387,7 @@ def _legend_items(parts: _Parts, has_dots: bool) -> list[LegendItem]:
     ):
         if flags.any():
             items.append(LegendItem(labels(key), "mark", theme.mark, marker))
-    return items
+    return [*items, *parts.extra_items]
 
 
 _SPECIAL_STATES = {
