@@ -215,3 +215,12 @@ def fold_table(table: Counts, edges: IntArray, coarse: IntArray, axis: int) -> C
     at = np.searchsorted(edges, coarse[:-1])
     folded: Counts = np.add.reduceat(table, at, axis=axis)
     return folded
+
+
+def past_cells(row_edges: IntArray, key_edges: IntArray) -> Counts:
+    """Return the number of cells up to the diagonal, int64 (row ranges, key ranges)."""
+    rows, keys = row_edges.astype(np.int64)[:, None], key_edges.astype(np.int64)[None]
+    diagonal = np.minimum(rows, keys)  # the rows before each edge that end before the key's edge
+    below = diagonal * (diagonal + 1) // 2 + (rows - diagonal) * keys
+    cells: Counts = np.diff(np.diff(below, axis=0), axis=1)
+    return cells
