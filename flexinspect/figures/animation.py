@@ -352,7 +352,8 @@ def _indexed(pixels: npt.NDArray[np.uint8], palette: npt.NDArray[np.uint8]) -> I
 def _packed(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
     """Return the colours of pixels (height, width, 3) as one number each."""
     red, green, blue = (pixels[..., n].astype(np.uint32) for n in range(3))
-    return (red << 16) | (green << 8) | blue
+    packed: npt.NDArray[np.uint32] = red << np.uint32(16) | green << np.uint32(8) | blue
+    return packed
 
 
 def _unpacked(colors: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
