@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
 from flexinspect.figures.legend import LegendItem, draw_legend, place_legend
+from flexinspect.figures.mask_margins import segment_names
 from flexinspect.figures.sheet import (
     MIN_FONT_SIZE,
     PAD,
@@ -25,93 +25,103 @@ from flexinspect.figures.sheet import (
     typesetter,
 )
 from flexinspect.figures.themes import THEMES, FigureTheme, mix_colors, sign_color
+from flexinspect.masks.algebra import Segments
+from flexinspect.masks.counting import Counts
+from flexinspect.masks.mask_analysis import MaskAnalysis, PhaseFacts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Counts = npt.NDArray[np.int64]
 
 MAX_CELL = 0.14
 """Shares of the width that a cell of the heat map has at most."""
 
 
-class PhaseNumbers(Struct, frozen=True):
-    """The cells of the rows of one phase, the queries of the prompt or the generated ones.
+class _Pairs(Struct, frozen=True):
+    """Open cells by segment of the query (row) and of the key, `n_cells` those in reach."""
 
-    `own` and `others` count open cells at or before the query, in its own segment and in other
-    ones; `closed` counts the other cells at or before the query, `future` the open ones after it.
-    """
-
-    n_rows: int
-    own: int
-    others: int
-    closed: int
-    future: int = 0
-
-    @property
-    def density(self) -> float:
-        """The share of open cells among those at or before the query, 0 to 1; 0 without any."""
-        n_open = self.own + self.others
-        return n_open / max(n_open + self.closed, 1)
-
-
-class SegmentTable(Struct, frozen=True):
-    """Open cells by segment: row n are the queries of segment n, column n its keys.
-
-    `n_open` and `n_cells` are int64 (segments, segments); `n_cells` counts the cells at or before
-    the query, so that a causal mask has a density of 1 everywhere.
-    """
-
-    names: tuple[str, ...]
+    row_names: tuple[str, ...]
+    key_names: tuple[str, ...]
     n_open: Counts
     n_cells: Counts
 
 
+def _pairs(analysis: MaskAnalysis, segments: Segments, labels: Labels) -> _Pairs | None:
+    if not len(analysis.pairs) or len(segments) < 2:
+        return None
+    names = tuple(segment_names(segment, segments, labels)[0] for segment in segments)
+    n_rows, n_keys = analysis.pairs.shape
+    return _Pairs(names[:n_rows], names[:n_keys], analysis.pairs, analysis.pair_cells)
+
+
 def draw_analysis_figure(
-    encoding: PhaseNumbers,
-    generation: PhaseNumbers | None,
-    table: SegmentTable,
+    analysis: MaskAnalysis,
+    segments: Segments = (),
     *,
     labels: Labels,
-    title: str,
+    title: str | None = None,
     theme: FigureTheme = THEMES["light"],
     width: float = 6.5,
-    notes: Sequence[str] = (),
     figure: Figure | None = None,
 ) -> Figure:
-    """Draw bars of what the rows of each phase attend to, and below them the segments' densities.
+    """Draw bars of what the queries of each phase attend to, and a heat map of the segments.
 
-    `generation` is None without generated tokens. `notes` are lines below the title, `figure` is an
-    empty figure to draw on. Raises `UsageError` when matplotlib or a font is missing, or for an
-    impossible width.
+    `segments` are those of the analysis; without them there is no heat map. `title` is by default
+    the name of the mask, `figure` an empty figure to draw on. Raises `UsageError` when matplotlib
+    or a font is missing, or for an impossible width.
     """
     require_matplotlib()
     check_size(width, None)
-    phases = [("encoding", encoding), *([("generation_phase", generation)] if generation else [])]
+    phases = {name: getattr(analysis, name) for name in ("encoding", "generation")}
+    known = [(name, facts) for name, facts in phases.items() if facts is not None]
+    title = printable(analysis.name if title is None else title)
     with figure_settings():
-        texts = (text for key, text in labels.texts.items() if key.startswith("figure_"))
-        type_ = typesetter(map(printable, (*texts, title, *notes, *table.names, "…<U+>%")))
-        parts = _Parts(labels, theme, type_, base_font_size(width), width)
-        heading = type_.wrap(printable(title), parts.room, parts.size * 1.15, bold=True)
-        lines = [line for note in notes for line in type_.wrap(note, parts.room, parts.small)]
-        below = PAD + len(heading) * parts.line(1.15) + len(lines) * parts.line(0.88)
-        legend = place_legend(_legend_items(parts, phases), type_, parts.small, parts.room)
-        bars_top = below + parts.line(1.4)
-        legend_top = bars_top + len(phases) * parts.line(2.2) + parts.line(0.3)
+        pairs = _pairs(analysis, segments, labels)
+        names = (*pairs.row_names, *pairs.key_names) if pairs else ()
+        texts = (text for key, text in labels.texts.items() if key.startswith(("figure_", "anal")))
+        type_ = typesetter((*texts, title, *names, "…<U+>%"))
+        parts = _Parts(labels, theme, type_, base_font_size(width), width, analysis.is_causal)
+        heading = type_.wrap(title, parts.room, parts.size * 1.15, bold=True)
+        notes = [line for text in _notes(analysis, labels) for line in _wrapped(parts, text)]
+        bars_top = PAD + len(heading) * parts.line(1.15) + len(notes) * parts.line(0.88)
+        bars_top += parts.line(0.6)
+        legend = place_legend(_legend_items(parts), type_, parts.small, parts.room)
+        legend_top = bars_top + len(known) * parts.line(2.2) + parts.line(0.3)
         map_top = legend_top + legend.height + parts.line(1)
-        side, map_left = _map_places(parts, table)
-        names_top = map_top + parts.line(1.4)
-        depth = _name_depth(parts, table, side)
-        height = names_top + depth + side * len(table.names) + PAD
-        height += parts.line(0.2 + 0.88 * len(_axes_note(parts)))
-        sheet = new_sheet(width, height, theme, type_, figure=figure)
+        height = map_top + _map_height(parts, pairs) if pairs else legend_top + legend.height
+        sheet = new_sheet(width, height + PAD, theme, type_, figure=figure)
         y = sheet.lines(PAD, PAD, heading, parts.size * 1.15, bold=True)
-        sheet.lines(PAD, y, lines, parts.small, color=theme.muted)
-        _draw_bars(sheet, parts, phases, bars_top)
+        sheet.lines(PAD, y, notes, parts.small, color=theme.muted)
+        _draw_bars(sheet, parts, known, bars_top)
         draw_legend(sheet, legend, PAD, legend_top, parts.small)
-        sheet.text(PAD, map_top + parts.line(0.5), labels("figure_segments"), parts.size, bold=True)
-        _draw_map(sheet, parts, table, (map_left, names_top + depth), side)
+        if pairs:
+            _draw_map(sheet, parts, pairs, map_top)
     return sheet.figure
+
+
+def _notes(analysis: MaskAnalysis, labels: Labels) -> list[str]:
+    """Return the sentences below the title: density, and the work that FlexAttention skips."""
+    reach = labels("analysis_reach_causal" if analysis.is_causal else "analysis_reach_all")
+    share, blocks = percent(analysis.density), analysis.blocks
+    return [
+        labels(
+            "analysis_density",
+            open=f"{analysis.n_open:,}",
+            total=f"{analysis.n_cells:,}",
+            reach=reach,
+            share=share,
+        ),
+        labels(
+            "figure_blocks",
+            size=blocks.size,
+            visited=f"{blocks.visited:,}",
+            total=f"{blocks.visited + blocks.empty:,}",
+            share=percent(blocks.skipped),
+        ),
+    ]
+
+
+def _wrapped(parts: _Parts, text: str) -> list[str]:
+    return parts.type.wrap(text, parts.room, parts.small)
 
 
 class _Parts(Struct, frozen=True):
@@ -120,6 +130,7 @@ class _Parts(Struct, frozen=True):
     type: Typesetter
     size: float
     width: float
+    is_causal: bool
 
     @property
     def small(self) -> float:
@@ -147,16 +158,13 @@ def percent(share: float) -> str:
 
 # -- bars ------------------------------------------------------------------------------------------
 
-_Phases = Sequence[tuple[str, PhaseNumbers]]
 
-
-def _shares(parts: _Parts, phase: PhaseNumbers) -> list[tuple[int, str]]:
+def _shares(theme: FigureTheme, phase: PhaseFacts) -> list[tuple[int, str]]:
     """Return the count and the colour of each part of a bar."""
-    theme = parts.theme
     return [
-        (phase.own, theme.open),
-        (phase.others, _others_color(theme)),
-        (phase.closed, theme.closed),
+        (phase.n_open - phase.n_cross, theme.open),
+        (phase.n_cross, _others_color(theme)),
+        (phase.n_cells - phase.n_open, theme.closed),
     ]
 
 
@@ -164,44 +172,48 @@ def _others_color(theme: FigureTheme) -> str:
     return mix_colors(theme.open, theme.generation, 0.75)
 
 
-def _legend_items(parts: _Parts, phases: _Phases) -> list[LegendItem]:
+def _legend_items(parts: _Parts) -> list[LegendItem]:
     labels, theme = parts.labels, parts.theme
-    items = [
+    return [
         LegendItem(labels("figure_own_segment"), "square", theme.open),
         LegendItem(labels("figure_other_segments"), "square", _others_color(theme)),
         LegendItem(labels("figure_not_attended"), "square", theme.closed),
     ]
-    if any(phase.future for _, phase in phases):
-        items.append(LegendItem(labels("figure_future"), "square", theme.leaked))
-    return items
 
 
-def _draw_bars(sheet: Sheet, parts: _Parts, phases: _Phases, top: float) -> None:
-    names = {kind: parts.labels(f"figure_{kind}") for kind, _ in phases}
-    left = PAD + max(parts.type.size(name, parts.size, bold=True) for name in names.values()) + 0.1
-    shown = {kind: percent(phase.density) for kind, phase in phases}
-    right = max(parts.type.size(text, parts.size) for text in shown.values()) + 0.1
+def _draw_bars(
+    sheet: Sheet, parts: _Parts, phases: Sequence[tuple[str, PhaseFacts]], top: float
+) -> None:
+    names = {kind: parts.labels(f"figure_phase_{kind}") for kind, _ in phases}
+    widths = (parts.type.size(name, parts.size, bold=True) for name in names.values())
+    left = PAD + max(widths, default=0.0) + 0.1
+    right = parts.type.size(">99.9 %", parts.size) + 0.1
     room, high = parts.width - left - right - PAD, parts.line(1)
     for number, (kind, phase) in enumerate(phases):
         y = top + number * parts.line(2.2)
         sheet.text(PAD, y + high / 2, names[kind], parts.size, bold=True)
-        sheet.text(parts.width - PAD, y + high / 2, shown[kind], parts.size, ha="right")
-        total, x = max(phase.own + phase.others + phase.closed, 1), left
-        for n, (count, color) in enumerate(_shares(parts, phase)):
-            share = room * count / total
-            _box(sheet, x, y, share, high, color)
-            text = f"{count:,}"
-            if count and parts.type.size(text, parts.small) + 0.06 <= share:
-                options: dict[str, Any] = {"ha": "center", "color": sign_color(color)}
-                sheet.text(x + share / 2, y + high / 2, text, parts.small, **options)
-            if n == 1 and count:  # besides its colour
-                sheet.line([x, x], [y, y + high], parts.theme.background, linewidth=1.2)
-            x += share
+        share = percent(phase.density)
+        sheet.text(parts.width - PAD, y + high / 2, share, parts.size, ha="right")
+        _draw_bar(sheet, parts, phase, (left, y, room, high))
         note = parts.labels("figure_phase_rows", rows=f"{phase.n_rows:,}")
-        if phase.future:
-            note += parts.labels("figure_future_cells", cells=f"{phase.future:,}")
-        color = parts.theme.leaked if phase.future else parts.theme.muted
-        sheet.text(left, y + 1.5 * high, note, parts.small, color=color)
+        sheet.text(left, y + 1.5 * high, note, parts.small, color=parts.theme.muted)
+
+
+def _draw_bar(
+    sheet: Sheet, parts: _Parts, phase: PhaseFacts, area: tuple[float, float, float, float]
+) -> None:
+    """Draw the parts of a bar in an area (left, top, width, height), with counts that fit."""
+    x, y, room, high = area
+    for n, (count, color) in enumerate(_shares(parts.theme, phase)):
+        share = room * count / max(phase.n_cells, 1)
+        _box(sheet, x, y, share, high, color)
+        text = f"{count:,}"
+        if count and parts.type.size(text, parts.small) + 0.06 <= share:
+            options: dict[str, Any] = {"ha": "center", "color": sign_color(color)}
+            sheet.text(x + share / 2, y + high / 2, text, parts.small, **options)
+        if n == 1 and count:  # a gap, besides the colours
+            sheet.line([x, x], [y, y + high], parts.theme.background, linewidth=1.2)
+        x += share
 
 
 def _box(sheet: Sheet, x: float, y: float, width: float, height: float, color: str) -> None:
@@ -215,76 +227,85 @@ def _box(sheet: Sheet, x: float, y: float, width: float, height: float, color: s
 # -- heat map --------------------------------------------------------------------------------------
 
 
-def _map_places(parts: _Parts, table: SegmentTable) -> tuple[float, float]:
-    """Return the side of a cell and the left edge of the map, in inches."""
-    names = max(parts.type.size(name, parts.small) for name in table.names)
-    left = PAD + min(names, parts.width / 4) + 0.08
-    return min((parts.width - left - PAD) / len(table.names), MAX_CELL * parts.width), left
+def _map_sizes(parts: _Parts, pairs: _Pairs) -> tuple[float, float, float]:
+    """Return the side of a cell, the left edge of the cells, and the height of the names above."""
+    limit = parts.width / 4
+    row_names = max(parts.type.size(name, parts.small) for name in pairs.row_names)
+    left = PAD + min(row_names, limit) + 0.08
+    side = min((parts.width - left - PAD) / len(pairs.key_names), MAX_CELL * parts.width)
+    widest = max(parts.type.size(name, parts.small) for name in pairs.key_names)
+    return side, left, parts.line(1) if widest <= side else min(widest, limit) + 0.08
 
 
-def _name_depth(parts: _Parts, table: SegmentTable, side: float) -> float:
-    """Return the height of the names over the map: they are turned where one is too wide."""
-    widest = max(parts.type.size(name, parts.small) for name in table.names)
-    return parts.line(1) if widest <= side else min(widest, parts.width / 4) + 0.08
-
-
-def _draw_map(
-    sheet: Sheet, parts: _Parts, table: SegmentTable, place: tuple[float, float], side: float
-) -> None:
-    left, top = place
-    theme, small = parts.theme, parts.small
-    share = np.minimum(table.n_open / np.maximum(table.n_cells, 1), 1)
-    is_turned = _name_depth(parts, table, side) > parts.line(1)
-    stride = max(int(np.ceil(parts.line(0.9) / side)), 1)
-    for number, name in enumerate(table.names):
-        middle = (number + 0.5) * side
-        text = parts.type.shorten(printable(name), parts.width / 4, small)
-        if number % stride == 0:
-            sheet.text(left - 0.06, top + middle, text, small, ha="right")
-            turned: dict[str, Any] = {"rotation": 90, "va": "bottom"} if is_turned else {}
-            y = top - 0.05 if is_turned else top - parts.line(0.5)
-            sheet.text(left + middle, y, text, small, ha="center", **turned)
-    for row, key in np.ndindex(*share.shape):
-        x, y = left + key * side, top + row * side
-        color = mix_colors(theme.closed, theme.open, float(share[row, key]))
-        if not table.n_cells[row, key]:
-            color = theme.leaked if table.n_open[row, key] else theme.background
-        _box(sheet, x, y, side, side, color)
-        _draw_cell_text(sheet, parts, table, (row, key), (x + side / 2, y + side / 2), side, color)
-    y = top + side * len(table.names) + parts.line(0.2)
-    sheet.lines(PAD, y, _axes_note(parts), small, color=theme.muted)
+def _map_height(parts: _Parts, pairs: _Pairs) -> float:
+    side, _, names = _map_sizes(parts, pairs)
+    note = len(_axes_note(parts)) * parts.line(0.88)
+    return parts.line(1.4) + names + side * len(pairs.row_names) + parts.line(0.2) + note
 
 
 def _axes_note(parts: _Parts) -> list[str]:
-    return parts.type.wrap(parts.labels("figure_segments_axes"), parts.room, parts.small)
+    key = "figure_pair_axes" if parts.is_causal else "figure_pair_axes_all"
+    return _wrapped(parts, parts.labels(key))
+
+
+def _draw_map(sheet: Sheet, parts: _Parts, pairs: _Pairs, top: float) -> None:
+    side, left, names = _map_sizes(parts, pairs)
+    theme, heading = parts.theme, parts.labels("figure_pairs")
+    sheet.text(PAD, top + parts.line(0.5), heading, parts.size, bold=True)
+    top += parts.line(1.4) + names
+    _draw_names(sheet, parts, pairs, (left, top))
+    for row, key in np.ndindex(*pairs.n_open.shape):
+        n_open, n_cells = int(pairs.n_open[row, key]), int(pairs.n_cells[row, key])
+        share = min(n_open / max(n_cells, 1), 1.0)
+        color = mix_colors(theme.closed, theme.open, share) if n_cells else theme.background
+        x, y = left + key * side, top + row * side
+        _box(sheet, x, y, side, side, color)
+        if n_cells:
+            middle = x + side / 2, y + side / 2
+            _draw_cell_text(sheet, parts, (n_open, n_cells), middle, side, color)
+    y = top + side * len(pairs.row_names) + parts.line(0.2)
+    sheet.lines(PAD, y, _axes_note(parts), parts.small, color=theme.muted)
+
+
+def _draw_names(sheet: Sheet, parts: _Parts, pairs: _Pairs, corner: tuple[float, float]) -> None:
+    """Write the names beside and above the cells; of many only every second or third one."""
+    side, _, names = _map_sizes(parts, pairs)
+    (left, top), small = corner, parts.small
+    stride = max(int(np.ceil(parts.line(0.9) / side)), 1)
+    for number, name in list(enumerate(pairs.row_names))[::stride]:
+        text = parts.type.shorten(name, parts.width / 4, small)
+        sheet.text(left - 0.06, top + (number + 0.5) * side, text, small, ha="right")
+    is_turned = names > parts.line(1)
+    turned: dict[str, Any] = {"rotation": 90, "va": "bottom"} if is_turned else {}
+    y = top - 0.05 if is_turned else top - parts.line(0.5)
+    for number, name in list(enumerate(pairs.key_names))[::stride]:
+        text = parts.type.shorten(name, parts.width / 4, small)
+        sheet.text(left + (number + 0.5) * side, y, text, small, ha="center", **turned)
 
 
 def _draw_cell_text(
     sheet: Sheet,
     parts: _Parts,
-    table: SegmentTable,
-    cell: tuple[int, int],
+    counts: tuple[int, int],
     middle: tuple[float, float],
     side: float,
     color: str,
 ) -> None:
     """Write the open cells and their share into a cell, or only the share, or nothing."""
-    n_open, n_cells = int(table.n_open[cell]), int(table.n_cells[cell])
-    if not n_cells and not n_open:
-        return
-    lines = [f"{n_open:,}", percent(n_open / n_cells) if n_cells else ">100 %"]
-    points, room = MIN_FONT_SIZE, side - 0.06
-    high = parts.type.line_height(points)
-    for size in (parts.small, points):
-        widest = max(parts.type.size(text, size) for text in lines)
-        if widest <= room and 2 * parts.type.line_height(size) <= room:
-            points, high = size, parts.type.line_height(size)
+    n_open, n_cells = counts
+    room, texts = side - 0.06, [f"{n_open:,}", percent(n_open / n_cells)]
+    for points, lines in (
+        (parts.small, texts),
+        (MIN_FONT_SIZE, texts),
+        (MIN_FONT_SIZE, texts[1:]),
+    ):
+        high = parts.type.line_height(points)
+        widest = max(parts.type.size(text, points) for text in lines)
+        if widest <= room and len(lines) * high <= room:
             break
     else:
-        lines = lines[1:]
-        if parts.type.size(lines[0], points) > room or high > room:
-            return
+        return
+    options: dict[str, Any] = {"ha": "center", "color": sign_color(color)}
     for number, text in enumerate(lines):
         y = middle[1] + (number - (len(lines) - 1) / 2) * high
-        options: dict[str, Any] = {"ha": "center", "color": sign_color(color)}
         sheet.text(middle[0], y, text, points, **options)
