@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -254,15 +254,19 @@ def _draw_map(sheet: Sheet, parts: _Parts, pairs: _Pairs, top: float) -> None:
     sheet.text(PAD, top + parts.line(0.5), heading, parts.size, bold=True)
     top += parts.line(1.4) + names
     _draw_names(sheet, parts, pairs, (left, top))
+    texts = _cell_texts(pairs)
+    style = _text_style(parts, texts.values(), side - 0.06)
     for row, key in np.ndindex(*pairs.n_open.shape):
-        n_open, n_cells = int(pairs.n_open[row, key]), int(pairs.n_cells[row, key])
-        share = min(n_open / max(n_cells, 1), 1.0)
-        color = mix_colors(theme.closed, theme.open, share) if n_cells else theme.background
+        share = min(int(pairs.n_open[row, key]) / max(int(pairs.n_cells[row, key]), 1), 1.0)
+        lines = texts.get((row, key), [])
+        color = mix_colors(theme.closed, theme.open, share) if lines else theme.background
         x, y = left + key * side, top + row * side
         _box(sheet, x, y, side, side, color)
-        if n_cells:
-            middle = x + side / 2, y + side / 2
-            _draw_cell_text(sheet, parts, (n_open, n_cells), middle, side, color)
+        if style and lines:
+            points, lines = style[0], lines[style[1] :]
+            y += side / 2 - len(lines) / 2 * parts.type.line_height(points)
+            options: dict[str, Any] = {"ha": "center", "color": sign_color(color)}
+            sheet.lines(x + side / 2, y, lines, points, **options)
     y = top + side * len(pairs.row_names) + parts.line(0.2)
     sheet.lines(PAD, y, _axes_note(parts), parts.small, color=theme.muted)
 
@@ -283,29 +287,24 @@ def _draw_names(sheet: Sheet, parts: _Parts, pairs: _Pairs, corner: tuple[float,
         sheet.text(left + (number + 0.5) * side, y, text, small, ha="center", **turned)
 
 
-def _draw_cell_text(
-    sheet: Sheet,
-    parts: _Parts,
-    counts: tuple[int, int],
-    middle: tuple[float, float],
-    side: float,
-    color: str,
-) -> None:
-    """Write the open cells and their share into a cell, or only the share, or nothing."""
-    n_open, n_cells = counts
-    room, texts = side - 0.06, [f"{n_open:,}", percent(n_open / n_cells)]
-    for points, lines in (
-        (parts.small, texts),
-        (MIN_FONT_SIZE, texts),
-        (MIN_FONT_SIZE, texts[1:]),
-    ):
-        high = parts.type.line_height(points)
-        widest = max(parts.type.size(text, points) for text in lines)
-        if widest <= room and len(lines) * high <= room:
-            break
-    else:
-        return
-    options: dict[str, Any] = {"ha": "center", "color": sign_color(color)}
-    for number, text in enumerate(lines):
-        y = middle[1] + (number - (len(lines) - 1) / 2) * high
-        sheet.text(middle[0], y, text, points, **options)
+def _cell_texts(pairs: _Pairs) -> dict[tuple[int, int], list[str]]:
+    """Return the open cells and their share of each pair in reach, by place."""
+    return {
+        (row, key): [f"{n_open:,}", percent(n_open / n_cells)]
+        for (row, key), n_cells in np.ndenumerate(pairs.n_cells)
+        if n_cells
+        for n_open in (int(pairs.n_open[row, key]),)
+    }
+
+
+def _text_style(
+    parts: _Parts, texts: Iterable[Sequence[str]], room: float
+) -> tuple[float, int] | None:
+    """Return the size of text, and the first line to write, with which all cells have room."""
+    widest = [max(column, key=len) for column in zip(*texts, strict=True)]
+    for points, first in ((parts.small, 0), (MIN_FONT_SIZE, 0), (MIN_FONT_SIZE, 1)):
+        lines = widest[first:]
+        width = max(parts.type.size(text, points) for text in lines)
+        if width <= room and len(lines) * parts.type.line_height(points) <= room:
+            return points, first
+    return None
