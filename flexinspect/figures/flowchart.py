@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from flexinspect.core.conversion import convert
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
-from flexinspect.core.text import escape_unprintable, format_ranges, printable, truncate
+from flexinspect.core.text import escape_unprintable, printable, truncate
 from flexinspect.figures.themes import sign_color
 
 BOXES = ("input", "concatenation", "mask", "patch", "encoding", "generation", "output")
@@ -131,8 +131,8 @@ def flowchart_title(labels: Labels, run: RunNumbers | None = None) -> str:
 
 
 def _run_texts(labels: Labels, run: RunNumbers) -> dict[str, str]:
-    lengths = format_ranges(run.paraphrase_lengths).replace("-", "–")
-    n = len(run.paraphrase_lengths)
+    n, sizes = len(run.paraphrase_lengths), sorted(set(run.paraphrase_lengths))
+    lengths = "–".join(str(size) for size in sizes[:1] + sizes[1:][-1:])
     paths = ", ".join(f"{count} × {path}" for path, count in run.paths.items())
     texts = {
         "input": labels("flowchart_input_run", n=n, lengths=lengths) if n else "",

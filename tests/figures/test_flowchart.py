@@ -94,6 +94,10 @@ def test_the_numbers_are_those_of_the_trace(tmp_path: Path) -> None:
     assert texts["encoding"] == "One forward pass: 13 queries × 13 keys, 12.5 ms."
 
 
+def test_lengths_that_differ_are_a_range() -> None:
+    assert flow_boxes(ENGLISH, RUN)[0].text == "3 paraphrases, 8–11 tokens each."
+
+
 def test_what_a_run_did_not_record_is_said_so() -> None:
     nothing = replace(RUN, paths={}, prefill_ms=None, paraphrase_lengths=(), mask="")
     texts = {box.name: box.text for box in flow_boxes(ENGLISH, nothing)}
