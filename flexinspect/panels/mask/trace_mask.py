@@ -64,7 +64,8 @@ def load_trace_mask(
     rows = _Rows.of(views, last_step)
     if rows is None:
         raise UsageError("No step of this generation has processed a token yet.")
-    executed = _PartsMask("executed mask", source, rows, views[0].head)
+    where = f"layer {place.layer}, head {views[0].head}"
+    executed = _PartsMask(f"executed mask, {where}", source, rows, views[0].head)
     declared: CellMask | None = None
     if spec is not None:
         kept = RuleMask("kept", lambda q, kv: kv >= rows.kv_offset[q])
@@ -90,7 +91,8 @@ def _mask_of_view(
             raise UsageError("No mask was declared in this run.", hint=hint)
         return declared, 0
     if view == "received":
-        mask = _ReceivedMask("received mask (blocks that are visited)", executed)
+        name = executed.name.replace("executed mask", "received mask (blocks that are visited)")
+        mask = _ReceivedMask(name, executed)
         return mask, mask.check()
     n_unknown = int((~executed.rows.known).sum())
     if n_unknown == len(executed.rows.known):

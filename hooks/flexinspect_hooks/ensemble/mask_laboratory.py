@@ -63,7 +63,7 @@ def load_mask_mod_cells(
     bool tensor, and `ModelError` for a device that does not exist.
     """
     place = torch.device(choose_device(device))
-    mask_mod = load_mask_mod(spec, segments, flag="the mask_mod")
+    mask_mod = load_mask_mod(spec, segments, flag="The mask_mod")
     check_mask_mod(mask_mod, spec, place)
     return MaskModCells(spec, mask_mod, place, heads)
 

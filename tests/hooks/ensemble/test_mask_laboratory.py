@@ -95,7 +95,7 @@ def test_counted_blocks_are_those_of_create_block_mask(name: str) -> None:
     [
         ("number", "returned a tensor of torch.int64"),
         ("branches", "cannot be vectorised"),
-        ("absent", "the mask_mod user_masks:absent cannot be loaded"),
+        ("absent", "The mask_mod user_masks:absent cannot be loaded"),
     ],
 )
 def test_a_rule_that_flex_attention_would_refuse_is_refused(name: str, message: str) -> None:
