@@ -16,6 +16,7 @@ from benchmarks import (
     control,
     engine,
     floor,
+    masks,
     own,
     rewind,
     rules,
@@ -50,6 +51,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "rules": rules.measure,
     "control": control.measure,
     "rewind": rewind.measure,
+    "masks": masks.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
     "training": (

@@ -35,6 +35,7 @@ examples:
   flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
+  flexinspect mask small --verify
   flexinspect models
   flexinspect tour
   flexinspect museum
@@ -59,6 +60,7 @@ COMMANDS = {
     "compare": "print the differences between two traces (exit code 1 if they differ)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "dump": "print a trace as text or JSON",
+    "mask": "draw, analyse and verify a mask: a preset, an expression, your code, or a trace",
     "models": "list the models: size, and whether they are local, cached or need a download",
     "tour": "learn the interface in two minutes, on a run with one planted bug",
     "museum": "runs with one known fault each, as tutorials",

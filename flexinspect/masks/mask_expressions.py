@@ -28,6 +28,12 @@ from flexinspect.masks.elementary import (
 )
 
 _MAX_LENGTH = 2000
+_PRESETS = {
+    "segment-isolation": "Each segment attends to itself; the cue and generated text to all.",
+    "shared-prefix": "As segment-isolation; all segments attend to the shared text too.",
+    "anchor-first": "As shared-prefix; all segments attend to the first paraphrase too.",
+    "document": "Each paraphrase attends to itself; generated text continues the last one.",
+}
 _COMPOSITIONS = {
     "shift": "shift(MASK, keys, rows=0)",
     "per-head": "per-head(MASK, MASK, ...)",
@@ -43,7 +49,7 @@ def mask_usages() -> Iterator[tuple[str, str]]:
     """Yield how each elementary mask and composition is written, and what it is."""
     for name in algebra.PRESETS:
         if name not in ELEMENTARY:
-            yield name, "A preset of flexinspect run --mask."
+            yield name, _PRESETS.get(name, "A preset of flexinspect run --mask.")
     for name, make in ELEMENTARY.items():
         yield _usage(name), (inspect.getdoc(make) or "").splitlines()[0]
     yield _COMPOSITIONS["shift"], "The mask moved by so many keys to the right and rows down."

@@ -87,9 +87,11 @@ class PhaseTable(Struct, frozen=True):
     past: Counts
 
     def is_isolated(self, row: int) -> bool:
-        """Whether a segment attends to itself and to no other segment."""
-        others = np.delete(self.open[row], row)
-        return self.n_segments > 1 and bool(self.open[row, row]) and not others.any()
+        """Whether a paraphrase attends to itself and to no other paraphrase."""
+        paraphrases = [n for n in range(self.n_segments) if self.names[n][:3] in ("Seg", "")]
+        others = [key for key in paraphrases if key != row]
+        is_alone = bool(self.open[row, row]) and not self.open[row, others].any()
+        return row in paraphrases and len(others) > 0 and is_alone
 
     def is_fused(self, row: int) -> bool:
         """Whether a generated token attends to all keys up to its own."""
@@ -139,7 +141,7 @@ def phase_lines(table: PhaseTable, labels: Labels) -> list[str]:
     """Draw the encoding and the generation phase as text.
 
     One row per segment and one per generated token; a mark says whether it attends to all, some or
-    none of the keys before it. Rows that attend to no other segment are marked as isolated, rows
+    none of the keys before it. Paraphrases that attend to no other one are marked as isolated, rows
     that attend to all keys before them as fusion. Of long lists the first ones are shown.
     """
     n, lines = table.n_segments, []
@@ -204,14 +206,14 @@ def picture_lines(picture: MaskPicture, labels: Labels) -> list[str]:
     ):
         cells = " ".join(STATE_CHARACTERS[state] for state in states)
         pad = " " * (width - cell_len(name))
-        lines.append(f"{pad}{name} {cells}{' ∅' if is_empty else ''}")
+        lines.append(f"{pad}{name} {cells}{' ∅' if is_empty else ''}"[0 if width else 1 :])
     if picture.unseen_keys.any():
         marks = " ".join("∅" if unseen else " " for unseen in picture.unseen_keys.tolist())
-        lines.append(f"{' ' * width} {marks}".rstrip())
+        lines.append(f"{' ' * width} {marks}"[0 if width else 1 :].rstrip())
     return [*lines, "", *legend_lines(picture, labels)]
 
 
-_LEGEND = {OPEN: "open", 3: "share", CLOSED: "closed", LOST: "lost", LEAKED: "leaked", BOTH: "both"}
+LEGEND = {OPEN: "open", 3: "share", CLOSED: "closed", LOST: "lost", LEAKED: "leaked", BOTH: "both"}
 
 
 def legend_lines(picture: MaskPicture, labels: Labels) -> list[str]:
@@ -220,14 +222,16 @@ def legend_lines(picture: MaskPicture, labels: Labels) -> list[str]:
     found = {3 if CLOSED < state < OPEN else state for state in found}
     entries = [
         f"{STATE_CHARACTERS[state]} {labels(f'text_{name}')}"
-        for state, name in _LEGEND.items()
+        for state, name in LEGEND.items()
         if state in found
     ]
-    if picture.empty_rows.any():
-        entries.append(f"∅ {labels('text_empty_row')}")
-    if picture.unseen_keys.any():
-        entries.append(f"∅ {labels('text_unseen_key')}")
-    return ["   ".join(entries)]
+    return ["   ".join([*entries, *mark_meanings(picture, labels)])]
+
+
+def mark_meanings(picture: MaskPicture, labels: Labels) -> list[str]:
+    """Return the meaning of the marks beside a picture, if there are any."""
+    flags = {"empty_row": picture.empty_rows, "unseen_key": picture.unseen_keys}
+    return [f"∅ {labels(f'text_{name}')}" for name, flag in flags.items() if flag.any()]
 
 
 def size_line(picture: MaskPicture, labels: Labels) -> str:

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.masks.algebra import BoolArray, IntArray
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import Report, map_bands, take_census, tiles
 from flexinspect.masks.counting import Counts
-from flexinspect.masks.elementary import CombinedMask, difference_masks
+from flexinspect.masks.elementary import CombinedMask, ShiftedMask, difference_masks
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.viewport import PixelCounts
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -80,6 +81,27 @@ def reduce_mask(
         first_generated=generated,
         words=words or {},
     )
+
+
+def reduce_phases(
+    mask: CellMask, segments: tuple[Segment, ...], limit: int, *, head: int = 0
+) -> tuple[MaskPicture, MaskPicture | None]:
+    """Return the picture of the encoding phase and that of the generation phase.
+
+    The first one has the rows and keys of the prompt, the second one, None without generated
+    tokens, their rows with all keys. Both have at most `limit` rows and keys.
+    """
+    stop = segments[-1].stop if segments else 0
+    start = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), stop)
+    prompt = tuple(segment for segment in segments if segment.start < start)
+    encoding = reduce_mask(mask, start, start, limit, limit, segments=prompt, head=head)
+    if start == stop:
+        return encoding, None
+    rows = ShiftedMask(mask, 0, -start)
+    found = reduce_mask(
+        rows, stop - start, stop, limit, limit, segments=segments, title=mask.name, head=head
+    )
+    return encoding, replace(found, row_edges=found.row_edges + np.int32(start))
 
 
 def _any_in(flags: BoolArray, edges: IntArray) -> BoolArray:

@@ -271,6 +271,8 @@ class _Verifier(Struct, frozen=True):
 
 def _cell_lines(result: Verification, places: Places, check: str) -> list[str]:
     """Return the count of a check of cells, and the first cell."""
+    if check == "isolation" and not places.segments:
+        return []
     lines = [places.labels(f"verify_{check}", count=result.count(check))]
     probes = ((head.head, getattr(head, check)) for head in result.heads)
     return lines + _first_line(result, places, probes, is_open=True)

@@ -28,6 +28,7 @@ from flexinspect.masks.mask_text import (
     size_line,
 )
 from flexinspect.masks.reduction import reduce_mask
+from flexinspect.records.prompt import Segment, SegmentKind
 
 CONFIG = MaskConfig(3, 5, 2, 3)
 SEGMENTS, N = CONFIG.segments(), CONFIG.length
@@ -151,6 +152,20 @@ def test_a_leak_is_not_isolated_and_a_missing_key_is_no_fusion() -> None:
     lines = phase_lines(phase_table(ArrayMask("mine", cells[None]), SEGMENTS), ENGLISH)
     assert lines[3] == "   Seg2    ▒    ■    ·"
     assert lines[9] == "   Gen2    ▒    ■    ■    ■    ■    ·"
+
+
+def test_a_paraphrase_that_attends_to_the_bos_is_isolated() -> None:
+    segments = (
+        Segment(0, 1, "bos", SegmentKind.BOS, 0),
+        Segment(1, 4, "paraphrase 1", SegmentKind.PARAPHRASE, 1),
+        Segment(4, 7, "paraphrase 2", SegmentKind.PARAPHRASE, 2),
+    )
+    lines = phase_lines(phase_table(parse_mask("segment-isolation", segments), segments), ENGLISH)
+    assert lines[2:5] == [
+        "    Bos    ■    ·    ·",
+        "   Seg1    ■    ■    ·  Isolated",
+        "   Seg2    ■    ·    ■  Isolated",
+    ]
 
 
 def test_long_lists_of_segments_and_tokens_are_cut() -> None:

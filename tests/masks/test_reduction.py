@@ -10,7 +10,7 @@ from flexinspect.masks.elementary import ArrayMask, dense
 from flexinspect.masks.mask_config import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.reduction import find_changes, reduce_mask
+from flexinspect.masks.reduction import find_changes, reduce_mask, reduce_phases
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN
 
 N = 60
@@ -171,3 +171,18 @@ def test_every_pass_reports_its_share() -> None:
     reduce_mask(mask, 500, 500, 20, 20, declared=declared, report=shares.append, threads=1)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def test_each_phase_has_a_picture_with_its_own_rows() -> None:
+    mask = parse_mask("segment-isolation", SEGMENTS)
+    encoding, generation = reduce_phases(mask, SEGMENTS, N)
+    assert generation is not None
+    start = CONFIG.prompt_length
+    whole = np.where(cells("segment-isolation"), OPEN, CLOSED)
+    assert (encoding.states == whole[:start, :start]).all()
+    assert (generation.states == whole[start:]).all()
+    assert (generation.row_edges[0], generation.row_edges[-1]) == (start, N)
+    assert (encoding.first_generated, generation.first_generated) == (None, start)
+    assert encoding.title == generation.title == "segment-isolation"
+    without = MaskConfig(num_generated_tokens=0).segments()
+    assert reduce_phases(parse_mask("causal"), without, 20)[1] is None

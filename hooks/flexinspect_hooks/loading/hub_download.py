@@ -23,6 +23,8 @@ _MODEL_FILES = (
     SINGLE_FILE,
     "model-*-of-*.safetensors",
     INDEX_FILE,
+)
+_TOKENIZER_FILES = (
     "tokenizer*",
     "vocab.*",
     "merges.txt",
@@ -52,6 +54,11 @@ def fetch_code(source: ModelSource) -> Path:
     return _snapshot(source, ("config.json", *_CODE_FILES), lambda _phase, _data: None)
 
 
+def fetch_tokenizer(source: ModelSource, report: OnLoadProgress) -> Path:
+    """Return the folder with the tokenizer and config.json, fetching these files only."""
+    return _snapshot(source, ("config.json", *_TOKENIZER_FILES), report)
+
+
 def fetch_all(source: ModelSource, report: OnLoadProgress, *, code: bool = False) -> Path:
     """Download weights (safetensors only), tokenizer and configuration; return their folder.
 
@@ -59,7 +66,8 @@ def fetch_all(source: ModelSource, report: OnLoadProgress, *, code: bool = False
     `code` the repository's Python files are downloaded too. Raises `ModelError` if something is
     missing.
     """
-    folder = _snapshot(source, (*_MODEL_FILES, *(_CODE_FILES if code else ())), report)
+    patterns = (*_MODEL_FILES, *_TOKENIZER_FILES, *(_CODE_FILES if code else ()))
+    folder = _snapshot(source, patterns, report)
     if not has_all_weights(folder) and (folder / INDEX_FILE).is_file():
         raise ModelError(
             f"The download of {source.repo_id} is incomplete: weight files are missing in "
