@@ -17,7 +17,7 @@ from flexinspect.cli.flags import add_number_flags, positive_int
 from flexinspect.cli.output import errors_as_json, print_json, print_lines
 from flexinspect.core.environment import read_text
 from flexinspect.core.errors import UsageError
-from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels, load_labels
+from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels
 from flexinspect.core.text import escape_unprintable
 
 if TYPE_CHECKING:
@@ -69,7 +69,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"write a file, by its suffix: {formats} (may be repeated)",
     )
-    add("--lang", metavar="CODE", help=f"the language (default: {LANGUAGE_VARIABLE}, or en)")
+    add(
+        "--lang",
+        metavar="CODE",
+        help=f"the language (default: {LANGUAGE_VARIABLE}, or the settings)",
+    )
     add("--theme", metavar="NAME", default="light", help="light, dark, colorblind or grayscale")
     add("--width", metavar="INCHES", type=float, help="the width; the height follows from it")
     add("--dpi", metavar="N", type=positive_int, default=300, help="of a PNG (default: 300)")
@@ -80,9 +84,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw the flowchart. Raises `UsageError` and `FlexInspectError` as the figures do."""
     from flexinspect.figures.flowchart import flow_boxes, flowchart_lines, flowchart_title
+    from flexinspect.inputs.config import figure_labels
 
     with errors_as_json(args.json, boxes=[]):
-        labels, config = load_labels(args.lang), _read_config(args.config, args.width)
+        labels, config = figure_labels(args.lang), _read_config(args.config, args.width)
         numbers = None if args.trace is None else _read_numbers(args)
         boxes, title = flow_boxes(labels, numbers), flowchart_title(labels, numbers)
         _write_files(args, boxes, title, labels, config)

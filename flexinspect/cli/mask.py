@@ -44,6 +44,7 @@ EXAMPLES = """examples:
   flexinspect mask --prompt "Who wrote Emma?" --prompt "Emma's author?" -o words.png
   flexinspect mask --trace run.flextrace --layer 2 --view difference
   flexinspect mask small --analysis --json
+  flexinspect mask small --animate -o generation.gif
   flexinspect mask --all --dpi 300 --lang zh
   flexinspect mask --list
 
@@ -66,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         group,
         verify="check every cell; exit code 1 on a violation",
         analysis="density, segments, blocks and phases",
+        animate="write the generation step by step (-o FILE.gif or FILE.html)",
         all=f"write every picture of the presets into {OUTPUT_FOLDER}/ (or the folder of -o)",
         list="list the masks of expressions, and how they are written",
     )
@@ -80,6 +82,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lang", metavar="CODE", help=lang)
     group.add_argument("--theme", default="light", metavar="NAME", help="colours of a figure")
     group.add_argument("--dpi", type=positive_int, default=300, metavar="N", help="default: 300")
+    width = "inches of a figure: 3.3 for a column of a paper (default: 6.5)"
+    group.add_argument("--width", type=float, default=6.5, metavar="INCHES", help=width)
     add_switches(group, plain="print characters, without colours", json="print JSON")
 
 
@@ -171,18 +175,30 @@ def shown_progress(text: str) -> Iterator[Report]:
             progress.stop()
 
 
+def _is_animated(args: argparse.Namespace) -> bool:
+    """Return whether the output is an animation. Raises `UsageError` for another suffix."""
+    suffix = "" if args.output is None else args.output.suffix.lower()
+    if args.animate and suffix not in (".gif", ".html"):
+        what = "--animate writes a file, and none is named that can hold an animation."
+        raise UsageError(what, hint="Name one: -o generation.gif or -o generation.html.")
+    return bool(args.animate) or suffix == ".gif"
+
+
 class _Laboratory:
     """Does what the flags ask for with one mask."""
 
     def __init__(self, args: argparse.Namespace, labels: Labels) -> None:
         from flexinspect.cli.mask_output import FigureStyle, check_output
         from flexinspect.cli.mask_sources import load_input
+        from flexinspect.figures.themes import find_theme
         from flexinspect.masks.mask_text import Places
 
+        self.is_animated = _is_animated(args)
         if args.output is not None:
             check_output(args.output)
+        find_theme(args.theme)
         self.args, self.labels = args, labels
-        self.style: FigureStyle = FigureStyle(labels, args.theme, args.dpi)
+        self.style: FigureStyle = FigureStyle(labels, args.theme, args.dpi, args.width)
         self.source: MaskInput = load_input(args)
         self.head = args.head or 0
         if args.trace is None and self.head >= self.source.mask.n_heads:
@@ -253,9 +269,15 @@ class _Laboratory:
             )
 
     def _save(self, analysis: MaskAnalysis | None) -> None:
-        from flexinspect.cli.mask_output import save
+        from flexinspect.cli.mask_output import save, save_steps
 
         file = self.args.output
+        if self.is_animated:
+            picture = self._draw()
+            with shown_progress("drawing steps") as report:
+                save_steps(self.source, picture, file, self.style, report)
+            print_message(f"saved {file}")
+            return
         more = [] if analysis is None else ["", *analysis.lines(self.places)]
         save(self.source, self._draw, file, self.style, head=self.head, more_lines=more)
         print_message(f"saved {file}")
@@ -308,7 +330,7 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    style = mask_output.FigureStyle(labels, args.theme, args.dpi)
+    style = mask_output.FigureStyle(labels, args.theme, args.dpi, args.width)
     with shown_progress("writing figures") as report:
         for number, (name, config) in enumerate(PRESET_CONFIGS.items()):
             segments, n, limit = config.segments(), config.length, config.display_limit()
@@ -326,6 +348,8 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
                 if part is not None:
                     saved.append(f"{name}_{kind}.png")
                     mask_output.save_figure(part, folder / saved[-1], style)
+            saved.append(f"{name}_analysis.png")
+            mask_output.save_analysis(facts, segments, folder / saved[-1], style)
             report((number + 1) / (len(PRESET_CONFIGS) + 1))
         mask_output.save_flowchart(folder / "flowchart.png", style)
     files = [str(folder / name) for name in (*saved, "flowchart.png")]

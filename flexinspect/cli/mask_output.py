@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,11 @@ from flexinspect.core.text import truncate
 from flexinspect.drawing.heatmap import Levels, heat
 from flexinspect.drawing.text_lines import Pen, join_strips
 from flexinspect.drawing.theme import Theme
+from flexinspect.figures.themes import find_theme
+from flexinspect.masks.algebra import Segments
 from flexinspect.masks.census import Report
 from flexinspect.masks.elementary import dense
+from flexinspect.masks.mask_analysis import MaskAnalysis
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.mask_text import (
     LEGEND,
@@ -46,11 +48,12 @@ MAX_ARRAY_CELLS, MAX_CSV_CELLS = 1 << 30, 1 << 26
 
 
 class FigureStyle(Struct, frozen=True):
-    """How figures look: labels, the name of a theme, and dots per inch."""
+    """How figures look: labels, the name of a theme, dots per inch, and the width in inches."""
 
     labels: Labels
     theme: str = "light"
     dpi: int = 300
+    width: float = 6.5
 
 
 def draw(
@@ -222,19 +225,44 @@ def write_file(file: Path, data: bytes) -> None:
 
 def save_figure(picture: MaskPicture, file: Path, style: FigureStyle) -> None:
     """Write a picture as a figure. Raises `UsageError` without the library."""
-    options = {"labels": style.labels, "theme": style.theme, "dpi": style.dpi}
-    _figures("mask_figure").save_mask_figure(picture, file, **options)
+    from flexinspect.figures.mask_figure import save_mask_figure
+
+    theme, width = find_theme(style.theme), style.width
+    save_mask_figure(picture, file, labels=style.labels, theme=theme, width=width, dpi=style.dpi)
+
+
+def save_steps(
+    source: MaskInput, picture: MaskPicture, file: Path, style: FigureStyle, report: Report
+) -> None:
+    """Write the generation step by step, with the attention of a trace where it has it."""
+    from flexinspect.figures import animation, mask_figure
+
+    look = mask_figure.FigureStyle(
+        labels=style.labels, theme=find_theme(style.theme), width=style.width
+    )
+    weights = None
+    if source.newest_rows is not None:
+        weights = source.newest_rows(lambda share: report(share / 2))
+    steps = animation.generation_steps(picture, style.labels, weights)
+
+    def progress(n_done: int, n_frames: int) -> None:
+        done = n_done / n_frames
+        report(done if weights is None else (1 + done) / 2)
+
+    animation.save_animation(picture, file, style=look, steps=steps, progress=progress)
 
 
 def save_flowchart(file: Path, style: FigureStyle) -> None:
     """Write the flowchart as a figure. Raises `UsageError` without the library."""
-    _figures("flowchart").save_flowchart(file, labels=style.labels, dpi=style.dpi)
+    from flexinspect.figures.flowchart_figure import save_flowchart
+
+    save_flowchart(file, labels=style.labels, theme=find_theme(style.theme), dpi=style.dpi)
 
 
-def _figures(name: str) -> Any:
-    try:
-        return import_module(f"flexinspect.figures.{name}")
-    except ModuleNotFoundError as error:
-        what = f"Figures need the package {error.name}, which is not installed."
-        hint = "Run: pip install 'flexinspect[figures]'"
-        raise UsageError(what, hint=hint) from error
+def save_analysis(facts: MaskAnalysis, segments: Segments, file: Path, style: FigureStyle) -> None:
+    """Write the facts about a mask as a figure. Raises `UsageError` without the library."""
+    from flexinspect.figures.analysis_figure import save_analysis_figure
+
+    look = find_theme(style.theme)
+    options: dict[str, Any] = {"theme": look, "width": style.width, "dpi": style.dpi}
+    save_analysis_figure(facts, file, segments, labels=style.labels, **options)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from flexinspect.core import plugins
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.text import did_you_mean
 from flexinspect.masks.algebra import Segments
+from flexinspect.masks.attention_row import Floats
 from flexinspect.masks.cell_mask import CellMask
+from flexinspect.masks.census import Report
 from flexinspect.masks.elementary import ArrayMask
 from flexinspect.masks.mask_config import (
     MAX_DISPLAY,
@@ -44,6 +47,7 @@ class MaskInput(Struct, frozen=True):
 
     `limit` is the most rows and keys of a picture. `declared` is the mask to compare with, and
     `shows_difference` whether the picture is that of the difference. `note` is said on stderr.
+    `newest_rows` reads the attention of each step's newest row from a trace; it reports its share.
     """
 
     mask: CellMask
@@ -55,6 +59,7 @@ class MaskInput(Struct, frozen=True):
     declared: CellMask | None = None
     shows_difference: bool = False
     note: str = ""
+    newest_rows: Callable[[Report | None], list[Floats | None]] | None = None
 
 
 def load_input(args: argparse.Namespace) -> MaskInput:
@@ -258,14 +263,18 @@ def _prompt_input(args: argparse.Namespace) -> MaskInput:
 def _trace_input(args: argparse.Namespace) -> MaskInput:
     """Return the mask of a place of a trace, whose reader stays open."""
     from flexinspect.cli.show import requested_place
+    from flexinspect.panels.attention.newest_rows import load_newest_rows
     from flexinspect.panels.mask.trace_mask import TraceView, load_trace_mask
     from flexinspect.panels.panel_source import Source
     from flexinspect.trace.reader import open_trace
 
     reader = open_trace(args.trace)
     place = requested_place(args, reader)
+    source = Source(reader)
     view: TraceView = args.view or "executed"
-    found = load_trace_mask(Source(reader), place, view, last_step=args.step)
+    found = load_trace_mask(source, place, view, last_step=args.step)
+    last = reader.last_step(place.generation, place.branch) or 0
+    n_steps = 1 + (last if args.step is None else min(args.step, last))
     note = ""
     if found.n_unknown:
         note = f"{found.n_unknown} rows were not recorded; they are shown as closed."
@@ -279,4 +288,5 @@ def _trace_input(args: argparse.Namespace) -> MaskInput:
         found.declared,
         view == "difference",
         note,
+        partial(load_newest_rows, source, place, n_steps),
     )

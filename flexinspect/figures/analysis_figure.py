@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from msgspec import Struct
 
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
+from flexinspect.figures.figure_files import check_figure_path, save_figure
 from flexinspect.figures.legend import LegendItem, draw_legend, place_legend
 from flexinspect.figures.mask_margins import segment_names
 from flexinspect.figures.sheet import (
@@ -96,6 +98,28 @@ def draw_analysis_figure(
         if pairs:
             _draw_map(sheet, parts, pairs, map_top)
     return sheet.figure
+
+
+def save_analysis_figure(
+    analysis: MaskAnalysis,
+    path: str | Path,
+    segments: Segments = (),
+    *,
+    labels: Labels,
+    title: str | None = None,
+    theme: FigureTheme = THEMES["light"],
+    width: float = 6.5,
+    dpi: int = 300,
+) -> Path:
+    """Draw an analysis into a file by its suffix; return the path.
+
+    Raises as `draw_analysis_figure` and `save_figure` do.
+    """
+    check_figure_path(path)
+    options: dict[str, Any] = {"labels": labels, "title": title, "theme": theme, "width": width}
+    figure = draw_analysis_figure(analysis, segments, **options)
+    name = analysis.name if title is None else title
+    return save_figure(figure, path, title=name, language=labels.language, dpi=dpi)
 
 
 def _notes(analysis: MaskAnalysis, labels: Labels) -> list[str]:

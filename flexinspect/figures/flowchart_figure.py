@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -10,10 +11,14 @@ from msgspec import Struct
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
+from flexinspect.figures.figure_files import check_figure_path, save_figure
 from flexinspect.figures.flowchart import (
     BOX_COLORS,
     FlowBox,
     FlowchartConfig,
+    RunNumbers,
+    flow_boxes,
+    flowchart_title,
 )
 from flexinspect.figures.sheet import (
     MIN_FONT_SIZE,
@@ -81,6 +86,25 @@ def draw_flowchart_figure(
                 _draw_arrow(sheet, number, places)
         _draw_loop(sheet, boxes, places, size, labels("flowchart_repeat"))
     return sheet.figure
+
+
+def save_flowchart(
+    path: str | Path,
+    *,
+    labels: Labels,
+    config: FlowchartConfig | None = None,
+    run: RunNumbers | None = None,
+    theme: FigureTheme = THEMES["light"],
+    dpi: int = 300,
+) -> Path:
+    """Draw the flowchart, in general or of a run, into a file by its suffix; return the path.
+
+    Raises as `draw_flowchart_figure` and `save_figure` do.
+    """
+    check_figure_path(path)
+    title, boxes = flowchart_title(labels, run), flow_boxes(labels, run)
+    figure = draw_flowchart_figure(boxes, config, labels=labels, title=title, theme=theme)
+    return save_figure(figure, path, title=title, language=labels.language, dpi=dpi)
 
 
 def _fit(

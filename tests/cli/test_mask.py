@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from support import mask_trace
+from PIL import Image
+from support import attention_trace, mask_trace
 
-from flexinspect.cli import mask_output
 from flexinspect.cli.main import main
-from flexinspect.masks.mask_picture import MaskPicture
+from flexinspect.figures import animation
+from flexinspect.figures.themes import THEMES
 
 SEED_LINES = [
     "Causal violations: 0",
@@ -230,61 +231,72 @@ def test_an_array_that_is_no_mask_is_refused(
 # -- figures --------------------------------------------------------------------------------------
 
 
-class Figures:
-    """Stands for `flexinspect.figures`: remembers what is drawn, and writes its name."""
-
-    def __init__(self) -> None:
-        self.drawn: dict[str, tuple[MaskPicture, dict[str, Any]]] = {}
-
-    def save_mask_figure(self, picture: MaskPicture, path: Path, **options: Any) -> None:
-        self.drawn[path.name] = picture, options
-        path.write_text(path.name)
-
-    def save_flowchart(self, path: Path, **options: Any) -> None:
-        path.write_text(path.name)
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> Figures:
-    found = Figures()
-    monkeypatch.setattr(mask_output, "import_module", lambda _name: found)
-    return found
-
-
 def test_a_figure_is_drawn_in_the_format_of_its_suffix(
-    figures: Figures, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    arguments = ["small", "-o", "a.pdf", "--theme", "dark", "--dpi", "150", "--lang", "zh"]
+    arguments = ["small", "-o", "a.svg", "--theme", "dark", "--width", "5", "--lang", "zh"]
     assert main(["mask", *arguments]) == 0
-    picture, options = figures.drawn["a.pdf"]
-    assert picture.states.shape == (54, 54)
-    assert picture.first_generated == 49
-    assert (options["labels"].language, options["theme"], options["dpi"]) == ("zh", "dark", 150)
-    assert "saved a.pdf" in capsys.readouterr().err
+    svg = (tmp_path / "a.svg").read_text("utf-8")
+    assert 'width="360pt"' in svg
+    assert THEMES["dark"].background in svg
+    assert ">可以关注<" in svg
+    assert "saved a.svg" in capsys.readouterr().err
 
 
 def test_all_pictures_of_the_presets_are_written(
-    figures: Figures, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    lines = out_of(capsys, "--all")
+    lines = out_of(capsys, "--all", "--dpi", "40")
     folder = tmp_path / "attention_mask_outputs"
     assert {str(file.relative_to(tmp_path)) for file in folder.iterdir()} == set(lines)
-    kinds = ("mask", "encoding", "generation")
-    names = [f"{size}_{kind}.png" for size in ("small", "medium", "large") for kind in kinds]
-    assert list(figures.drawn) == names
+    kinds = ("mask", "encoding", "generation", "analysis")
+    names = {f"{size}_{kind}.png" for size in ("small", "medium", "large") for kind in kinds}
+    assert {file.name for file in folder.glob("*.png")} == {*names, "flowchart.png"}
     assert "Fusion" in (folder / "medium.txt").read_text("utf-8")
     assert "Blocks of 128 × 128" in (folder / "large.txt").read_text("utf-8")
-    assert (folder / "flowchart.png").is_file()
+
+
+@pytest.mark.parametrize("arguments", [["-o", "a.gif"], ["-o", "a.gif", "--animate"]])
+def test_a_gif_has_a_frame_per_step(tmp_path: Path, arguments: list[str]) -> None:
+    assert main(["mask", "small", "--width", "3", *arguments]) == 0
+    with Image.open(tmp_path / "a.gif") as gif:
+        assert gif.n_frames == 6  # type: ignore[attr-defined]
+
+
+def test_an_animation_of_a_trace_shows_its_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention_trace.write(tmp_path / "a.flextrace", attention_trace.SyntheticGeneration())
+    flags = ["--trace", "a.flextrace", "--layer", "1", "--head", "1", "--width", "3"]
+    rows: list[Any] = []
+    steps = animation.generation_steps
+
+    def listened(picture: Any, labels: Any, weights: Any) -> Any:
+        rows.extend(weights)
+        return steps(picture, labels, weights)
+
+    monkeypatch.setattr(animation, "generation_steps", listened)
+    assert main(["mask", *flags, "--animate", "-o", "a.html"]) == 0
+    assert [row is not None for row in rows] == [True] * 4
+    assert (tmp_path / "a.html").read_text("utf-8").count("data:image/png") == 5
+
+
+def test_an_animation_needs_a_file_that_can_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--animate"], ["--animate", "-o", "a.png"]):
+        assert "-o generation.gif" in error_of(capsys, "small", *arguments)
+
+
+def test_an_unknown_theme_is_refused_before_the_mask_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "There is no theme 'pink'" in error_of(capsys, "small", "--theme", "pink")
 
 
 def test_a_missing_library_is_one_sentence_with_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def missing(_name: str) -> ModuleType:
-        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-
-    monkeypatch.setattr(mask_output, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     err = error_of(capsys, "small", "-o", "a.png")
-    assert "Figures need the package matplotlib" in err
+    assert "Figures need matplotlib" in err
     assert "pip install 'flexinspect[figures]'" in err
     assert not (tmp_path / "a.png").exists()
