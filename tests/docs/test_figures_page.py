@@ -37,7 +37,7 @@ def test_every_example_runs_and_prints_what_the_page_shows(
 
 def test_every_command_of_the_page_is_one_that_the_parser_takes() -> None:
     lines = re.findall(r"^\$ flexinspect (.*)$", PAGE, re.MULTILINE)
-    assert len(lines) == 6
+    assert len(lines) == 10
     for line in lines:
         words = shlex.split(line)
         assert words[0] in COMMANDS
