@@ -283,7 +283,8 @@ class _Laboratory:
         print_message(f"saved {file}")
 
     def _print_picture(self) -> None:
-        from flexinspect.cli.mask_output import MAX_NAME, print_picture, text_lines
+        from flexinspect.cli.mask_output import print_picture, text_lines
+        from flexinspect.masks.mask_text import MAX_NAME
 
         console = stdout_console()
         is_plain = self.args.plain or console.no_color or console.color_system is None

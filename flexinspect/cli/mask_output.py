@@ -17,7 +17,6 @@ from flexinspect.cli.mask_sources import MaskInput
 from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
-from flexinspect.core.text import truncate
 from flexinspect.drawing.heatmap import Levels, heat
 from flexinspect.drawing.text_lines import Pen, join_strips
 from flexinspect.drawing.theme import Theme
@@ -43,7 +42,6 @@ from flexinspect.records.prompt import SegmentKind
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf", ".html", ".gif")
 DATA_SUFFIXES = (".txt", ".npy", ".csv")
-MAX_NAME = 14  # cells of a row's name
 MAX_ARRAY_CELLS, MAX_CSV_CELLS = 1 << 30, 1 << 26
 
 
@@ -113,7 +111,7 @@ def print_picture(
 
 def color_strips(picture: MaskPicture, theme: Theme) -> list[Strip]:
     """Draw a picture as half blocks, with the names of its rows and marks at empty ones."""
-    names = [truncate(name, MAX_NAME) for name in row_names(picture)]
+    names = row_names(picture)
     names += [""] * (len(names) % 2)
     empty = [*picture.empty_rows.tolist(), False]
     width = max(map(cell_len, names), default=0) + 1

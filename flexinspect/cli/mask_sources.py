@@ -37,6 +37,7 @@ DEFAULT_LIMIT = 256
 """Rows and keys of a picture whose size was not configured."""
 
 SHAPE_FLAGS = tuple(MaskConfig.__struct_fields__)
+_FIXED_BY_PROMPT = ("tokens_per_paraphrase", "separator_tokens")
 PROMPT_FLAGS = ("prompt", "dataset", "model", "instruction", "separator", "cue", "indices")
 PLACE_FLAGS = ("layer", "step", "view", "generation", "branch")
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -95,10 +96,16 @@ def _check_sources(args: argparse.Namespace) -> None:
         raise UsageError(f"--{given_place} goes with --trace.")
     if not (args.prompt or args.dataset) and (prompt := _first_given(args, PROMPT_FLAGS)):
         raise UsageError(f"--{prompt} goes with --prompt or --dataset.")
-    shape = "what" if args.what in PRESET_CONFIGS else _first_given(args, SHAPE_FLAGS[:4])
-    if given and given[0] != "--dataset" and shape and shape != "num_paraphrases":
-        name = args.what if shape == "what" else f"--{shape.replace('_', '-')}"
-        raise UsageError(f"{given[0]} decides the sizes, and {name} does too.")
+    if given:
+        is_prompt = given[0] in ("--prompt", "--dataset")
+        shape = _first_given(args, _FIXED_BY_PROMPT if is_prompt else SHAPE_FLAGS[:4])
+        name = args.what if args.what in PRESET_CONFIGS else shape and _flag(shape)
+        if name:
+            raise UsageError(f"{given[0]} decides the sizes, and {name} does too.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _first_given(args: argparse.Namespace, names: tuple[str, ...]) -> str | None:
@@ -211,8 +218,7 @@ def shaped_config(args: argparse.Namespace, what: str | None) -> MaskConfig:
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal() or len(text) > 9:
-        flag = f"--{name.replace('_', '-')}"
-        raise UsageError(f"{flag} {text} is not a whole number from 0 to {MAX_POSITIONS}.")
+        raise UsageError(f"{_flag(name)} {text} is not a whole number from 0 to {MAX_POSITIONS}.")
     return int(text)
 
 
@@ -251,8 +257,6 @@ def _prompt_input(args: argparse.Namespace) -> MaskInput:
     compose = plugins.load(plugins.CAPTURE, "prompt-tokens")
     _, prompt, words = next(compose(job))
     segments, n = prompt.segments, prompt.segments[-1].stop
-    if args.what in PRESET_CONFIGS:
-        raise UsageError(f"The prompt decides the sizes, and {args.what} does too.")
     mask = load_mask(args.mask or args.what or DEFAULT_MASK, segments, args)
     return MaskInput(mask, n, n, _limit(args, n), segments, words)
 

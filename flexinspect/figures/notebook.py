@@ -15,7 +15,7 @@ from flexinspect.figures.sheet import require_matplotlib
 from flexinspect.figures.themes import find_theme
 from flexinspect.masks.algebra import BoolArray, IntArray
 from flexinspect.masks.elementary import preset_mask
-from flexinspect.masks.mask_config import mask_config
+from flexinspect.masks.mask_config import checked_config
 from flexinspect.masks.reduction import reduce_mask
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def visualize_attention_mask(
     Returns the figure, the matrix, bool (positions, positions), and the positions, int32.
     """
     require_matplotlib()
-    shape = mask_config(config or {})
+    shape = checked_config(config or {})
     segments, limit = shape.segments(), shape.display_limit()
     mask = preset_mask("segment-isolation", segments)
     picture = reduce_mask(mask, shape.length, shape.length, limit, limit, segments=segments)

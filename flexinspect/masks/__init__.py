@@ -1,10 +1,10 @@
-"""Masks in numpy: presets, edits, one attention row, and counts and views of large masks.
+"""Masks in numpy: presets, expressions, edits, counts, pictures, analysis and verification.
 
-The two functions here are those of the visualisation notebook, under the name that it imports. They
-draw, and `flexinspect.figures` is above this package, so they reach it by its name, when they are
-called: no module of masks depends on a drawing one, importing a mask imports neither numpy nor
-matplotlib, and a type checker, `help` and an editor see the whole signature, which a module's
-`__getattr__` would hide.
+Public names load on first use: the interface imports parts of this package at its start. The two
+functions that draw are those of the visualisation notebook, under the name that it imports.
+`flexinspect.figures` is above this package, so they reach it by its name when they are called: no
+module of masks depends on a drawing one, and a type checker, `help` and an editor see the whole
+signature, which `__getattr__` would hide.
 """
 
 from __future__ import annotations
@@ -17,10 +17,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from flexinspect.masks.algebra import BoolArray, IntArray
+    from flexinspect.masks.mask_analysis import analyse_mask
+    from flexinspect.masks.mask_config import MaskConfig
+    from flexinspect.masks.mask_expressions import parse_mask
+    from flexinspect.masks.reduction import reduce_mask
+    from flexinspect.masks.verification import verify_mask
 
-__all__ = ["draw_flowchart", "visualize_attention_mask"]
+__all__ = [
+    "MaskConfig",
+    "analyse_mask",
+    "draw_flowchart",
+    "parse_mask",
+    "reduce_mask",
+    "verify_mask",
+    "visualize_attention_mask",
+]
 
+_MODULES = {
+    "analyse_mask": "flexinspect.masks.mask_analysis",
+    "MaskConfig": "flexinspect.masks.mask_config",
+    "parse_mask": "flexinspect.masks.mask_expressions",
+    "reduce_mask": "flexinspect.masks.reduction",
+    "verify_mask": "flexinspect.masks.verification",
+}
 _FIGURES = "flexinspect.figures.notebook"
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'flexinspect.masks' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def visualize_attention_mask(

@@ -113,7 +113,7 @@ def preset_config(name: str) -> MaskConfig:
     raise UsageError(f"There is no preset '{name}'.", hint=hint)
 
 
-def mask_config(values: Mapping[str, Any], where: str = "The configuration") -> MaskConfig:
+def checked_config(values: Mapping[str, Any], where: str = "The configuration") -> MaskConfig:
     """Return a checked configuration from its keys; missing ones are those of `small`.
 
     Raises `UsageError` with one sentence for an unknown key, a wrong type, and sizes that do not
@@ -125,8 +125,8 @@ def mask_config(values: Mapping[str, Any], where: str = "The configuration") -> 
 
 
 def changed_config(config: MaskConfig, where: str, **changes: Any) -> MaskConfig:
-    """Return a configuration with changed keys, checked as by `mask_config`."""
-    return mask_config({**asdict(config), **changes}, where)
+    """Return a configuration with changed keys, checked as by `checked_config`."""
+    return checked_config({**asdict(config), **changes}, where)
 
 
 def _check_sizes(config: MaskConfig, where: str) -> None:
@@ -143,7 +143,7 @@ def _check_sizes(config: MaskConfig, where: str) -> None:
 def read_config(file: Path) -> MaskConfig:
     """Return the configuration of a TOML or JSON file.
 
-    Raises `UsageError` for a file that cannot be read, invalid syntax, and as `mask_config`.
+    Raises `UsageError` for a file that cannot be read, invalid syntax, and as `checked_config`.
     """
     text, is_json = read_text(file, "mask configuration"), file.suffix.lower() == ".json"
     try:
@@ -153,4 +153,4 @@ def read_config(file: Path) -> MaskConfig:
         raise UsageError(f"{file}: this is not valid {kind} ({error}).") from error
     if not isinstance(values, dict):
         raise UsageError(f"{file}: expected an object with the keys of a mask configuration.")
-    return mask_config(values, str(file))
+    return checked_config(values, str(file))

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from rich.cells import cell_len
 
 from flexinspect.core.languages import Labels
-from flexinspect.core.text import printable
+from flexinspect.core.text import printable, truncate
 from flexinspect.masks.algebra import IntArray, Segments
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import Report, past_cells, take_census
@@ -22,6 +22,8 @@ from flexinspect.records.prompt import Segment, SegmentKind, segment_index
 
 MAX_SHOWN_SEGMENTS, MAX_SHOWN_TOKENS = 12, 8
 """Segments and generated tokens that the text picture shows."""
+
+MAX_NAME = 14  # characters of a word at a row of a picture
 
 ALL, SOME, NONE = "■", "▒", "·"
 STATE_CHARACTERS = {
@@ -188,7 +190,7 @@ def row_names(picture: MaskPicture) -> list[str]:
         elif segment.kind is SegmentKind.GENERATED:
             tokens = range(segment.start, segment.stop)
             names |= {at: f"Gen{number}" for number, at in enumerate(tokens, start=1)}
-    words = {at: printable(word) for at, word in picture.words.items()}
+    words = {at: truncate(printable(word), MAX_NAME) for at, word in picture.words.items()}
     edges = picture.row_edges.tolist()
     return [
         words.get(start, names.get(start, "")) if stop - start == 1 else names.get(start, "")

@@ -158,7 +158,8 @@ def test_a_prompt_is_drawn_with_its_words(capsys: pytest.CaptureFixture[str]) ->
     lines = out_of(capsys, "--prompt", "Who wrote it?", "--prompt", "Its author?")
     names = [line.split("■")[0].strip() for line in lines[3:]]
     assert "author" in "".join(names)
-    assert out_of(capsys, "--dataset", "demo", "--verify")[-1] == "All tests passed"
+    flags = ("--num-paraphrases", "2", "--num-generated-tokens", "1", "--verify")
+    assert out_of(capsys, "--dataset", "demo", *flags)[-1] == "All tests passed"
 
 
 def test_a_trace_is_verified_against_its_declared_mask(
@@ -203,6 +204,7 @@ def test_the_list_and_the_help_name_every_mask(capsys: pytest.CaptureFixture[str
         ("small --trace run.flextrace", "A trace has its own mask"),
         ("--trace none.flextrace", "There is no trace at"),
         ("--prompt a --length 4", "--prompt and --length exclude each other"),
+        ("--prompt a --separator-tokens 3", "--prompt decides the sizes, and --separator-tokens"),
         ("small --length 4", "--length decides the sizes, and small does too"),
         ("segment-isolation --length 9", "'segment-isolation' needs segments"),
         ("small -o a.bmp", "unknown format '.bmp'"),

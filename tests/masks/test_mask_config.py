@@ -13,7 +13,7 @@ from flexinspect.masks.mask_config import (
     PRESET_CONFIGS,
     MaskConfig,
     changed_config,
-    mask_config,
+    checked_config,
     preset_config,
     read_config,
 )
@@ -86,7 +86,7 @@ def test_values_that_do_not_fit_are_refused_with_one_sentence(
     values: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UsageError) as error:
-        mask_config(values, "mask.toml")
+        checked_config(values, "mask.toml")
     assert error.value.message.startswith("mask.toml")
     assert message in error.value.message
 

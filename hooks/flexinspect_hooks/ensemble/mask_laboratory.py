@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,6 +26,9 @@ from flexinspect_hooks.loading.model_loader import load_tokenizer
 from flexinspect_hooks.loading.placement import choose_device
 from flexinspect_hooks.loading.tokenizers import Vocabulary
 
+_EVALUATION = threading.Lock()
+"""Bands of rows are verified in threads, and a user's mask_mod need not be safe in several."""
+
 
 class MaskModCells(Struct, frozen=True):
     """A `mask_mod` of torch as a `flexinspect.masks.cell_mask.CellMask`, evaluated on a device.
@@ -45,8 +49,9 @@ class MaskModCells(Struct, frozen=True):
             for index in (q_idx, kv_idx)
         )
         try:
-            cells = evaluate_mask_mod(self.mask_mod, batch, h_idx, rows, keys)
-            return np.asarray(cells.cpu())
+            with _EVALUATION:
+                cells = evaluate_mask_mod(self.mask_mod, batch, h_idx, rows, keys)
+                return np.asarray(cells.cpu())
         except Exception as error:
             where = f"rows {q_idx[0]} to {q_idx[-1]} and keys {kv_idx[0]} to {kv_idx[-1]}"
             text = f"The mask_mod {self.name} failed for {where}: {summarize_error(error)}"
