@@ -18,6 +18,8 @@ from flexinspect.masks.viewport import APPLIED, BOTH, CLOSED, LEAKED, LOST, OPEN
 SIGNS = {LOST: "_", LEAKED: "+", BOTH: "x", APPLIED: "|"}
 """matplotlib's markers in cells of these states, so that colour is not their only difference."""
 
+_SIGN_SIZE = 4.0  # points of a sign on an image
+
 MIN_DOTTED_PITCH = 3.0
 """Points from cell to cell below which cells are drawn without gaps and dots, as one image."""
 
@@ -76,7 +78,7 @@ def draw_cells(axes: Any, states: States, theme: FigureTheme, cell: float) -> No
     if is_dotted(cell, states.size):
         _draw_squares(axes, states, theme, cell * POINTS)
     else:
-        _draw_image(axes, states, theme)
+        _draw_image(axes, states, theme, cell * POINTS)
 
 
 def is_dotted(cell: float, n_cells: int) -> bool:
@@ -94,7 +96,10 @@ def state_colors(states: States, theme: FigureTheme) -> npt.NDArray[np.uint8]:
     return colors
 
 
-def _draw_image(axes: Any, states: States, theme: FigureTheme) -> None:
+def _draw_image(axes: Any, states: States, theme: FigureTheme, pitch: float) -> None:
+    """Draw the cells as an image, with a sign on some of the cells that differ."""
+    from matplotlib.patheffects import withStroke
+
     n_rows, n_keys = states.shape
     axes.imshow(
         state_colors(states, theme),
@@ -102,6 +107,33 @@ def _draw_image(axes: Any, states: States, theme: FigureTheme) -> None:
         aspect="auto",
         interpolation="none",
     )
+    for state in (LOST, LEAKED, BOTH):
+        rows, keys = _spread(states == state, max(round(2 * _SIGN_SIZE / pitch), 1))
+        if len(rows):
+            color = theme.state_color(state)
+            style = {"s": _SIGN_SIZE**2, "linewidths": 0.9, "color": sign_color(color)}
+            axes.scatter(
+                keys + 0.5,
+                rows + 0.5,
+                marker=SIGNS[state],
+                zorder=2,
+                path_effects=[withStroke(linewidth=2.2, foreground=color)],
+                **style,
+            )
+
+
+def _spread(cells: BoolArray, distance: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the rows and keys of one cell of each square of `distance` cells that has any.
+
+    It is the one nearest to the square's middle.
+    """
+    rows, keys = np.nonzero(cells)
+    middle = (distance - 1) / 2
+    nearest = np.argsort(np.hypot(rows % distance - middle, keys % distance - middle))
+    rows, keys = rows[nearest], keys[nearest]
+    squares = np.stack((rows // distance, keys // distance), axis=1)
+    _, first = np.unique(squares, axis=0, return_index=True)
+    return rows[first], keys[first]
 
 
 def _draw_squares(axes: Any, states: States, theme: FigureTheme, pitch: float) -> None:

@@ -173,6 +173,12 @@ class _Parts(Struct, frozen=True):
         return self.type.line_height(points)
 
     @property
+    def heading_end(self) -> float:
+        """Where the lines of the title and the notes end, in inches from the top."""
+        notes = len(self.notes) * self.line(self.small)
+        return PAD + len(self.title) * self.line(self.size * 1.15) + notes
+
+    @property
     def query_label(self) -> str:
         """The title of the axis of queries."""
         return self.style.labels("figure_query_axis")
@@ -248,10 +254,12 @@ def _arrange_beside(parts: _Parts, legend_width: float) -> _Arrangement:
     style, picture, aspect = parts.style, parts.picture, _aspect(parts.picture)
     strip = mark_strips(picture, 0.6 * parts.line(parts.small))
     bracket = parts.line(parts.small) + 0.06 if picture.segments else 0.0
-    top = PAD + len(parts.title) * parts.line(parts.size * 1.15)
-    top += len(parts.notes) * parts.line(parts.small) + strip[1] + bracket + 0.03
+    top = parts.heading_end + strip[1] + bracket + 0.03
     side = parts.line(parts.size) + 0.1
-    free = style.width - 2 * PAD - side - strip[0] - bracket - legend_width
+    last = str(int(picture.key_edges[-1]))  # half of its label is to the right of the cells
+    overhang = max(parts.type.size(last, parts.small), parts.line(parts.small)) / 2
+    right = max(strip[0] + bracket, overhang - PAD)
+    free = style.width - 2 * PAD - side - right - legend_width
     bottom = parts.line(parts.size) + 0.05
 
     def height_beside(depth: float) -> float:
@@ -268,7 +276,8 @@ def _arrange_beside(parts: _Parts, legend_width: float) -> _Arrangement:
         what = f"The mask does not fit into {style.width:g} by {style.height or 0:g} inches."
         raise UsageError(what, hint="Choose a larger figure, or leave out its height.")
     keys = key_labels(picture, parts.type, parts.small, width)
-    is_query_above = parts.type.size(parts.query_label, parts.size) > height + 0.5
+    room = top + height + keys.depth + bottom - parts.heading_end
+    is_query_above = parts.type.size(parts.query_label, parts.size) > room
     if is_query_above:
         top, side = top + parts.line(parts.size), 0.1
         width += parts.line(parts.size)
@@ -353,7 +362,9 @@ def _draw_axis_titles(sheet: Sheet, parts: _Parts, places: _Arrangement) -> None
         sheet.text(PAD, y, f"{query} ↓", size)
     else:
         reach = parts.type.size(query, size) / 2
-        y = min(max(area.top + area.height / 2, reach + PAD), sheet.height - reach - PAD)
+        low, high = parts.heading_end + reach, area.top + area.height + places.keys.depth
+        high += parts.line(size) + 0.05 - reach
+        y = min(max(area.top + area.height / 2, low), high)
         sheet.text(PAD + half, y, query, size, rotation=90, ha="center", va="center")
 
 

@@ -141,6 +141,19 @@ def test_every_state_has_its_colour_and_differences_have_a_sign_too(name: str) -
     assert {(0.5, 1.5), (1.5, 2.5), (2.5, 3.5)} <= places
 
 
+def test_cells_too_small_for_signs_have_some_and_a_single_one_has_its_own() -> None:
+    states = np.full((400, 400), OPEN, np.uint8)
+    states[10, 20], states[200:300, 100:200], states[350, 300] = LOST, LEAKED, BOTH
+    picture = full_picture(np.ones((400, 400), np.bool_), states=states)
+    axes = draw_mask_figure(picture, labels=ENGLISH, width=3.3).axes[1]
+    lost, leaked, both = (signs.get_offsets() for signs in axes.collections)
+    n_cells = axes.images[0].get_array().shape[0]
+    scale = 400 / n_cells
+    assert np.abs(lost * scale - (20, 10)).max() <= 2 * scale
+    assert np.abs(both * scale - (300, 350)).max() <= 2 * scale
+    assert 20 < len(leaked) < 400
+
+
 def legend(picture: MaskPicture, **options: Any) -> list[str]:
     paper = draw_mask_figure(picture, labels=ENGLISH, **options).axes[0]
     names = {text: key for key, text in ENGLISH.texts.items() if key.startswith("figure_")}
