@@ -9,7 +9,7 @@ before and one after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -143,7 +143,8 @@ def find_changes(
     """Return how many cells change before each row and before each key.
 
     int64 (rows + 1,) and (keys + 1,). Cells that change as along a diagonal do not count. Beyond
-    its ends a mask counts as continuing along its diagonals.
+    its ends a mask counts as continuing along its diagonals. A change is 1 only before and after a
+    cell that differs from all of its neighbours, and otherwise at least 2.
     """
     finder = _ChangeFinder(mask, n_rows, n_keys, head)
     of_rows, of_keys = np.zeros(n_rows + 1, np.int64), np.zeros(n_keys + 1, np.int64)
@@ -153,8 +154,10 @@ def find_changes(
         of_keys[:-1] += band.keys
         alone_rows[band.alone_rows] = alone_rows[band.alone_rows + 1] = True
         alone_keys[band.alone_keys] = alone_keys[band.alone_keys + 1] = True
-    of_rows[alone_rows[:-1]] = of_keys[alone_keys[:-1]] = 1
-    of_rows[[0, -1]] = of_keys[[0, -1]] = 0
+    for counts, alone in ((of_rows, alone_rows), (of_keys, alone_keys)):
+        counts[counts == 1] = 2
+        counts[alone[:-1]] = 1
+        counts[[0, -1]] = 0
     return of_rows, of_keys
 
 
@@ -258,57 +261,56 @@ def _choose_edges(
     changes: tuple[Counts, Counts], borders: set[int], limits: tuple[int, int]
 ) -> tuple[IntArray, IntArray]:
     """Return the edges of the ranges of rows and of keys."""
-    axes = [_Axis.of(*axis, borders) for axis in zip(changes, limits, strict=True)]
-    if axes[0].length == axes[1].length and limits[0] == limits[1]:
-        both = axes[0].joined(axes[1])
+    rows, keys = (_Axis(*axis, tuple(borders)) for axis in zip(changes, limits, strict=True))
+    if len(rows.changes) == len(keys.changes) and rows.limit == keys.limit:
+        both = replace(rows, changes=_join_changes(rows.changes, keys.changes))
         if both.fits:
             edges = both.edges()
             return edges, edges
-    return axes[0].edges(), axes[1].edges()
+    return rows.edges(), keys.edges()
 
 
 class _Axis(Struct, frozen=True):
-    """Where the ranges of an axis may begin: at changes of few cells, at segments, elsewhere."""
+    """How many cells change before each position of an axis, and where segments begin.
 
-    length: int
+    At most `limit` ranges may be made of it.
+    """
+
+    changes: Counts
     limit: int
-    small: Numbers
-    borders: Numbers
-    large: Numbers
+    borders: tuple[int, ...]
 
-    @classmethod
-    def of(cls, changes: Counts, limit: int, borders: Iterable[int]) -> _Axis:
-        """Sort the changes before each position by their size."""
-        n, inner = len(changes) - 1, changes[:-1]
-        wanted = np.array(sorted(edge for edge in borders if 0 < edge < n), np.intp)
-        small = np.flatnonzero((inner > 0) & (inner <= MAX_SMALL_CHANGE))
-        return cls(n, limit, small, wanted, np.flatnonzero(inner > MAX_SMALL_CHANGE))
+    def positions(self, least: int, most: int) -> Numbers:
+        """Return where from `least` to `most` cells change."""
+        return np.flatnonzero((self.changes >= least) & (self.changes <= most))
 
-    def joined(self, other: _Axis) -> _Axis:
-        """Return the axis that has the changes of both."""
-        small, large = np.union1d(self.small, other.small), np.union1d(self.large, other.large)
-        return _Axis(self.length, self.limit, small, self.borders, large)
+    def inner_borders(self) -> Numbers:
+        """Return where segments begin inside of the axis."""
+        n = len(self.changes) - 1
+        return np.array(sorted(edge for edge in self.borders if 0 < edge < n), np.intp)
 
     @property
     def fits(self) -> bool:
         """Whether small changes and segments are all edges."""
-        return self.length <= self.limit or len(self._important()) < self.limit
-
-    def _important(self) -> Numbers:
-        return np.union1d(self.small, self.borders)
+        important = np.union1d(self.positions(1, MAX_SMALL_CHANGE), self.inner_borders())
+        return len(self.changes) - 1 <= self.limit or len(important) < self.limit
 
     def edges(self) -> IntArray:
         """Return at most `limit` + 1 edges, from 0 to the length."""
-        if self.length <= self.limit:
-            return np.arange(self.length + 1, dtype=np.int32)
-        room = self.limit - 1
-        # Many small changes are a texture; they must not take the place of all segments.
-        for_small = room - min(len(self.borders), room // 2)
-        chosen = _spread(self.small, for_small)
-        for more in (self.borders, self.large):
-            new = np.setdiff1d(more, chosen)
-            chosen = np.union1d(chosen, _spread(new, room - len(chosen)))
-        return _divide([0, *chosen.tolist(), self.length], self.limit)
+        length, room, borders = len(self.changes) - 1, self.limit - 1, self.inner_borders()
+        if length <= self.limit:
+            return np.arange(length + 1, dtype=np.int32)
+        # Many small changes are a texture, which must not take the place of all segments; a single
+        # cell has two.
+        for_small = max(room - min(len(borders), room // 2), min(room, 2))
+        chosen = np.zeros(0, np.intp)
+        for size in range(1, MAX_SMALL_CHANGE + 1):
+            more = _spread(self.positions(size, size), for_small - len(chosen))
+            chosen = np.union1d(chosen, more)
+        for group in (borders, self.positions(MAX_SMALL_CHANGE + 1, int(self.changes.max()))):
+            more = _spread(np.setdiff1d(group, chosen), room - len(chosen))
+            chosen = np.union1d(chosen, more)
+        return _divide([0, *chosen.tolist(), length], self.limit)
 
 
 def _spread(positions: Numbers, room: int) -> Numbers:

@@ -12,6 +12,7 @@ from flexinspect.masks.mask_expressions import parse_mask
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.reduction import find_changes, reduce_mask, reduce_phases
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN
+from flexinspect.records.prompt import Segment
 
 N = 60
 CONFIG = MaskConfig(4, 12, 2, 6)
@@ -76,15 +77,16 @@ def test_a_cell_is_open_or_closed_only_if_all_of_its_cells_are(
             assert (state == CLOSED) == (not part.any())
 
 
-@given(expressions, positions, positions, st.integers(5, N))
+@given(expressions, positions, positions, st.integers(3, N), st.sampled_from([(), SEGMENTS]))
 def test_a_single_cell_has_a_cell_of_the_picture_of_its_own(
-    text: str, row: int, key: int, limit: int
+    text: str, row: int, key: int, limit: int, segments: tuple[Segment, ...]
 ) -> None:
     array = cells(text)
     if array[max(row - 1, 0) : row + 2, max(key - 1, 0) : key + 2].std() > 0:
         return  # at an edge of the mask a flipped cell only moves the edge
     changed = flipped(array, row, key)
-    picture = reduced(changed, limit)
+    mask = ArrayMask("array", changed[None])
+    picture = reduce_mask(mask, N, N, limit, limit, segments=segments, threads=1)
     i, j = range_of(picture.row_edges, row), range_of(picture.key_edges, key)
     assert picture.row_edges[i + 1] - picture.row_edges[i] == 1
     assert picture.key_edges[j + 1] - picture.key_edges[j] == 1
