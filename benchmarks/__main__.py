@@ -18,6 +18,7 @@ from benchmarks import (
     export_formats,
     floor,
     html_report,
+    masks,
     own,
     rewind,
     rules,
@@ -54,6 +55,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "rewind": rewind.measure,
     "export-formats": export_formats.measure,
     "html-report": html_report.measure,
+    "masks": masks.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
     "training": (

@@ -108,6 +108,20 @@ def html_report_table(facts: dict[str, Any]) -> str:
     return markdown(["run", "report, s", "report, s of CPU", "report, MB", "trace, MB"], rows)
 
 
+def masks_table(facts: dict[str, Any]) -> str:
+    """Return how long masks take to draw and to verify."""
+    rows = [
+        *([f"draw {text}, 4096 × 4096", f"{s:.2f} s"] for text, s in facts["draw_4096_s"].items()),
+        *(
+            [f"verify {text}, 131 072 × 131 072", f"{s:.0f} s"]
+            for text, s in facts["verify_131072_s"].items()
+        ),
+        ["the same against a declared mask", f"{facts['verify_131072_against_s']:.0f} s"],
+        ["peak memory, imports included", f"{facts['peak_mb']} MB"],
+    ]
+    return markdown(["", f"{facts['threads']} threads"], rows)
+
+
 def control_table(facts: dict[str, Any]) -> str:
     """Return how long commands take."""
     rows = [
@@ -271,6 +285,13 @@ QUESTIONS: Sequence[Question] = (
         "html-report",
         "html-report",
         html_report_table,
+    ),
+    Question(
+        "How long do masks take?",
+        "Targets: 1 s to draw, 60 s to verify every cell, 1 GB.",
+        "masks",
+        "masks",
+        masks_table,
     ),
     Question(
         "How quickly does a run answer commands?",

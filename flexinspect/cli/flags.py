@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from argparse import Action, ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentTypeError
 from contextlib import suppress
 from typing import Any
 
@@ -29,8 +29,8 @@ class _SaveOutput(Action):
         os.environ[low_bandwidth.VARIABLE] = "1"
 
 
-def add_number_flags(parser: ArgumentParser, **flags: str) -> None:
-    """Add flags that take a number from 0 on, such as those of a place, each with its help."""
+def add_number_flags(parser: Any, **flags: str) -> None:
+    """Add flags that take a number from 0 on to a parser or a group of it, each with its help."""
     for name, text in flags.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}", metavar="N", type=non_negative_int, help=text

@@ -32,6 +32,7 @@ examples:
   flexinspect declare run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect report run.flextrace -o run.html
+  flexinspect flowchart --trace run.flextrace
   flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect kernels --kernel my_kernel:attention --config all
@@ -40,6 +41,7 @@ examples:
   flexinspect fetch --model llama3.2_3b_it
   flexinspect export run.flextrace --to perfetto
   flexinspect import debug_tree/ -o run.flextrace
+  flexinspect mask small --verify
   flexinspect models
   flexinspect tour
   flexinspect museum
@@ -61,6 +63,7 @@ COMMANDS = {
     "declare": "write the segments that a run did not declare to a file for run --declare",
     "show": "print a panel as text, or save its picture, without the interface",
     "report": "write a run to one HTML file that opens offline in any browser",
+    "flowchart": "draw the way from a question to an answer, also with the numbers of a run",
     "compare": "print the differences between two traces (exit code 1 if they differ)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "kernels": "compare attention kernels with float64, explain differences, and time them",
@@ -69,6 +72,7 @@ COMMANDS = {
     "fetch": "download models and datasets, and look after the cache",
     "export": "write a trace for Perfetto, TensorBoard, DuckDB, spreadsheets or Jupyter",
     "import": "make a trace of what transformers' debugger, SGLang or your own code has dumped",
+    "mask": "draw, analyse and verify a mask: a preset, an expression, your code, or a trace",
     "models": "list the models: size, and whether they are local, cached or need a download",
     "tour": "learn the interface in two minutes, on a run with one planted bug",
     "museum": "runs with one known fault each, as tutorials",

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             panels.append(load_panel(name))
     _check_options(options, panels)
     with open_trace(args.trace) as reader, reader.snapshot():
-        view = _PanelPrinter(args, _place(args, reader), Source(reader), options)
+        view = _PanelPrinter(args, requested_place(args, reader), Source(reader), options)
         return view.show(named or panel_names(), named=bool(named))
 
 
@@ -132,7 +132,7 @@ def _check_options(options: dict[str, str], panels: Sequence[Panel[Any, Any]]) -
         with_options(panel, options)
 
 
-def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
+def requested_place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
     """Return the requested place; what was not requested is the first one in the trace."""
     from flexinspect.panels.base import TracePlace
     from flexinspect.trace.queries import branch_of_step, lineage, step_bounds

@@ -23,7 +23,7 @@ class Labels(Struct, frozen=True):
     language: str
     texts: Mapping[str, str]
 
-    def __call__(self, key: str, **values: object) -> str:
+    def __call__(self, key: str, /, **values: object) -> str:
         return self.texts[key].format(**values)
 
 

@@ -2,13 +2,14 @@
 
 The project settings are the nearest file from the current folder upwards. They override the
 per-user file `~/.config/flexinspect/config.toml` (in `XDG_CONFIG_HOME` or, on Windows, `APPDATA` if
-set). There are four sections: `[models]` (see `flexinspect models --help`), `[keys]`
-(docs/interface.md), `[breakpoints]` (docs/breakpoints.md), and `[debugging]` with a subsection per
-profile (docs/debugger-api.md).
+set). There are five sections: `[models]` (see `flexinspect models --help`), `[keys]`
+(docs/interface.md), `[breakpoints]` (docs/breakpoints.md), `[debugging]` with a subsection per
+profile (docs/debugger-api.md), and `[figures]` with the language of labels (docs/masks.md).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from msgspec import Struct, field
 
 from flexinspect.core.environment import read_text, user_folder
 from flexinspect.core.errors import UsageError
+from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels, languages, load_labels
 from flexinspect.core.text import did_you_mean
 from flexinspect.inputs.model_sizes import canonical_dtype
 
@@ -52,13 +54,14 @@ class Config(Struct, frozen=True):
 
     `keys` maps key ids of `flexinspect.core.keyboard` to keys separated by commas, `breakpoints`
     maps names to conditions. `debugging` maps profiles ("" for the section itself) to switches by
-    full name.
+    full name. `lang` is the language of figures and reports, None for the default.
     """
 
     models: Mapping[str, ModelAlias] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     breakpoints: Mapping[str, str] = field(default_factory=dict)
     debugging: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    lang: str | None = None
     files: tuple[Path, ...] = ()
 
 
@@ -73,6 +76,7 @@ def load_config(start: Path | None = None) -> Config:
     remapped_in: dict[str, _SettingsFile] = {}
     breakpoints: dict[str, str] = {}
     debugging: dict[str, dict[str, bool]] = {}
+    lang: str | None = None
     files = []
     sources = [_project_settings(start or Path.cwd())]
     own = user_config_file()
@@ -87,9 +91,10 @@ def load_config(start: Path | None = None) -> Config:
         breakpoints = _read_breakpoints(source) | breakpoints
         for profile, switches in _read_debugging(source).items():
             debugging[profile] = switches | debugging.get(profile, {})
+        lang = lang or _read_language(source)
     _check_shared_keys(keys, remapped_in)
     joined = {name: ",".join(keys[name]) for name in keys}
-    return Config(models, joined, breakpoints, debugging, tuple(files))
+    return Config(models, joined, breakpoints, debugging, lang, tuple(files))
 
 
 _SECTIONS = {
@@ -100,6 +105,7 @@ _SECTIONS = {
     ),
     "breakpoints": ('name = "condition"', 'For example unsure = "entropy > 3 and step > 2".'),
     "debugging": ("switches", 'For example, in [debugging]: "memory_usage = true".'),
+    "figures": ('lang = "en"', "The only key is lang, the language of figures and reports."),
 }
 """What each section is a table of, and the hint for a mistake in it."""
 
@@ -278,3 +284,27 @@ def _read_debugging(source: _SettingsFile) -> dict[str, dict[str, bool]]:
                 raise source.error("debugging", name, f"the switch {name!r} must be true or false")
             found[profile][switch] = value
     return found
+
+
+def _read_language(source: _SettingsFile) -> str | None:
+    """Return the language of figures and reports, None if it is not set."""
+    table = source.section("figures")
+    for name in table:
+        if name != "lang":
+            raise source.error("figures", name, f"[figures] has no key {name!r}")
+    lang = table.get("lang")
+    if lang is None:
+        return None
+    if lang not in languages():
+        what = f"there are no labels in {lang!r}; the languages are {', '.join(languages())}"
+        raise source.error("figures", "lang", what, 'Write for instance lang = "en".')
+    return str(lang)
+
+
+def figure_labels(flag: str | None = None) -> Labels:
+    """Return the labels of figures and reports: of --lang, the environment, or the settings.
+
+    Raises `UsageError` for a language that does not exist.
+    """
+    is_chosen = flag or os.environ.get(LANGUAGE_VARIABLE)
+    return load_labels(flag if is_chosen else load_config().lang)

@@ -32,6 +32,8 @@ _MODEL_FILES = (
     SINGLE_FILE,
     "model-*-of-*.safetensors",
     INDEX_FILE,
+)
+_TOKENIZER_FILES = (
     "tokenizer*",
     "vocab.*",
     "merges.txt",
@@ -53,7 +55,7 @@ class Repository(Struct, frozen=True):
 
     id: str
     type: str = "model"
-    patterns: tuple[str, ...] = _MODEL_FILES
+    patterns: tuple[str, ...] = (*_MODEL_FILES, *_TOKENIZER_FILES)
     gated: bool = False
     without_weights: bool = False
 
@@ -92,6 +94,12 @@ def fetch_code(source: ModelSource) -> Path:
     return download(repository, lambda _phase, _data: None)
 
 
+def fetch_tokenizer(source: ModelSource, report: OnLoadProgress) -> Path:
+    """Return the folder with the tokenizer and config.json, fetching these files only."""
+    patterns = ("config.json", *_TOKENIZER_FILES)
+    return download(replace(model_repository(source), patterns=patterns), report)
+
+
 def fetch_all(source: ModelSource, report: OnLoadProgress, *, code: bool = False) -> Path:
     """Download weights (safetensors only), tokenizer and configuration; return their folder.
 
@@ -101,7 +109,7 @@ def fetch_all(source: ModelSource, report: OnLoadProgress, *, code: bool = False
     """
     repository = model_repository(source)
     if code:
-        repository = replace(repository, patterns=(*_MODEL_FILES, *_CODE_FILES))
+        repository = replace(repository, patterns=(*repository.patterns, *_CODE_FILES))
     folder = download(repository, report)
     if not has_all_weights(folder) and (folder / INDEX_FILE).is_file():
         raise ModelError(

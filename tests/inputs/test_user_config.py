@@ -8,7 +8,7 @@ import pytest
 from support.paths import DOCS
 
 from flexinspect.core.errors import UsageError
-from flexinspect.inputs.config import load_config
+from flexinspect.inputs.config import figure_labels, load_config
 
 
 def test_without_any_file_there_are_no_settings(home: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_mistake_is_named_with_file_and_line(
 def test_an_unknown_section_or_action_has_the_nearest_name_as_hint(home: Path) -> None:
     hints = {
         "[model]": "Did you mean [models]?",
-        "[colours]": "The sections are [models], [keys], [breakpoints], [debugging].",
+        "[colours]": "The sections are [models], [keys], [breakpoints], [debugging], [figures].",
         '[keys]\n"step.nxt" = "w"': "Did you mean step.next?",
     }
     for text, hint in hints.items():
@@ -228,3 +228,31 @@ def test_breakpoints_of_another_form_are_refused(home: Path, text: str, message:
         load_config()
     assert message in caught.value.message
     assert "entropy > 3" in (caught.value.hint or "")
+
+
+def test_the_language_of_figures_is_that_of_the_flag_the_environment_or_the_settings(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLEXINSPECT_LANG", raising=False)
+    assert figure_labels().language == "en"
+    (home / "flexinspect.toml").write_text('[figures]\nlang = "zh"\n')
+    assert figure_labels().language == "zh"
+    monkeypatch.setenv("FLEXINSPECT_LANG", "en")
+    assert figure_labels().language == "en"
+    assert figure_labels("zh").language == "zh"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[figures]\nlang = "xx"', "flexinspect.toml:2: there are no labels in 'xx'"),
+        ("[figures]\nlang = 3", "flexinspect.toml:2: there are no labels in 3"),
+        ('[figures]\nlanguage = "zh"', r"flexinspect.toml:2: \[figures\] has no key 'language'"),
+    ],
+)
+def test_a_language_that_does_not_exist_is_refused_with_its_line(
+    home: Path, text: str, message: str
+) -> None:
+    (home / "flexinspect.toml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_config()

@@ -17,7 +17,7 @@ from flexinspect.core.signals import acknowledge_end, defer_interrupts
 from flexinspect.inputs.datasets import Sample
 from flexinspect.masks import algebra
 from flexinspect.records import prompt as prompts
-from flexinspect.records.job import Job
+from flexinspect.records.job import Job, PromptTexts
 from flexinspect.records.prompt import Prompt, Segment
 from flexinspect.records.step import EventRecord, GenerationRecord, TokenRecord
 from flexinspect_hooks.control.step_barrier import StepBarrier
@@ -61,7 +61,8 @@ class EnsembleRunner:
 
     def plan(self, sample: Sample) -> GenerationPlan:
         """Compose the prompt and the mask of a sample. Raises `DatasetError`, `MaskError`."""
-        pieces, n_new = self._pieces(sample), self._job.max_new_tokens
+        n_new = self._job.max_new_tokens
+        pieces = encode_pieces(sample, self._job.texts, self.vocabulary)
         prompt = prompts.compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         needed = prompt.next_position(n_new - 1) + 1
@@ -70,16 +71,6 @@ class EnsembleRunner:
             hint = "Use fewer or shorter paraphrases, or a smaller --max-new-tokens."
             raise DatasetError(text, hint=hint)
         return GenerationPlan(sample, prompt, *self._mask(prompt.segments))
-
-    def _pieces(self, sample: Sample) -> prompts.PromptTokenIds:
-        encode, texts = self.vocabulary.encode, self._job.texts
-        paraphrases = tuple(encode(text) for text in sample.paraphrases)
-        for number, ids in enumerate(paraphrases, start=1):
-            if not ids:
-                raise DatasetError(f"Paraphrase {number} of sample '{sample.id}' has no tokens.")
-        shared, separator, cue = map(encode, (texts.instruction, texts.separator, texts.cue))
-        bos = self.vocabulary.default_bos()
-        return prompts.PromptTokenIds(bos, shared, paraphrases, separator, cue)
 
     def _mask(self, segments: Sequence[Segment]) -> tuple[dict[str, Any], MaskSource]:
         """The mask's entries of `GenerationRecord.declared`, and what runs it."""
@@ -174,13 +165,7 @@ class EnsembleRunner:
     def record_of(self, number: int, plan: GenerationPlan) -> GenerationRecord:
         """The record of a generation that is about to begin."""
         prompt = plan.prompt
-        tokens: list[TokenRecord] = []
-        for index, segment in enumerate(prompt.segments[:-1]):
-            stream = TextStream(self.vocabulary)  # each piece was encoded by itself
-            for pos in range(segment.start, segment.stop):
-                id_, position = prompt.ids[pos], prompt.position_ids[pos]
-                text = stream.add(id_)
-                tokens.append(token_record(self.vocabulary, pos, id_, text, position, index))
+        tokens = prompt_token_records(prompt, self.vocabulary)
         texts = [token.text for token in tokens]
         special = keep_written_special(self.vocabulary.facts, prompt.ids, texts)
         return GenerationRecord(
@@ -194,6 +179,31 @@ class EnsembleRunner:
             declared={**plan.declared, **prompts.declaration_entries((), special)},
             started_at=time.time(),
         )
+
+
+def encode_pieces(
+    sample: Sample, texts: PromptTexts, vocabulary: Vocabulary
+) -> prompts.PromptTokenIds:
+    """Encode the pieces of a sample's prompt. Raises `DatasetError` for one without tokens."""
+    paraphrases = tuple(vocabulary.encode(text) for text in sample.paraphrases)
+    for number, ids in enumerate(paraphrases, start=1):
+        if not ids:
+            raise DatasetError(f"Paraphrase {number} of sample '{sample.id}' has no tokens.")
+    around = (texts.instruction, texts.separator, texts.cue)
+    shared, separator, cue = map(vocabulary.encode, around)
+    return prompts.PromptTokenIds(vocabulary.default_bos(), shared, paraphrases, separator, cue)
+
+
+def prompt_token_records(prompt: Prompt, vocabulary: Vocabulary) -> list[TokenRecord]:
+    """Return the records of a prompt's tokens, each with the text that it adds to its piece."""
+    tokens: list[TokenRecord] = []
+    for index, segment in enumerate(prompt.segments[:-1]):
+        stream = TextStream(vocabulary)  # each piece was encoded by itself
+        for pos in range(segment.start, segment.stop):
+            id_, position = prompt.ids[pos], prompt.position_ids[pos]
+            text = stream.add(id_)
+            tokens.append(token_record(vocabulary, pos, id_, text, position, index))
+    return tokens
 
 
 def _hold_at_end(session: CaptureSession, step_ref: StepRef) -> QueuedRewind | None:
@@ -216,22 +226,26 @@ def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
     return tuple(int(id_) for id_ in ids if id_ is not None)
 
 
-def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch.Tensor]:
+def load_mask_mod(
+    spec: str, segments: Sequence[Segment], *, flag: str = "--mask"
+) -> Callable[..., torch.Tensor]:
     """Load the user's `mask_mod` from "package.module:function". Raises `MaskError`.
+
+    Messages name it by `flag` and `spec`.
 
     A function of four arguments is the `mask_mod` itself. A function of one argument is called
     with the prompt's segments and returns it. Indices are positions of the whole sequence.
     """
-    function = import_object(spec, "--mask", MaskError)
+    function = import_object(spec, flag, MaskError)
     if _accepts_arguments(function, 1) and not _accepts_arguments(function, 4):
         try:
             function = function(tuple(segments))
         except Exception as error:
-            text = f"--mask {spec} failed when called with the prompt's segments: "
+            text = f"{flag} {spec} failed when called with the prompt's segments: "
             raise MaskError(text + summarize_error(error)) from error
     if not _accepts_arguments(function, 4):
         raise MaskError(
-            f"--mask {spec} must take (b, h, q_idx, kv_idx), or take (segments) and return a "
+            f"{flag} {spec} must take (b, h, q_idx, kv_idx), or take (segments) and return a "
             "function that does."
         )
     return cast(Callable[..., torch.Tensor], function)

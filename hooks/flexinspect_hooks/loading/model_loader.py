@@ -118,6 +118,28 @@ def load(
     return loaded
 
 
+def load_tokenizer(
+    source: ModelSource, *, trust_remote_code: bool = False, report: OnLoadProgress | None = None
+) -> Any:
+    """Load the tokenizer of a model and nothing else, or raise `ModelError`.
+
+    That of a hub model is downloaded if it is not on this machine. A folder without one gives an
+    `IdTokenizer`, which shows ids in place of text. `report` is called as by `load`.
+    """
+    report = report or (lambda _phase, _data: None)
+    request = _LoadRequest(source, "random", 0, "cpu", trust_remote_code, report)
+    try:
+        with quiet_libraries(report), as_interrupt():
+            if _vocabulary_folder(source) is None and source.repo_id is not None:
+                return _load_tokenizer(hub_download.fetch_tokenizer(source, report), request)
+            tokenizer = _find_tokenizer(request)
+            return tokenizer or IdTokenizer.from_config(_load_config(request).to_dict())
+    except FlexInspectError:
+        raise
+    except Exception as error:
+        raise _explain_load_error(error, source, "cpu") from error
+
+
 def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
     config = _load_config(request)
     require_causal_lm(config, request.source)
@@ -210,15 +232,21 @@ def _make_random(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, A
 
 
 def _find_tokenizer(request: _LoadRequest) -> Any | None:
-    folder = request.source.path
-    if folder is None and request.source.repo_id is not None:
-        snapshots = (cached_snapshot(request.source.repo_id, name) for name in _VOCABULARIES)
-        folder = next((snapshot for snapshot in snapshots if snapshot is not None), None)
-    if folder is None or not _has_vocabulary(folder):
+    folder = _vocabulary_folder(request.source)
+    if folder is None:
         text = "There is no tokenizer on this machine: token ids are shown in place of text."
         request.report("note", {"text": text})
         return None
     return _load_tokenizer(folder, request)
+
+
+def _vocabulary_folder(source: ModelSource) -> Path | None:
+    """Return the folder on this machine with the files of a tokenizer, None without one."""
+    folder = source.path
+    if folder is None and source.repo_id is not None:
+        snapshots = (cached_snapshot(source.repo_id, name) for name in _VOCABULARIES)
+        folder = next((snapshot for snapshot in snapshots if snapshot is not None), None)
+    return folder if folder is not None and _has_vocabulary(folder) else None
 
 
 def _load_pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:

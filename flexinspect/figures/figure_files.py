@@ -1,0 +1,129 @@
+"""Writing figures: PNG, SVG, PDF and HTML, each file complete or not there at all."""
+
+from __future__ import annotations
+
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexinspect.core.environment import replace_file
+from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.text import printable
+from flexinspect.figures.sheet import figure_settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf", ".html")
+MIN_DPI, MAX_DPI = 30, 2400
+MAX_PIXELS = 200_000_000
+"""Pixels of a PNG: matplotlib needs 4 bytes for each."""
+
+_PAGE = """<!DOCTYPE html>
+<html lang="{language}">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ margin: 0; background: {background}; }}
+svg {{ display: block; width: min(100%, {width}in); height: auto; margin: 1rem auto; }}
+</style>
+</head>
+<body>
+{svg}
+</body>
+</html>
+"""
+
+
+def check_figure_path(path: str | Path, formats: tuple[str, ...] = FORMATS) -> Path:
+    """Return `path` if a figure can have that name. Raises `UsageError` for another suffix."""
+    target = Path(path)
+    if target.suffix.lower() not in formats:
+        known = f"{', '.join(formats[:-1])} or {formats[-1]}" if formats[1:] else formats[0]
+        what = f"{target} has no suffix of a format that can be written."
+        raise UsageError(what, hint=f"Name a file {known}.")
+    return target
+
+
+def save_figure(
+    figure: Figure, path: str | Path, *, title: str, language: str = "en", dpi: int = 300
+) -> Path:
+    """Write a figure by the suffix of `path` (one of `FORMATS`), atomically; return the path.
+
+    Text stays text in SVG, PDF and HTML; `dpi` holds for PNG, and for images of many cells in a
+    PDF. Raises `UsageError` for a suffix or a resolution that cannot be, and `FlexInspectError`
+    when the file cannot be written.
+    """
+    target = check_figure_path(path)
+    check_dpi(figure, dpi)
+    with figure_settings():
+        data = _ENCODERS[target.suffix.lower()](figure, printable(title), language, dpi)
+    write_figure(target, data)
+    return target
+
+
+def check_dpi(figure: Figure, dpi: int) -> None:
+    """Raise `UsageError` for a resolution that no file should have."""
+    width, height = figure.get_size_inches()
+    if not MIN_DPI <= dpi <= MAX_DPI:
+        what = f"A figure cannot have {dpi} dots per inch."
+        raise UsageError(what, hint=f"Choose {MIN_DPI} to {MAX_DPI}; print needs 300.")
+    if width * height * dpi**2 > MAX_PIXELS:
+        size = f"{width * dpi:,.0f} by {height * dpi:,.0f} pixels"
+        raise UsageError(f"{size} are too many.", hint="Choose a smaller width or fewer dpi.")
+
+
+def write_figure(target: Path, data: bytes) -> None:
+    """Replace a file by `data`. Raises `FlexInspectError` when that is impossible."""
+    try:
+        replace_file(target, data)
+    except OSError as error:
+        raise FlexInspectError(
+            f"The figure could not be written to {target}: {error.strerror or error}.",
+            hint="Choose a file in an existing folder that you may write to.",
+        ) from error
+
+
+def _png(figure: Figure, title: str, language: str, dpi: int) -> bytes:
+    metadata = {"Title": title, "Software": "flexinspect"}
+    return _printed(figure, "png", dpi=dpi, metadata=metadata)
+
+
+def _pdf(figure: Figure, title: str, language: str, dpi: int) -> bytes:
+    metadata = {"Title": title, "Creator": "flexinspect", "CreationDate": None}
+    return _printed(figure, "pdf", dpi=dpi, metadata=metadata)
+
+
+def _svg(figure: Figure, title: str, language: str, dpi: int) -> bytes:
+    metadata = {"Title": title, "Creator": "flexinspect", "Date": None}
+    return _printed(figure, "svg", metadata=metadata)
+
+
+def _html(figure: Figure, title: str, language: str, dpi: int) -> bytes:
+    svg = _svg(figure, title, language, dpi).decode()
+    page = _PAGE.format(
+        language=escape(language, quote=True),
+        title=escape(title),
+        background=_hex(figure.get_facecolor()),
+        width=round(float(figure.get_size_inches()[0]), 2),
+        svg=svg[svg.index("<svg") :],
+    )
+    return page.encode()
+
+
+_ENCODERS = {".png": _png, ".pdf": _pdf, ".svg": _svg, ".html": _html}
+
+
+def _printed(figure: Figure, format_: str, **options: Any) -> bytes:
+    out = BytesIO()
+    figure.savefig(out, format=format_, facecolor=figure.get_facecolor(), **options)
+    return out.getvalue()
+
+
+def _hex(color: Any) -> str:
+    from matplotlib.colors import to_hex
+
+    return str(to_hex(color))
