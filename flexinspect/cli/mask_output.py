@@ -37,7 +37,14 @@ from flexinspect.masks.mask_text import (
 )
 from flexinspect.masks.reduction import reduce_mask
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
-from flexinspect.panels.mask.mask_pixels import EVEN, GENERATED, ODD, mask_palette, swatch
+from flexinspect.panels.mask.mask_pixels import (
+    EVEN,
+    GENERATED,
+    ODD,
+    mask_palette,
+    swatch,
+    wrap_legend,
+)
 from flexinspect.records.prompt import SegmentKind
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf", ".html", ".gif")
@@ -103,7 +110,8 @@ def print_picture(
     for strip in color_strips(picture, theme):
         print(strip.render(console))
     print()
-    print(pen.line(*_legend(picture, labels, pen)).render(console).rstrip())
+    for entries in wrap_legend(_legend(picture, labels, pen), pen):
+        print(entries.render(console).rstrip())
     phases = phase_lines(phase_table(source.mask, source.segments, head=head), labels)
     for line in [*mark_meanings(picture, labels), "", *phases]:
         console.print(line, soft_wrap=True)
