@@ -34,6 +34,9 @@ KEY_CODES = {
 }
 
 
+REPORT_READY = "document.documentElement?.dataset.ready === 'true'"
+
+
 class Page:
     """A page: `problems` are errors of its console, `requests` the addresses that it asked for."""
 
@@ -75,10 +78,10 @@ class Page:
             case "Network.requestWillBeSent":
                 self.requests.append(params["request"]["url"])
 
-    async def open(self, address: str) -> None:
-        """Open an address and wait until a report is ready."""
+    async def open(self, address: str, ready: str = REPORT_READY) -> None:
+        """Open an address and wait until an expression is true, by default of a report."""
         await self.call("Page.navigate", url=address)
-        await self.until("document.documentElement?.dataset.ready === 'true'")
+        await self.until(ready)
 
     async def value(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript."""
