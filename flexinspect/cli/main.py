@@ -31,7 +31,7 @@ examples:
   flexinspect glossary margin
   flexinspect declare run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
-  flexinspect compare a.flextrace b.flextrace
+  flexinspect diff a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
   flexinspect models
@@ -54,7 +54,7 @@ COMMANDS = {
     "glossary": "say what the words of the interface mean",
     "declare": "write the segments that a run did not declare to a file for run --declare",
     "show": "print a panel as text, or save its picture, without the interface",
-    "compare": "print the differences between two traces (exit code 1 if they differ)",
+    "diff": "print the first place where two runs differ beyond noise (alias: compare)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "dump": "print a trace as text or JSON",
     "models": "list the models: size, and whether they are local, cached or need a download",
@@ -67,6 +67,8 @@ COMMANDS = {
 The module of the same name has `DESCRIPTION` and `EXAMPLES`, `configure(parser)`, which adds the
 arguments, and `run`: a function from the parsed arguments to the exit code.
 """
+ALIASES = {"compare": "diff"}
+"""Other names of commands."""
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -94,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "open")
     # No option of the main parser takes a value, so the first positional is the command.
     command = next((word for word in arguments if not word.startswith("-")), None)
+    if command in ALIASES:
+        arguments[arguments.index(command)] = command = ALIASES[command]
     parser = build_parser(command)
     if command is not None and command not in COMMANDS:
         known = did_you_mean(command, COMMANDS, f"The commands are {', '.join(COMMANDS)}.")

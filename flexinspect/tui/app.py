@@ -153,7 +153,8 @@ class InspectorApp(App[None]):
 
     def _compare_traces(self, one: Path, other: Path, generation: int) -> None:
         """Show a generation of two traces side by side, from its first difference on."""
-        from flexinspect.analysis.compare_traces import compare_traces, verdict_text
+        from flexinspect.analysis.run_diff.report import verdict_text
+        from flexinspect.analysis.run_diff.traces import compare_traces
         from flexinspect.panels.panel_source import Source
         from flexinspect.trace.reader import TraceReader
         from flexinspect.tui.comparison_data import Side
