@@ -155,6 +155,35 @@ def share_rows(a: StepRecord, b: StepRecord) -> tuple[StepRecord, StepRecord]:
     return one, other
 
 
+class AlignedPair(NamedTuple):
+    """Two steps with the same rows and the layers' numbers of A, and what was done for that.
+
+    `rows` says in words how many rows both computed, empty if as many. `finds` look up their masks.
+    """
+
+    a: StepRecord
+    b: StepRecord
+    layers: LayerAlignment
+    rows: str
+    finds: step_diff.FindMasks
+
+
+def align_pair(
+    a: StepRecord,
+    b: StepRecord,
+    finds: step_diff.FindMasks,
+    layers: LayerAlignment | None = None,
+) -> AlignedPair:
+    """Align the layers and rows of two steps; `layers` is that of an earlier pair of the runs."""
+    layers = align_layers(a, b) if layers is None else layers
+    one, other = share_rows(only_aligned(a, layers), renumbered(b, layers))
+    if a.q_len == b.q_len:
+        return AlignedPair(one, other, layers, "", finds)
+    rows, n = f"{a.q_len} against {b.q_len} rows", min(a.q_len, b.q_len)
+    last = last_rows_of(finds[0], n), last_rows_of(finds[1], n)
+    return AlignedPair(one, other, layers, rows, last)
+
+
 def _last_rows(step: StepRecord, n: int) -> StepRecord:
     arrays = tuple(
         replace(one, array=np.take(one.array, range(-n, 0), ROW_AXES[one.stream]))

@@ -229,29 +229,20 @@ class Walk:
         real = self._watched[0].real
         for own, step in zip(self._recorded, (one, other), strict=True):
             own |= quantities.recorded_quantities(step)
-        if not self.steps:
-            self.layers = alignment.align_layers(one, other)
-        raw = other
-        one = alignment.only_aligned(one, self.layers)
-        other = alignment.renumbered(other, self.layers)
+        finds = self._sides[0][0].mask, self._sides[1][0].mask
+        pair = alignment.align_pair(one, other, finds, self.layers if self.steps else None)
+        self.layers = pair.layers
         if self.noise is None:
-            self.noise = quantities.noise_of_dtypes(one, other)
-        n_rows = min(one.q_len, other.q_len)
-        rows = "" if one.q_len == other.q_len else f"{one.q_len} against {other.q_len} rows"
-        one, other = alignment.share_rows(one, other)
-        finds = tuple(
-            alignment.last_rows_of(reader.mask, n_rows) if rows else reader.mask
-            for reader, _ in self._sides
-        )
-        found = step_diff.compare_steps(one, other, (finds[0], finds[1]), real=real)
-        found = replace(found, rows=rows)
+            self.noise = quantities.noise_of_dtypes(pair.a, pair.b)
+        found = step_diff.compare_steps(pair.a, pair.b, pair.finds, real=real)
+        found = replace(found, rows=pair.rows)
         self.steps.append(found)
-        differences = quantities.compare_quantities(one, other, found, real)
+        differences = quantities.compare_quantities(pair.a, pair.b, found, real)
         self._count(found.step, differences)
         if self.first is None:
-            self.first = self._find_place(found, differences, one, other)
+            self.first = self._find_place(found, differences, pair.a, pair.b)
         if found.is_diverged:
-            texts = ("".join(t.text or t.token for t in step.tokens) for step in (one, raw))
+            texts = ("".join(t.text or t.token for t in step.tokens) for step in (one, other))
             self._words = (next(texts), next(texts))
         return found.is_diverged
 

@@ -58,6 +58,12 @@ def place_text(place: Place) -> str:
     return f"{', '.join([*parts, *filter(None, [printable(place.text)])])} [{place.reason}]"
 
 
+def short_place_text(place: Place) -> str:
+    """Return where a place is, and its stop reason."""
+    layer = "" if place.layer is None else f", layer {place.layer}"
+    return f"step {place.step}{layer}: {place.quantity} [{place.reason}]"
+
+
 def _place_lines(place: Place) -> Iterator[str]:
     yield f"  first place beyond noise: {place_text(place)}"
     before = [name for name in place.before if name != place.quantity]
