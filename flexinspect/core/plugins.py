@@ -76,6 +76,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "batches": "flexinspect.rules.masks.heads_and_batches:BatchRowsRule",
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
+        "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
     },
