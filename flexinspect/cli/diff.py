@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from flexinspect.cli.output import print_json, print_lines
 from flexinspect.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from flexinspect.analysis.run_diff.bisection import Bisection
+    from flexinspect.analysis.run_diff.traces import Comparison
 
 DESCRIPTION = """Compare two traces that need not share a machine, a dtype or a kernel: generations
 are aligned by prompt, then steps, layers and quantities. The report names the first place beyond
@@ -19,6 +24,7 @@ EXAMPLES = """examples:
   flexinspect diff mine.flextrace plain.flextrace --generation 0
   flexinspect diff a.flextrace b.flextrace --noise a-again.flextrace
   flexinspect diff a.flextrace b.flextrace --ui
+  flexinspect diff a.flextrace b.flextrace --bisect      # which module makes the difference
   flexinspect diff a.flextrace b.flextrace --json | jq '.generations[].first'
 
 exit codes: 0 the same within noise (with --exact: in all bits), 1 they differ,
@@ -34,6 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     noise = "another recording of the same run as A: how it differs from A is noise"
     parser.add_argument("--noise", metavar="REPEAT", type=Path, help=noise)
     parser.add_argument("--exact", action="store_true", help="count noise as a difference")
+    bisect = "run B again with A's tensors (level extreme), and name the module that differs"
+    parser.add_argument("--bisect", action="store_true", help=bisect)
     parser.add_argument("--ui", action="store_true", help="look at both side by side")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -46,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ui:
         return _open_screen(args)
     from flexinspect.analysis.run_diff import report
+    from flexinspect.analysis.run_diff.bisection import bisection_lines
     from flexinspect.analysis.run_diff.generations import DIFFERENT, ROUNDING
     from flexinspect.analysis.run_diff.traces import compare_traces
     from flexinspect.trace.reader import open_trace
@@ -55,17 +64,35 @@ def run(args: argparse.Namespace) -> int:
     with opened[0] as a, opened[1] as b, opened[2] as repeat, a.snapshot(), b.snapshot():
         comparison = compare_traces(a, b, generation=args.generation, repeat=repeat)
     if args.json:
-        print_json(comparison.as_json())
+        bisection = {"bisection": _bisect(comparison, args).as_json()} if args.bisect else {}
+        print_json({**comparison.as_json(), **bisection})
     else:
         print_lines(report.comparison_lines(comparison))
+        if args.bisect:
+            print_lines(bisection_lines(_bisect(comparison, args)))
     failing = (DIFFERENT, *([ROUNDING] if args.exact else ()))
     return int(comparison.verdict in failing)
 
 
+def _bisect(comparison: Comparison, args: argparse.Namespace) -> Bisection:
+    """Run B again with A's tensors. Raises `UsageError` where that is not possible."""
+    from flexinspect.analysis.run_diff.bisection import bisect_request
+    from flexinspect.cli.live_run import ExperimentProgress
+    from flexinspect.core import plugins
+
+    request, progress = bisect_request(comparison), ExperimentProgress(quiet=args.json)
+    with progress.shown:
+        progress.show_phase("importing torch", {})
+        bisect = plugins.load(plugins.CAPTURE, "bisect-runs")
+        found = bisect(request, load_report=progress.show_phase, report=progress.report)
+    return cast("Bisection", found)
+
+
 def _open_screen(args: argparse.Namespace) -> int:
     """Show both traces side by side. Raises `UsageError` without a terminal."""
-    if args.json:
-        raise UsageError("--ui and --json exclude each other.")
+    for flag in ("json", "bisect"):
+        if getattr(args, flag):
+            raise UsageError(f"--ui and --{flag} exclude each other.")
     from flexinspect.cli.interface import open_comparison
 
     return open_comparison(args.a, args.b, args.generation or 0)

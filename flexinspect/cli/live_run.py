@@ -154,6 +154,24 @@ def _cost_line(summary: Mapping[str, Any]) -> str:
     return "      " + ", ".join(parts)
 
 
+class ExperimentProgress:
+    """Progress on stderr of an experiment on a model: of its loading, and of its own steps."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        console = stderr_console()
+        self._is_terminal = console.is_terminal and not quiet
+        self.shown = RunProgress(console, quiet=quiet, live=self._is_terminal)
+
+    def show_phase(self, phase: str, data: Mapping[str, Any]) -> None:
+        """Show a phase of loading a model."""
+        self.shown.on_event(EventRecord("phase", phase, time.time(), data=data))
+
+    def report(self, phase: str, fraction: float | None) -> None:
+        """Show a step of the experiment; a log file need not have these many small steps."""
+        if self._is_terminal:
+            self.show_phase(phase, {} if fraction is None else {"fraction": fraction})
+
+
 class RunProgress:
     """Prints the progress of a run: its phases, questions and messages; nothing when `quiet`.
 

@@ -83,6 +83,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",
         "prove": "flexinspect_hooks:prove",
+        "bisect-runs": "flexinspect_hooks.proofs.bisect_runs:bisect_runs",
         "prove-run": "flexinspect_hooks.proofs.prove_generation:prove_run",
         "prove-script": "flexinspect_hooks.proofs.prove_program:prove_script",
         "watch": "flexinspect_hooks:watch",

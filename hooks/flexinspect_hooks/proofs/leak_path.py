@@ -26,7 +26,7 @@ from flexinspect_hooks.proofs import hidden_states
 from flexinspect_hooks.proofs.hidden_states import NOISE_FACTOR, HiddenStates, RowChanges
 from flexinspect_hooks.proofs.proof_subject import Subject
 
-_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """Names of the projection of the heads' outputs in attention modules."""
 _MAX_NAMED_CARRIERS = 4
 """Rows on the path of a leak that a sentence names."""
@@ -161,7 +161,7 @@ def _output_projection(model: nn.Module, layer: int | None) -> tuple[nn.Module |
         if layer is None or layer_of.get(id(module)) != layer:
             continue
         config = getattr(module, "config", getattr(model, "config", None))
-        for name in _OUTPUT_PROJECTIONS:
+        for name in OUTPUT_PROJECTIONS:
             projection = getattr(module, name, None)
             if isinstance(projection, nn.Module):
                 return projection, int(getattr(config, "num_attention_heads", 0) or 0)
