@@ -277,7 +277,7 @@ def test_the_report_says_what_was_compared_and_what_was_not(
     code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *extreme))
     assert code == 0
     assert "No difference in anything that was compared." in out
-    assert "hidden               16  0; 16 from statistics or candidates" in out
+    assert "hidden         16  0; 16 from statistics or candidates" in out
     assert "not compared: q, k, v (recorded in neither run)" in out
 
 

@@ -214,8 +214,9 @@ def _compared_lines(
     compared: Mapping[str, Compared], not_compared: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield what was compared, with the largest differences, and what was not, and why."""
+    width = max(map(len, compared), default=0)
     if compared:
-        yield "  compared          places  largest difference"
+        yield f"  {'compared':{width + 2}}  places  largest difference"
     for name, one in compared.items():
         where = f"step {one.step}" if one.layer is None else f"step {one.step}, layer {one.layer}"
         size = f"{one.difference:.3g} ({where})" if one.difference else "0"
@@ -223,7 +224,7 @@ def _compared_lines(
             size = f"other ({where})"
         n_rough = one.n - one.n_exact
         how = f"; {n_rough} from statistics or candidates" if n_rough else ""
-        yield f"    {name:14} {one.n:8}  {size}{how}"
+        yield f"    {name:{width}}  {one.n:6}  {size}{how}"
     by_reason: dict[str, list[str]] = {}
     for name, reason in not_compared.items():
         by_reason.setdefault(reason, []).append(name)
