@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,9 @@ from flexinspect.core.errors import UsageError
 if TYPE_CHECKING:
     from flexinspect.analysis.run_diff.bisection import Bisection
     from flexinspect.analysis.run_diff.traces import Comparison
+
+SLOW_BYTES = 40_000_000
+"""The size of two traces together that are compared in about a second."""
 
 DESCRIPTION = """Compare two traces that need not share a machine, a dtype or a kernel: generations
 are aligned by prompt, then steps, layers and quantities. The report names the first place beyond
@@ -61,7 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
     opened_repeat = nullcontext() if args.noise is None else open_trace(args.noise)
     opened = open_trace(args.a), open_trace(args.b), opened_repeat
-    with opened[0] as a, opened[1] as b, opened[2] as repeat, a.snapshot(), b.snapshot():
+    with (
+        opened[0] as a,
+        opened[1] as b,
+        opened[2] as repeat,
+        a.snapshot(),
+        b.snapshot(),
+        _progress(args),
+    ):
         comparison = compare_traces(a, b, generation=args.generation, repeat=repeat)
     if args.json:
         bisection = {"bisection": _bisect(comparison, args).as_json()} if args.bisect else {}
@@ -72,6 +83,16 @@ def run(args: argparse.Namespace) -> int:
             print_lines(bisection_lines(_bisect(comparison, args)))
     failing = (DIFFERENT, *([ROUNDING] if args.exact else ()))
     return int(comparison.verdict in failing)
+
+
+def _progress(args: argparse.Namespace) -> AbstractContextManager[object]:
+    """Return what shows on a terminal that traces are read which take more than a second."""
+    n_bytes = sum(path.stat().st_size for path in (args.a, args.b))
+    if args.json or n_bytes < SLOW_BYTES or not sys.stderr.isatty():
+        return nullcontext()
+    from flexinspect.cli.output import stderr_console
+
+    return stderr_console().status(f"comparing {n_bytes / 1e6:,.0f} MB of traces …")
 
 
 def _bisect(comparison: Comparison, args: argparse.Namespace) -> Bisection:

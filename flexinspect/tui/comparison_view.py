@@ -189,6 +189,9 @@ def _describe_numbers(data: PairData, numbers: StepNumbers) -> str:
     parts = []
     for where, one in shown.items():
         if one is not None:
+            if not one.difference:
+                parts.append(f"{where}: equal")
+                continue
             size = "other" if math.isinf(one.difference) else f"{one.difference:.2g}"
             sign = "≠ " if numbers.is_beyond(one) else ""
             parts.append(f"{where}: {sign}{one.quantity} {size}")

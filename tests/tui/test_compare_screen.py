@@ -117,7 +117,7 @@ async def test_two_traces_share_one_cursor_and_enter_opens_the_first(
         assert screen_lines(app)[0].startswith(first)
         assert "token 4 of 6 (step 3)" in screen_text(app)
         layers = screen_lines(app)[LAYER_LINE]
-        assert layers.startswith("layers  ··██  layer 2: ≠ hidden other · step: logits 0")
+        assert layers.startswith("layers  ··██  layer 2: ≠ hidden other · step: equal")
         await pilot.press("home")
         await until(pilot, lambda: "token 1 of 6" in screen_text(app))
         await pilot.press("n")  # the step that only one of them has

@@ -13,8 +13,11 @@ from support.branching import branching_run, prompt_of
 from support.tiny import make_model
 from torch import Tensor
 
-from flexinspect.core.errors import MaskError
+from flexinspect.cli.main import build_parser
+from flexinspect.cli.run import checked_job
+from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.records.finding import Finding
+from flexinspect.records.job import Job
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.numerics.recompute_checks import RecomputeRule
@@ -153,3 +156,12 @@ def test_the_limits_are_those_of_the_dtype() -> None:
     events, _, _ = checked(torch_dtype=torch.float32)
     assert events[0].data["limits"] == [4e-4] * 3
     assert events[1].data["limits"] == [1e-4] * 3
+
+
+def test_the_flag_travels_with_the_job_and_goes_with_no_program() -> None:
+    parser = build_parser("run")
+    job = checked_job(parser.parse_args(["run", "--check-every", "8"]))
+    assert isinstance(job, Job)
+    assert (job.check_every, Job.from_json(job.to_json()).check_every) == (8, 8)
+    with pytest.raises(UsageError, match="--check-every applies to generations of flexinspect"):
+        checked_job(parser.parse_args(["run", "--check-every", "8", "script.py"]))
