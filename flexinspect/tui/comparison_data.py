@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from flexinspect.analysis import branch_comparison
 from flexinspect.analysis.run_diff import quantities
-from flexinspect.analysis.run_diff.alignment import LayerAlignment, align_pair
+from flexinspect.analysis.run_diff.alignment import LayerAlignment, align_pair, have_same_segments
 from flexinspect.analysis.run_diff.quantities import Noise, QuantityDifference
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.panels.base import Missing, TracePlace
@@ -150,7 +150,9 @@ def _load_numbers(
     finds = sides[0].source.reader.mask, sides[1].source.reader.mask
     pair, real = align_pair(steps[0], steps[1], finds, layers), real_positions(steps[0])
     found = compare_steps(pair.a, pair.b, pair.finds, real=real)
-    differences = quantities.compare_quantities(pair.a, pair.b, found, real)
+    owners = [(side.source.reader, side.number(place.generation)) for side in sides]
+    same = have_same_segments(owners[0], owners[1])
+    differences = quantities.compare_quantities(pair, found, real, same_segments=same)
     return StepNumbers(differences, noise or quantities.noise_of_dtypes(pair.a, pair.b))
 
 

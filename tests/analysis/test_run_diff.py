@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from support.traces import LAYERS, N_PROMPT, RUN, SEGMENTS, sample_generation, sample_step
+from support.traces import LAYERS, N_PROMPT, RUN, sample_generation, sample_step
 
 from flexinspect.analysis.run_diff import alignment, quantities
 from flexinspect.analysis.run_diff.generations import Place
@@ -49,7 +49,7 @@ def write(
             writer.begin_generation(replace(record, generation=number))
             for step in steps:
                 writer.write_step(replace(step, generation=number))
-            writer.end_generation(GenerationEnd(number, "finished", "", SEGMENTS, "eos"))
+            writer.end_generation(GenerationEnd(number, "finished", "", record.segments, "eos"))
     return path
 
 
@@ -237,6 +237,31 @@ def test_a_token_that_rounding_can_turn_is_said_to_be_one(tmp_path: Path) -> Non
     first = of_steps(at, [steps[0], a, steps[2]], [steps[0], b, steps[2]]).first
     assert (first.step, first.quantity) == (1, "token")
     assert "which a change of the logits by 5e-05 can turn" in first.text
+
+
+def test_masks_without_cells_do_not_count_as_compared(tmp_path: Path) -> None:
+    def basic(step: StepRecord, name: str) -> StepRecord:
+        masks = tuple(replace(one, fingerprint=name, cells=None) for one in step.masks)
+        return replace(of_calls(step, lambda call: replace(call, mask=name)), masks=masks)
+
+    a, b = ([basic(clean()[0], name)] for name in ("one", "other"))
+    found = of_steps(tmp_path, a, b)
+    assert "mask" not in found.compared
+    assert found.not_compared["mask"] == "their cells are not recorded at level basic"
+    (tmp_path / "again").mkdir()
+    assert of_steps(tmp_path / "again", a, a).compared["mask"].n == LAYERS
+
+
+def test_attention_by_segment_is_compared_only_where_the_segments_are_the_same(
+    tmp_path: Path,
+) -> None:
+    one = sample_generation(0)
+    moved = replace(one.segments[1], stop=4), replace(one.segments[2], start=4)
+    other = replace(one, segments=(one.segments[0], *moved, *one.segments[3:]))
+    a = write(tmp_path / "a.flextrace", clean())
+    found = compare(a, write(tmp_path / "b.flextrace", clean(), prompts=[other])).generations[0]
+    assert found.not_compared["attention"] == "the segments differ"
+    assert found.verdict == "same"
 
 
 # -- noise ----------------------------------------------------------------------------------------

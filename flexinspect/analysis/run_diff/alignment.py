@@ -122,6 +122,15 @@ def _partners(
     return partner
 
 
+def have_same_segments(a: tuple[TraceReader, int], b: tuple[TraceReader, int]) -> bool:
+    """Tell whether the segments of two generations begin at the same positions.
+
+    Only then is their attention by segment comparable; the end of the last one may differ.
+    """
+    starts = [[one.start for one in reader.segments(number)] for reader, number in (a, b)]
+    return starts[0] == starts[1]
+
+
 # -- steps and rows -------------------------------------------------------------------------------
 
 

@@ -180,6 +180,7 @@ class Walk:
     def __init__(self, a: Side, b: Side, noise: Noise | None) -> None:
         self._sides = (a, b)
         self._watched = (_WatchedSteps(a), _WatchedSteps(b))
+        self._same_segments = alignment.have_same_segments(a, b)
         self.noise = noise
         self.first: Place | None = None
         self._begins: Place | None = None
@@ -237,7 +238,9 @@ class Walk:
         found = step_diff.compare_steps(pair.a, pair.b, pair.finds, real=real)
         found = replace(found, rows=pair.rows)
         self.steps.append(found)
-        differences = quantities.compare_quantities(pair.a, pair.b, found, real)
+        differences = quantities.compare_quantities(
+            pair, found, real, same_segments=self._same_segments
+        )
         self._count(found.step, differences)
         if self.first is None:
             self.first = self._find_place(found, differences, pair.a, pair.b)
@@ -355,6 +358,10 @@ class Walk:
             has = [name in own for own in self._recorded]
             which = {(True, False): "only A has it", (False, True): "only B has it"}
             both = "no place has it in both runs" if all(has) else "recorded in neither run"
+            if name == "attention" and all(has) and not self._same_segments:
+                both = "the segments differ"
+            if name == "mask" and all(has):
+                both = "their cells are not recorded at level basic"
             reasons[name] = which.get((has[0], has[1]), both)
         return reasons | {"attention output": "no level records it"}
 

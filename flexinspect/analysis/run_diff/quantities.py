@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.analysis.run_diff.alignment import PER_CALL, ROW_AXES
+from flexinspect.analysis.run_diff.alignment import PER_CALL, ROW_AXES, AlignedPair
 from flexinspect.records.step import ArrayRecord, LogitsRecord, StepRecord
 from flexinspect.rules import step_diff
 from flexinspect.rules.step_diff import RealPositions, StepDifference
@@ -70,19 +70,25 @@ _Values = dict[tuple[int | None, str], _Value]
 
 
 def compare_quantities(
-    a: StepRecord, b: StepRecord, found: StepDifference, real: RealPositions = None
+    pair: AlignedPair,
+    found: StepDifference,
+    real: RealPositions = None,
+    *,
+    same_segments: bool = True,
 ) -> list[QuantityDifference]:
     """Return the differences of all quantities that both steps have, in the order of computation.
 
-    `found` is the comparison of the two steps: of its masks and tokens. The layers of both have the
-    numbers of A. Padding, where `real` is false, does not count.
+    `found` is the comparison of the two steps: of its masks and tokens. Padding, where `real` is
+    false, does not count. Attention by segment is left out without `same_segments`.
     """
+    a, b = pair.a, pair.b
     one, other = (_values(step, real) for step in (a, b))
-    compared = [_compare(key, one[key], other[key]) for key in one.keys() & other.keys()]
+    keys = (key for key in one.keys() & other.keys() if same_segments or key[1] != "attention")
+    compared = [_compare(key, one[key], other[key]) for key in keys]
     exact = {each.layer for each in compared if each.quantity == "hidden"}
     if real is None:
         compared += _from_statistics(a, b, exact)
-    compared += _of_masks(a, b, found)
+    compared += _of_masks(pair, found)
     if not any(each.quantity == "logits" for each in compared) and a.logits and b.logits:
         compared += _from_candidates(a.logits, b.logits)
     if found.tokens is not None:
@@ -167,17 +173,27 @@ def _from_statistics(
         yield QuantityDifference(layer, "hidden", change, exact=False)
 
 
-def _of_masks(a: StepRecord, b: StepRecord, found: StepDifference) -> Iterator[QuantityDifference]:
-    """Yield the masks: infinitely different, or equal in all cells that are known."""
+def _of_masks(pair: AlignedPair, found: StepDifference) -> Iterator[QuantityDifference]:
+    """Yield the masks whose cells both runs have: infinitely different, or equal in all cells.
+
+    Masks of one fingerprint are equal, with or without recorded cells.
+    """
     differs = {layer: mask for mask in found.masks for layer in mask.layers}
-    of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
+    of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (pair.a, pair.b))
+    known: dict[tuple[str | None, str | None], bool] = {}
     for layer in of_a.keys() & of_b.keys():
-        mask = differs.get(layer)
-        if mask is None and not found.lengths:
-            yield QuantityDifference(layer, "mask", 0.0)
-        elif mask is not None:
+        names, mask = (of_a[layer], of_b[layer]), differs.get(layer)
+        if mask is not None:
             text = "" if mask.cells is None else f"{mask.cells} cells"
             yield QuantityDifference(layer, "mask", math.inf, "mask", text=text)
+        elif not found.lengths:
+            if names not in known:
+                known[names] = names[0] == names[1] or all(
+                    name is not None and (one := find(name)) is not None and one.cells is not None
+                    for name, find in zip(names, pair.finds, strict=True)
+                )
+            if known[names]:
+                yield QuantityDifference(layer, "mask", 0.0)
 
 
 def _from_candidates(a: LogitsRecord, b: LogitsRecord) -> Iterator[QuantityDifference]:
