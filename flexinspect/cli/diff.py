@@ -111,7 +111,7 @@ def _bisect(comparison: Comparison, args: argparse.Namespace) -> Bisection:
 
 def _open_screen(args: argparse.Namespace) -> int:
     """Show both traces side by side. Raises `UsageError` without a terminal."""
-    for flag in ("json", "bisect"):
+    for flag in ("json", "bisect", "noise"):
         if getattr(args, flag):
             raise UsageError(f"--ui and --{flag} exclude each other.")
     from flexinspect.cli.interface import open_comparison

@@ -15,9 +15,11 @@ from msgspec.structs import replace
 from support.traces import LAYERS, N_PROMPT, RUN, sample_generation, sample_step
 
 from flexinspect.analysis.run_diff import alignment, quantities
+from flexinspect.analysis.run_diff.bisection import bisect_request
 from flexinspect.analysis.run_diff.generations import Place
 from flexinspect.analysis.run_diff.report import comparison_lines, place_text
 from flexinspect.analysis.run_diff.traces import Comparison, compare_traces
+from flexinspect.core.errors import UsageError
 from flexinspect.records.step import (
     ArrayRecord,
     CallRecord,
@@ -369,6 +371,12 @@ def test_the_first_step_and_quantity_of_two_trainings_are_named(
     assert comparison.verdict == "different"
     assert found.first is not None
     assert (found.first.step, found.first.quantity, found.first.text) == (2, quantity, text)
+
+
+def test_trainings_are_not_bisected(tmp_path: Path) -> None:
+    a, b = (training(tmp_path / f"{n}.flextrace", (n, {"loss": 9.0})) for n in (1, 2))
+    with pytest.raises(UsageError, match="A and B are trainings"):
+        bisect_request(compare(a, b))
 
 
 def test_equal_trainings_are_the_same_only_in_what_was_compared(tmp_path: Path) -> None:

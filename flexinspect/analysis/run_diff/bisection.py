@@ -108,6 +108,8 @@ def bisect_request(comparison: Comparison) -> BisectRequest:
 
     Raises `UsageError` where nothing differs in a step that both runs have.
     """
+    if comparison.trainings:
+        raise UsageError("--bisect runs generations of tokens again, and A and B are trainings.")
     for one in comparison.generations:
         place = one.first if one.first is not None and one.first.quantity != "step" else one.begins
         if place is not None and one.prompt is None and not one.missing:

@@ -396,7 +396,11 @@ def _rerun_of(
             f"{reader.path} is not of flexinspect run --model, so it cannot be run again.",
             hint="A program of your own can be run with flexinspect.prove, see docs/proofs.md.",
         )
-    job = msgspec.convert({**facts, "out": "", "model": _model_of(facts, run)}, Job)
+    try:
+        job = msgspec.convert({**facts, "out": "", "model": _model_of(facts, run)}, Job)
+    except (msgspec.ValidationError, KeyError) as error:
+        what = f"The job in the manifest of {reader.path} cannot be read: {error}"
+        raise UsageError(what, hint="Record it again with this version of flexinspect.") from error
     samples = capture_process.load_samples(job)
     source = model_names.resolve(job.model, load_config())
     loaded = capture_process.load_model(job, source, load_report)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,12 @@ def test_what_cannot_be_bisected_is_said_in_a_sentence(
     traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b, c = map(str, traces)
+    broken = tmp_path / "broken.flextrace"
+    shutil.copy(b, broken)
+    with closing(sqlite3.connect(broken)) as db, db:
+        db.execute('UPDATE run SET value = \'{"model": "demo", "seed": "x"}\' WHERE key = \'job\'')
     cases = {
+        (a, str(broken)): "The job in the manifest of",
         (c, b): "has no hidden states of layer 0, which --bisect puts in",
         (a, a): "There is nothing to bisect: no compared number of a step differs.",
     }
