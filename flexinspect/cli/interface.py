@@ -45,12 +45,17 @@ def open_comparison(one: Path, other: Path, generation: int) -> int:
     Raises `UsageError` without a terminal, and for a training and a generation; `TraceError` for a
     trace that could not be read.
     """
-    from flexinspect.analysis.compare_traces import check_same_kind
+    from flexinspect.analysis.run_diff.traces import check_same_kind, is_training
     from flexinspect.trace.reader import open_trace
 
-    check_terminal("Without one: flexinspect compare prints where two traces differ.")
+    check_terminal("Without one: flexinspect diff prints where two traces differ.")
     with open_trace(one) as a, open_trace(other) as b:
         check_same_kind(a, b)  # an error is printed, not shown by an interface
+        if is_training(a):
+            raise UsageError(
+                "--ui shows generations of tokens side by side, and A and B are trainings.",
+                hint="Leave --ui out: their steps are compared as text.",
+            )
     return _run_app(_make_app(compare=(one, other, generation)))
 
 

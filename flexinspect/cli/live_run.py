@@ -36,7 +36,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
-_NO_NOTES = ("phase", "error", "source")
+_NO_NOTES = ("phase", "error", "source", "recompute-check")
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200
 _MAX_QUESTION_CHARS = 120  # a prompt may have thousands; --json and the trace have all
@@ -147,7 +147,29 @@ def _cost_line(summary: Mapping[str, Any]) -> str:
         ratio = 100 * float(cost["ratio"])
         took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
         parts.append(f"capture at level {summary['level']} took {took}")
+        if cost.get("checks"):
+            share = 100 * cost["checks_s"] / max(cost["total_s"] + cost["checks_s"], 1e-9)
+            checks = f"{plural(cost['checks'], 'recompute')} of --check-every"
+            parts.append(f"{checks} took {cost['checks_s']:.2f} s, {share:.0f} % of the time")
     return "      " + ", ".join(parts)
+
+
+class ExperimentProgress:
+    """Progress on stderr of an experiment on a model: of its loading, and of its own steps."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        console = stderr_console()
+        self._is_terminal = console.is_terminal and not quiet
+        self.shown = RunProgress(console, quiet=quiet, live=self._is_terminal)
+
+    def show_phase(self, phase: str, data: Mapping[str, Any]) -> None:
+        """Show a phase of loading a model."""
+        self.shown.on_event(EventRecord("phase", phase, time.time(), data=data))
+
+    def report(self, phase: str, fraction: float | None) -> None:
+        """Show a step of the experiment; a log file need not have these many small steps."""
+        if self._is_terminal:
+            self.show_phase(phase, {} if fraction is None else {"fraction": fraction})
 
 
 class RunProgress:
@@ -203,7 +225,7 @@ class RunProgress:
             self._on_phase(event)
         elif event.kind == "breakpoint" and not event.text.startswith("paused"):
             self.print_line(event.text)
-        elif event.kind not in ("error", "breakpoint", "source"):
+        elif event.kind not in (*_NO_NOTES, "breakpoint"):
             self.print_line(f"{event.kind}: {event.text}")
         self._draw()
 

@@ -33,7 +33,7 @@ examples:
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect report run.flextrace -o run.html
   flexinspect flowchart --trace run.flextrace
-  flexinspect compare a.flextrace b.flextrace
+  flexinspect diff a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect kernels --kernel my_kernel:attention --config all
   flexinspect dump run.flextrace --step 3
@@ -64,7 +64,7 @@ COMMANDS = {
     "show": "print a panel as text, or save its picture, without the interface",
     "report": "write a run to one HTML file that opens offline in any browser",
     "flowchart": "draw the way from a question to an answer, also with the numbers of a run",
-    "compare": "print the differences between two traces (exit code 1 if they differ)",
+    "diff": "print the first place where two runs differ beyond noise (alias: compare)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "kernels": "compare attention kernels with float64, explain differences, and time them",
     "dump": "print a trace as text or JSON",
@@ -84,6 +84,8 @@ The module of the same name (see `module_name`) has `DESCRIPTION` and `EXAMPLES`
 `configure(parser)`, which adds the arguments, and `run`: a function from the parsed arguments to
 the exit code.
 """
+ALIASES = {"compare": "diff"}
+"""Other names of commands."""
 
 _MODULES = {"import": "import_dump"}
 """Modules of commands that are keywords of Python: `flexinspect.cli.import` cannot be imported."""
@@ -119,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "open")
     # No option of the main parser takes a value, so the first positional is the command.
     command = next((word for word in arguments if not word.startswith("-")), None)
+    if command in ALIASES:
+        arguments[arguments.index(command)] = command = ALIASES[command]
     parser = build_parser(command)
     if command is not None and command not in COMMANDS:
         known = did_you_mean(command, COMMANDS, f"The commands are {', '.join(COMMANDS)}.")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli import run as run_command
 from flexinspect.cli.flags import n_threads, positive_int
-from flexinspect.cli.output import errors_as_json, print_json, stderr_console, stdout_console
+from flexinspect.cli.output import errors_as_json, print_json, stdout_console
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Severity, sort_by_severity
@@ -114,30 +113,19 @@ def _program_proofs(args: argparse.Namespace) -> Iterator[Any]:
 
 def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
     """Yield the proof of each sample as it completes, with progress on stderr."""
-    from flexinspect.cli.live_run import RunProgress
+    from flexinspect.cli.live_run import ExperimentProgress
     from flexinspect.core import plugins
-    from flexinspect.records.step import EventRecord
 
-    console = stderr_console()
-    is_shown = console.is_terminal and not args.json
-    progress = RunProgress(console, quiet=args.json, live=is_shown)
-
-    def show_phase(phase: str, data: Mapping[str, Any]) -> None:
-        progress.on_event(EventRecord("phase", phase, time.time(), data=data))
-
-    def report(phase: str, fraction: float | None) -> None:
-        if is_shown:  # a log file need not have the many small steps of a proof
-            show_phase(phase, {} if fraction is None else {"fraction": fraction})
-
-    with progress:
-        show_phase("importing torch", {})
+    progress = ExperimentProgress(quiet=args.json)
+    with progress.shown:
+        progress.show_phase("importing torch", {})
         prove = plugins.load(plugins.CAPTURE, "prove-run")
-        every = getattr(args, "cache_check", 1)
-        proofs = prove(args.proof, job, every=every, load_report=show_phase, report=report)
+        reports = {"load_report": progress.show_phase, "report": progress.report}
+        proofs = prove(args.proof, job, every=getattr(args, "cache_check", 1), **reports)
         proof = next(proofs, None)
     while proof is not None:
         yield proof
-        with progress:
+        with progress.shown:
             proof = next(proofs, None)
 
 

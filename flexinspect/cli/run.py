@@ -39,6 +39,7 @@ examples:
   flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VS Code
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
   flexinspect run --grads --grads-steps 0-3             # which paraphrase affects each token
+  flexinspect run --check-every 8                       # is the cached step what a recompute gives
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
   flexinspect run train_or_generate.py                 # your own program, unchanged
@@ -146,6 +147,12 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     add("--grads-steps", metavar="0,5-7", help="only of these steps (default: all)")
     anomaly = "report the line of the forward whose backward produces NaN; twice as slow"
     add_switches(group, detect_anomaly=anomaly)
+    add = _add_group(parser, "equivalence (checked while generating)").add_argument
+    check = (
+        "recompute the whole sequence every N steps, without a cache and by another kernel, and "
+    )
+    check += "report layers that differ; each costs a forward over the sequence"
+    add("--check-every", type=positive_int, metavar="N", help=check)
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:

@@ -160,6 +160,7 @@ class Job(CaptureJob, frozen=True, kw_only=True):
     grads: str | None = None
     grads_steps: str = "all"
     detect_anomaly: bool = False
+    check_every: int | None = None
     trust_remote_code: bool = False
     hold: bool = False
     texts: PromptTexts = field(default_factory=PromptTexts)

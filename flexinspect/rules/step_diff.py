@@ -78,7 +78,8 @@ class StepDifference(Struct, frozen=True):
     logits. `logits` is the largest change of a candidate's logit that both runs recorded; `margins`
     are best minus second. `entered` are candidates of B only, `left` those of A only. `lengths` is
     a text that is set when the two steps had other numbers of rows or keys, `positions` one that is
-    set when their position ids differ.
+    set when their position ids differ, and `rows` one that is set when only the rows that both have
+    were compared.
     """
 
     step: int
@@ -92,6 +93,7 @@ class StepDifference(Struct, frozen=True):
     masks: tuple[MaskDifference, ...] = ()
     paths: tuple[PathDifference, ...] = ()
     layers: tuple[LayerDifference, ...] = ()
+    rows: str = ""
 
     @property
     def is_diverged(self) -> bool:
@@ -327,7 +329,7 @@ def _compare_layers(
     is_exact = bool(sizes)
     if not is_exact and real is None:
         of_a, of_b = ({stat.layer: stat for stat in step.layer_stats} for step in (a, b))
-        sizes = {n: _relative_change(of_a[n], of_b[n]) for n in of_a.keys() & of_b.keys()}
+        sizes = {n: relative_change(of_a[n], of_b[n]) for n in of_a.keys() & of_b.keys()}
     differences, previous = [], 0.0
     for layer, size in sorted(sizes.items()):
         differences.append(LayerDifference(layer, size, size - previous, is_exact))
@@ -340,7 +342,7 @@ def _hidden_differences(a: StepRecord, b: StepRecord, real: RealPositions) -> di
     of_a, of_b = ({one.layer: one for one in s.arrays if one.stream == "hidden"} for s in (a, b))
     differences = {}
     for layer in of_a.keys() & of_b.keys():
-        one, other = (_to_float32(of[layer].array, of[layer].dtype) for of in (of_a, of_b))
+        one, other = (to_float32(of[layer].array, of[layer].dtype) for of in (of_a, of_b))
         if layer is None or one.shape != other.shape:
             continue
         if real is not None:
@@ -351,13 +353,14 @@ def _hidden_differences(a: StepRecord, b: StepRecord, real: RealPositions) -> di
     return differences
 
 
-def _to_float32(array: npt.NDArray[np.generic], dtype: str | None) -> npt.NDArray[np.float32]:
+def to_float32(array: npt.NDArray[np.generic], dtype: str | None) -> npt.NDArray[np.float32]:
+    """Return a stored array as float32; `dtype` names a type that numpy does not have."""
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
 
 
-def _relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:
+def relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:
     """Return the largest relative change of a layer's norm, mean, std, min and max."""
     std = max(abs(one.std), abs(other.std), 1e-12)
     extreme = max(abs(one.max), abs(one.min), abs(other.max), abs(other.min), 1e-12)

@@ -153,7 +153,8 @@ class InspectorApp(App[None]):
 
     def _compare_traces(self, one: Path, other: Path, generation: int) -> None:
         """Show a generation of two traces side by side, from its first difference on."""
-        from flexinspect.analysis.compare_traces import compare_traces, verdict_text
+        from flexinspect.analysis.run_diff.report import short_place_text, verdict_text
+        from flexinspect.analysis.run_diff.traces import compare_traces
         from flexinspect.panels.panel_source import Source
         from flexinspect.trace.reader import TraceReader
         from flexinspect.tui.comparison_data import Side
@@ -162,15 +163,20 @@ class InspectorApp(App[None]):
         readers = TraceReader(one), TraceReader(other)
         comparison = compare_traces(*readers, generation=generation)
         found = comparison.generations[0]
-        steps = [each.step for each in (found.divergence, found.first_difference) if each]
-        step = next(iter(steps), 0)
+        places = (found.first, found.divergence, found.first_difference)
+        step = next((each.step for each in places if each is not None), 0)
+        layer = (found.first and found.first.layer) or 0
+        partner, layers = found.partner, dict(found.layers.pairs)
         sides = (
             Side(Source(readers[0]), 0, f"A {one.stem}"),
-            Side(Source(readers[1]), 0, f"B {other.stem}"),
+            Side(Source(readers[1]), 0, f"B {other.stem}", partner, layers),
         )
-        place = TracePlace(generation, step=step)
+        place = TracePlace(generation, step=step, layer=layer)
+        verdict = verdict_text(comparison)
+        if found.first is not None:
+            verdict += f" First: {short_place_text(found.first)}"
         open_place = partial(self.inspect_trace, one)
-        self.push_screen(CompareScreen(sides, verdict_text(comparison), place, open_place))
+        self.push_screen(CompareScreen(sides, verdict, place, open_place, found))
         self.call_after_refresh(start_gc)
 
     def _open_target(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from textual.strip import Strip
 
+from flexinspect.analysis.run_diff.quantities import QuantityDifference
 from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text, join_blocks
 from flexinspect.drawing.token_cells import TokenCell, token_style
@@ -15,7 +16,7 @@ from flexinspect.panels.logits_panel import NUMBER_WIDTH, format_probability, to
 from flexinspect.panels.mask.cells_around import CELL_WIDTH, N_KEYS, N_ROWS, ROW_WORD_WIDTH
 from flexinspect.panels.token_window import token_cells
 from flexinspect.records.step import Candidate
-from flexinspect.tui.comparison_data import PairData, Side, SideData
+from flexinspect.tui.comparison_data import PairData, Side, SideData, StepNumbers
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 KL_TITLE = "KL  "
@@ -24,6 +25,9 @@ FULL_KL = 1.0
 KL_LINE = 5
 """The line of KL per step, from the top."""
 N_CANDIDATES = 5
+LAYER_TITLE = "layers  "
+LAYER_LINE = 7
+"""The line of the difference of each layer, from the top."""
 MASK_LINE = 15
 """The line of the masks, from the top, with all candidates."""
 MASK_TEXT_WIDTH = 40
@@ -38,7 +42,7 @@ def draw_pair(data: PairData, sides: tuple[Side, Side], verdict: str, pen: Pen) 
         *_draw_tokens(data, sides, pen),
         _draw_kl(data, pen),
         pen.line((_describe_kl(data), "text")),
-        pen.line(),
+        _draw_layers(data, pen),
     ]
     return [*lines, *_draw_candidates(data, sides, pen), pen.line(), *_draw_masks(data, sides, pen)]
 
@@ -150,15 +154,74 @@ def _describe_kl(data: PairData) -> str:
     return f"Step {step}: KL {bound}{value:.3g} nats. Red: another token; ?: no logits."
 
 
+def _draw_layers(data: PairData, pen: Pen) -> Strip:
+    """Draw one sign per layer, or per few layers, and the numbers of the current one in words."""
+    numbers = data.numbers
+    if numbers is None:
+        return pen.line((LAYER_TITLE, "title"), ("a side does not have this step", "muted"))
+    spans: list[NamedSpan] = [(LAYER_TITLE, "title")]
+    for layers in _layer_columns(data, pen.width):
+        worst = [one for one in map(numbers.worst, layers) if one is not None]
+        top = max(worst, key=lambda one: one.difference, default=None)
+        sign = "?" if top is None else _size_sign(top, numbers)
+        style = "muted" if sign == "·" else "accent"
+        style = "bad" if any(map(numbers.is_beyond, worst)) else style
+        spans.append((sign, "cursor" if data.place.layer in layers else style))
+    return pen.line(*spans, (f"  {_describe_numbers(data, numbers)}", "text"))
+
+
+def _size_sign(one: QuantityDifference, numbers: StepNumbers) -> str:
+    """Return a sign for a difference: up to half height within noise, above that beyond it."""
+    if not one.difference:
+        return "·"
+    limit, half = numbers.noise.limit(one.quantity, one.layer), len(BLOCKS) // 2
+    if one.difference <= limit:
+        return BLOCKS[min(int(one.difference / limit * half), half - 1)]
+    tens = math.log10(one.difference / limit) if limit else math.inf
+    return BLOCKS[half + int(min(tens, half - 1))]
+
+
+def _describe_numbers(data: PairData, numbers: StepNumbers) -> str:
+    """Return the first quantity of the layer beyond noise, or its worst, and the logits."""
+    logits = (one for one in numbers.differences if one.quantity == "logits")
+    shown = {f"layer {data.place.layer}": numbers.worst(data.place.layer)}
+    shown["step"] = next(logits, None)
+    parts = []
+    for where, one in shown.items():
+        if one is not None:
+            if not one.difference:
+                parts.append(f"{where}: equal")
+                continue
+            size = "other" if math.isinf(one.difference) else f"{one.difference:.2g}"
+            sign = "≠ " if numbers.is_beyond(one) else ""
+            parts.append(f"{where}: {sign}{one.quantity} {size}")
+    return " · ".join(parts) or "no numbers that both have"
+
+
+def _layer_columns(data: PairData, width: int) -> list[range]:
+    """Return the layers of each sign: one, or as many as let the line fill half of the width."""
+    numbers = data.numbers
+    known = [one.layer for one in numbers.differences if one.layer is not None] if numbers else []
+    n_layers = max(known, default=-1) + 1
+    each = max(-(-n_layers // max(width // 2 - len(LAYER_TITLE), 1)), 1)
+    return [range(first, min(first + each, n_layers)) for first in range(0, n_layers, each)]
+
+
+def layer_at(data: PairData, x: int, width: int) -> int | None:
+    """Return the layer of the line of layers at a column."""
+    columns, column = _layer_columns(data, width), x - len(LAYER_TITLE)
+    return columns[column].start if 0 <= column < len(columns) else None
+
+
 def _draw_candidates(data: PairData, sides: tuple[Side, Side], pen: Pen) -> list[Strip]:
     half = pen.resize((pen.width - _GAP) // 2)
     blocks = []
     for side, own, other in zip(sides, data.sides, reversed(data.sides), strict=True):
         title = f"candidates of {escape_unprintable(side.name)}"
         lines = [half.line((title, "title"))]
-        ranks = {each.token_id: each.rank for each in other.candidates}
+        there = {each.token_id: each for each in other.candidates}
         for candidate in _shown_candidates(own):
-            lines.append(_draw_candidate(candidate, own, ranks, half))
+            lines.append(_draw_candidate(candidate, own, there, half))
         if not own.candidates:
             lines.append(half.line(("none are recorded", "muted")))
         blocks.append(lines)
@@ -173,9 +236,17 @@ def _shown_candidates(side: SideData) -> Sequence[Candidate]:
     return [*best[: N_CANDIDATES - 1], chosen]
 
 
-def _draw_candidate(candidate: Candidate, own: SideData, ranks: dict[int, int], pen: Pen) -> Strip:
-    rank, own_rank = ranks.get(candidate.token_id), candidate.rank
-    moved = "not listed there" if rank is None else f"rank {rank} there" if rank != own_rank else ""
+def _draw_candidate(
+    candidate: Candidate, own: SideData, there: dict[int, Candidate], pen: Pen
+) -> Strip:
+    own_rank, other = candidate.rank, there.get(candidate.token_id)
+    if other is None:
+        moved = "not listed there"
+    elif other.rank != own_rank:
+        moved = f"rank {other.rank} there"
+    else:
+        change = other.logit - candidate.logit
+        moved = f"Δ {change:+.1g}" if change else ""
     is_chosen = own.chosen is not None and candidate.token_id == own.chosen.token_id
     return pen.line(
         (f"{'*' if is_chosen else ' '}{own_rank:>2} ", "chosen" if is_chosen else "text"),

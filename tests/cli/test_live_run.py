@@ -49,3 +49,12 @@ def test_a_long_prompt_is_not_printed_whole(tmp_path: Path) -> None:
         assert "word0 word1" in printed
         assert "word99" not in printed
     assert "word899" in summary["generations"][0]["question"]
+
+
+def test_the_cost_of_recomputes_is_stated_beside_that_of_capture(tmp_path: Path) -> None:
+    summary = summarize_run(write(tmp_path / "a.flextrace", np.tri(4, dtype=bool), list("abcd")))
+    cost = {"ratio": 0.03, "steps": 12, "total_s": 1.5, "checks": 3, "checks_s": 0.5}
+    result = StringIO()
+    print_summary({**summary, "level": "basic", "cost": cost}, Console(file=result, width=200))
+    assert "capture at level basic took 3.0 %" in result.getvalue()
+    assert "3 recomputes of --check-every took 0.50 s, 25 % of the time" in result.getvalue()

@@ -22,7 +22,7 @@ from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.comparison_data import Side, next_difference
-from flexinspect.tui.comparison_view import KL_LINE
+from flexinspect.tui.comparison_view import KL_LINE, LAYER_LINE
 from flexinspect.tui.screens import compare_screen
 from flexinspect.tui.screens.compare_screen import CompareScreen, PairView
 from flexinspect.tui.screens.trace_screen import TraceScreen
@@ -113,19 +113,23 @@ async def test_two_traces_share_one_cursor_and_enter_opens_the_first(
     app: Any = InspectorApp(compare=(forked, other, 0))
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: "candidates of A forked" in screen_text(app))
-        assert "The two runs differ." in screen_lines(app)[0]
+        first = "The two runs differ. First: step 3, layer 2: hidden [value]"
+        assert screen_lines(app)[0].startswith(first)
+        assert "token 4 of 6 (step 3)" in screen_text(app)
+        layers = screen_lines(app)[LAYER_LINE]
+        assert layers.startswith("layers  ··██  layer 2: ≠ hidden other · step: equal")
         await pilot.press("home")
         await until(pilot, lambda: "token 1 of 6" in screen_text(app))
         await pilot.press("n")  # the step that only one of them has
         await until(pilot, lambda: "token 6 of 6" in screen_text(app))
         await pilot.press("left", "left", "down")
         await until(pilot, lambda: "token 4 of 6 (step 3)" in screen_text(app))
-        await until(pilot, lambda: "layer 1" in screen_text(app))
+        await until(pilot, lambda: "layer 3" in screen_text(app))
         await pilot.click(PairView, offset=(5, KL_LINE))
         await until(pilot, lambda: "token 1 of 6" in screen_text(app))
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, TraceScreen))
-        assert app.screen.place.layer == 1
+        assert app.screen.place.layer == 3
 
 
 async def test_masks_that_differ_are_shown_at_the_first_cell(tmp_path: Path) -> None:
@@ -221,8 +225,55 @@ def test_compare_ui_needs_a_terminal_and_excludes_json(
 ) -> None:
     path = str(sample_trace(tmp_path / "a.flextrace"))
     assert main(["compare", path, path, "--ui"]) == 2
-    assert "flexinspect compare prints where two traces differ" in capsys.readouterr().err
+    assert "flexinspect diff prints where two traces differ" in capsys.readouterr().err
     monkeypatch.setattr(interface, "_has_terminal", lambda: True)
     assert main(["compare", path, path, "--ui", "--json"]) == 2
     assert main(["compare", path, str(tmp_path / "none"), "--ui"]) == 2
     assert "There is no trace at" in capsys.readouterr().err
+
+
+def larger(step: StepRecord, layer: int, by: float) -> StepRecord:
+    """Return a step whose layer is larger by a factor, in its statistics."""
+    stats = tuple(
+        replace(one, norm=one.norm * by, max=one.max * by) if one.layer == layer else one
+        for one in step.layer_stats
+    )
+    return replace(step, layer_stats=stats)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_a_layer_beyond_noise_is_lit_and_gone_to(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
+    paths = [tmp_path / "a.flextrace", tmp_path / "b.flextrace"]
+    for path, layers in zip(paths, ({}, {1: 1.000001, 3: 1.2}), strict=True):
+        with TraceWriter.create(path, RUN) as writer:
+            writer.begin_generation(sample_generation(0))
+            for number in range(3):
+                step = sample_step(number)
+                for layer, by in layers.items() if number == 1 else ():
+                    step = larger(step, layer, by)
+                writer.write_step(step)
+    app: Any = InspectorApp(compare=(*paths, 0))
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: "layer 3: ≠ hidden 0.17" in screen_text(app))
+        assert screen_lines(app)[LAYER_LINE].startswith("layers  ·▁·█  ")
+        await pilot.click(PairView, offset=(len("layers  ·"), LAYER_LINE))
+        await until(pilot, lambda: "layer 1: hidden 1e-06" in screen_text(app))
+        await pilot.press("home", "n")
+        await until(pilot, lambda: app.screen.place.step == 1 and app.screen.place.layer == 3)
+        (note,) = app._notifications
+        assert note.message.startswith("All tokens and masks are the same; step 1, layer 3: hidden")
+
+
+def test_two_trainings_are_not_shown_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.flextrace"
+    with TraceWriter.create(path, RUN) as writer:
+        writer.begin_generation(
+            replace(sample_generation(0), tokens=(), declared={"training": {"groups": []}})
+        )
+    monkeypatch.setattr(interface, "_has_terminal", lambda: True)
+    assert main(["diff", str(path), str(path), "--ui"]) == 2
+    assert "A and B are trainings" in capsys.readouterr().err

@@ -74,7 +74,10 @@ class CacheRule(Rule):
     needs = (imported.CACHE,)
     streams = (SLOT_STREAM,)
     handles_standalone_calls = True
-    findings = finding_kinds("cache.*")
+    findings = finding_kinds(
+        *("cache.duplicated", "cache.empty-layer", "cache.empty-slots", "cache.lost"),
+        *("cache.not-used", "cache.shared", "cache.stale-slots"),
+    )
 
     def __init__(self) -> None:
         self._is_always_empty = False

@@ -14,6 +14,8 @@ from textual.binding import Binding, BindingType
 from textual.reactive import reactive
 from textual.screen import Screen
 
+from flexinspect.analysis.run_diff.generations import GenerationDifference
+from flexinspect.analysis.run_diff.report import place_text
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Pen
@@ -25,7 +27,14 @@ from flexinspect.tui.comparison_data import (
     next_difference,
     step_bounds_of,
 )
-from flexinspect.tui.comparison_view import KL_LINE, cells_that_fit, draw_pair, step_at
+from flexinspect.tui.comparison_view import (
+    KL_LINE,
+    LAYER_LINE,
+    cells_that_fit,
+    draw_pair,
+    layer_at,
+    step_at,
+)
 from flexinspect.tui.key_line import KeyLine
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.screens.dialogs import HelpScreen, call_in_thread
@@ -45,6 +54,8 @@ LABELS = {
 HELP = (
     "Tokens of one position stand below each other; ≠ marks those that differ.",
     "KL is how far both distributions are apart at a step. Red steps chose another token.",
+    "layers: how far each one is apart in this step; · equal, red and ≠ beyond noise.",
+    "Δ: by how much the logit of a candidate is larger on the other side.",
     "Look for the first token that differs, and for cells of the masks that only one side opens.",
 )
 
@@ -60,9 +71,16 @@ def _bindings() -> list[BindingType]:
 class PairView(LoadedCanvas):
     """Everything about both sides at the place of the screen."""
 
-    def __init__(self, sides: tuple[Side, Side], verdict: str, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        verdict: str,
+        pool: ThreadPoolExecutor,
+        found: GenerationDifference | None,
+    ) -> None:
         super().__init__(id="pair")
         self._sides, self._verdict = sides, verdict
+        self._known = (None, None) if found is None else (found.noise, found.layers)
         self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
         self._data: PairData | str = ""
 
@@ -77,7 +95,8 @@ class PairView(LoadedCanvas):
     def _load(self, request: PlaceLoadRequest) -> PairData | str:
         try:
             width, height = self.app.size
-            return load_pair(self._sides, request[0], max(width, 1), cells_that_fit(width, height))
+            room = max(width, 1), cells_that_fit(width, height)
+            return load_pair(self._sides, request[0], *room, *self._known)
         except Missing as missing:
             return " ".join(missing.lines())
         except FlexInspectError as error:
@@ -100,17 +119,24 @@ class PairView(LoadedCanvas):
         self.show(strips[:height])
 
     def on_click(self, event: events.Click) -> None:
-        """Go to a step of the KL line."""
-        if event.y == KL_LINE and isinstance(self._data, PairData):
+        """Go to a step of the KL line, or to a layer of the line of layers."""
+        if not isinstance(self._data, PairData):
+            return
+        if event.y == KL_LINE:
             step = step_at(self._data, event.x, self.size.width)
             if step is not None:
                 self.trace_screen.go_to(step)
+        elif event.y == LAYER_LINE:
+            layer = layer_at(self._data, event.x, self.size.width)
+            if layer is not None:
+                self.trace_screen.place = replace(self.trace_screen.place, layer=layer)
 
 
 class CompareScreen(Screen[None]):
     """Shows two sides with one cursor, from the first difference on.
 
-    `open_place` opens the first side in the screen of its trace.
+    `open_place` opens the first side in the screen of its trace. `found` is the comparison of two
+    traces: its noise and its alignment hold here too.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = _bindings()
@@ -123,14 +149,16 @@ class CompareScreen(Screen[None]):
         verdict: str,
         place: TracePlace,
         open_place: Callable[[TracePlace], None] | None = None,
+        found: GenerationDifference | None = None,
     ) -> None:
         super().__init__()
         self._sides, self._verdict, self._open_place = sides, verdict, open_place
+        self._found = found
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="flexinspect-compare")
         self.set_reactive(CompareScreen.place, place)
 
     def compose(self) -> ComposeResult:
-        yield PairView(self._sides, self._verdict, self._pool)
+        yield PairView(self._sides, self._verdict, self._pool, self._found)
         yield KeyLine(self.action_do, self._list_actions, ("app.help", "app.quit"), LABELS)
 
     def on_unmount(self) -> None:
@@ -153,6 +181,12 @@ class CompareScreen(Screen[None]):
         where = (self._sides, self.place.generation, self.place.step, direction)
         found = await call_in_thread(self.app, lambda: (next_difference(*where),))
         if found is None:
+            return
+        first = None if self._found is None else self._found.first
+        if found[0] is None and first is not None:
+            self.go_to(first.step)
+            self.place = replace(self.place, layer=first.layer or 0)
+            self.notify(f"All tokens and masks are the same; {place_text(first)}")
             return
         if found[0] is None:
             self.notify("All tokens and masks are the same.")

@@ -36,6 +36,7 @@ from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 if TYPE_CHECKING:
     from flexinspect.inputs.hub_download import OnLoadProgress
     from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+    from flexinspect_hooks.ensemble.recompute_check import CheckCost
     from flexinspect_hooks.loading.model_loader import LoadedModel
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -118,6 +119,7 @@ class CaptureRun(CapturedRun):
         super().__init__(job, "generation", name, debugging, _send, git, facts)
         self._last_report = (0.0, "")
         self._n_generations = 0
+        self._check_cost: CheckCost | None = None
         self._unexpected = False
         self._lost_records: TraceWriteError | None = None
         self._write_error: TraceWriteError | None = None  # the disk failed; the model went on
@@ -175,6 +177,7 @@ class CaptureRun(CapturedRun):
                 self._debugging.on_flex_attention(self.record_event, compiled=compiled)
                 ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
                 self.control.targets.estimate_cost = ensemble.rewind_handler.estimate_cost
+                self._check_cost = ensemble.check_cost
                 self._generations(ensemble, session)
         finally:
             self._record_outcome(session)
@@ -214,7 +217,10 @@ class CaptureRun(CapturedRun):
             self.update_manifest(reason=lost.message)
         else:
             self._write_error = session.recorder.failure
-        self.update_manifest(cost=session.cost())
+        cost, checks = session.cost(), self._check_cost
+        if checks is not None and self.job.check_every is not None:
+            cost |= {"checks": checks.n, "checks_s": round(checks.seconds, 6)}
+        self.update_manifest(cost=cost)
 
     def _close(self, state: str) -> None:
         signals.ignore_end_signals()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from flexinspect.records.job import Job, PromptTexts
 from flexinspect.records.prompt import Prompt, Segment
 from flexinspect.records.step import EventRecord, GenerationRecord, TokenRecord
 from flexinspect_hooks.control.step_barrier import StepBarrier
+from flexinspect_hooks.ensemble.recompute_check import CheckCost, RecomputeCheck
 from flexinspect_hooks.generation.decoding import Decoder, StopCriteria
 from flexinspect_hooks.generation.flex_patch import FlexPatch
 from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource, UserMaskSource
@@ -58,6 +60,8 @@ class EnsembleRunner:
             spec = GradientSpec(job.grads, job.detect_anomaly, steps=job.grads_steps)
             self._gradients = TokenGradients(loaded.model, spec, compiled=compiled)
         self.rewind_handler = RewindHandler(self.vocabulary)
+        self.check_cost = CheckCost()
+        """What the recomputes of `--check-every` took, of all generations."""
 
     def plan(self, sample: Sample) -> GenerationPlan:
         """Compose the prompt and the mask of a sample. Raises `DatasetError`, `MaskError`."""
@@ -96,9 +100,10 @@ class EnsembleRunner:
         decoder = self._make_decoder(plan, session, record)
         state, reason = "failed", ""
         try:
-            with decoder.patch:
+            check = self._recompute_check(number, plan, session)
+            with decoder.patch, nullcontext() if check is None else check.watching():
                 self.rewind_handler.generation, self.rewind_handler.decoder = number, decoder
-                self._decode_loop(decoder, session, number, holds=holds)
+                self._decode_loop(decoder, session, number, check, holds=holds)
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
@@ -112,8 +117,24 @@ class EnsembleRunner:
                 self.rewind_handler.decoder = None
                 decoder.close(state, reason)
 
+    def _recompute_check(
+        self, number: int, plan: GenerationPlan, session: CaptureSession
+    ) -> RecomputeCheck | None:
+        if self._job.check_every is None:
+            return None
+        place, options = (number, self._job.check_every), {"compiled": self._compiled}
+        return RecomputeCheck(
+            self._model, plan.prompt, session, place, **options, cost=self.check_cost
+        )
+
     def _decode_loop(
-        self, decoder: BranchingDecoder, session: CaptureSession, number: int, *, holds: bool
+        self,
+        decoder: BranchingDecoder,
+        session: CaptureSession,
+        number: int,
+        check: RecomputeCheck | None,
+        *,
+        holds: bool,
     ) -> None:
         """Decode to the end, and execute the rewind commands that arrive between steps."""
         barrier = session.barrier
@@ -129,6 +150,8 @@ class EnsembleRunner:
             with defer_interrupts():
                 if rewind is None:
                     decoder.advance()
+                    if check is not None:
+                        check.on_step(decoder)
                 else:
                     self._execute(rewind, barrier)
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
@@ -22,20 +21,18 @@ from flexinspect.analysis.proof_results import Proof, format_amount, proof_findi
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, plural, printable
 from flexinspect.records.finding import Finding
+from flexinspect_hooks.capture.layer_rows import (
+    CACHE_LIMITS,
+    CACHE_NOISE_FACTOR,
+    CapturePoint,
+    Floats,
+    capture_points,
+    capture_rows,
+    relative_differences,
+)
 from flexinspect_hooks.observers.inputs_hook import ArgumentNames, input_ids_of
-from flexinspect_hooks.proofs.hidden_states import CapturePoint, capture_points, capture_rows
 from flexinspect_hooks.proofs.proof_subject import RunIds, Subject, check_padding
 
-Floats = npt.NDArray[np.float64]
-
-_CACHE_LIMITS = {
-    torch.float32: (1e-4, 1e-2),
-    torch.float16: (5e-3, 0.1),
-    torch.bfloat16: (0.03, 0.3),
-}
-"""By dtype: the lowest and the highest limit of a layer, relative to a row's norm."""
-_CACHE_NOISE_FACTOR = 8
-"""A decode row may differ this many times more than the rows of the prompt."""
 _MAX_STEP_LINES = 12
 """Most steps that are printed; of more steps, the worst."""
 
@@ -217,11 +214,11 @@ def _compare_steps(
     padding = None if cached_run.padding is None else ~cached_run.padding[:, :n_prompt].bool()
     pairs = zip(cached_run.states, full, strict=True)
     differences = np.stack(
-        [_relative_differences(rows[:, : len(ids)], other, padding) for rows, other in pairs]
+        [relative_differences(rows[:, : len(ids)], other, padding) for rows, other in pairs]
     )
     floor = differences[:, :n_prompt].max(1)
-    lowest, highest = _CACHE_LIMITS.get(full[0].dtype, _CACHE_LIMITS[torch.float32])
-    limits = np.clip(_CACHE_NOISE_FACTOR * floor, lowest, highest)
+    lowest, highest = CACHE_LIMITS.get(full[0].dtype, CACHE_LIMITS[torch.float32])
+    limits = np.clip(CACHE_NOISE_FACTOR * floor, lowest, highest)
     checks = []
     if not before and (floor > highest).any():
         most = np.full_like(limits, highest)
@@ -230,24 +227,6 @@ def _compare_steps(
         pos = n_prompt + number - 1
         checks.append(_StepCheck(number, pos, int(ids[pos]), differences[:, pos], limits))
     return checks
-
-
-def _relative_differences(one: Tensor, other: Tensor, padding: Tensor | None) -> Floats:
-    """The largest difference of each row (rows,), relative to the row's norm, over the batch.
-
-    Values that are non-finite in both count as equal. `padding` (batch, rows) are rows at the start
-    that do not count.
-    """
-    dtype = torch.promote_types(one.dtype, torch.float32)
-    one, other = one.to(dtype), other.to(dtype)
-    same = (one == other) | (~one.isfinite() & ~other.isfinite())
-    distance = (one - other).masked_fill(same, 0).norm(dim=-1)
-    relative = (distance / other.norm(dim=-1).clamp_min(1e-30)).nan_to_num(nan=torch.inf)
-    relative = relative.masked_fill(distance == 0, 0)
-    if padding is not None:
-        relative[:, : padding.shape[1]].masked_fill_(padding, 0)
-    largest: Floats = relative.amax(0).double().cpu().numpy()
-    return largest
 
 
 # -- report ----------------------------------------------------------------------------------------

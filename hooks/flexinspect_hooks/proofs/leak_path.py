@@ -20,12 +20,13 @@ from flexinspect.core.text import limit_positions, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment
+from flexinspect_hooks.capture.layer_rows import CapturePoint, capture_rows
 from flexinspect_hooks.capture.model_layers import attention_layers
 from flexinspect_hooks.proofs import hidden_states
 from flexinspect_hooks.proofs.hidden_states import NOISE_FACTOR, HiddenStates, RowChanges
 from flexinspect_hooks.proofs.proof_subject import Subject
 
-_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """Names of the projection of the heads' outputs in attention modules."""
 _MAX_NAMED_CARRIERS = 4
 """Rows on the path of a leak that a sentence names."""
@@ -145,9 +146,9 @@ def _leaking_heads(
     projection, n_heads = _output_projection(subject.model, layer)
     if projection is None or not n_heads:
         return None, 0
-    point = hidden_states.CapturePoint(layer, projection, is_input=True)
+    point = CapturePoint(layer, projection, is_input=True)
     runs = (partial(subject.forward, ids) for ids in (subject.ids, leak.ids))
-    (one,), (other,) = (hidden_states.capture_rows([point], run, subject.n_rows) for run in runs)
+    (one,), (other,) = (capture_rows([point], run, subject.n_rows) for run in runs)
     if min(one.shape[1], other.shape[1]) <= row or one.shape[-1] % n_heads:
         return None, 0
     by_head = (rows[batch, row].view(1, n_heads, -1) for rows in (one, other))
@@ -160,7 +161,7 @@ def _output_projection(model: nn.Module, layer: int | None) -> tuple[nn.Module |
         if layer is None or layer_of.get(id(module)) != layer:
             continue
         config = getattr(module, "config", getattr(model, "config", None))
-        for name in _OUTPUT_PROJECTIONS:
+        for name in OUTPUT_PROJECTIONS:
             projection = getattr(module, name, None)
             if isinstance(projection, nn.Module):
                 return projection, int(getattr(config, "num_attention_heads", 0) or 0)

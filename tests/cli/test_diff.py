@@ -1,4 +1,4 @@
-"""`flexinspect compare`: what differs between two traces, what is rounding, and exit codes."""
+"""`flexinspect diff`: what differs between two traces, what is noise, and exit codes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def masked(step: StepRecord, cells: npt.NDArray[np.bool_]) -> StepRecord:
 
 
 def compared(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
-    code = main(["compare", *map(str, args)])
+    code = main(["diff", *map(str, args)])
     return code, capsys.readouterr().out
 
 
@@ -112,11 +112,12 @@ def test_rounding_counts_only_when_exactness_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = write(tmp_path / "a.flextrace", *clean())
-    steps = [scaled(step, 1, 1.00001) for step in clean()]
+    steps = [scaled(step, 1, 1.000001) for step in clean()]
     b = write(tmp_path / "b.flextrace", *steps)
     code, out = compared(capsys, a, b)
     assert code == 0
     assert "numbers differ by rounding" in out
+    assert "first difference: step 0, layer 1: hidden by 1e-06" in out
     assert compared(capsys, a, b, "--exact")[0] == 1
 
 
@@ -237,7 +238,7 @@ def test_a_training_and_a_generation_are_refused(
         ((a, b), "A is a generation and B a training"),
         ((b, a), "A is a training and B a generation"),
     ):
-        assert main(["compare", *map(str, pair)]) == 2
+        assert main(["diff", *map(str, pair)]) == 2
         assert f"{sentence}, so they cannot be compared." in capsys.readouterr().err
 
 
@@ -245,8 +246,8 @@ def test_what_cannot_be_compared_is_refused_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = write(tmp_path / "a.flextrace", *clean())
-    assert main(["compare", str(a), str(tmp_path / "none.flextrace")]) == 2
-    assert main(["compare", str(a), str(a), "--generation", "7"]) == 2
+    assert main(["diff", str(a), str(tmp_path / "none.flextrace")]) == 2
+    assert main(["diff", str(a), str(a), "--generation", "7"]) == 2
     assert "has a generation 7" in capsys.readouterr().err
 
 
@@ -257,3 +258,50 @@ def test_even_growth_is_no_jump() -> None:
     jump = find_jump(step, 0.001)
     assert jump is not None
     assert jump.layer == 3
+
+
+def test_compare_is_another_name_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *clean())
+    assert main(["compare", str(a), str(a)]) == 0
+    assert "byte for byte the same" in capsys.readouterr().out
+
+
+def test_the_report_says_what_was_compared_and_what_was_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *clean())
+    ones = ArrayRecord("hidden", np.ones((1, 8), np.float32), 0)
+    extreme = [replace(step, arrays=(*step.arrays, ones)) for step in clean()]
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *extreme))
+    assert code == 0
+    assert "No difference in anything that was compared." in out
+    assert "hidden         16  0; 16 from statistics or candidates" in out
+    assert "not compared: q, k, v (recorded in neither run)" in out
+
+
+def test_the_json_names_its_version_and_the_first_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *clean())
+    steps = clean()
+    steps[2] = scaled(steps[2], 3, 1.5)
+    report = json.loads(compared(capsys, a, write(tmp_path / "b.flextrace", *steps), "--json")[1])
+    first = report["generations"][0]["first"]
+    assert report["version"] == 2
+    assert [first[key] for key in ("step", "layer", "quantity", "reason")] == [
+        *(2, 3, "hidden", "value")
+    ]
+    assert first["before"] == ["mask", "scores", "attention"]
+
+
+def test_a_repeat_of_a_that_is_another_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *clean())
+    record = sample_generation(0)
+    tokens = (replace(record.tokens[0], token_id=999), *record.tokens[1:])
+    other = write(tmp_path / "b.flextrace", *clean(), prompt=replace(record, tokens=tokens))
+    assert main(["diff", str(a), str(a), "--noise", str(other)]) == 2
+    assert "repeats none of the compared generations" in capsys.readouterr().err
