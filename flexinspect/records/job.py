@@ -110,7 +110,7 @@ class CaptureJob(Struct, frozen=True, kw_only=True):
     """What every run under capture has; it travels to its process as one line of JSON.
 
     `serving` is host, port and secret token of a control server over TCP. `threads` is None for the
-    default number.
+    default number. An `interactive` run pauses before its first step.
     """
 
     out: str
@@ -120,6 +120,7 @@ class CaptureJob(Struct, frozen=True, kw_only=True):
     overwrite: bool = False
     breakpoints: tuple[str, ...] = ()
     on_break: OnBreak = "wait"
+    interactive: bool = False
     control: bool = True
     serving: tuple[str, int, str] | None = None
     debugger: DebuggerOptions = field(default_factory=DebuggerOptions)

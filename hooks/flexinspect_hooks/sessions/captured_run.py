@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.control import messages
 from flexinspect.control.discovery import ServeOptions
 from flexinspect.core.errors import FlexInspectError, TraceWriteError
 from flexinspect.records import protocol
@@ -24,7 +25,6 @@ from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
 
 if TYPE_CHECKING:
-    from flexinspect.control.messages import Kind
     from flexinspect_hooks.capture.recorder import Recorder
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
@@ -39,7 +39,7 @@ class CapturedRun:
     def __init__(
         self,
         job: Job | ScriptJob,
-        kind: Kind,
+        kind: messages.Kind,
         title: str,
         debugging: DebuggerSession,
         send: SendMessage,
@@ -61,6 +61,8 @@ class CapturedRun:
             self._breaks = RunBreakpoints(
                 job, self.control, lambda text: send(protocol.STOPPED, text=text)
             )
+            if job.interactive:
+                self.control.barrier.pause(messages.INTERACTIVE)
         except FlexInspectError:
             self.writer.close("failed")
             self.writer.discard()
