@@ -241,6 +241,9 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         if "dataset" in flags:
             what = "--prompt and --dataset exclude each other: both select the prompts."
             raise UsageError(what, hint=hint)
+        if "paraphrases" in flags:
+            what = "--paraphrases adds to the questions of a dataset, and --prompt gives them all."
+            raise UsageError(what, hint=hint)
         if "max_samples" in flags:
             what = "--max-samples limits the samples of a dataset, and --prompt is a single sample."
             raise UsageError(what, hint=hint)

@@ -58,6 +58,9 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add = _add_group(parser, "data").add_argument
     names = "demo, webqa, myriadlama, FILE.jsonl or package.module:Class"
     add("--dataset", metavar="NAME", help=f"{names} (default: demo, unless --prompt is given)")
+    more = "more wordings of each question: templates, FILE.txt with {question} in each line, or "
+    more += "FILE.jsonl with prepared ones"
+    add("--paraphrases", metavar="SOURCE", help=more)
     add("--prompt", action="append", help="a paraphrase (may be repeated)")
     add("--max-samples", type=positive_int, help="default: 1")
     n_paraphrases = "default: the first five, or all of --indices"

@@ -13,8 +13,8 @@ from flexinspect.analysis.summary import declare_command
 from flexinspect.cli.output import stdout_console
 from flexinspect.core.environment import command_path
 from flexinspect.core.text import escape_unprintable, plural, truncate
-from flexinspect.inputs.datasets import judge_answer
 from flexinspect.inputs.model_sizes import human_bytes
+from flexinspect.inputs.samples import judge_answer
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.trace.queries import question_text
 from flexinspect.trace.query_results import GenerationRow

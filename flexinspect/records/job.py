@@ -145,6 +145,7 @@ class Job(CaptureJob, frozen=True, kw_only=True):
     model: str = "demo"
     dataset: str = "demo"
     prompts: tuple[str, ...] = ()
+    paraphrases: str | None = None
     max_samples: int = 1
     num_paraphrases: int | None = None
     indices: str | None = None

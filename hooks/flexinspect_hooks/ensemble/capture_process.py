@@ -22,10 +22,10 @@ from flexinspect.core import signals
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, summarize_error
 from flexinspect.core.text import print_message
-from flexinspect.inputs import datasets, model_names
+from flexinspect.inputs import datasets, model_names, paraphrases, samples
 from flexinspect.inputs.config import load_config
-from flexinspect.inputs.datasets import Sample
 from flexinspect.inputs.model_names import ModelSource
+from flexinspect.inputs.samples import Sample
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
 from flexinspect_hooks.capture.new_trace import package_versions
@@ -273,15 +273,17 @@ def is_compiled(job: Job, device: str) -> bool:
 def load_samples(job: Job) -> list[Sample]:
     """The samples of a job with the chosen paraphrases. Raises `DatasetError`."""
     if job.prompts:
-        samples = [datasets.from_prompts(job.prompts)]
+        loaded = [samples.from_prompts(job.prompts)]
     else:
-        samples = datasets.load(job.dataset, max_samples=job.max_samples)
+        loaded = datasets.load(job.dataset, max_samples=job.max_samples)
+        if job.paraphrases is not None:
+            loaded = paraphrases.add_paraphrases(loaded, job.paraphrases)
     # By default 5 of a dataset's sample, and all of the user's prompt.
     is_chosen = bool(job.num_paraphrases or job.indices or job.prompts)
     chosen = []
-    for one in samples:
+    for one in loaded:
         count = job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(one.paraphrases))
-        chosen.append(datasets.choose_paraphrases(one, count, job.indices))
+        chosen.append(samples.choose_paraphrases(one, count, job.indices))
     return chosen
 
 
