@@ -58,7 +58,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             out = None if self._out is None else watch_trace.numbered_path(Path(self._out))
         if id(model) in _active_callbacks:
             _active_callbacks[id(model)]._abandon()
-        self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
+        path = watch_trace.free_path(out, "training", each_rank=False)
+        self.watch = _training_watch(model, optimizer, path, level=self._level, band=self._band)
         self.watch.__enter__()
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
         _active_callbacks[self._model_id] = self
@@ -94,7 +95,8 @@ def watch_training(
     Args:
         model: the model; it needs at least one parameter that requires gradients.
         optimizer: its steps are the steps of the trace. Without one, each call of `step` ends one.
-        out: the trace, a new file (default: training-DATE-TIME.flextrace).
+        out: the trace, a new file (default: training-DATE-TIME.flextrace). In a distributed run
+            each rank writes its own, with "-rankN" in the name.
         level: how much is recorded: "basic", "advanced" or "extreme".
         band: the time that a step may take with capture, relative to one without, such as 1.02.
             Above it, detail is dropped and restored later, with an event each time.
@@ -106,10 +108,22 @@ def watch_training(
     Raises `UsageError` for an unknown level, an existing file, or a model without trainable
     parameters.
     """
+    path = watch_trace.free_path(out, "training")
+    return _training_watch(model, optimizer, path, level=level, band=band, quiet=quiet)
+
+
+def _training_watch(
+    model: nn.Module,
+    optimizer: Any,
+    path: Path,
+    *,
+    level: str,
+    band: float | None,
+    quiet: bool = False,
+) -> TrainingWatch:
     argument_checks.check_module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that requires gradients.")
-    path = watch_trace.free_path(out, "training")
     return TrainingWatch(model, optimizer, path, Governor(check_level(level), band), quiet=quiet)
 
 
