@@ -18,6 +18,7 @@ from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
 from flexinspect.records.step import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
+from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
@@ -246,6 +247,8 @@ class Recorder:
             rules = rules if newest is None else self._rule_runners[newest]
         if rules is not None:
             self._write_results(rules.on_record(event))
+        elif (finding := out_of_memory_finding(event)) is not None:
+            self._sink.write_findings([finding])
 
     def _write_results(self, results: RuleResults) -> None:
         """Write findings that do not belong to a step, and events of rules that failed."""

@@ -20,7 +20,12 @@ from msgspec.structs import asdict
 
 from flexinspect.core import signals
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import FlexInspectError, TraceWriteError, summarize_error
+from flexinspect.core.errors import (
+    FlexInspectError,
+    TraceWriteError,
+    is_out_of_memory,
+    summarize_error,
+)
 from flexinspect.core.text import print_message
 from flexinspect.inputs import datasets, model_names, paraphrases, samples
 from flexinspect.inputs.config import load_config
@@ -88,9 +93,10 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
 
 
 def _describe_failure(error: Exception) -> FlexInspectError:
-    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+    if is_out_of_memory(summarize_error(error)):
         text = f"Memory ran out while the model ran: {summarize_error(error)}"
-        hint = "Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases."
+        hint = "Use a smaller model, --dtype bfloat16, --device cpu, --level basic, or fewer "
+        hint += "paraphrases; flexinspect explain memory.exhausted says more."
         return FlexInspectError(text, hint=hint)
     hint = "The full traceback is in the trace: flexinspect dump TRACE shows it under events."
     return FlexInspectError(f"The run failed: {summarize_error(error)}", hint=hint)
@@ -201,6 +207,7 @@ class CaptureRun(CapturedRun):
             with signals.defer_interrupts():
                 plan = ensemble.plan(sample)
             self._n_generations += 1
+            self.generation = number
             is_held = self.job.hold and number == len(self._samples) - 1
             ensemble.run(number, plan, session, holds=is_held)
             session.pass_breakpoints()

@@ -47,6 +47,8 @@ class CapturedRun:
         facts: Mapping[str, Any],
     ) -> None:
         self._debugging, self._send = debugging, send
+        self.generation = 0
+        """The generation that runs, for findings about what ended it."""
         facts = {**facts, "graphs_counted": True}
         self.writer = create_trace(
             job.out, job.argv, job.level, git, overwrite=job.overwrite, **facts
@@ -86,6 +88,17 @@ class CapturedRun:
         """Record an event outside of a step."""
         event = EventRecord(kind, text, time.time(), data=data)
         self._write_safely(lambda: self.writer.write_event(event))
+        if kind == "error":
+            self._report_memory(event)
+
+    def _report_memory(self, event: EventRecord) -> None:
+        """Record a finding with advice if the exception says that memory ran out."""
+        # Imported here because it loads numpy, which the user's program may want to load first.
+        from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
+
+        finding = out_of_memory_finding(event, self.generation)
+        if finding is not None:
+            self._write_safely(lambda: self.writer.write_findings([finding]))
 
     def record_error(self, error: BaseException) -> None:
         """Record an exception of the program with its traceback."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 from flexinspect.analysis.summary import summarize_trace
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable, print_message
+from flexinspect.records.step import EventRecord
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
+from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
@@ -160,7 +163,12 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         self, session: TrainingSession, state: str, error: BaseException | None
     ) -> list[Callable[[], object]]:
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        return [lambda: session.end(state, reason)]
+        event = EventRecord("error", reason, time.time(), 0)
+        finding, writer = out_of_memory_finding(event), self._writer
+        calls: list[Callable[[], object]] = [lambda: session.end(state, reason)]
+        if finding is not None and writer is not None:
+            calls.append(lambda: writer.write_findings([finding]))
+        return calls
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Set the loss of a step, once for each step of the optimizer, before or after it.
