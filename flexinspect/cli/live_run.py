@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flexinspect.cli.output import print_json, stderr_console
+from flexinspect.cli.run_log import RunLog
 from flexinspect.cli.run_summary import MAX_QUESTION_CHARS, print_summary, summarize_run
+from flexinspect.cli.step_lines import mask_lines, plan_line, step_lines
 from flexinspect.core import signals
 from flexinspect.core.errors import TraceError
 from flexinspect.core.text import escape_unprintable, truncate
-from flexinspect.inputs.model_sizes import human_bytes, human_count
 from flexinspect.launch import child_process
 from flexinspect.launch.child_process import Capture
 from flexinspect.launch.crash import finish_trace
@@ -29,7 +30,6 @@ from flexinspect.records.job import Job
 from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
 from flexinspect.trace.queries import question_text
-from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class RunProgress:
         fraction = event.data.get("fraction")
         self._fraction = float(fraction) if isinstance(fraction, (int, float)) else None
         if event.text == "plan":
-            self.print_line(_plan_line(event.data))
+            self.print_line(plan_line(event.data))
         elif event.text == "note":
             self.print_line(str(event.data.get("text", "")))
         elif event.text != self._phase:
@@ -162,8 +162,9 @@ class RunProgress:
             self._capture_ms += step.capture_ms
             self._wall_ms += step.wall_ms if step.step else 0.0
             if self.verbose:
-                self._lines += _step_lines(step, reader)
-                self._lines += [f"    token {token.text!r} ({token.token_id})" for token in tokens]
+                self._lines += step_lines(step, reader)
+                if step.step == 0 and not reader.run().get("watch_training"):
+                    self._lines += mask_lines(step, reader, min(self.console.width, 160))
         if row.state == "recording":
             return False
         self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
@@ -191,43 +192,18 @@ class RunProgress:
         return Group(bar, text, Text(count, style="dim"))
 
 
-def _plan_line(plan: Mapping[str, Any]) -> str:
-    count, needs = human_count(plan.get("parameters")), human_bytes(plan.get("total"))
-    free = human_bytes(plan.get("available"))
-    return (
-        f"{plan.get('name')}: {count} parameters in {plan.get('dtype')} on {plan.get('device')}, "
-        f"from {plan.get('place')}; needs {needs} of {free} free"
-    )
-
-
-def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
-    calls = reader.calls(step.generation, step.step)
-    lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
-    lines = [f"  step {step.step} {step.phase}: {lengths}, {step.wall_ms:.1f} ms"]
-    if calls:
-        call = calls[0]
-        paths = ", ".join(sorted({call.path for call in calls}))
-        masks = ", ".join(sorted({call.mask or "none" for call in calls}))
-        shape = f"q {call.batch}×{call.q_heads}×{call.q_len}×{call.head_dim}"
-        shape += f", k {call.batch}×{call.kv_heads}×{call.kv_len}×{call.head_dim}"
-        lines.append(f"    {len(calls)} layers {paths}; {shape} {call.dtype}; mask {masks}")
-    logits = reader.logits(step.generation, step.step)
-    if logits is not None:
-        best = "  ".join(f"{c.text!r} {c.logprob:.2f}" for c in logits.candidates[:4])
-        lines.append(f"    entropy {logits.entropy:.3f}, margin {logits.margin:.2f}: {best}")
-    return lines
-
-
 class ShowOptions(Struct, frozen=True):
     """How a run without the interface is shown.
 
     `interactive` reads commands where the model pauses, `waits` leaves it paused at their end.
+    `log_file` gets the run as lines of Python's logging.
     """
 
     as_json: bool = False
     verbose: bool = False
     interactive: bool = False
     waits: bool = False
+    log_file: str | None = None
 
 
 def show_run(run: Job | Capture, options: ShowOptions) -> int:
@@ -253,13 +229,16 @@ def show_run(run: Job | Capture, options: ShowOptions) -> int:
         from flexinspect.cli.step_prompt import StepPrompt
 
         prompt = StepPrompt(run.pid, console, waits=options.waits)
-    live_run = LiveRun(run, progress, prompt=prompt)
+    log = None if options.log_file is None else RunLog(options.log_file)
+    live_run = LiveRun(run, progress, prompt=prompt, log=log)
     with progress:
         code = live_run.watch()
     return live_run.conclude(code, as_json=options.as_json)
 
 
-def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
+def conclude_run(
+    process: Capture, code: int, *, stopping: bool, log_file: str | None = None
+) -> int:
     """Wait for a run whose interface was closed, and print its result as `show_run` does.
 
     If it is `stopping`, the first Ctrl-C kills it.
@@ -269,7 +248,8 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
     _handle_end_signals()
     process.state.pauses.clear()  # already shown by the interface
-    run = LiveRun(process, progress, stops=int(stopping))
+    log = None if log_file is None else RunLog(log_file)
+    run = LiveRun(process, progress, stops=int(stopping), log=log)
     run_code = run.conclude(run.watch(), as_json=False)
     return code or run_code
 
@@ -295,10 +275,11 @@ class LiveRun:
         *,
         stops: int = 0,
         prompt: StepPrompt | None = None,
+        log: RunLog | None = None,
     ) -> None:
         self._process, self._state, self._progress = process, process.state, progress
         self._is_program = process.has_own_streams
-        self._stops, self._prompt = stops, prompt
+        self._stops, self._prompt, self._log = stops, prompt, log
         self._end_signal = int(signal.SIGINT)
         self._debugger_stop: DebuggerStop | None = None
 
@@ -355,6 +336,9 @@ class LiveRun:
         if state.recording is None or (state.is_over and self._progress.reader is None):
             return
         self._report_debugger_stop(state.recording)
+        if self._log is not None:
+            with suppress(TraceError):  # the end of the run shows why
+                self._log.follow(state.recording)
         # The trace of a program is read in verbose mode only: the program may need every core.
         if self._is_program and not self._progress.verbose:
             return
@@ -379,6 +363,8 @@ class LiveRun:
         """Print the result and, if the run failed, the reason. Return the exit code."""
         state, process = self._state, self._process
         path = finish_trace(process, code)
+        if self._log is not None:
+            self._log.close(path)
         summary = summarize_run(path) if path is not None else None
         if as_json:
             facts = summary or {"trace": None, "generations": []}

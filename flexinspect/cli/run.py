@@ -40,6 +40,7 @@ examples:
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
   flexinspect run --grads --grads-steps 0-3             # which paraphrase affects each token
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
+  flexinspect run --verbose --log-file flexattention_debug.log
   flexinspect run --interactive --no-ui                 # stop at each step and read commands
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
   flexinspect run train_or_generate.py                 # your own program, unchanged
@@ -52,7 +53,7 @@ examples:
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
-    *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
+    *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
     "--low-bandwidth",
     *("--break", "--wait", "--interactive"),
     *("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb"),
@@ -66,13 +67,14 @@ def run(args: argparse.Namespace) -> int:
         return _print_remote_help(args)
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
+        check_log_file(args.log_file)
         if job.serving is not None:
             _print_serve_address(*job.serving)
     is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     if is_terminal and not (args.no_ui or args.json or args.verbose):
         from flexinspect.cli.interface import inspect_run
 
-        return inspect_run(job)
+        return inspect_run(job, args.log_file)
     run: Job | Capture
     if isinstance(job, ScriptJob):
         from flexinspect.launch.child_process import ScriptProcess, forward_signals
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     # A program is already running: import meanwhile what prints its result.
     from flexinspect.cli.live_run import ShowOptions, show_run
 
-    options = ShowOptions(args.json, args.verbose, job.interactive, args.wait)
+    options = ShowOptions(args.json, args.verbose, job.interactive, args.wait, args.log_file)
     return show_run(run, options)
 
 
@@ -311,6 +313,14 @@ def check_trace(job: Job | ScriptJob) -> None:
         raise UsageError(
             f"The trace {job.out} exists already.", hint="Choose another --out, or add --overwrite."
         )
+
+
+def check_log_file(file: str | None) -> None:
+    """Raise `UsageError` for a log file that cannot be written, before anything runs."""
+    if file is not None:
+        from flexinspect.cli.run_log import RunLog
+
+        RunLog(file).close(None)
 
 
 def check_program_flags(args: argparse.Namespace, *names: str) -> None:

@@ -108,6 +108,8 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     layers = "the layers whose activations level extreme stores (default: all)"
     add("--layers", metavar="0,3,5-7", help=layers)
     add("--out", metavar="FILE", help="the trace file (default: named after the run)")
+    log = "append what happens to this file, as lines of Python's logging"
+    add("--log-file", metavar="FILE", help=log)
     threads = "CPU threads (default: one less than cores; for your own program: unchanged)"
     add("--threads", type=n_threads, help=threads)
     add_switches(
@@ -115,7 +117,8 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
         overwrite="replace an existing trace",
         no_ui="print plain output instead of opening the interface",
         json="print a summary as JSON on stdout",
-        verbose="print lengths, kernel path and candidates of each step; no interface",
+        verbose="print the mask, its isolation, and the shapes, kernel path and candidates of each "
+        "step; no interface",
     )
     add_low_bandwidth_flag(group)
 

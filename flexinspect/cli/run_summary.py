@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def summarize_run(path: Path) -> dict[str, Any]:
             "state": reader.state,
             "bytes": path.stat().st_size,
             **{name: run.get(name) for name in ("model", "level", "cost")},
+            "is_own": run.get("job") is not None,
             "generations": [_summarize_generation(row, reader) for row in reader.generations()],
             "notes": [r.event.text for r in events if r.event.kind not in _NO_NOTES],
             "findings": sort_by_severity(findings),
@@ -92,10 +93,28 @@ def print_summary(
         lines.append(f"fix   {command}")
     size, state = human_bytes(summary["bytes"]), summary["state"]
     lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
-    lines.append(f"next  flexinspect open {command_path(trace)}")
+    lines += _next_lines(trace, summary)
     console = console or stdout_console()
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+def _next_lines(trace: Path, summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield commands that help now, with what each is for; the first opens the trace."""
+    path, findings = command_path(trace), summary["findings"]
+    steps = [(f"flexinspect open {path}", "step through it")]
+    if findings:
+        steps.append((f"flexinspect explain {findings[0].id}", "the first finding, and its fix"))
+    if summary["generations"]:
+        panel = f"flexinspect show {path} --panel mask --picture"
+        steps.append((panel, "a panel without the interface"))
+    if summary["is_own"] and summary["generations"]:
+        verbose = "flexinspect run --max-samples 1 --verbose"
+        steps.append((verbose, "one sample, each step in detail"))
+        steps.append(("flexinspect prove isolation", "test the mask by experiment"))
+    width = max(len(command) for command, _ in steps)
+    for number, (command, text) in enumerate(steps):
+        yield f"{'' if number else 'next':<6}{command:<{width}}  # {text}"
 
 
 def finding_text(finding: Finding) -> Text:

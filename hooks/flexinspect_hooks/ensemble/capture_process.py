@@ -166,6 +166,7 @@ class CaptureRun(CapturedRun):
 
             threads = self.job.threads or default_threads()
             torch.set_num_threads(threads)
+            self._report_devices()
             self._record_progress("importing transformers", {})
             from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
@@ -184,6 +185,14 @@ class CaptureRun(CapturedRun):
                 self._generations(ensemble, session)
         finally:
             self._record_outcome(session)
+
+    def _report_devices(self) -> None:
+        """Record what there is to run on, before anything is loaded."""
+        from flexinspect_hooks.loading.placement import choose_device, device_report
+
+        with suppress(FlexInspectError):  # loading reports an unknown device
+            opens_gpu = choose_device(self.job.device).startswith("cuda")
+            self._record_progress("note", {"text": device_report(opens_gpu=opens_gpu)})
 
     def _make_session(self, loaded: LoadedModel) -> CaptureSession:
         from flexinspect_hooks.loading.tokenizers import Vocabulary

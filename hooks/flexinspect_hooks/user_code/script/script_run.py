@@ -134,11 +134,14 @@ class ProgramCapture(CapturedRun):
     def _on_torch(self) -> None:
         import torch
 
+        from flexinspect_hooks.loading.placement import device_report
+
         # Not with the first model, because a training may have none that is found.
         self.control.start()
         if self.job.threads is not None:
             torch.set_num_threads(self.job.threads)
         self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
+        self.record_event("phase", "note", text=device_report(opens_gpu=False))
         self.record_event("phase", _RUNNING)
 
     def _on_flex(self) -> None:
