@@ -52,7 +52,7 @@ examples:
 
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
-    *("--declare", "--level", "--layers", "--out", "--overwrite"),
+    *("--declare", "--level", "--layers", "--out", "--overwrite", "--max-size"),
     *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
     "--low-bandwidth",
     *("--break", "--wait", "--interactive"),
@@ -106,6 +106,9 @@ def _print_remote_help(args: argparse.Namespace) -> int:
     return 0
 
 
+_CAPTURE_FLAGS = ("level", "layers", "threads", "overwrite", "max_size")
+
+
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
     """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
     command, *arguments = argv
@@ -117,7 +120,7 @@ def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
     capture: dict[str, Any] = {
-        **{name: getattr(args, name) for name in ("level", "layers", "threads", "overwrite")},
+        **{name: getattr(args, name) for name in _CAPTURE_FLAGS},
         "breakpoints": _breakpoints_of(args),
         "on_break": _on_break(args),
         "interactive": _is_interactive(args),

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from flexinspect.cli.flags import add_low_bandwidth_flag, add_switches, n_threads, positive_int
+from flexinspect.cli.flags import (
+    add_low_bandwidth_flag,
+    add_switches,
+    n_threads,
+    positive_int,
+    trace_size,
+)
 from flexinspect.core.addresses import parse_address
 
 
@@ -108,6 +114,8 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     layers = "the layers whose activations level extreme stores (default: all)"
     add("--layers", metavar="0,3,5-7", help=layers)
     add("--out", metavar="FILE", help="the trace file (default: named after the run)")
+    size = "keep the trace below this, such as 500MB: less detail first, then fewer steps"
+    add("--max-size", type=trace_size, metavar="SIZE", help=size)
     log = "append what happens to this file, as lines of Python's logging"
     add("--log-file", metavar="FILE", help=log)
     threads = "CPU threads (default: one less than cores; for your own program: unchanged)"

@@ -111,11 +111,13 @@ class CaptureJob(Struct, frozen=True, kw_only=True):
 
     `serving` is host, port and secret token of a control server over TCP. `threads` is None for the
     default number. An `interactive` run pauses before its first step.
+    `max_size` is a limit of the trace in bytes.
     """
 
     out: str
     level: str = "advanced"
     layers: str | None = None
+    max_size: int | None = None
     threads: int | None = None
     overwrite: bool = False
     breakpoints: tuple[str, ...] = ()

@@ -235,6 +235,7 @@ class CaptureRun(CapturedRun):
     def _close(self, state: str) -> None:
         signals.ignore_end_signals()
         self.end_observation()
+        self.report_missing_steps()
         self.update_manifest(ended_at=time.time())
         end = "failed" if self._lost_records is not None else state
         self._write_safely(lambda: self.writer.close(end))

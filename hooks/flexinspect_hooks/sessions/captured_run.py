@@ -26,6 +26,7 @@ from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMes
 
 if TYPE_CHECKING:
     from flexinspect_hooks.capture.recorder import Recorder
+    from flexinspect_hooks.capture.size_limit import SizeLimit
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
@@ -47,6 +48,8 @@ class CapturedRun:
         facts: Mapping[str, Any],
     ) -> None:
         self._debugging, self._send = debugging, send
+        self._max_size = job.max_size
+        self._size_limit: SizeLimit | None = None
         self.generation = 0
         """The generation that runs, for findings about what ended it."""
         facts = {**facts, "graphs_counted": True}
@@ -77,6 +80,13 @@ class CapturedRun:
         self.control.barrier.stop_debugger = self._debugging.stop_between_steps
         self.control.attach_recorder(recorder)
         recorder.evaluator = self._evaluator = self._breaks.begin(recorder)
+        if self._max_size is not None:
+            from flexinspect_hooks.capture.size_limit import SizeLimit
+
+            levels = self.levels
+            recorder.size_limit = self._size_limit = SizeLimit(
+                self.writer.recording_path, self._max_size, lambda: levels.level, levels.set_level
+            )
 
     def attach_session(self, session: CaptureSession) -> None:
         """Let commands and breakpoints act on a session whose recorder is attached."""
@@ -111,6 +121,12 @@ class CapturedRun:
         """End the notes of kernel calls and the debugger, before the trace is closed."""
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
+
+    def report_missing_steps(self) -> None:
+        """Record how many steps `--max-size` kept out of the trace, after the last one."""
+        event = self._size_limit.final_event() if self._size_limit is not None else None
+        if event is not None:
+            self._write_safely(lambda: self.writer.write_event(event))
 
     def update_manifest(self, **facts: Any) -> None:
         """Set facts of the manifest."""

@@ -216,6 +216,7 @@ class ProgramCapture(CapturedRun):
         self.control.close()
         self.end_observation()
         cost = self._finder.close() if self._finder is not None else None
+        self.report_missing_steps()
         self._import_hooks.remove()
         self.tokenizers.end()
         self._children.end()
