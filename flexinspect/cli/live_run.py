@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from flexinspect.cli.step_prompt import StepPrompt
 
 MAX_NOTES, MAX_ANSWERS = 8, 10  # in the summary of a program
+MAX_PICTURES = 5
+"""Masks that are drawn in verbose mode: those of the first generations, of perhaps thousands."""
 
 
 class RunProgress:
@@ -62,6 +64,7 @@ class RunProgress:
         self._fraction: float | None = None
         self.reader: TraceReader | None = None
         self._last_event = self._generation = self._next_step = 0
+        self._n_pictures = 0
         self._is_announced = False
         self._lines: list[str] = []
         """What was read and is not yet printed: Ctrl-C may come between the two."""
@@ -163,7 +166,8 @@ class RunProgress:
             self._wall_ms += step.wall_ms if step.step else 0.0
             if self.verbose:
                 self._lines += step_lines(step, reader)
-                if step.step == 0 and not reader.run().get("watch_training"):
+                if step.step == 0 and self._n_pictures < MAX_PICTURES:
+                    self._n_pictures += 1
                     self._lines += mask_lines(step, reader, min(self.console.width, 160))
         if row.state == "recording":
             return False
@@ -369,6 +373,7 @@ class LiveRun:
         if as_json:
             facts = summary or {"trace": None, "generations": []}
             error = state.error or (None if code == 0 else process.describe_exit(code))
+            facts.pop("is_own", None)  # only for the commands that are printed
             facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
             print_json(facts)
         elif summary is not None and not self._is_program:

@@ -48,7 +48,7 @@ def step_lines(step: StepRow, reader: TraceReader) -> list[str]:
 def mask_lines(step: StepRow, reader: TraceReader, width: int) -> Iterator[str]:
     """Yield the picture of the mask that ran in a step, in characters, and the verdict on it."""
     try:
-        yield from (f"    {line}" for line in _mask_picture(step, reader, width - 4))
+        yield from (f"    {line}".rstrip() for line in _mask_picture(step, reader, width - 4))
     except (FlexInspectError, Missing) as error:
         yield f"    no mask picture: {error}"
     yield f"    {verdict_line(step, reader)}"
