@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from flexinspect.cli.output import print_json, print_lines
+from flexinspect.cli.progress import ProgressLine
 from flexinspect.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -85,14 +86,13 @@ def run(args: argparse.Namespace) -> int:
     return int(comparison.verdict in failing)
 
 
-def _progress(args: argparse.Namespace) -> AbstractContextManager[object]:
-    """Return what shows on a terminal that traces are read which take more than a second."""
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[None]:
+    """Show on a terminal that traces are read which take more than a second."""
     n_bytes = sum(path.stat().st_size for path in (args.a, args.b))
-    if args.json or n_bytes < SLOW_BYTES or not sys.stderr.isatty():
-        return nullcontext()
-    from flexinspect.cli.output import stderr_console
-
-    return stderr_console().status(f"comparing {n_bytes / 1e6:,.0f} MB of traces …")
+    with ProgressLine(is_shown=not args.json and n_bytes >= SLOW_BYTES) as line:
+        line.show(f"comparing {n_bytes / 1e6:,.0f} MB of traces")
+        yield
 
 
 def _bisect(comparison: Comparison, args: argparse.Namespace) -> Bisection:

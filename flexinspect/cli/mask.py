@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +11,9 @@ from flexinspect.cli.output import (
     errors_as_json,
     print_json,
     print_lines,
-    stderr_console,
     stdout_console,
 )
+from flexinspect.cli.progress import share_bar
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import print_message
 
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from flexinspect.cli.mask_output import FigureStyle
     from flexinspect.cli.mask_sources import MaskInput
     from flexinspect.core.languages import Labels
-    from flexinspect.masks.census import Report
     from flexinspect.masks.mask_analysis import MaskAnalysis
     from flexinspect.masks.mask_picture import MaskPicture
     from flexinspect.masks.mask_text import Places
@@ -53,7 +49,6 @@ docs/masks.md describes expressions, sizes and checks.
 exit codes: 0 success, 1 the mask violates a check (--verify), 2 invalid request, 130 interrupted
 """
 OUTPUT_FOLDER = "attention_mask_outputs"
-_SHOW_PROGRESS_AFTER_S = 0.5
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -153,28 +148,6 @@ def _list(*, as_json: bool) -> int:
     return 0
 
 
-@contextmanager
-def shown_progress(text: str) -> Iterator[Report]:
-    """Yield a function that shows its share of work on stderr, once that takes a moment."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    console = stderr_console()
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    progress = Progress(*columns, console=console, transient=True)
-    task, begun = progress.add_task(text, total=1.0), time.perf_counter()
-
-    def report(share: float) -> None:
-        if console.is_terminal and time.perf_counter() - begun > _SHOW_PROGRESS_AFTER_S:
-            progress.start()
-            progress.update(task, completed=share)
-
-    try:
-        yield report
-    finally:
-        if progress.live.is_started:
-            progress.stop()
-
-
 def _is_animated(args: argparse.Namespace) -> bool:
     """Return whether the output is an animation. Raises `UsageError` for another suffix."""
     suffix = "" if args.output is None else args.output.suffix.lower()
@@ -232,14 +205,14 @@ class _Laboratory:
     def _draw(self, limit: int | None = None) -> MaskPicture:
         from flexinspect.cli.mask_output import draw
 
-        with shown_progress("reducing the mask") as report:
+        with share_bar("reducing the mask") as report:
             return draw(self.source, self.labels, head=self.head, limit=limit, report=report)
 
     def _analyse(self) -> MaskAnalysis:
         from flexinspect.masks.mask_analysis import analyse_mask
 
         source = self.source
-        with shown_progress("counting cells") as report:
+        with share_bar("counting cells") as report:
             return analyse_mask(
                 source.mask,
                 source.n_rows,
@@ -257,7 +230,7 @@ class _Laboratory:
         source, checks = self.source, CHECKS
         if self.args.checks is not None:
             checks = tuple(name.strip() for name in self.args.checks.split(","))
-        with shown_progress("verifying cells") as report:
+        with share_bar("verifying cells") as report:
             return verify_mask(
                 source.mask,
                 source.segments,
@@ -274,7 +247,7 @@ class _Laboratory:
         file = self.args.output
         if self.is_animated:
             picture = self._draw()
-            with shown_progress("drawing steps") as report:
+            with share_bar("drawing steps") as report:
                 save_steps(self.source, picture, file, self.style, report)
             print_message(f"saved {file}")
             return
@@ -332,7 +305,7 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
     except OSError as error:
         raise UsageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
     style = mask_output.FigureStyle(labels, args.theme, args.dpi, args.width)
-    with shown_progress("writing figures") as report:
+    with share_bar("writing figures") as report:
         for number, (name, config) in enumerate(PRESET_CONFIGS.items()):
             segments, n, limit = config.segments(), config.length, config.display_limit()
             mask = load_mask(args.mask or DEFAULT_MASK, segments, args)
