@@ -14,6 +14,7 @@ from flexinspect.cli.output import (
     stdout_console,
 )
 from flexinspect.cli.progress import share_bar
+from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import print_message
 
@@ -46,7 +47,8 @@ EXAMPLES = """examples:
 
 docs/masks.md describes expressions, sizes and checks.
 
-exit codes: 0 success, 1 the mask violates a check (--verify), 2 invalid request, 130 interrupted
+exit codes: 0 success, 1 the mask violates a check (--verify) or a file could not be written,
+            2 invalid request, 130 interrupted
 """
 OUTPUT_FOLDER = "attention_mask_outputs"
 
@@ -315,7 +317,7 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
             lines = mask_output.text_lines(source, picture, labels, 0)
             lines += ["", *facts.lines(Places(labels, segments))]
             text = "".join(f"{line}\n" for line in lines)
-            mask_output.write_file(folder / f"{name}.txt", text.encode())
+            save_file(folder / f"{name}.txt", text.encode())
             parts = (picture, *reduce_phases(mask, segments, limit))
             saved.append(f"{name}.txt")
             for kind, part in zip(("mask", "encoding", "generation"), parts, strict=True):

@@ -14,7 +14,7 @@ from rich.console import Console
 from textual.strip import Strip
 
 from flexinspect.cli.mask_sources import MaskInput
-from flexinspect.core.environment import replace_file
+from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.drawing.heatmap import Levels, heat
@@ -199,9 +199,9 @@ def save(
         save_figure(picture(), file, style)
     elif suffix == ".txt":
         lines = [*text_lines(source, picture(), style.labels, head), *more_lines]
-        write_file(file, "".join(f"{line}\n" for line in lines).encode())
+        save_file(file, "".join(f"{line}\n" for line in lines).encode())
     else:
-        write_file(file, _encode_cells(source, suffix, head))
+        save_file(file, _encode_cells(source, suffix, head))
 
 
 def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
@@ -219,14 +219,6 @@ def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
     else:
         np.savetxt(out, cells, fmt="%d", delimiter=",")
     return out.getvalue()
-
-
-def write_file(file: Path, data: bytes) -> None:
-    """Write a file completely or not at all. Raises `UsageError`."""
-    try:
-        replace_file(file, data)
-    except OSError as error:
-        raise UsageError(f"The output {file} cannot be written: {error.strerror}.") from error
 
 
 def save_figure(picture: MaskPicture, file: Path, style: FigureStyle) -> None:

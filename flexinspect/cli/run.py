@@ -16,7 +16,7 @@ from msgspec.structs import astuple, replace
 from flexinspect.cli.flags import add_low_bandwidth_flag, add_switches, n_threads, positive_int
 from flexinspect.cli.output import errors_as_json, print_lines
 from flexinspect.core.addresses import format_address, is_loopback, parse_address
-from flexinspect.core.environment import git_state
+from flexinspect.core.environment import check_free, git_state
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import capitalize, print_message
 from flexinspect.records import job as jobs
@@ -442,10 +442,7 @@ def check_trace(job: Job | ScriptJob) -> None:
         raise UsageError(text, hint="Add --level extreme, or leave --layers out.")
     if not job.out:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
-    if Path(job.out).exists() and not job.overwrite:
-        raise UsageError(
-            f"The trace {job.out} exists already.", hint="Choose another --out, or add --overwrite."
-        )
+    check_free(Path(job.out), overwrite=job.overwrite)
 
 
 def check_program_flags(args: argparse.Namespace, *names: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from flexinspect.core.environment import read_text
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import did_you_mean
 
@@ -40,6 +44,20 @@ def _known_values(kind: Any, path: Sequence[str]) -> Sequence[str]:
         kind = next((one for one in get_args(hint) if hasattr(one, "__struct_fields__")), hint)
     literals = next((get_args(one) for one in get_args(kind) if get_args(one)), get_args(kind))
     return literals or kind.__struct_fields__
+
+
+def read_toml_or_json(file: Path, what: str) -> Any:
+    """Return the data of a file: JSON if its name ends in .json, else TOML.
+
+    Raises `UsageError` for a file that cannot be read or parsed; `what` names its content.
+    """
+    text, is_json = read_text(file, what), file.suffix.lower() == ".json"
+    try:
+        return json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        form, reason = "JSON" if is_json else "TOML", re.sub(r"\s+", " ", str(error))
+        hint = f"A {what} is TOML, or JSON in a file whose name ends in .json."
+        raise UsageError(f"{file} is not valid {form} ({reason}).", hint=hint) from error
 
 
 def parse_step_number(text: str) -> int | None:

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.core.environment import PACKAGE_DATA
+from flexinspect.core.environment import PACKAGE_DATA, require_library, save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
-from flexinspect.figures.figure_files import check_dpi, check_figure_path, write_figure
+from flexinspect.figures.figure_files import check_dpi, check_figure_path
 from flexinspect.figures.legend import LegendItem
 from flexinspect.figures.mask_cells import is_dotted, join_cells
 from flexinspect.figures.mask_figure import FigureStyle, cells_that_fit, draw_mask_sheet
@@ -112,7 +112,7 @@ def save_animation(
     and `FlexInspectError` when the file cannot be written.
     """
     target = check_figure_path(path, FORMATS)
-    _require_pillow()
+    require_library("PIL.Image", "figures", "An animation")
     steps = generation_steps(picture, style.labels) if steps is None else steps
     if not steps:
         raise UsageError("An animation needs at least one step.")
@@ -122,16 +122,8 @@ def save_animation(
         data = _gif(frames, player, len(steps), frame_ms)
     else:
         data = _page(frames, player, picture.title, frame_ms)
-    write_figure(target, data)
+    save_file(target, data)
     return target
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        what = "An animation needs pillow, which is not installed."
-        raise UsageError(what, hint="pip install 'flexinspect[figures]'") from error
 
 
 def _reported(frames: Iterable[Frame], n_frames: int, progress: Progress | None) -> Iterator[Frame]:

@@ -7,8 +7,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.core.environment import replace_file
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.environment import save_file
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import printable
 from flexinspect.figures.sheet import figure_settings
 
@@ -61,7 +61,7 @@ def save_figure(
     check_dpi(figure, dpi)
     with figure_settings():
         data = _ENCODERS[target.suffix.lower()](figure, printable(title), language, dpi)
-    write_figure(target, data)
+    save_file(target, data)
     return target
 
 
@@ -74,17 +74,6 @@ def check_dpi(figure: Figure, dpi: int) -> None:
     if width * height * dpi**2 > MAX_PIXELS:
         size = f"{width * dpi:,.0f} by {height * dpi:,.0f} pixels"
         raise UsageError(f"{size} are too many.", hint="Choose a smaller width or fewer dpi.")
-
-
-def write_figure(target: Path, data: bytes) -> None:
-    """Replace a file by `data`. Raises `FlexInspectError` when that is impossible."""
-    try:
-        replace_file(target, data)
-    except OSError as error:
-        raise FlexInspectError(
-            f"The figure could not be written to {target}: {error.strerror or error}.",
-            hint="Choose a file in an existing folder that you may write to.",
-        ) from error
 
 
 def _png(figure: Figure, title: str, language: str, dpi: int) -> bytes:
