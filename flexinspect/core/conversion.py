@@ -64,3 +64,14 @@ def parse_step_number(text: str) -> int | None:
     """Return the number that was typed, None for a word (or a number too large for a step)."""
     typed = text.strip()
     return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
+
+
+_HTML_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+
+
+def script_json(value: Any) -> str:
+    """Return JSON that may stand in a `<script>`: no text in it ends the script or opens a comment.
+
+    Not even `</script>` or `<!--` does, because `<`, `>` and `&` are escaped.
+    """
+    return msgspec.json.encode(value).decode("utf-8").translate(_HTML_ESCAPES)

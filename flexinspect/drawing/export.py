@@ -116,13 +116,18 @@ def save_page(path: Path, parts: Sequence[PagePart], *, title: str, theme: Theme
         f"<pre>{escape(chr(10).join(map(_printable, part.lines)))}</pre></section>"
         for part in parts
     )
-    page = (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        f"<title>{escape(_printable(title))}</title>\n"
-        f"<style>body{{{colors};margin:2em}}pre{{white-space:pre-wrap}}"
-        f"svg{{max-width:100%}}</style>\n<body>{body}</body></html>\n"
+    style = f"body{{{colors};margin:2em}}pre{{white-space:pre-wrap}}svg{{max-width:100%}}"
+    save_file(path, html_page(_printable(title), style, body).encode())
+
+
+def html_page(title: str, style: str, body: str, *, language: str = "en") -> str:
+    """Return a page that refers to no other file; `style` and `body` are CSS and HTML."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="{escape(language)}">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
     )
-    save_file(path, page.encode())
 
 
 def to_svg(strips: Sequence[Strip], *, title: str, look: Theme, note: str = "") -> str:

@@ -181,7 +181,6 @@ def analyse_mask(
     head: int = 0,
     against: CellMask | None = None,
     report: Report | None = None,
-    threads: int | None = None,
 ) -> MaskAnalysis:
     """Count what stands beside the picture of a mask, and its difference from `against`.
 
@@ -198,14 +197,12 @@ def analyse_mask(
     if against is not None:
         probes.append(NegatedMask(against))
     part = part_of(report, 0, n_parts)
-    census = take_census(mask, *edges, head=head, probes=probes, report=part, threads=threads)
+    census = take_census(mask, *edges, head=head, probes=probes, report=part)
     difference = None
     if against is not None:
         whole, missing = (full_edges(n_rows), full_edges(n_keys)), (NegatedMask(mask),)
         part = part_of(report, 1, n_parts)
-        lost = take_census(
-            against, *whole, head=head, probes=missing, report=part, threads=threads
-        ).probes[0]
+        lost = take_census(against, *whole, head=head, probes=missing, report=part).probes[0]
         difference = MaskDifference(against.name, lost, census.probes[2])
     return _facts(mask.name, census, edges, segments, block_size, difference)
 

@@ -14,7 +14,7 @@ from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable, truncate
 from flexinspect.masks.algebra import IntArray, Segments
 from flexinspect.masks.cell_mask import CellMask
-from flexinspect.masks.census import Report, past_cells, take_census
+from flexinspect.masks.census import past_cells, take_census
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
@@ -100,9 +100,7 @@ class PhaseTable(Struct, frozen=True):
         return bool((self.open[row] >= self.past[row]).all())
 
 
-def phase_table(
-    mask: CellMask, segments: Segments, *, head: int = 0, report: Report | None = None
-) -> PhaseTable:
+def phase_table(mask: CellMask, segments: Segments, *, head: int = 0) -> PhaseTable:
     """Count the open cells of segments and of generated tokens, each of the first ones by itself.
 
     Other text than paraphrases is named by its kind.
@@ -111,7 +109,7 @@ def phase_table(
     if not starts:
         return PhaseTable((), 0, np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
     edges: IntArray = np.array([*starts, segments[-1].stop], np.int32)
-    table = take_census(mask, edges, edges, head=head, report=report).table
+    table = take_census(mask, edges, edges, head=head).table
     generated = generated_start(segments)
     n_segments = len(starts) if generated is None else int((edges[:-1] < generated).sum())
     return PhaseTable(tuple(names), n_segments, table, past_cells(edges, edges))

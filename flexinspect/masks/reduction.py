@@ -84,7 +84,7 @@ def reduce_mask(
 
 
 def reduce_phases(
-    mask: CellMask, segments: tuple[Segment, ...], limit: int, *, head: int = 0
+    mask: CellMask, segments: tuple[Segment, ...], limit: int
 ) -> tuple[MaskPicture, MaskPicture | None]:
     """Return the picture of the encoding phase and that of the generation phase.
 
@@ -95,13 +95,11 @@ def reduce_phases(
     first = generated_start(segments)
     start = stop if first is None else first
     prompt = tuple(segment for segment in segments if segment.start < start)
-    encoding = reduce_mask(mask, start, start, limit, limit, segments=prompt, head=head)
+    encoding = reduce_mask(mask, start, start, limit, limit, segments=prompt)
     if start == stop:
         return encoding, None
     rows = ShiftedMask(mask, 0, -start)
-    found = reduce_mask(
-        rows, stop - start, stop, limit, limit, segments=segments, title=mask.name, head=head
-    )
+    found = reduce_mask(rows, stop - start, stop, limit, limit, segments=segments, title=mask.name)
     return encoding, replace(found, row_edges=found.row_edges + np.int32(start))
 
 

@@ -21,6 +21,7 @@ from flexinspect.analysis.reports.collect import (
     format_thousands,
 )
 from flexinspect.core import __version__
+from flexinspect.core.conversion import script_json
 from flexinspect.core.keyboard import KEYS
 from flexinspect.core.text import format_ranges, plural, printable, truncate
 from flexinspect.exports.report.contents import (
@@ -29,7 +30,7 @@ from flexinspect.exports.report.contents import (
     GenerationHead,
     ReportContents,
 )
-from flexinspect.exports.report.packing import pack, script_json
+from flexinspect.exports.report.packing import pack
 from flexinspect.records.finding import Finding, Severity
 
 SCRIPTS = (
