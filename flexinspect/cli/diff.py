@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.ui:
         return _open_screen(args)
-    from flexinspect.analysis.run_diff import report
+    from flexinspect.analysis.run_diff import difference_text
     from flexinspect.analysis.run_diff.bisection import bisection_lines
     from flexinspect.analysis.run_diff.generations import DIFFERENT, ROUNDING
     from flexinspect.analysis.run_diff.traces import compare_traces
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         bisection = {"bisection": _bisect(comparison, args).as_json()} if args.bisect else {}
         print_json({**comparison.as_json(), **bisection})
     else:
-        print_lines(report.comparison_lines(comparison))
+        print_lines(difference_text.comparison_lines(comparison))
         if args.bisect:
             print_lines(bisection_lines(_bisect(comparison, args)))
     failing = (DIFFERENT, *([ROUNDING] if args.exact else ()))

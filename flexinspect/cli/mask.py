@@ -19,7 +19,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import print_message
 
 if TYPE_CHECKING:
-    from flexinspect.cli.mask_output import FigureStyle
+    from flexinspect.cli.mask_output import OutputStyle
     from flexinspect.cli.mask_sources import MaskInput
     from flexinspect.core.languages import Labels
     from flexinspect.masks.mask_analysis import MaskAnalysis
@@ -163,7 +163,7 @@ class _Laboratory:
     """Does what the flags ask for with one mask."""
 
     def __init__(self, args: argparse.Namespace, labels: Labels) -> None:
-        from flexinspect.cli.mask_output import FigureStyle, check_output
+        from flexinspect.cli.mask_output import OutputStyle, check_output
         from flexinspect.cli.mask_sources import load_input
         from flexinspect.figures.themes import find_theme
         from flexinspect.masks.mask_text import Places
@@ -173,7 +173,7 @@ class _Laboratory:
             check_output(args.output)
         find_theme(args.theme)
         self.args, self.labels = args, labels
-        self.style: FigureStyle = FigureStyle(labels, args.theme, args.dpi, args.width)
+        self.style: OutputStyle = OutputStyle(labels, args.theme, args.dpi, args.width)
         self.source: MaskInput = load_input(args)
         self.head = args.head or 0
         if args.trace is None and self.head >= self.source.mask.n_heads:
@@ -306,7 +306,7 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    style = mask_output.FigureStyle(labels, args.theme, args.dpi, args.width)
+    style = mask_output.OutputStyle(labels, args.theme, args.dpi, args.width)
     with share_bar("writing figures") as report:
         for number, (name, config) in enumerate(PRESET_CONFIGS.items()):
             segments, n, limit = config.segments(), config.length, config.display_limit()

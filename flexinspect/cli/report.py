@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `UsageError` for an invalid request or a file in the way, and `TraceError`.
     """
-    from flexinspect.exports.report.collect import ReportRequest
-    from flexinspect.exports.report.writer import check_target, write_report
+    from flexinspect.exports.report.report_file import check_target, write_report
+    from flexinspect.exports.report.trace_contents import ReportRequest
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace
 

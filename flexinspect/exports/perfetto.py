@@ -10,8 +10,8 @@ from typing import Any
 from msgspec.structs import asdict
 
 from flexinspect.exports.base import ExportOptions, Progress
+from flexinspect.exports.perfetto_packets import Args, TimelineWriter, nanoseconds
 from flexinspect.exports.step_values import step_values
-from flexinspect.exports.timeline import Args, TimelineWriter, nanoseconds
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import TRAIN, CallRecord, StepRecord
 from flexinspect.trace.query_results import BranchRow, GenerationRow

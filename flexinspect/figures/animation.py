@@ -19,9 +19,9 @@ from flexinspect.core.environment import PACKAGE_DATA, require_library, save_fil
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
+from flexinspect.figures.cell_drawing import is_dotted, join_cells
 from flexinspect.figures.figure_files import check_dpi, check_figure_path
 from flexinspect.figures.legend import LegendItem
-from flexinspect.figures.mask_cells import is_dotted, join_cells
 from flexinspect.figures.mask_figure import FigureStyle, cells_that_fit, draw_mask_sheet
 from flexinspect.figures.mask_margins import CellArea
 from flexinspect.figures.sheet import (

@@ -13,8 +13,8 @@ from support.traces import sample_trace
 from flexinspect.cli import report
 from flexinspect.cli.main import main
 from flexinspect.core import environment
-from flexinspect.exports.report import writer
-from flexinspect.exports.report.writer import is_report
+from flexinspect.exports.report import report_file
+from flexinspect.exports.report.report_file import is_report
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_an_interruption_leaves_no_file(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "render", interrupt)
+    monkeypatch.setattr(report_file, "render", interrupt)
     assert main(["report", str(trace)]) == 130
     assert [file.name for file in tmp_path.iterdir()] == ["run.flextrace"]
 

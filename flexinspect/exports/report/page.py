@@ -51,7 +51,7 @@ MAX_OPEN_ANSWERS = 6
 
 def render(contents: ReportContents) -> str:
     """Return the whole page."""
-    script, style = _script(), _asset("report.css")
+    script, style = _script(), _style()
     return Template(_asset("report.html")).substitute(
         policy=_policy(script, style),
         version=escape(__version__),
@@ -80,6 +80,16 @@ def _asset(name: str) -> str:
 
 def _script() -> str:
     return '"use strict";\n' + "\n".join(map(_asset, SCRIPTS))
+
+
+def _style() -> str:
+    """Return the style sheet, with its dark palette for systems that choose it as well."""
+    style = _asset("report.css")
+    start = style.index(':root[data-theme="dark"]')
+    end = style.index("}", start) + 1
+    palette = style[style.index("{", start) : end]
+    chosen = f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {palette} }}'
+    return f"{style[:end]}\n\n{chosen}{style[end:]}"
 
 
 def _policy(script: str, style: str) -> str:

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from flexinspect.core.environment import check_free, save_file
 from flexinspect.core.errors import UsageError
-from flexinspect.exports.report.collect import Progress, ReportRequest, collect_contents
 from flexinspect.exports.report.page import render
 from flexinspect.exports.report.size_budget import fit_size
+from flexinspect.exports.report.trace_contents import Progress, ReportRequest, collect_contents
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import TraceReader
 
