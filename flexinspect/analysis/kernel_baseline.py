@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from flexinspect.analysis.kernel_report import KernelEvaluation
-from flexinspect.core.environment import read_text, replace_file
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.environment import read_text, save_file
+from flexinspect.core.errors import UsageError
 
 VERSION = 1
 _SAME_MACHINE, _OTHER_MACHINE = (1.1, 0.01), (2.0, 0.1)
@@ -64,11 +64,7 @@ def save_baseline(file: Path, evaluations: Sequence[KernelEvaluation]) -> None:
     """Write a baseline, replacing the file at once. Raises `FlexInspectError`."""
     baseline = Baseline(VERSION, tuple(map(baseline_entry, evaluations)))
     data = json.dumps(msgspec.to_builtins(baseline), indent=1).encode() + b"\n"
-    try:
-        replace_file(file, data)
-    except OSError as error:
-        what = f"The baseline could not be written to {file}: {error.strerror or error}."
-        raise FlexInspectError(what) from error
+    save_file(file, data)
 
 
 def load_baseline(file: Path) -> Baseline:

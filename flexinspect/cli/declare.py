@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from flexinspect.cli.output import print_json, print_lines
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import UsageError
 
 DESCRIPTION = """Write the segments of a recorded prompt to a declaration file. They are those into
 which the executed mask cuts the prompt. With the file, the next run is compared with what you
@@ -60,12 +60,11 @@ def run(args: argparse.Namespace) -> int:
     said how to move them, and `TraceError`.
     """
     from flexinspect.analysis.inferred_declaration import UndeclaredMask
-    from flexinspect.core.environment import replace_file
+    from flexinspect.core.environment import check_free, save_file
     from flexinspect.trace.reader import open_trace
 
     out = args.out or Path(args.trace.with_suffix(".toml").name)
-    if out.exists() and not args.overwrite:
-        raise UsageError(f"{out} exists already.", hint="Name another --out, or add --overwrite.")
+    check_free(out, overwrite=args.overwrite)
     with open_trace(args.trace) as reader, reader.snapshot():
         mask = UndeclaredMask(reader, args.generation)
         if args.move is None and not args.border and (odd := mask.describe_oddity()):
@@ -73,11 +72,7 @@ def run(args: argparse.Namespace) -> int:
             fit = f"--move {shift} declares the lines, " if shift else ""
             raise UsageError(odd, hint=f"Say what you meant: {fit}--move 0 the mask as it ran.")
         declaration = mask.declare(args.move or 0, dict(args.border))
-    try:
-        replace_file(out, declaration.toml(args.trace.name).encode())
-    except OSError as error:
-        what = f"{out} cannot be written: {error.strerror or error}."
-        raise FlexInspectError(what, hint="Name another file with --out.") from error
+    save_file(out, declaration.toml(args.trace.name).encode())
     if args.json:
         print_json({"file": str(out), "declaration": declaration})
         return 0

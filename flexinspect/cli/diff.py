@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from flexinspect.cli.output import print_json, print_lines
+from flexinspect.cli.progress import ProgressLine
 from flexinspect.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.ui:
         return _open_screen(args)
-    from flexinspect.analysis.run_diff import report
+    from flexinspect.analysis.run_diff import difference_text
     from flexinspect.analysis.run_diff.bisection import bisection_lines
     from flexinspect.analysis.run_diff.generations import DIFFERENT, ROUNDING
     from flexinspect.analysis.run_diff.traces import compare_traces
@@ -78,21 +79,20 @@ def run(args: argparse.Namespace) -> int:
         bisection = {"bisection": _bisect(comparison, args).as_json()} if args.bisect else {}
         print_json({**comparison.as_json(), **bisection})
     else:
-        print_lines(report.comparison_lines(comparison))
+        print_lines(difference_text.comparison_lines(comparison))
         if args.bisect:
             print_lines(bisection_lines(_bisect(comparison, args)))
     failing = (DIFFERENT, *([ROUNDING] if args.exact else ()))
     return int(comparison.verdict in failing)
 
 
-def _progress(args: argparse.Namespace) -> AbstractContextManager[object]:
-    """Return what shows on a terminal that traces are read which take more than a second."""
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[None]:
+    """Show on a terminal that traces are read which take more than a second."""
     n_bytes = sum(path.stat().st_size for path in (args.a, args.b))
-    if args.json or n_bytes < SLOW_BYTES or not sys.stderr.isatty():
-        return nullcontext()
-    from flexinspect.cli.output import stderr_console
-
-    return stderr_console().status(f"comparing {n_bytes / 1e6:,.0f} MB of traces …")
+    with ProgressLine(is_shown=not args.json and n_bytes >= SLOW_BYTES) as line:
+        line.show(f"comparing {n_bytes / 1e6:,.0f} MB of traces")
+        yield
 
 
 def _bisect(comparison: Comparison, args: argparse.Namespace) -> Bisection:

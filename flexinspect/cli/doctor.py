@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexinspect.cli.output import print_json, stdout_console
+from flexinspect.cli.progress import ProgressLine
 from flexinspect.core.text import escape_unprintable, plural
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.inputs.model_sizes import canonical_dtype
 
     args.dtype = canonical_dtype(args.dtype)
-    progress = _Progress(is_shown=sys.stderr.isatty() and not args.json)
+    progress = ProgressLine(is_shown=not args.json)
     printer = None if args.json else _Printer(is_verbose=args.verbose)
     checks = []
     for check in _checks(args, progress.show):
@@ -158,24 +158,3 @@ def _summary(checks: Sequence[Check]) -> str:
     if n_warnings:
         return f"Runs work here; {plural(n_warnings, 'warning')} above."
     return "Everything works."
-
-
-class _Progress:
-    """One line on stderr that says what takes so long, and is wiped before the next line."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        self._is_shown = is_shown
-        self._width = 0
-
-    def show(self, text: str) -> None:
-        """Show a text in place of the last one."""
-        if self._is_shown:
-            self.clear()
-            self._width = len(text) + 2
-            print(f"{text} …", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Wipe the line."""
-        if self._width:
-            print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
-            self._width = 0

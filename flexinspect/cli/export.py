@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli.flags import add_number_flags, add_switches
 from flexinspect.cli.output import print_json, print_lines
+from flexinspect.cli.progress import progress_bar
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import ensure_printable, plural, print_message
 
@@ -85,18 +86,10 @@ def run(args: argparse.Namespace) -> int:
 def _export(
     exporter: Exporter, reader: TraceReader, out: Path, args: argparse.Namespace
 ) -> ExportResult:
-    from tqdm import tqdm
-
     from flexinspect.exports.base import ExportOptions, write_export
 
     options = ExportOptions(out, args.generation)
-    # A bar on a terminal when it takes longer than a second.
-    with tqdm(desc=f"writing {out.name}", delay=1.0, disable=None, leave=False) as bar:
-
-        def update(n_done: int, total: int) -> None:
-            bar.total = total
-            bar.update(n_done - bar.n)
-
+    with progress_bar(f"writing {out.name}") as update:
         return write_export(exporter, reader, options, update, overwrite=args.overwrite)
 
 

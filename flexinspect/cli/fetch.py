@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.cli.output import print_json, stderr_console, stdout_console
+from flexinspect.cli.output import print_json, stdout_console
+from flexinspect.cli.progress import open_bar
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural, print_message
 
@@ -130,22 +131,15 @@ def _describe(one: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _progress() -> Iterator[OnLoadProgress]:
-    """Yield a function that shows a bar on stderr; nothing is drawn where that is no terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = stderr_console()
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=None)
+    """Yield a function that shows the bytes of a phase in a bar."""
+    with open_bar("", unit="B", unit_scale=True) as bar:
 
         def report(phase: str, facts: Mapping[str, Any]) -> None:
-            total, done = facts.get("total"), facts.get("bytes", 0)
-            what = f"{phase} {facts['file']}" if "file" in facts else phase
-            bar.update(task, description=what, total=total or None, completed=done)
+            bar.total = facts.get("total") or None
+            bar.set_description(f"{phase} {facts['file']}" if "file" in facts else phase)
+            bar.update(facts.get("bytes", 0) - bar.n)
 
-        with _interruptible(bar.stop):
+        with _interruptible(bar.close):
             yield report
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli.flags import add_number_flags, positive_int
 from flexinspect.cli.output import errors_as_json, print_json, print_lines
-from flexinspect.core.environment import read_text
+from flexinspect.core.conversion import read_toml_or_json
+from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels
 from flexinspect.core.text import escape_unprintable
@@ -109,12 +108,7 @@ def _read_config(file: Path | None, width: float | None) -> FlowchartConfig:
 
     config = FlowchartConfig()
     if file is not None:
-        text, is_json = read_text(file, "flowchart configuration"), file.suffix.lower() == ".json"
-        try:
-            values = json.loads(text) if is_json else tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            kind = "JSON" if is_json else "TOML"
-            raise UsageError(f"{file}: this is not valid {kind} ({error}).") from error
+        values = read_toml_or_json(file, "flowchart configuration")
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected an object with the keys of a flowchart.")
         config = flowchart_config(values, str(file))
@@ -135,7 +129,7 @@ def _write_files(
     config: FlowchartConfig,
 ) -> None:
     """Write each file of --out; a suffix that nobody knows is refused before the first one."""
-    from flexinspect.figures.figure_files import check_figure_path, save_figure, write_figure
+    from flexinspect.figures.figure_files import check_figure_path, save_figure
     from flexinspect.figures.flowchart import flowchart_lines, mermaid, mermaid_page
     from flexinspect.figures.flowchart_figure import draw_flowchart_figure
     from flexinspect.figures.themes import find_theme
@@ -151,7 +145,7 @@ def _write_files(
     for target in targets:
         suffix = target.suffix.lower()
         if suffix in texts:
-            write_figure(target, texts[suffix]().encode())
+            save_file(target, texts[suffix]().encode())
             continue
         if figure is None:
             figure = draw_flowchart_figure(boxes, config, labels=labels, title=title, theme=theme)

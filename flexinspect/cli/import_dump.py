@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from flexinspect.cli.output import errors_as_json, print_json, print_lines
+from flexinspect.cli.progress import open_bar
 from flexinspect.core.text import plural
 
 DESCRIPTION = """Make a trace of a run that another tool has dumped: the tree of transformers'
@@ -47,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from flexinspect.core.environment import command_path
     from flexinspect.importers.base import find_importer
     from flexinspect.importers.trace_builder import write_trace
@@ -57,8 +56,7 @@ def _import(args: argparse.Namespace) -> int:
     importer = find_importer(args.folder, args.format)
     target = args.out or Path(f"{args.folder.resolve().name}.flextrace")
     vocabulary = load_vocabulary(args.tokenizer)
-    # A bar on a terminal when it takes longer than a second.
-    with tqdm(desc="importing", delay=1.0, disable=None, leave=False) as bar:
+    with open_bar("importing") as bar:
 
         def tick() -> None:
             bar.update()

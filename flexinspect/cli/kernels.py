@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli.flags import n_threads, non_negative_int, positive_int
-from flexinspect.cli.output import errors_as_json, print_json, print_lines, stderr_console
+from flexinspect.cli.output import errors_as_json, print_json, print_lines
+from flexinspect.cli.progress import ProgressLine
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import escape_unprintable, plural, print_message
+from flexinspect.core.text import plural, print_message
 
 if TYPE_CHECKING:
     from flexinspect.analysis.kernel_report import KernelEvaluation
@@ -164,14 +165,16 @@ def _check(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Show what is done on stderr: one line that changes, or only the import of torch."""
-    console = stderr_console()
-    if not console.is_terminal:
-        console.print("importing torch …")
-        yield lambda text: None
-        return
-    with console.status("importing torch …") as status:
-        yield lambda text: status.update(f"{escape_unprintable(text)} …")
+    """Show what is done on stderr: one line that changes, or only the import of torch.
+
+    A user's kernel may print; with --json its text must not be in the result.
+    """
+    with ProgressLine() as line, redirect_stdout(sys.stderr):
+        if line.is_shown:
+            line.show("importing torch")
+        else:
+            print("importing torch …")
+        yield line.show
 
 
 def _comparison(request: KernelRequest) -> Any:
@@ -182,8 +185,7 @@ def _comparison(request: KernelRequest) -> Any:
 
 def _compare(args: argparse.Namespace, request: KernelRequest) -> int:
     done: list[KernelEvaluation] = []
-    # A user's kernel may print; with --json its text must not be in the result.
-    with _progress() as report, redirect_stdout(sys.stderr):
+    with _progress() as report:
         done += _comparison(request).evaluations(report)
     worse = _worse(args, done)
     exit_code = _exit_code(done, worse)
@@ -292,7 +294,7 @@ def _badness(one: KernelEvaluation) -> tuple[bool, float]:
 def _bench(args: argparse.Namespace, request: KernelRequest) -> int:
     from flexinspect.analysis.kernel_speed import speed_lines
 
-    with _progress() as report, redirect_stdout(sys.stderr):
+    with _progress() as report:
         result = _comparison(request).speed(report)
     if args.json:
         print_json(result.as_json())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +11,17 @@ from flexinspect.cli.output import (
     errors_as_json,
     print_json,
     print_lines,
-    stderr_console,
     stdout_console,
 )
+from flexinspect.cli.progress import share_bar
+from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import print_message
 
 if TYPE_CHECKING:
-    from flexinspect.cli.mask_output import FigureStyle
+    from flexinspect.cli.mask_output import OutputStyle
     from flexinspect.cli.mask_sources import MaskInput
     from flexinspect.core.languages import Labels
-    from flexinspect.masks.census import Report
     from flexinspect.masks.mask_analysis import MaskAnalysis
     from flexinspect.masks.mask_picture import MaskPicture
     from flexinspect.masks.mask_text import Places
@@ -50,10 +47,10 @@ EXAMPLES = """examples:
 
 docs/masks.md describes expressions, sizes and checks.
 
-exit codes: 0 success, 1 the mask violates a check (--verify), 2 invalid request, 130 interrupted
+exit codes: 0 success, 1 the mask violates a check (--verify) or a file could not be written,
+            2 invalid request, 130 interrupted
 """
 OUTPUT_FOLDER = "attention_mask_outputs"
-_SHOW_PROGRESS_AFTER_S = 0.5
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -153,28 +150,6 @@ def _list(*, as_json: bool) -> int:
     return 0
 
 
-@contextmanager
-def shown_progress(text: str) -> Iterator[Report]:
-    """Yield a function that shows its share of work on stderr, once that takes a moment."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    console = stderr_console()
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    progress = Progress(*columns, console=console, transient=True)
-    task, begun = progress.add_task(text, total=1.0), time.perf_counter()
-
-    def report(share: float) -> None:
-        if console.is_terminal and time.perf_counter() - begun > _SHOW_PROGRESS_AFTER_S:
-            progress.start()
-            progress.update(task, completed=share)
-
-    try:
-        yield report
-    finally:
-        if progress.live.is_started:
-            progress.stop()
-
-
 def _is_animated(args: argparse.Namespace) -> bool:
     """Return whether the output is an animation. Raises `UsageError` for another suffix."""
     suffix = "" if args.output is None else args.output.suffix.lower()
@@ -188,7 +163,7 @@ class _Laboratory:
     """Does what the flags ask for with one mask."""
 
     def __init__(self, args: argparse.Namespace, labels: Labels) -> None:
-        from flexinspect.cli.mask_output import FigureStyle, check_output
+        from flexinspect.cli.mask_output import OutputStyle, check_output
         from flexinspect.cli.mask_sources import load_input
         from flexinspect.figures.themes import find_theme
         from flexinspect.masks.mask_text import Places
@@ -198,7 +173,7 @@ class _Laboratory:
             check_output(args.output)
         find_theme(args.theme)
         self.args, self.labels = args, labels
-        self.style: FigureStyle = FigureStyle(labels, args.theme, args.dpi, args.width)
+        self.style: OutputStyle = OutputStyle(labels, args.theme, args.dpi, args.width)
         self.source: MaskInput = load_input(args)
         self.head = args.head or 0
         if args.trace is None and self.head >= self.source.mask.n_heads:
@@ -232,14 +207,14 @@ class _Laboratory:
     def _draw(self, limit: int | None = None) -> MaskPicture:
         from flexinspect.cli.mask_output import draw
 
-        with shown_progress("reducing the mask") as report:
+        with share_bar("reducing the mask") as report:
             return draw(self.source, self.labels, head=self.head, limit=limit, report=report)
 
     def _analyse(self) -> MaskAnalysis:
         from flexinspect.masks.mask_analysis import analyse_mask
 
         source = self.source
-        with shown_progress("counting cells") as report:
+        with share_bar("counting cells") as report:
             return analyse_mask(
                 source.mask,
                 source.n_rows,
@@ -257,7 +232,7 @@ class _Laboratory:
         source, checks = self.source, CHECKS
         if self.args.checks is not None:
             checks = tuple(name.strip() for name in self.args.checks.split(","))
-        with shown_progress("verifying cells") as report:
+        with share_bar("verifying cells") as report:
             return verify_mask(
                 source.mask,
                 source.segments,
@@ -274,7 +249,7 @@ class _Laboratory:
         file = self.args.output
         if self.is_animated:
             picture = self._draw()
-            with shown_progress("drawing steps") as report:
+            with share_bar("drawing steps") as report:
                 save_steps(self.source, picture, file, self.style, report)
             print_message(f"saved {file}")
             return
@@ -331,8 +306,8 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    style = mask_output.FigureStyle(labels, args.theme, args.dpi, args.width)
-    with shown_progress("writing figures") as report:
+    style = mask_output.OutputStyle(labels, args.theme, args.dpi, args.width)
+    with share_bar("writing figures") as report:
         for number, (name, config) in enumerate(PRESET_CONFIGS.items()):
             segments, n, limit = config.segments(), config.length, config.display_limit()
             mask = load_mask(args.mask or DEFAULT_MASK, segments, args)
@@ -342,7 +317,7 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
             lines = mask_output.text_lines(source, picture, labels, 0)
             lines += ["", *facts.lines(Places(labels, segments))]
             text = "".join(f"{line}\n" for line in lines)
-            mask_output.write_file(folder / f"{name}.txt", text.encode())
+            save_file(folder / f"{name}.txt", text.encode())
             parts = (picture, *reduce_phases(mask, segments, limit))
             saved.append(f"{name}.txt")
             for kind, part in zip(("mask", "encoding", "generation"), parts, strict=True):

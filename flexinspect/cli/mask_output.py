@@ -14,7 +14,7 @@ from rich.console import Console
 from textual.strip import Strip
 
 from flexinspect.cli.mask_sources import MaskInput
-from flexinspect.core.environment import replace_file
+from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.drawing.heatmap import Levels, heat
@@ -52,7 +52,7 @@ DATA_SUFFIXES = (".txt", ".npy", ".csv")
 MAX_ARRAY_CELLS, MAX_CSV_CELLS = 1 << 30, 1 << 26
 
 
-class FigureStyle(Struct, frozen=True):
+class OutputStyle(Struct, frozen=True):
     """How figures look: labels, the name of a theme, dots per inch, and the width in inches."""
 
     labels: Labels
@@ -185,7 +185,7 @@ def save(
     source: MaskInput,
     picture: Callable[[], MaskPicture],
     file: Path,
-    style: FigureStyle,
+    style: OutputStyle,
     *,
     head: int,
     more_lines: Sequence[str] = (),
@@ -199,9 +199,9 @@ def save(
         save_figure(picture(), file, style)
     elif suffix == ".txt":
         lines = [*text_lines(source, picture(), style.labels, head), *more_lines]
-        write_file(file, "".join(f"{line}\n" for line in lines).encode())
+        save_file(file, "".join(f"{line}\n" for line in lines).encode())
     else:
-        write_file(file, _encode_cells(source, suffix, head))
+        save_file(file, _encode_cells(source, suffix, head))
 
 
 def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
@@ -221,15 +221,7 @@ def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
     return out.getvalue()
 
 
-def write_file(file: Path, data: bytes) -> None:
-    """Write a file completely or not at all. Raises `UsageError`."""
-    try:
-        replace_file(file, data)
-    except OSError as error:
-        raise UsageError(f"The output {file} cannot be written: {error.strerror}.") from error
-
-
-def save_figure(picture: MaskPicture, file: Path, style: FigureStyle) -> None:
+def save_figure(picture: MaskPicture, file: Path, style: OutputStyle) -> None:
     """Write a picture as a figure. Raises `UsageError` without the library."""
     from flexinspect.figures.mask_figure import save_mask_figure
 
@@ -238,7 +230,7 @@ def save_figure(picture: MaskPicture, file: Path, style: FigureStyle) -> None:
 
 
 def save_steps(
-    source: MaskInput, picture: MaskPicture, file: Path, style: FigureStyle, report: Report
+    source: MaskInput, picture: MaskPicture, file: Path, style: OutputStyle, report: Report
 ) -> None:
     """Write the generation step by step, with the attention of a trace where it has it."""
     from flexinspect.figures import animation, mask_figure
@@ -258,14 +250,14 @@ def save_steps(
     animation.save_animation(picture, file, style=look, steps=steps, progress=progress)
 
 
-def save_flowchart(file: Path, style: FigureStyle) -> None:
+def save_flowchart(file: Path, style: OutputStyle) -> None:
     """Write the flowchart as a figure. Raises `UsageError` without the library."""
     from flexinspect.figures.flowchart_figure import save_flowchart
 
     save_flowchart(file, labels=style.labels, theme=find_theme(style.theme), dpi=style.dpi)
 
 
-def save_analysis(facts: MaskAnalysis, segments: Segments, file: Path, style: FigureStyle) -> None:
+def save_analysis(facts: MaskAnalysis, segments: Segments, file: Path, style: OutputStyle) -> None:
     """Write the facts about a mask as a figure. Raises `UsageError` without the library."""
     from flexinspect.figures.analysis_figure import save_analysis_figure
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flexinspect.cli.progress import progress_bar
+
 if TYPE_CHECKING:
     from flexinspect.rules.engine import Rule
     from flexinspect.trace.reader import TraceReader
@@ -12,18 +14,10 @@ if TYPE_CHECKING:
 
 def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
     """Run the rules that have not checked the trace; `reader` gets findings that are not stored."""
-    from tqdm import tqdm
-
     from flexinspect.analysis.offline_rules import review
     from flexinspect.trace.file.writer import review_statements
 
-    # A bar on a terminal when the rules take longer than a second.
-    with tqdm(desc="checking the steps", delay=1.0, disable=None, leave=False) as bar:
-
-        def update(n_done: int, total: int) -> None:
-            bar.total = total
-            bar.update(n_done - bar.n)
-
+    with progress_bar("checking the steps") as update:
         done = review(reader, rules, progress=update)
     if done.unstored:
         reader.add_reviews(review_statements(done.unstored))

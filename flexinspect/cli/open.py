@@ -18,6 +18,7 @@ from flexinspect.cli.flags import (
 )
 from flexinspect.cli.interface import open_trace_file
 from flexinspect.core.addresses import LOOPBACK, bind_problem
+from flexinspect.core.environment import require_library
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
 
@@ -86,12 +87,9 @@ def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
 
 
 def _server_class() -> type:
-    try:
-        from aiohttp import web
-        from textual_serve.server import Server
-    except ImportError:
-        text = "--web needs the package textual-serve, which is not installed."
-        raise UsageError(text, hint="Install it: pip install 'flexinspect[web]'") from None
+    require_library("textual_serve.server", "web", "--web")
+    from aiohttp import web
+    from textual_serve.server import Server
 
     @web.middleware
     async def refuse_other_sites(request: web.Request, handler: Any) -> web.StreamResponse:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from flexinspect.cli.flags import add_number_flags, add_switches
 from flexinspect.cli.missing_rules import run_missing_rules
 from flexinspect.cli.output import print_json, print_lines
+from flexinspect.cli.progress import progress_bar
 from flexinspect.core.text import ensure_printable, print_message
 
 DESCRIPTION = """Write a recorded run to one HTML file that opens offline in any browser: the
@@ -71,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `UsageError` for an invalid request or a file in the way, and `TraceError`.
     """
-    from flexinspect.exports.report.collect import ReportRequest
-    from flexinspect.exports.report.writer import check_target, write_report
+    from flexinspect.exports.report.report_file import check_target, write_report
+    from flexinspect.exports.report.trace_contents import ReportRequest
     from flexinspect.rules.engine import load_rules
     from flexinspect.trace.reader import open_trace
 
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_review:
             run_missing_rules(reader, load_rules().rules)
         request = ReportRequest(args.title, args.generation, int(args.max_size * 1e6))
-        with reader.snapshot(), _progress() as progress:
+        with reader.snapshot(), progress_bar("reading the steps") as progress:
             written = write_report(reader, out, request, progress)
     for sentence in written.left_out:
         print_message(ensure_printable(sentence))
@@ -91,17 +90,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_lines([f"{written.file} ({written.bytes / 1e6:.2f} MB)"])
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal if reading takes longer than a second."""
-    from tqdm import tqdm
-
-    with tqdm(desc="reading the steps", delay=1.0, disable=None, leave=False) as bar:
-
-        def update(n_done: int, total: int) -> None:
-            bar.total = total
-            bar.update(n_done - bar.n)
-
-        yield update

@@ -16,7 +16,7 @@ from msgspec.structs import astuple, replace
 from flexinspect.cli.output import errors_as_json, print_lines
 from flexinspect.cli.run_flags import configure
 from flexinspect.core.addresses import format_address, is_loopback
-from flexinspect.core.environment import git_state
+from flexinspect.core.environment import check_free, git_state
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import capitalize, print_message
 from flexinspect.records import job as jobs
@@ -313,10 +313,7 @@ def check_trace(job: Job | ScriptJob) -> None:
         raise UsageError(text, hint="Add --level extreme, or leave --layers out.")
     if not job.out:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
-    if Path(job.out).exists() and not job.overwrite:
-        raise UsageError(
-            f"The trace {job.out} exists already.", hint="Choose another --out, or add --overwrite."
-        )
+    check_free(Path(job.out), overwrite=job.overwrite)
 
 
 def check_log_file(file: str | None) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from flexinspect.core.environment import read_text
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import did_you_mean
 
@@ -42,7 +46,32 @@ def _known_values(kind: Any, path: Sequence[str]) -> Sequence[str]:
     return literals or kind.__struct_fields__
 
 
+def read_toml_or_json(file: Path, what: str) -> Any:
+    """Return the data of a file: JSON if its name ends in .json, else TOML.
+
+    Raises `UsageError` for a file that cannot be read or parsed; `what` names its content.
+    """
+    text, is_json = read_text(file, what), file.suffix.lower() == ".json"
+    try:
+        return json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        form, reason = "JSON" if is_json else "TOML", re.sub(r"\s+", " ", str(error))
+        hint = f"A {what} is TOML, or JSON in a file whose name ends in .json."
+        raise UsageError(f"{file} is not valid {form} ({reason}).", hint=hint) from error
+
+
 def parse_step_number(text: str) -> int | None:
     """Return the number that was typed, None for a word (or a number too large for a step)."""
     typed = text.strip()
     return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
+
+
+_HTML_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+
+
+def script_json(value: Any) -> str:
+    """Return JSON that may stand in a `<script>`: no text in it ends the script or opens a comment.
+
+    Not even `</script>` or `<!--` does, because `<`, `>` and `&` are escaped.
+    """
+    return msgspec.json.encode(value).decode("utf-8").translate(_HTML_ESCAPES)

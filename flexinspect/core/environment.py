@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexinspect.core.errors import UsageError
+from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import escape_unprintable
 
 _GIT_TIMEOUT_S = 2.0
@@ -115,6 +115,11 @@ def command_path(path: Path) -> str:
     return escape_unprintable(shlex.quote(str(path)))
 
 
+def existing_folder(path: Path) -> Path:
+    """Return the path, or the nearest of its folders that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
     """Write a temporary file, then replace `file` by it, so that this is never incomplete.
 
@@ -133,6 +138,36 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def save_file(file: Path, data: bytes) -> None:
+    """Replace a file that the user asked for. Raises `FlexInspectError` with the reason."""
+    try:
+        replace_file(file, data)
+    except OSError as error:
+        what = f"{file} cannot be written: {error.strerror or error}."
+        hint = "Choose a file in an existing folder that you may write to."
+        raise FlexInspectError(what, hint=hint) from error
+
+
+def check_free(file: Path, *, overwrite: bool) -> None:
+    """Raise `UsageError` if something is at the place of a result and must not be replaced."""
+    if not overwrite and file.exists():
+        raise UsageError(f"{file} exists already.", hint="Name another --out, or add --overwrite.")
+
+
+def require_library(
+    module: str, extra: str, subject: str, error_type: type[UsageError] = UsageError
+) -> Any:
+    """Return a library that is installed with an extra.
+
+    Raises `error_type` with what to install; its sentence begins with `subject`, which needs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        what = f"{subject} needs {module.partition('.')[0]}, which cannot be imported ({error})."
+        raise error_type(what, hint=f"pip install 'flexinspect[{extra}]'") from error
 
 
 def import_numpy() -> None:

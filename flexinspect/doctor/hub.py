@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from flexinspect.core.environment import hub_answers, hub_endpoint, hub_is_offline
+from flexinspect.core.environment import existing_folder, hub_answers, hub_endpoint, hub_is_offline
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.doctor.check import Check, error, note, ok, warning
 from flexinspect.doctor.machine import hub_cache
@@ -69,8 +69,7 @@ def _place_check(source: ModelSource, *, hub_is_up: bool) -> Check:
 
 
 def _space_check(n_bytes: int) -> Check:
-    at = next(each for each in (hub_cache(), *hub_cache().parents) if each.exists())
-    free = shutil.disk_usage(at).free
+    free = shutil.disk_usage(existing_folder(hub_cache())).free
     found = f"{human_bytes(n_bytes)} to download, {human_bytes(free)} free"
     if free < n_bytes:
         return error("model disk", found, "Free some space, or move the cache: export HF_HOME=….")

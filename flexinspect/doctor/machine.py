@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flexinspect.core.environment import command_output
+from flexinspect.core.environment import command_output, existing_folder
 from flexinspect.doctor.check import Check, error, note, ok, warning
 from flexinspect.inputs.model_sizes import available_ram, human_bytes
 from flexinspect.trace.file.location import network_file_system
@@ -53,7 +53,7 @@ def check_memory(free: int | None = None) -> Check:
 
 def check_disk(folder: Path, free: int | None = None) -> Check:
     """Check how much space is left where models are cached and traces are written."""
-    models, traces = _existing(hub_cache()), _existing(folder)
+    models, traces = existing_folder(hub_cache()), existing_folder(folder)
     uses = {models.stat().st_dev: (models, "models and traces")}
     if traces.stat().st_dev not in uses:
         uses = {models.stat().st_dev: (models, "models"), traces.stat().st_dev: (traces, "traces")}
@@ -64,10 +64,6 @@ def check_disk(folder: Path, free: int | None = None) -> Check:
         fix = "Free some space, or move the cache: export HF_HOME=/path/with/space."
         return warning("disk", found, fix, str(models), str(traces))
     return ok("disk", found, str(models), str(traces))
-
-
-def _existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def hub_cache() -> Path:
@@ -96,7 +92,7 @@ def check_caches() -> Iterator[Check]:
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
     folders = {"hub cache": hub_cache(), "compiler cache": Path(inductor)}
     for name, folder in folders.items():
-        problem = _write_problem(_existing(folder))
+        problem = _write_problem(existing_folder(folder))
         variable = "HF_HOME" if name == "hub cache" else "TORCHINDUCTOR_CACHE_DIR"
         if problem:
             yield error(name, f"{folder} {problem}", f"Name another folder: export {variable}=….")

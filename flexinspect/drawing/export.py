@@ -27,7 +27,7 @@ from rich.style import Style
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from textual.strip import Strip
 
-from flexinspect.core.environment import replace_file
+from flexinspect.core.environment import require_library, save_file
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.drawing.text_lines import line
 from flexinspect.drawing.theme import Theme
@@ -93,7 +93,7 @@ def save(
         raise UsageError(f"{target} is neither SVG nor PNG.", hint="Name a file .svg or .png.")
     svg = to_svg(strips, title=title, look=theme, note=note)
     data = to_png(svg) if ending == ".png" else svg.encode()
-    _write(target, data)
+    save_file(target, data)
     return target
 
 
@@ -116,23 +116,18 @@ def save_page(path: Path, parts: Sequence[PagePart], *, title: str, theme: Theme
         f"<pre>{escape(chr(10).join(map(_printable, part.lines)))}</pre></section>"
         for part in parts
     )
-    page = (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        f"<title>{escape(_printable(title))}</title>\n"
-        f"<style>body{{{colors};margin:2em}}pre{{white-space:pre-wrap}}"
-        f"svg{{max-width:100%}}</style>\n<body>{body}</body></html>\n"
+    style = f"body{{{colors};margin:2em}}pre{{white-space:pre-wrap}}svg{{max-width:100%}}"
+    save_file(path, html_page(_printable(title), style, body).encode())
+
+
+def html_page(title: str, style: str, body: str, *, language: str = "en") -> str:
+    """Return a page that refers to no other file; `style` and `body` are CSS and HTML."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="{escape(language)}">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
     )
-    _write(path, page.encode())
-
-
-def _write(target: Path, data: bytes) -> None:
-    try:
-        replace_file(target, data)
-    except OSError as error:
-        raise FlexInspectError(
-            f"The picture could not be written to {target}: {error.strerror or error}.",
-            hint="Choose a file in an existing folder that you may write to.",
-        ) from error
 
 
 def to_svg(strips: Sequence[Strip], *, title: str, look: Theme, note: str = "") -> str:
@@ -159,12 +154,7 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
     Raises `FlexInspectError` when the extra is not installed, no monospace font is found or the
     renderer fails.
     """
-    try:
-        import resvg_py
-    except ImportError as error:
-        hint = "pip install 'flexinspect[png]', or save as .svg, which needs no extra package."
-        missing = "A PNG needs the package resvg-py, which is not installed."
-        raise FlexInspectError(missing, hint=hint) from error
+    resvg_py = require_library("resvg_py", "png", "A PNG file (SVG does not)")
     font = find_monospace()
     if font is None:
         raise FlexInspectError(

@@ -6,18 +6,18 @@ An exporter writes a trace as a file or a folder of another tool. Built-in expor
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from flexinspect.core import __version__, plugins
+from flexinspect.core.environment import check_free
 from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import did_you_mean
 from flexinspect.trace.reader import TraceReader
@@ -122,17 +122,6 @@ def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
     )
 
 
-def require_library(module: str, extra: str) -> Any:
-    """Return an optional library. Raises `UsageError` that names its extra if it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(
-            f"This export needs {module.partition('.')[0]}, which cannot be imported ({error}).",
-            hint=f"pip install 'flexinspect[{extra}]'",
-        ) from error
-
-
 def clean_text(text: str) -> str:
     """Return text that UTF-8 can encode: a lone surrogate, which JSON may hold, is escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -178,11 +167,9 @@ def write_export(
 
 def _check_target(exporter: Exporter, trace: Path, target: Path, *, overwrite: bool) -> None:
     """Raise `UsageError` unless nothing, or an earlier export, is in the place of the target."""
+    check_free(target, overwrite=overwrite)
     if not target.exists():
         return
-    if not overwrite:
-        hint = "Name another place with -o, or add --overwrite."
-        raise UsageError(f"{target} exists already.", hint=hint)
     if target.samefile(trace):
         raise UsageError(f"{target} is the trace itself.", hint="Name another place with -o.")
     if exporter.is_folder and not (target.is_dir() and _is_earlier_export(target)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,8 +17,7 @@ from flexinspect.panels.mask.mask_layout import MaskViewMode, whole_grid
 from flexinspect.panels.mask.mask_pixels import mask_palette
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import StepRecord
-from flexinspect.trace.mask_cells import read_step_calls
-from flexinspect.trace.queries import step_bounds
+from flexinspect.trace.queries import layers_by_mask, step_bounds
 from flexinspect.trace.reader import TraceReader
 
 N_STEPS = 8
@@ -43,7 +41,8 @@ class MaskImages:
         first, last = step_bounds(reader, generation, branch) or (0, -1)
         spread = np.linspace(first, last, min(N_STEPS, last - first + 1)).round().astype(int)
         self._steps = {*spread.tolist()}
-        self._layers = self._layers_by_mask(reader)
+        drawn = [(step, step + 1) for step in sorted(self._steps)]
+        self._layers = layers_by_mask(reader, generation, drawn, branch)
 
     def of_step(self, step: StepRecord) -> Iterator[tuple[str, bytes, int, int]]:
         """Yield (tag, PNG, height, width) of the step's pictures, none for most steps."""
@@ -63,18 +62,6 @@ class MaskImages:
             zoom = max(MIN_PIXELS // max(rgb.shape[:2]), 1)
             large = rgb.repeat(zoom, axis=0).repeat(zoom, axis=1)
             yield f"mask/{format_numbers('layer', layers)}", encode_png(large), *large.shape[:2]
-
-    def _layers_by_mask(self, reader: TraceReader) -> list[list[int]]:
-        """Return the layers that call a kernel, grouped by their masks in the drawn steps."""
-        masks: dict[int, list[str | None]] = defaultdict(list)
-        for step in sorted(self._steps):
-            for calls in read_step_calls(reader, *self._place, step, step + 1):
-                for layer, (mask, _) in calls.by_layer.items():
-                    masks[layer].append(mask)
-        groups: dict[tuple[str | None, ...], list[int]] = defaultdict(list)
-        for layer in sorted(masks):
-            groups[tuple(masks[layer])].append(layer)
-        return list(groups.values())
 
 
 def encode_png(rgb: npt.NDArray[np.uint8]) -> bytes:

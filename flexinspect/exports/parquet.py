@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexinspect.exports.base import ExportOptions, Progress, clean_text, require_library
+from flexinspect.core.environment import require_library
+from flexinspect.exports.base import ExportOptions, Progress, clean_text
 from flexinspect.exports.tables import write_tables
 from flexinspect.trace.reader import TraceReader
 
@@ -27,7 +28,7 @@ class ParquetExporter:
         self, reader: TraceReader, target: Path, options: ExportOptions, progress: Progress
     ) -> Mapping[str, int]:
         """Write the tables in batches; see `Exporter`."""
-        require_library("pyarrow.parquet", "parquet")
+        require_library("pyarrow.parquet", "parquet", "This export")
         return write_tables(reader, target, ".parquet", _ParquetTable, options, progress)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from msgspec.structs import asdict
 
 from flexinspect.exports.base import ExportOptions, Progress
-from flexinspect.exports.step_values import parameter_groups, step_values
-from flexinspect.exports.timeline import Args, TimelineWriter, nanoseconds
+from flexinspect.exports.perfetto_packets import Args, TimelineWriter, nanoseconds
+from flexinspect.exports.step_values import step_values
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import TRAIN, CallRecord, StepRecord
 from flexinspect.trace.query_results import BranchRow, GenerationRow
@@ -75,7 +75,7 @@ class _BranchTracks:
             f"{title}: {row.sample_id}" if row.sample_id else title,
         )
         self._steps = timeline.track(self._track, "steps", "steps")
-        self._groups = parameter_groups(reader, row)
+        self._groups = reader.parameter_groups(row.generation)
         place = {"generation": row.generation, "branch": branch.branch}
         self._segments = reader.segments(**place)
         self._findings = reader.findings(**place)

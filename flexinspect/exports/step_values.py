@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from flexinspect.records.step import LogitsRecord, StepRecord
 from flexinspect.records.training_step import TrainingStepRecord
-from flexinspect.trace.query_results import GenerationRow
-from flexinspect.trace.reader import TraceReader
 
 MEMORY = ("rss", "model", "kv_cache", "cuda_allocated", "cuda_reserved", "cuda_peak")
 _TRAINING_TIMES = ("forward_ms", "backward_ms", "optimizer_ms", "data_ms", "other_ms")
@@ -21,14 +19,6 @@ class StepValue(NamedTuple):
     name: str
     value: float
     unit: str = ""
-
-
-def parameter_groups(reader: TraceReader, generation: GenerationRow) -> tuple[str, ...]:
-    """Return the names of the groups of parameters of a training run, in their order."""
-    training = generation.declared.get("training")
-    declared = training.get("groups") if isinstance(training, dict) else None
-    added = reader.added_groups(generation.generation)
-    return added or tuple(map(str, declared if isinstance(declared, list) else ()))
 
 
 def step_values(step: StepRecord, groups: Sequence[str] = ()) -> Iterator[StepValue]:

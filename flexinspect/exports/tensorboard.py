@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexinspect.exports.base import ExportOptions, Progress, clean_text, require_library
+from flexinspect.core.environment import require_library
+from flexinspect.exports.base import ExportOptions, Progress, clean_text
 from flexinspect.exports.mask_images import MaskImages
-from flexinspect.exports.step_values import parameter_groups, step_values
+from flexinspect.exports.step_values import step_values
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import ArrayRecord, LogitsRecord, StepRecord
 from flexinspect.trace.query_results import GenerationRow
@@ -42,7 +43,7 @@ class TensorBoardExporter:
         self, reader: TraceReader, target: Path, options: ExportOptions, progress: Progress
     ) -> Mapping[str, int]:
         """Write one event file per generation and branch; see `Exporter`."""
-        require_library("tensorboard.summary.writer.record_writer", "tensorboard")
+        require_library("tensorboard.summary.writer.record_writer", "tensorboard", "This export")
         places = [
             (reader.generation(generation), branch.branch)
             for generation in options.generations(reader)
@@ -67,7 +68,7 @@ def _write_branch(
     events: _EventFile, reader: TraceReader, row: GenerationRow, branch: int
 ) -> Iterator[int]:
     """Write the steps of a branch; yield the number of each step that is written."""
-    groups = parameter_groups(reader, row)
+    groups = reader.parameter_groups(row.generation)
     segments = reader.segments(row.generation, branch)
     images = MaskImages(reader, row.generation, branch)
     for step in replay_steps(reader, row.generation, branch, _STREAMS, mask_arrays=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
@@ -15,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.core.environment import PACKAGE_DATA
+from flexinspect.core.conversion import script_json
+from flexinspect.core.environment import PACKAGE_DATA, require_library, save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
-from flexinspect.figures.figure_files import check_dpi, check_figure_path, write_figure
+from flexinspect.figures.cell_drawing import is_dotted, join_cells
+from flexinspect.figures.figure_files import check_dpi, check_figure_path
 from flexinspect.figures.legend import LegendItem
-from flexinspect.figures.mask_cells import is_dotted, join_cells
 from flexinspect.figures.mask_figure import FigureStyle, cells_that_fit, draw_mask_sheet
 from flexinspect.figures.mask_margins import CellArea
 from flexinspect.figures.sheet import (
@@ -101,7 +101,6 @@ def save_animation(
     style: FigureStyle,
     steps: Sequence[AnimationStep] | None = None,
     dpi: int = 100,
-    frame_ms: int = FRAME_MS,
     progress: Progress | None = None,
 ) -> Path:
     """Write the steps as GIF or as an HTML page that needs no other file; return the path.
@@ -112,26 +111,18 @@ def save_animation(
     and `FlexInspectError` when the file cannot be written.
     """
     target = check_figure_path(path, FORMATS)
-    _require_pillow()
+    require_library("PIL.Image", "figures", "An animation")
     steps = generation_steps(picture, style.labels) if steps is None else steps
     if not steps:
         raise UsageError("An animation needs at least one step.")
     player = _Player(picture, style, dpi, has_weights=any(s.weights is not None for s in steps))
     frames = _reported(player.frames(steps), len(steps), progress)
     if target.suffix.lower() == ".gif":
-        data = _gif(frames, player, len(steps), frame_ms)
+        data = _gif(frames, player, len(steps))
     else:
-        data = _page(frames, player, picture.title, frame_ms)
-    write_figure(target, data)
+        data = _page(frames, player, picture.title)
+    save_file(target, data)
     return target
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        what = "An animation needs pillow, which is not installed."
-        raise UsageError(what, hint="pip install 'flexinspect[figures]'") from error
 
 
 def _reported(frames: Iterable[Frame], n_frames: int, progress: Progress | None) -> Iterator[Frame]:
@@ -275,7 +266,7 @@ def _pixel_edges(
 # -- GIF -------------------------------------------------------------------------------------------
 
 
-def _gif(frames: Iterable[Frame], player: _Player, n_frames: int, frame_ms: int) -> bytes:
+def _gif(frames: Iterable[Frame], player: _Player, n_frames: int) -> bytes:
     """Return an animated GIF whose frames hold what changed.
 
     Pillow's own writer keeps all frames in memory until the last one.
@@ -290,7 +281,7 @@ def _gif(frames: Iterable[Frame], player: _Player, n_frames: int, frame_ms: int)
         if last is not None:
             changed = (whole != last).any(axis=2)
         last = whole
-        ms = LAST_FRAME_MS if number == n_frames else frame_ms
+        ms = LAST_FRAME_MS if number == n_frames else FRAME_MS
         out += _gif_image(whole, changed, palette, ms)
     return bytes(out) + b";"
 
@@ -364,7 +355,7 @@ def _unpacked(colors: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
 # -- HTML ------------------------------------------------------------------------------------------
 
 
-def _page(frames: Iterable[Frame], player: _Player, title: str, frame_ms: int) -> bytes:
+def _page(frames: Iterable[Frame], player: _Player, title: str) -> bytes:
     """Return a page with the frames as PNGs of what changed, and a player."""
     theme, labels = player.style.theme, player.style.labels
     listed = [
@@ -386,7 +377,7 @@ def _page(frames: Iterable[Frame], player: _Player, title: str, frame_ms: int) -
         "muted": theme.muted,
         "accent": theme.newest,
         "picture": _png_source(player.full),
-        "pace": str(frame_ms),
+        "pace": str(FRAME_MS),
         **{name: labels(f"figure_{name}") for name in ("back", "play", "next", "place", "keys")},
     }
     page = (PACKAGE_DATA / "animation.html").read_text("utf-8")
@@ -398,9 +389,7 @@ def _page(frames: Iterable[Frame], player: _Player, title: str, frame_ms: int) -
         "frames": listed,
     }
     for name, value in scripts.items():
-        # "<" ends no script in JSON, but it could begin "</script>" or "<!--".
-        code = json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
-        page = page.replace("{{" + name + "}}", code)
+        page = page.replace("{{" + name + "}}", script_json(value))
     return page.encode()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from html import escape
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.core.environment import replace_file
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.environment import save_file
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import printable
+from flexinspect.drawing.export import html_page
 from flexinspect.figures.sheet import figure_settings
 
 if TYPE_CHECKING:
@@ -19,23 +19,6 @@ FORMATS = (".png", ".svg", ".pdf", ".html")
 MIN_DPI, MAX_DPI = 30, 2400
 MAX_PIXELS = 200_000_000
 """Pixels of a PNG: matplotlib needs 4 bytes for each."""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="{language}">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ margin: 0; background: {background}; }}
-svg {{ display: block; width: min(100%, {width}in); height: auto; margin: 1rem auto; }}
-</style>
-</head>
-<body>
-{svg}
-</body>
-</html>
-"""
 
 
 def check_figure_path(path: str | Path, formats: tuple[str, ...] = FORMATS) -> Path:
@@ -61,7 +44,7 @@ def save_figure(
     check_dpi(figure, dpi)
     with figure_settings():
         data = _ENCODERS[target.suffix.lower()](figure, printable(title), language, dpi)
-    write_figure(target, data)
+    save_file(target, data)
     return target
 
 
@@ -74,17 +57,6 @@ def check_dpi(figure: Figure, dpi: int) -> None:
     if width * height * dpi**2 > MAX_PIXELS:
         size = f"{width * dpi:,.0f} by {height * dpi:,.0f} pixels"
         raise UsageError(f"{size} are too many.", hint="Choose a smaller width or fewer dpi.")
-
-
-def write_figure(target: Path, data: bytes) -> None:
-    """Replace a file by `data`. Raises `FlexInspectError` when that is impossible."""
-    try:
-        replace_file(target, data)
-    except OSError as error:
-        raise FlexInspectError(
-            f"The figure could not be written to {target}: {error.strerror or error}.",
-            hint="Choose a file in an existing folder that you may write to.",
-        ) from error
 
 
 def _png(figure: Figure, title: str, language: str, dpi: int) -> bytes:
@@ -104,13 +76,12 @@ def _svg(figure: Figure, title: str, language: str, dpi: int) -> bytes:
 
 def _html(figure: Figure, title: str, language: str, dpi: int) -> bytes:
     svg = _svg(figure, title, language, dpi).decode()
-    page = _PAGE.format(
-        language=escape(language, quote=True),
-        title=escape(title),
-        background=_hex(figure.get_facecolor()),
-        width=round(float(figure.get_size_inches()[0]), 2),
-        svg=svg[svg.index("<svg") :],
+    width = round(float(figure.get_size_inches()[0]), 2)
+    style = (
+        f"body {{ margin: 0; background: {_hex(figure.get_facecolor())}; }}\n"
+        f"svg {{ display: block; width: min(100%, {width}in); height: auto; margin: 1rem auto; }}"
     )
+    page = html_page(title, style, svg[svg.index("<svg") :], language=language)
     return page.encode()
 
 

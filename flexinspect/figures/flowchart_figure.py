@@ -16,7 +16,6 @@ from flexinspect.figures.flowchart import (
     BOX_COLORS,
     FlowBox,
     FlowchartConfig,
-    RunNumbers,
     flow_boxes,
     flowchart_title,
 )
@@ -92,18 +91,16 @@ def save_flowchart(
     path: str | Path,
     *,
     labels: Labels,
-    config: FlowchartConfig | None = None,
-    run: RunNumbers | None = None,
     theme: FigureTheme = THEMES["light"],
     dpi: int = 300,
 ) -> Path:
-    """Draw the flowchart, in general or of a run, into a file by its suffix; return the path.
+    """Draw the flowchart into a file by its suffix; return the path.
 
     Raises as `draw_flowchart_figure` and `save_figure` do.
     """
     check_figure_path(path)
-    title, boxes = flowchart_title(labels, run), flow_boxes(labels, run)
-    figure = draw_flowchart_figure(boxes, config, labels=labels, title=title, theme=theme)
+    title = flowchart_title(labels)
+    figure = draw_flowchart_figure(flow_boxes(labels), labels=labels, title=title, theme=theme)
     return save_figure(figure, path, title=title, language=labels.language, dpi=dpi)
 
 

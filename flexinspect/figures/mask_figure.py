@@ -20,9 +20,9 @@ from flexinspect.figures.axis_labels import (
     max_key_depth,
     row_labels,
 )
+from flexinspect.figures.cell_drawing import MIN_CELL, SIGNS, draw_cells, is_dotted, join_cells
 from flexinspect.figures.figure_files import check_figure_path, save_figure
 from flexinspect.figures.legend import Legend, LegendItem, draw_legend, place_legend
-from flexinspect.figures.mask_cells import MIN_CELL, SIGNS, draw_cells, is_dotted, join_cells
 from flexinspect.figures.mask_margins import (
     BOUNDARY_DASHES,
     GENERATION_DASHES,

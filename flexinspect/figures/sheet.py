@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from flexinspect.core.environment import require_library
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import printable
 from flexinspect.figures.fonts import Fonts, find_fonts
@@ -39,11 +40,7 @@ _WORDS = re.compile(
 
 def require_matplotlib() -> None:
     """Raise `UsageError` if matplotlib is not installed."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        what = "Figures need matplotlib, which is not installed."
-        raise UsageError(what, hint="pip install 'flexinspect[figures]'") from error
+    require_library("matplotlib.figure", "figures", "A figure")
 
 
 @contextmanager

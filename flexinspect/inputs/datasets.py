@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from flexinspect.core import plugins
-from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable
+from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable, require_library
 from flexinspect.core.errors import DatasetError, FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import did_you_mean
 from flexinspect.inputs.samples import Sample, check_object, check_texts, sample_from
@@ -336,11 +336,7 @@ def hub_rows(name: str) -> Iterator[DatasetRow]:
 def _library_rows(
     source: str, read: Callable[[Any], Iterable[Any]], hint: str | None = None
 ) -> Iterator[DatasetRow]:
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError as error:
-        what = f"The dataset {source} needs the package `datasets`, which is not installed."
-        raise DatasetError(what, hint="Run: pip install 'flexinspect[datasets]'") from error
+    library = require_library("datasets", "datasets", f"The dataset {source}", DatasetError)
     try:
         items = read(library)
     except Exception as error:

@@ -135,8 +135,7 @@ def plan_download(repository: Repository) -> dict[str, int]:
     except Exception as error:
         raise explain_hub_error(error, repository) from error
     missing = {file.filename: int(file.file_size or 0) for file in files if file.will_download}
-    cache = Path(constants.HF_HUB_CACHE)
-    at = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    at = environment.existing_folder(Path(constants.HF_HUB_CACHE))
     needed, free = sum(missing.values()), shutil.disk_usage(at).free
     if needed > free:
         raise ModelError(

@@ -40,7 +40,7 @@ _MODULES = {
     "reduce_mask": "flexinspect.masks.reduction",
     "verify_mask": "flexinspect.masks.verification",
 }
-_FIGURES = "flexinspect.figures.notebook"
+_FIGURES = "flexinspect.figures.notebook_figures"
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,13 @@ Report = Callable[[float], None]
 T = TypeVar("T")
 
 
+def part_of(report: Report | None, number: int, n_parts: int) -> Report | None:
+    """Return what reports part `number` of `n_parts` equal parts of the work."""
+    if report is None:
+        return None
+    return lambda share: report((number + share) / n_parts)
+
+
 class Probe(Struct, frozen=True):
     """How many cells two masks share, and the first one as (row, key), None without any."""
 

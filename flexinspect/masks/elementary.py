@@ -17,7 +17,7 @@ from flexinspect.core.errors import MaskError
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, IntArray, MaskSpec, Segments
 from flexinspect.masks.cell_mask import CellMask
-from flexinspect.records.prompt import SegmentKind
+from flexinspect.records.prompt import generated_start
 
 Rule = Callable[[IntArray, IntArray], BoolArray]
 """From positions of rows (rows, 1) and of keys (1, keys) to cells that broadcast to both."""
@@ -270,7 +270,7 @@ def tree_attention(segments: Segments, branching: int, start: int | None = None)
 
 
 def _prompt_length(segments: Segments) -> int:
-    return next((s.start for s in segments if s.kind is SegmentKind.GENERATED), 0)
+    return generated_start(segments) or 0
 
 
 ELEMENTARY: dict[str, Callable[..., RuleMask]] = {

@@ -20,6 +20,7 @@ from flexinspect.masks.census import (
     Report,
     fold_table,
     full_edges,
+    part_of,
     past_cells,
     take_census,
 )
@@ -27,7 +28,7 @@ from flexinspect.masks.counting import Counts
 from flexinspect.masks.elementary import NegatedMask, causal
 from flexinspect.masks.mask_text import Places
 from flexinspect.masks.verification import other_segments
-from flexinspect.records.prompt import SegmentKind
+from flexinspect.records.prompt import SegmentKind, generated_start
 
 MAX_TABLE_SEGMENTS = 256
 """Segments up to which pairs of segments are counted; a longer list is of no use to a reader."""
@@ -180,7 +181,6 @@ def analyse_mask(
     head: int = 0,
     against: CellMask | None = None,
     report: Report | None = None,
-    threads: int | None = None,
 ) -> MaskAnalysis:
     """Count what stands beside the picture of a mask, and its difference from `against`.
 
@@ -196,23 +196,15 @@ def analyse_mask(
     probes: list[CellMask] = [NegatedMask(causal(())), other_segments(segments)]
     if against is not None:
         probes.append(NegatedMask(against))
-    part = _part(report, 0, n_parts)
-    census = take_census(mask, *edges, head=head, probes=probes, report=part, threads=threads)
+    part = part_of(report, 0, n_parts)
+    census = take_census(mask, *edges, head=head, probes=probes, report=part)
     difference = None
     if against is not None:
         whole, missing = (full_edges(n_rows), full_edges(n_keys)), (NegatedMask(mask),)
-        part = _part(report, 1, n_parts)
-        lost = take_census(
-            against, *whole, head=head, probes=missing, report=part, threads=threads
-        ).probes[0]
+        part = part_of(report, 1, n_parts)
+        lost = take_census(against, *whole, head=head, probes=missing, report=part).probes[0]
         difference = MaskDifference(against.name, lost, census.probes[2])
     return _facts(mask.name, census, edges, segments, block_size, difference)
-
-
-def _part(report: Report | None, number: int, n_parts: int) -> Report | None:
-    if report is None:
-        return None
-    return lambda share: report((number + share) / n_parts)
 
 
 def _segment_starts(segments: Segments) -> list[int]:
@@ -248,8 +240,8 @@ def _facts(
             np.array([*starts, n]) for starts, n in zip(inside, (n_rows, n_keys), strict=True)
         ]
         pairs, pair_cells = (_fold(table, edges, coarse) for table in (census.table, reach))
-    generated = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), n_rows)
-    phases = _phases(census, reach, edges, min(generated, n_rows))
+    generated = generated_start(segments)
+    phases = _phases(census, reach, edges, n_rows if generated is None else min(generated, n_rows))
     return MaskAnalysis(
         name=name,
         n_rows=n_rows,

@@ -14,11 +14,11 @@ from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable, truncate
 from flexinspect.masks.algebra import IntArray, Segments
 from flexinspect.masks.cell_mask import CellMask
-from flexinspect.masks.census import Report, past_cells, take_census
+from flexinspect.masks.census import past_cells, take_census
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
-from flexinspect.records.prompt import Segment, SegmentKind, segment_index
+from flexinspect.records.prompt import Segment, SegmentKind, generated_start, segment_index
 
 MAX_SHOWN_SEGMENTS, MAX_SHOWN_TOKENS = 12, 8
 """Segments and generated tokens that the text picture shows."""
@@ -100,9 +100,7 @@ class PhaseTable(Struct, frozen=True):
         return bool((self.open[row] >= self.past[row]).all())
 
 
-def phase_table(
-    mask: CellMask, segments: Segments, *, head: int = 0, report: Report | None = None
-) -> PhaseTable:
+def phase_table(mask: CellMask, segments: Segments, *, head: int = 0) -> PhaseTable:
     """Count the open cells of segments and of generated tokens, each of the first ones by itself.
 
     Other text than paraphrases is named by its kind.
@@ -111,9 +109,9 @@ def phase_table(
     if not starts:
         return PhaseTable((), 0, np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
     edges: IntArray = np.array([*starts, segments[-1].stop], np.int32)
-    table = take_census(mask, edges, edges, head=head, report=report).table
-    generated = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), edges[-1])
-    n_segments = int((edges[:-1] < generated).sum())
+    table = take_census(mask, edges, edges, head=head).table
+    generated = generated_start(segments)
+    n_segments = len(starts) if generated is None else int((edges[:-1] < generated).sum())
     return PhaseTable(tuple(names), n_segments, table, past_cells(edges, edges))
 
 

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from flexinspect.masks.algebra import BoolArray, IntArray
 from flexinspect.masks.cell_mask import CellMask
-from flexinspect.masks.census import Report, map_bands, take_census, tiles
+from flexinspect.masks.census import Report, map_bands, part_of, take_census, tiles
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.elementary import CombinedMask, ShiftedMask, difference_masks
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.viewport import PixelCounts
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.prompt import Segment, generated_start
 
 MAX_SMALL_CHANGE = 4
 """Cells up to which a change is kept first: a change of more cells shows in shares as well."""
@@ -55,21 +55,21 @@ def reduce_mask(
     the longest ranges. A square picture of a square mask has the same ranges of rows and keys.
     """
     is_reduced, n_masks = n_rows > max_rows or n_keys > max_keys, 1 if declared is None else 3
-    progress = _Progress(report, n_masks + (min(n_masks, 2) if is_reduced else 0))
+    n_parts = n_masks + (min(n_masks, 2) if is_reduced else 0)
+    parts = (part_of(report, number, n_parts) for number in range(n_parts))
     changes = np.zeros(n_rows + 1, np.int64), np.zeros(n_keys + 1, np.int64)
     for part in (mask, _unlike(mask, declared))[: min(n_masks, 2)] if is_reduced else ():
-        found = find_changes(part, n_rows, n_keys, head, progress.next(), threads)
+        found = find_changes(part, n_rows, n_keys, head, next(parts), threads)
         changes = _join_changes(changes[0], found[0]), _join_changes(changes[1], found[1])
     borders = {edge for segment in segments for edge in (segment.start, segment.stop)}
     edges = _choose_edges(changes, borders, (max_rows, max_keys))
     masks = (mask,) if declared is None else (mask, *difference_masks(mask, declared))
     census, *others = (
-        take_census(part, *edges, head=head, report=progress.next(), threads=threads)
-        for part in masks
+        take_census(part, *edges, head=head, report=next(parts), threads=threads) for part in masks
     )
     size = np.diff(edges[0])[:, None] * np.diff(edges[1]).astype(np.int64)
     counts = PixelCounts(size, census.table, *(other.table for other in others))
-    generated = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), None)
+    generated = generated_start(segments)
     return MaskPicture(
         title=mask.name if title is None else title,
         states=counts.pixel_states(),
@@ -84,7 +84,7 @@ def reduce_mask(
 
 
 def reduce_phases(
-    mask: CellMask, segments: tuple[Segment, ...], limit: int, *, head: int = 0
+    mask: CellMask, segments: tuple[Segment, ...], limit: int
 ) -> tuple[MaskPicture, MaskPicture | None]:
     """Return the picture of the encoding phase and that of the generation phase.
 
@@ -92,15 +92,14 @@ def reduce_phases(
     tokens, their rows with all keys. Both have at most `limit` rows and keys.
     """
     stop = segments[-1].stop if segments else 0
-    start = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), stop)
+    first = generated_start(segments)
+    start = stop if first is None else first
     prompt = tuple(segment for segment in segments if segment.start < start)
-    encoding = reduce_mask(mask, start, start, limit, limit, segments=prompt, head=head)
+    encoding = reduce_mask(mask, start, start, limit, limit, segments=prompt)
     if start == stop:
         return encoding, None
     rows = ShiftedMask(mask, 0, -start)
-    found = reduce_mask(
-        rows, stop - start, stop, limit, limit, segments=segments, title=mask.name, head=head
-    )
+    found = reduce_mask(rows, stop - start, stop, limit, limit, segments=segments, title=mask.name)
     return encoding, replace(found, row_edges=found.row_edges + np.int32(start))
 
 
@@ -112,21 +111,6 @@ def _any_in(flags: BoolArray, edges: IntArray) -> BoolArray:
 def _unlike(mask: CellMask, declared: CellMask | None) -> CellMask:
     """Return the cells in which two masks differ, as a mask."""
     return mask if declared is None else CombinedMask("or", difference_masks(mask, declared))
-
-
-class _Progress(Struct):
-    """Divides the work that is reported into `n_parts` equal parts."""
-
-    report: Report | None
-    n_parts: int
-    n_begun: int = 0
-
-    def next(self) -> Report | None:
-        """Return what reports the next part."""
-        report, before, self.n_begun = self.report, self.n_begun, self.n_begun + 1
-        if report is None:
-            return None
-        return lambda share: report((before + share) / self.n_parts)
 
 
 # -- where a mask changes -------------------------------------------------------------------------

@@ -24,12 +24,13 @@ from flexinspect.masks.census import (
     Probe,
     Report,
     full_edges,
+    part_of,
     take_census,
     tiles,
 )
 from flexinspect.masks.elementary import ArrayMask, NegatedMask, RuleMask, causal
 from flexinspect.masks.mask_text import Places
-from flexinspect.records.prompt import SegmentKind
+from flexinspect.records.prompt import SegmentKind, generated_start
 
 CHECKS = ("causal", "isolation", "fusion", "rows", "keys", "declared")
 """No key after its row; no attention between paraphrases while they are encoded; generated tokens
@@ -230,28 +231,22 @@ class _Verifier(Struct, frozen=True):
         self, mask: CellMask, probes: Mapping[str, CellMask], head: int, number: int
     ) -> Census:
         """Take a census of all cells, the one with this number of a head."""
-        n_parts, report = 1 + (self.declared is not None and "declared" in self.checks), self.report
+        n_parts = 1 + (self.declared is not None and "declared" in self.checks)
         n_heads = max(self.mask.n_heads, self.declared.n_heads if self.declared else 1)
-        before = head * n_parts + number
-
-        def report_part(share: float) -> None:
-            if report is not None:
-                report((before + share) / (n_parts * n_heads))
-
         return take_census(
             mask,
             full_edges(self.n_rows),
             full_edges(self.n_keys),
             head=head,
             probes=tuple(probes.values()),
-            report=report_part,
+            report=part_of(self.report, head * n_parts + number, n_parts * n_heads),
             threads=self.threads,
         )
 
     def _fusion(self, head: int) -> list[FusionRow]:
         """Return how many keys each generated token attends to."""
-        kind = SegmentKind.GENERATED
-        start = next((s.start for s in self.segments if s.kind is kind), self.n_rows)
+        first = generated_start(self.segments)
+        start = self.n_rows if first is None else first
         found = []
         for first in range(start, self.n_rows, BAND_ROWS):
             rows = np.arange(first, min(first + BAND_ROWS, self.n_rows), dtype=np.int32)

@@ -25,7 +25,7 @@ from flexinspect.panels import base
 from flexinspect.panels.base import Picture, Request
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import is_answer_correct
-from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.prompt import Segment, SegmentKind, generated_start
 from flexinspect.records.step import UNKNOWN_PATH, CallRecord, MaskRecord
 from flexinspect.trace import queries
 from flexinspect.trace.codec import plain_json
@@ -431,7 +431,7 @@ def _load_answer(
     """Return the answer, or the generated text so far of an unfinished generation."""
     if branch is not None and branch.answer:
         return branch.answer
-    start = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), None)
+    start = generated_start(segments)
     if start is None:
         return ""
     tokens = read_tokens(reader, place.generation, place.branch, start, limit=_MAX_TOKENS)

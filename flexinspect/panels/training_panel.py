@@ -298,8 +298,8 @@ class GradientStripPanel(base.Panel[GradientStripData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> GradientStripData:
         """Read the norms in as many points as there are columns."""
         place = request.place
-        declared = tuple(map(str, base.require_training_facts(source, place).get("groups", [])))
-        groups = source.reader.added_groups(place.generation) or declared
+        base.require_training_facts(source, place)
+        groups = source.reader.parameter_groups(place.generation)
         columns = request.width - _label_width(request.width, groups)
         window = timeline.load_whole_run(source.reader, place, columns)
         norms = source.reader.group_curve(

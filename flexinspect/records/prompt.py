@@ -7,7 +7,7 @@ so positions are those of the ids that the model receives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -122,6 +122,11 @@ def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
         here += len(segment)
         longest = max(longest, here)
     return out
+
+
+def generated_start(segments: Iterable[Segment]) -> int | None:
+    """Return the position of the first generated token, None without generated ones."""
+    return next((s.start for s in segments if s.kind is SegmentKind.GENERATED), None)
 
 
 def segment_index(segments: Sequence[Segment], pos: int) -> int:

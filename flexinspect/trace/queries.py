@@ -8,7 +8,7 @@ when the file is damaged.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any, Literal, TypeVar
@@ -374,6 +374,27 @@ def step_masks(
         rows = reader._read_values(("int", "int", "text"), sql, place, "calls")
         found.update(((step, layer), mask) for step, layer, mask in rows)
     return found
+
+
+def layers_by_mask(
+    reader: TraceReader, generation: int, ranges: Iterable[tuple[int, int]], branch: int = 0
+) -> list[list[int]]:
+    """Return the layers that call a kernel in ranges of steps (start, stop), in groups.
+
+    The layers of a group have the same masks throughout. If a layer has several calls in a step,
+    the first one counts.
+    """
+    sql = f"SELECT step, layer, mask FROM calls {WHERE_STEPS} ORDER BY step, call"
+    kinds = ("int", "int", "text?")
+    masks: dict[int, dict[int, str | None]] = {}
+    for start, stop in ranges:
+        for place in _branch_ranges(reader, generation, start, stop, branch):
+            for step, layer, mask in reader._read_values(kinds, sql, place, "calls"):
+                masks.setdefault(layer, {}).setdefault(step, mask)
+    groups: dict[tuple[tuple[int, str | None], ...], list[int]] = {}
+    for layer, own in sorted(masks.items()):
+        groups.setdefault(tuple(own.items()), []).append(layer)
+    return list(groups.values())
 
 
 def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:

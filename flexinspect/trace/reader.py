@@ -516,12 +516,16 @@ class TraceReader:
             for row in self._query(_GROUP_NORMS_SQL, params)
         }
 
-    def added_groups(self, generation: int) -> tuple[str, ...]:
-        """Return all groups of parameters as last reported, empty if none were added.
+    def parameter_groups(self, generation: int) -> tuple[str, ...]:
+        """Return the groups of parameters of a training run: all as last reported, else declared.
 
         They begin with the groups that the run declared at its start.
         """
-        return tuple(str(name) for _, name in self._query(_NEWEST_GROUPS_SQL, (generation,)))
+        if added := self._query(_NEWEST_GROUPS_SQL, (generation,)):
+            return tuple(str(name) for _, name in added)
+        training = self.generation(generation).declared.get("training")
+        declared = training.get("groups") if isinstance(training, dict) else None
+        return tuple(map(str, declared)) if isinstance(declared, list) else ()
 
     def _read(
         self, make: Callable[[Sequence[Any]], T], sql: str, params: Sequence[Any] = ()

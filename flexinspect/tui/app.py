@@ -153,7 +153,7 @@ class InspectorApp(App[None]):
 
     def _compare_traces(self, one: Path, other: Path, generation: int) -> None:
         """Show a generation of two traces side by side, from its first difference on."""
-        from flexinspect.analysis.run_diff.report import short_place_text, verdict_text
+        from flexinspect.analysis.run_diff.difference_text import short_place_text, verdict_text
         from flexinspect.analysis.run_diff.traces import compare_traces
         from flexinspect.panels.panel_source import Source
         from flexinspect.trace.reader import TraceReader

@@ -12,7 +12,7 @@ __all__ = ["TrainerCallback", "evaluate_kernel", "prove", "watch", "watch_traini
 
 _MODULES = {
     "TrainerCallback": "training.watch_training",
-    "evaluate_kernel": "kernels.evaluation",
+    "evaluate_kernel": "kernels.kernel_evaluation",
     "prove": "proofs",
     "watch": "user_code.watch_trace",  # no module `watch`: it would replace the function
     "watch_training": "training.watch_training",

@@ -16,8 +16,8 @@ from support.traces import LAYERS, N_PROMPT, RUN, sample_generation, sample_step
 
 from flexinspect.analysis.run_diff import alignment, quantities
 from flexinspect.analysis.run_diff.bisection import bisect_request
+from flexinspect.analysis.run_diff.difference_text import comparison_lines, place_text
 from flexinspect.analysis.run_diff.generations import Place
-from flexinspect.analysis.run_diff.report import comparison_lines, place_text
 from flexinspect.analysis.run_diff.traces import Comparison, compare_traces
 from flexinspect.core.errors import UsageError
 from flexinspect.records.step import (

@@ -36,4 +36,4 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         gpu.main(["kernels", "--device", "nothing"])
     assert caught.value.code == 2
-    assert "There is no device 'nothing'." in capsys.readouterr().err
+    assert "The device 'nothing' is unknown." in capsys.readouterr().err

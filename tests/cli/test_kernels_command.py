@@ -138,7 +138,7 @@ def test_times_are_printed_with_the_ratio_to_sdpa(folder: Path) -> None:
         (("--table", "my_kernels.py"), "is not a table of kernels"),
         (("--lengths", "16"), "--lengths and --repeats go with --bench."),
         (("--bench", "--lengths", "a"), "--lengths a is not a list of numbers"),
-        (("--device", "nothing"), "There is no device 'nothing'."),
+        (("--device", "nothing"), "The device 'nothing' is unknown."),
         (("--kernel", "flex-compiled", "--kernel-option", "BLOCK_M"), "is not KEY=VALUE."),
     ],
 )

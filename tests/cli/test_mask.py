@@ -299,6 +299,6 @@ def test_a_missing_library_is_one_sentence_with_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     err = error_of(capsys, "small", "-o", "a.png")
-    assert "Figures need matplotlib" in err
+    assert "A figure needs matplotlib" in err
     assert "pip install 'flexinspect[figures]'" in err
     assert not (tmp_path / "a.png").exists()

@@ -12,8 +12,9 @@ from support.traces import sample_trace
 
 from flexinspect.cli import report
 from flexinspect.cli.main import main
-from flexinspect.exports.report import writer
-from flexinspect.exports.report.writer import is_report
+from flexinspect.core import environment
+from flexinspect.exports.report import report_file
+from flexinspect.exports.report.report_file import is_report
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_report_is_replaced_only_if_asked(
     assert main(["report", str(trace)]) == 0
     before = (tmp_path / "run.html").read_bytes()
     assert main(["report", str(trace), "--title", "new"]) == 2
-    assert "run.html exists already.\nName another file, or add --overwrite." in (
+    assert "run.html exists already.\nName another --out, or add --overwrite." in (
         capsys.readouterr().err
     )
     assert (tmp_path / "run.html").read_bytes() == before
@@ -134,7 +135,7 @@ def test_an_interruption_leaves_no_file(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "render", interrupt)
+    monkeypatch.setattr(report_file, "render", interrupt)
     assert main(["report", str(trace)]) == 130
     assert [file.name for file in tmp_path.iterdir()] == ["run.flextrace"]
 
@@ -148,7 +149,7 @@ def test_a_full_disk_leaves_no_file(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "replace_file", fail)
+    monkeypatch.setattr(environment, "replace_file", fail)
     assert main(["report", str(trace)]) == 1
     assert "run.html cannot be written: No space left on device." in capsys.readouterr().err
     assert not [*tmp_path.glob("*.html")]

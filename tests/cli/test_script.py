@@ -414,7 +414,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "layers": (("--layers", "1", "s.py"), "--layers selects whose activations"),
     "no layers": (("--level", "extreme", "--layers", "x", "s.py"), "'x' is not a number or range"),
-    "in the way": (("--out", "s.py", "s.py"), "The trace s.py exists already."),
+    "in the way": (("--out", "s.py", "s.py"), "s.py exists already."),
     "no folder": (("--out", "absent/t.flextrace", "s.py"), "absent"),
     "alone": (("--declare", "d.toml"), "--declare needs a program of your own."),
     "no file": (("--declare", "d.toml", "s.py"), "The declaration d.toml cannot be read: No such"),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
-from nbclient import NotebookClient
+from support.notebooks import assert_without_outputs, of_cell, run_cells
+from support.pages import run_python
 from support.paths import DOCS
 from support.warm_python import Ran as Ended
 from support.warm_python import run_warm
@@ -18,6 +18,7 @@ from support.warm_python import run_warm
 from flexinspect.trace.reader import open_trace
 
 EXAMPLES = DOCS / "examples"
+NOTEBOOK = EXAMPLES / "watch.ipynb"
 PAGE = (DOCS / "own-code.md").read_text("utf-8")
 DYNAMIC = ("--cache", "dynamic")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -172,11 +173,8 @@ def test_the_python_of_the_page_reads_a_trace(
 ) -> None:
     monkeypatch.chdir(ran("masks passed over").path.parent)
     section = PAGE.split("## Reading a trace from Python\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    assert len(blocks) == 3
+    names = run_python(section)
+    assert section.count("```python") == 3
     printed = capsys.readouterr().out
     assert "[' Czech', ' koruna', '<eos>']" in printed
     assert "'question 1'" in printed
@@ -198,38 +196,15 @@ def test_the_page_lists_every_example() -> None:
 # -- the notebook ---------------------------------------------------------------------------------
 
 
-def read_notebook() -> Any:
-    notebook = nbformat.read(EXAMPLES / "watch.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    return notebook
-
-
 def test_the_notebook_is_stored_without_outputs() -> None:
-    cells = [cell for cell in read_notebook().cells if cell.cell_type == "code"]
-    assert len(cells) >= 6
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+    assert_without_outputs(NOTEBOOK)
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """What each cell of the notebook showed, by its source: kind of output → text."""
-    folder, notebook = tmp_path_factory.mktemp("notebook"), read_notebook()
-    place = {"metadata": {"path": str(folder)}}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):  # else they lie in the user's home
-            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
-        NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
-    shown: dict[str, dict[str, str]] = {}
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            data = output.get("data", {output.get("name"): output.get("text")})
-            shown.setdefault(cell.source, {}).update(data)
-    return shown
-
-
-def of_cell(outputs: dict[str, dict[str, str]], part: str) -> dict[str, str]:
-    (found,) = [shown for source, shown in outputs.items() if part in source]
-    return found
+    folders = [tmp_path_factory.mktemp(name) for name in ("notebook", "home")]
+    return run_cells(NOTEBOOK, *folders)
 
 
 def test_the_notebook_shows_the_summary_of_the_handle(outputs: dict[str, dict[str, str]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import duckdb
 import pytest
 from support.exporting import Timeline, export
+from support.pages import blocks, run_python
 from support.paths import DOCS
 from support.traces import sample_trace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,10 +19,6 @@ from flexinspect.exports.mask_images import MAX_PIXELS, N_STEPS
 from flexinspect.trace.reader import open_trace
 
 PAGE = (DOCS / "exports.md").read_text("utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def first_column(heading: str) -> list[str]:
@@ -47,7 +44,7 @@ def test_the_page_lists_the_formats_with_their_default_names() -> None:
 def test_the_queries_run_on_an_export(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export(trace, "parquet")
     monkeypatch.chdir(trace.parent)
-    queries = [block for block in blocks("sql") if "run-parquet" in block]
+    queries = [block for block in blocks(PAGE, "sql") if "run-parquet" in block]
     found: list[Any] = [duckdb.sql(query).fetchall() for query in queries]
     assert len(found) == 3
     assert found[0][-1] == (3, "sdpa", 2)
@@ -82,9 +79,7 @@ def test_the_page_names_the_tracks_that_are_written(trace: Path) -> None:
 
 
 def test_the_exporter_of_the_page_works(trace: Path) -> None:
-    (code,) = blocks("python")
-    names: dict[str, Any] = {}
-    exec(code, names)
+    names = run_python(PAGE)
     target = trace.with_name("run.answers.txt")
     with open_trace(trace) as reader:
         write_export(names["AnswersExporter"](), reader, ExportOptions(target), lambda *_: None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.pages import blocks, commands, run_python
 from support.paths import DOCS
 
 from flexinspect.cli.main import COMMANDS, build_parser
@@ -22,13 +22,10 @@ def test_every_example_runs_and_prints_what_the_page_shows(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FLEXINSPECT_LANG", raising=False)
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
+    run_python(PAGE)
     pyplot.close("all")
-    assert len(blocks) == 5
-    assert capsys.readouterr().out == "".join(re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL))
+    assert len(blocks(PAGE, "python")) == 5
+    assert capsys.readouterr().out == "".join(blocks(PAGE, "text"))
     written = {file.name for file in tmp_path.iterdir()}
     assert written == {
         *("mask.png", "window.pdf", "analysis.svg", "generation.gif", "generation.html")
@@ -36,7 +33,7 @@ def test_every_example_runs_and_prints_what_the_page_shows(
 
 
 def test_every_command_of_the_page_is_one_that_the_parser_takes() -> None:
-    lines = re.findall(r"^\$ flexinspect (.*)$", PAGE, re.MULTILINE)
+    lines = commands(PAGE)
     assert len(lines) == 10
     for line in lines:
         words = shlex.split(line)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
+from support.pages import blocks
 from support.paths import DOCS
 
 from flexinspect.cli.main import main
@@ -21,8 +21,8 @@ def test_the_example_is_a_dump_that_is_imported_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (description,) = re.findall(r"```json\n(.*?)```", PAGE, re.S)
-    program = re.findall(r"```python\n(.*?)```", PAGE, re.S)[-1]
+    (description,) = blocks(PAGE, "json")
+    program = blocks(PAGE, "python")[-1]
     Path(DESCRIPTION_FILE).write_text(description, "utf-8")
     exec(compile(program, "import.md", "exec"), {})
     assert main(["import", ".", "-o", "run.flextrace"]) == 0

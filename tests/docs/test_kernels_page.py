@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.pages import blocks, commands, run_python, without_digits
 from support.paths import DOCS
 
 from flexinspect.cli.main import build_parser
@@ -17,34 +18,24 @@ from flexinspect_hooks.kernels.builtin_kernels import NAMES
 PAGE = (DOCS / "kernels.md").read_text("utf-8")
 
 
-def without_digits(text: str) -> str:
-    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", text)
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
 def test_every_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, Any] = {}
-    for block in blocks("python"):
-        exec(block, names)
+    run_python(PAGE)
     printed = without_digits(capsys.readouterr().out)
     version = f"torch {torch.__version__}"
-    for block in blocks("text")[:2]:
+    for block in blocks(PAGE, "text")[:2]:
         for line in block.replace("torch 2.13.0+cpu", version).splitlines():
             assert without_digits(line) in printed
 
 
 def test_every_command_of_the_page_is_one_that_the_parser_takes() -> None:
-    lines = re.findall(r"^\$ flexinspect (.*)$", PAGE, re.MULTILINE)
+    lines = commands(PAGE)
     assert len(lines) == 7
     for line in lines:
         assert build_parser("kernels").parse_args(shlex.split(line)).command == "kernels"
 
 
 def test_the_table_of_the_page_is_valid_and_every_kernel_is_described(tmp_path: Any) -> None:
-    (table,) = blocks("toml")
+    (table,) = blocks(PAGE, "toml")
     file = tmp_path / "kernels.toml"
     file.write_text(table, "utf-8")
     read = read_table(file)

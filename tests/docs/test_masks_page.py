@@ -6,6 +6,7 @@ import re
 import shlex
 
 import pytest
+from support.pages import run_python
 from support.paths import DOCS
 
 from flexinspect.cli.main import build_parser, main
@@ -49,5 +50,4 @@ def test_the_verification_prints_what_the_page_shows(capsys: pytest.CaptureFixtu
 
 
 def test_the_python_code_runs() -> None:
-    for code in re.findall(r"```python\n(.*?)```", PAGE, re.S):
-        exec(code, {})
+    run_python(PAGE)

@@ -252,7 +252,7 @@ def test_a_failed_write_leaves_only_the_old_picture(
 
 
 def test_a_missing_folder_is_an_error_with_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(FlexInspectError, match="could not be written to") as caught:
+    with pytest.raises(FlexInspectError, match="cannot be written") as caught:
         export.save(tmp_path / "none" / "a.svg", [], title="t", theme=LOOK)
     assert caught.value.hint is not None
 

@@ -17,7 +17,7 @@ from support.exporting import Timeline, export, value_of
 from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step, sample_trace
 
 from flexinspect.exports import protobuf
-from flexinspect.exports.timeline import TimelineWriter
+from flexinspect.exports.perfetto_packets import TimelineWriter
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 

@@ -127,7 +127,7 @@ def test_bad_requests_are_refused_in_a_sentence(
     with pytest.raises(UsageError, match="at least one step"):
         save_animation(PICTURE, tmp_path / "a.gif", style=STYLE, steps=[])
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(UsageError, match="An animation needs pillow"):
+    with pytest.raises(UsageError, match="An animation needs PIL"):
         save_animation(PICTURE, tmp_path / "a.gif", style=STYLE)
     assert list(tmp_path.iterdir()) == []
 

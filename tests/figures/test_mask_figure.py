@@ -15,7 +15,7 @@ from support.mask_pictures import full_picture, isolation_picture
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import load_labels
-from flexinspect.figures.mask_cells import SIGNS, join_cells, state_colors
+from flexinspect.figures.cell_drawing import SIGNS, join_cells, state_colors
 from flexinspect.figures.mask_figure import FigureStyle, draw_mask_figure, draw_mask_sheet
 from flexinspect.figures.sheet import MIN_FONT_SIZE
 from flexinspect.figures.themes import THEMES, find_theme

@@ -192,13 +192,11 @@ def is_undeclared(reader: TraceReader) -> bool:
     return any("training" not in one and declared_spec(one) is None for one in declarations)
 
 
-def read_position_texts(
-    reader: TraceReader, finding: Finding, limit: int = MAX_POSITION_TEXTS
-) -> PositionTexts:
+def read_position_texts(reader: TraceReader, finding: Finding) -> PositionTexts:
     """Return the first positions of a finding with the text of their tokens, one look-up each."""
     branches = lineage(reader, finding.generation, finding.branch)
     found = []
-    for pos in finding.positions[:limit]:
+    for pos in finding.positions[:MAX_POSITION_TEXTS]:
         tokens = (
             token
             for branch, _, _ in branches

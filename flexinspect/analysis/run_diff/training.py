@@ -98,9 +98,7 @@ def _noise(a: Side, b: Side) -> Noise:
 
 def _steps(reader: TraceReader, row: GenerationRow) -> Iterator[tuple[int, Values]]:
     """Yield the recorded values of each step, in order."""
-    declared = row.declared.get("training")
-    groups = declared.get("groups", ()) if isinstance(declared, Mapping) else ()
-    names = reader.added_groups(row.generation) or tuple(map(str, groups))
+    names = reader.parameter_groups(row.generation)
     last = reader.last_step(row.generation)
     for start in range(0, 0 if last is None else last + 1, STEPS_PER_READ):
         steps = reader.training_steps(row.generation, 0, start, start + STEPS_PER_READ)

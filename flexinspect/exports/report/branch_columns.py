@@ -111,7 +111,7 @@ def step_columns(rows: Sequence[StepRow]) -> contents.StepColumns:
         return _ints(NO_NUMBER if number is None else number for number in found)
 
     def floats(value: Callable[[StepRow], float | None]) -> contents.Floats:
-        return _floats(map(value, rows))
+        return float_column(map(value, rows))
 
     return contents.StepColumns(
         step=ints(lambda row: row.step),
@@ -220,7 +220,8 @@ def _ints(values: Iterable[int]) -> contents.Ints:
     return np.fromiter(kept, np.int32)
 
 
-def _floats(values: Iterable[float | None]) -> contents.Floats:
+def float_column(values: Iterable[float | None]) -> contents.Floats:
+    """Return a column of numbers, NaN for None."""
     numbers = (math.nan if value is None else value for value in values)
     with np.errstate(over="ignore"):
         return np.fromiter(numbers, np.float64).astype(np.float32)

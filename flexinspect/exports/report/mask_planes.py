@@ -56,7 +56,8 @@ def read_masks(
     # A branch sees its parents' keys unless it computed them again; its own steps decide.
     step = span.stop - 1 if span.stop <= MAX_STEPS else span.start
     planes = _Planes()
-    for layers in _layers_by_masks(span):
+    every = [(0, span.stop)]
+    for layers in queries.layers_by_mask(reader, span.generation, every, span.branch) or [[0]]:
         head = 0
         while len(planes.views) < MAX_VIEWS:
             place = span.place(step, layers[0], head)
@@ -71,18 +72,6 @@ def read_masks(
         hint = "Level advanced and above record the cells that ran; level basic records none."
         return MaskReading(None, f"No mask was recorded. {hint}")
     return MaskReading(planes.columns(printable(spec.name) if spec else ""), "", planes.left_out())
-
-
-def _layers_by_masks(span: BranchSpan) -> list[list[int]]:
-    """Return the layers in groups: those of a group received the same mask at every step."""
-    masks = queries.step_masks(span.source.reader, span.generation, 0, span.stop, span.branch)
-    by_layer: dict[int, list[tuple[int, str]]] = {}
-    for (step, layer), mask in sorted(masks.items()):
-        by_layer.setdefault(layer, []).append((step, mask))
-    groups: dict[tuple[tuple[int, str], ...], list[int]] = {}
-    for layer, own in sorted(by_layer.items()):
-        groups.setdefault(tuple(own), []).append(layer)
-    return list(groups.values()) or [[0]]
 
 
 class _Planes:

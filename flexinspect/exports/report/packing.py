@@ -69,14 +69,3 @@ def _serialize(contents: msgspec.Struct) -> bytes:
 def _deflate(data: bytes) -> bytes:
     compressor = zlib.compressobj(6, zlib.DEFLATED, -zlib.MAX_WBITS)
     return compressor.compress(data) + compressor.flush()
-
-
-_HTML_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
-
-
-def script_json(value: Any) -> str:
-    """Return JSON that may stand in a `<script>`: no text in it ends the script or opens a comment.
-
-    Not even `</script>` or `<!--` does, because `<`, `>` and `&` are escaped.
-    """
-    return msgspec.json.encode(value).decode("utf-8").translate(_HTML_ESCAPES)

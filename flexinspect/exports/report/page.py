@@ -21,6 +21,7 @@ from flexinspect.analysis.reports.collect import (
     format_thousands,
 )
 from flexinspect.core import __version__
+from flexinspect.core.conversion import script_json
 from flexinspect.core.keyboard import KEYS
 from flexinspect.core.text import format_ranges, plural, printable, truncate
 from flexinspect.exports.report.contents import (
@@ -29,7 +30,7 @@ from flexinspect.exports.report.contents import (
     GenerationHead,
     ReportContents,
 )
-from flexinspect.exports.report.packing import pack, script_json
+from flexinspect.exports.report.packing import pack
 from flexinspect.records.finding import Finding, Severity
 
 SCRIPTS = (
@@ -50,7 +51,7 @@ MAX_OPEN_ANSWERS = 6
 
 def render(contents: ReportContents) -> str:
     """Return the whole page."""
-    script, style = _script(), _asset("report.css")
+    script, style = _script(), _style()
     return Template(_asset("report.html")).substitute(
         policy=_policy(script, style),
         version=escape(__version__),
@@ -79,6 +80,16 @@ def _asset(name: str) -> str:
 
 def _script() -> str:
     return '"use strict";\n' + "\n".join(map(_asset, SCRIPTS))
+
+
+def _style() -> str:
+    """Return the style sheet, with its dark palette for systems that choose it as well."""
+    style = _asset("report.css")
+    start = style.index(':root[data-theme="dark"]')
+    end = style.index("}", start) + 1
+    palette = style[style.index("{", start) : end]
+    chosen = f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {palette} }}'
+    return f"{style[:end]}\n\n{chosen}{style[end:]}"
 
 
 def _policy(script: str, style: str) -> str:

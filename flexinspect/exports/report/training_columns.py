@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from flexinspect.core.text import printable
 from flexinspect.exports.report import contents
-from flexinspect.exports.report.branch_columns import BranchSpan
+from flexinspect.exports.report.branch_columns import BranchSpan, float_column
 from flexinspect.panels.base import training_facts
 from flexinspect.panels.timeline import StepWindow
 from flexinspect.panels.training_panel import CURVES, LEARNING_RATE, TrainingData, step_facts
@@ -29,9 +27,7 @@ def training_columns(span: BranchSpan) -> contents.TrainingColumns | None:
     n_points = min(n_steps, MAX_POINTS)
     where = (span.generation, span.start, n_steps, n_points, span.branch)
     points = reader.training_curve(*where)
-    named = facts.get("groups")
-    declared = tuple(map(str, named)) if isinstance(named, list) else ()
-    groups = reader.added_groups(span.generation) or declared
+    groups = reader.parameter_groups(span.generation)
     index = {point: number for number, point in enumerate(points)}
     norms = np.full((len(points), len(groups)), np.nan, np.float32)
     for (point, group), norm in reader.group_curve(*where).items():
@@ -50,10 +46,7 @@ def training_columns(span: BranchSpan) -> contents.TrainingColumns | None:
 
 
 def _curve(points: dict[int, CurvePoint], name: str) -> contents.Floats:
-    values = map(CURVES[name], points.values())
-    with np.errstate(over="ignore"):
-        numbers = [math.nan if value is None else value for value in values]
-        return np.array(numbers, np.float64).astype(np.float32)
+    return float_column(map(CURVES[name], points.values()))
 
 
 def _bad(point: CurvePoint) -> int:

@@ -29,7 +29,6 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.trace.queries import generation_in_branch, read_tokens
 
 TraceView = Literal["executed", "received", "declared", "difference"]
-TRACE_VIEWS: tuple[TraceView, ...] = ("executed", "received", "declared", "difference")
 
 
 class TraceMask(Struct, frozen=True):

@@ -14,8 +14,8 @@ from textual.binding import Binding, BindingType
 from textual.reactive import reactive
 from textual.screen import Screen
 
+from flexinspect.analysis.run_diff.difference_text import place_text
 from flexinspect.analysis.run_diff.generations import GenerationDifference
-from flexinspect.analysis.run_diff.report import place_text
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.core.keyboard import all_keys
 from flexinspect.drawing.text_lines import Pen

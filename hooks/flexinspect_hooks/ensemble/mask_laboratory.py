@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from flexinspect.core.errors import MaskError, summarize_error
 from flexinspect.inputs import model_names
-from flexinspect.inputs.hub_download import OnLoadProgress
 from flexinspect.masks.algebra import BoolArray, IntArray
 from flexinspect.records.job import Job
 from flexinspect.records.prompt import Prompt, Segment, compose_prompt
@@ -73,16 +72,13 @@ def load_mask_mod_cells(
     return MaskModCells(spec, mask_mod, place, heads)
 
 
-def compose_prompts(
-    job: Job, report: OnLoadProgress | None = None
-) -> Iterator[tuple[str, Prompt, dict[int, str]]]:
+def compose_prompts(job: Job) -> Iterator[tuple[str, Prompt, dict[int, str]]]:
     """Yield the id of each sample of a job, its prompt, and the texts of its tokens by position.
 
     Only the tokenizer of the job's model is loaded. Raises `ModelError` and `DatasetError`.
     """
     source = model_names.resolve(job.model)
-    options = {"trust_remote_code": job.trust_remote_code, "report": report}
-    vocabulary = Vocabulary(load_tokenizer(source, **options))  # type: ignore[arg-type]
+    vocabulary = Vocabulary(load_tokenizer(source, trust_remote_code=job.trust_remote_code))
     for sample in load_samples(job):
         pieces = encode_pieces(sample, job.texts, vocabulary)
         prompt = compose_prompt(pieces, max_new_tokens=job.max_new_tokens, positions=job.positions)

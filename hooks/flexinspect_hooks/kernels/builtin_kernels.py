@@ -56,15 +56,28 @@ def find_kernels(
             kernels += [each for entry in table.kernel for each in _with_previous(entry)]
         elif name in entries:
             kernels += _with_previous(entries[name])
-        elif name in NAMES:
-            kernels.append(built_in(name, device, options))
-        elif ":" in name:
-            kernels.append(user_kernel(KernelEntry(name=name, function=name), name, name))
         else:
-            known = [*NAMES, *entries]
-            hint = did_you_mean(name, known, f"Known: {', '.join(known)}, or module:function.")
-            raise UsageError(f"There is no kernel '{name}'.", hint=hint)
+            kernels.append(named_kernel(name, device, options, also=tuple(entries)))
     return [*{kernel.name: kernel for kernel in kernels}.values()]
+
+
+def named_kernel(
+    name: str,
+    device: torch.device,
+    options: Mapping[str, Any] | None = None,
+    also: Sequence[str] = (),
+) -> Kernel:
+    """Return a built-in kernel or "module:function". Raises `UsageError` with the known names.
+
+    `also` are further names that the message lists.
+    """
+    if name in NAMES:
+        return built_in(name, device, options)
+    if ":" in name:
+        return user_kernel(KernelEntry(name=name, function=name), name, name)
+    known = [*NAMES, *also]
+    hint = did_you_mean(name, known, f"Known: {', '.join(known)}, or module:function.")
+    raise UsageError(f"There is no kernel '{name}'.", hint=hint)
 
 
 def _with_previous(entry: KernelEntry) -> list[Kernel]:

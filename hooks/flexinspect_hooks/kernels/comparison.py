@@ -21,8 +21,8 @@ from flexinspect.inputs.kernel_configs import (
 from flexinspect_hooks.kernels.builtin_kernels import describe_kernels, find_kernels
 from flexinspect_hooks.kernels.calling import Kernel
 from flexinspect_hooks.kernels.captured import captured_problem
-from flexinspect_hooks.kernels.evaluation import evaluate
 from flexinspect_hooks.kernels.inputs import describe_inputs, make_problem
+from flexinspect_hooks.kernels.kernel_evaluation import evaluate
 from flexinspect_hooks.kernels.problem import choose_device
 from flexinspect_hooks.kernels.reference import Reference
 from flexinspect_hooks.kernels.speed import measure_speed

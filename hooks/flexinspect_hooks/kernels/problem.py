@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flexinspect.core.errors import MaskError, UsageError, summarize_error
 from flexinspect.inputs.kernel_configs import KernelConfig
 from flexinspect_hooks.generation.mask_source import MaskMod, check_mask_mod, evaluate_mask_mod
+from flexinspect_hooks.loading import placement
 from flexinspect_hooks.python_internals.user_imports import import_object
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -182,16 +183,13 @@ def apply_score_mod(score_mod: ScoreMod, scores: Tensor) -> Tensor:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return a device by its name; "auto" is CUDA where there is one. Raises `UsageError`."""
+    """Return a device by its name; "auto" is CUDA or the CPU, which have float64.
+
+    Raises `ModelError` if there is none.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"There is no device '{name}'.", hint="Use cpu, cuda or auto.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no CUDA device.")
-    return device
+    return torch.device(placement.choose_device(name))
 
 
 def _lookup(cells: Tensor) -> MaskMod:

@@ -16,12 +16,12 @@ from support.mask_trace import RIGHT, WRONG
 from support.traces import ANSWER, HEADS, LAYERS, SEGMENTS, sample_trace
 
 from flexinspect.core.errors import UsageError
-from flexinspect.exports.report.collect import ReportRequest, collect_contents
 from flexinspect.exports.report.contents import (
     SHARE_ONE,
     BranchContents,
     ReportContents,
 )
+from flexinspect.exports.report.trace_contents import ReportRequest, collect_contents
 from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import TraceReader, open_trace

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from flexinspect.exports.report.packing import ALIGNMENT, TYPES, pack, packed_size, script_json
+from flexinspect.core.conversion import script_json
+from flexinspect.exports.report.packing import ALIGNMENT, TYPES, pack, packed_size
 
 NUMPY_TYPES = {name: dtype for dtype, name in TYPES.items()}
 

@@ -15,9 +15,9 @@ from support.traces import sample_trace
 
 from flexinspect.core.errors import TraceError
 from flexinspect.core.keyboard import KEYS
-from flexinspect.exports.report.collect import ReportRequest
 from flexinspect.exports.report.page import browser_key
-from flexinspect.exports.report.writer import make_page
+from flexinspect.exports.report.report_file import make_page
+from flexinspect.exports.report.trace_contents import ReportRequest
 from flexinspect.trace.reader import open_trace
 
 MARK = "</script></style><!-- ]]> <img class=poison src=x onerror=alert(1)>\"' onclick=poison &lt;"

@@ -10,11 +10,11 @@ from support.attention_trace import SyntheticGeneration, write
 from support.traces import sample_trace
 
 from flexinspect.core.errors import UsageError
-from flexinspect.exports.report.collect import ReportRequest, collect_contents
 from flexinspect.exports.report.contents import BranchContents
 from flexinspect.exports.report.packing import packed_size
+from flexinspect.exports.report.report_file import make_page
 from flexinspect.exports.report.size_budget import essential_size, fit_size
-from flexinspect.exports.report.writer import make_page
+from flexinspect.exports.report.trace_contents import ReportRequest, collect_contents
 from flexinspect.trace.reader import open_trace
 
 

@@ -8,7 +8,7 @@ import pytest
 from support import planted_kernels as planted
 
 from flexinspect.analysis.kernel_report import KernelEvaluation
-from flexinspect_hooks.kernels.evaluation import evaluate_kernel
+from flexinspect_hooks.kernels.kernel_evaluation import evaluate_kernel
 
 SMALL = {"q_len": 80, "kv_len": 80, "head_dim": 32, "q_heads": 2, "kv_heads": 2}
 FULL = {**SMALL, "name": "full"}

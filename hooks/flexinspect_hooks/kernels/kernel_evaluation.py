@@ -21,20 +21,18 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural
 from flexinspect.inputs.kernel_configs import (
     KernelConfig,
-    KernelEntry,
     check_config,
     choose_configs,
     config_from,
     read_table,
 )
-from flexinspect_hooks.kernels.builtin_kernels import EAGER, NAMES, built_in
+from flexinspect_hooks.kernels.builtin_kernels import EAGER, named_kernel
 from flexinspect_hooks.kernels.calling import (
     ContractError,
     Kernel,
     KernelResult,
     call_kernel,
     check_contract,
-    user_kernel,
 )
 from flexinspect_hooks.kernels.diagnosis import diagnose, has_wrong_keys
 from flexinspect_hooks.kernels.gradients import gradient_errors
@@ -98,12 +96,8 @@ def as_kernel(kernel: Any, device: torch.device, **stated: Any) -> Kernel:
     """Return a kernel from a callable, a built-in name, or "module:function"."""
     if isinstance(kernel, Kernel):
         return kernel
-    if isinstance(kernel, str) and ":" in kernel:
-        return user_kernel(KernelEntry(name=kernel, function=kernel), kernel, kernel)
     if isinstance(kernel, str):
-        if kernel not in NAMES:
-            raise UsageError(f"There is no kernel '{kernel}'; known: {', '.join(NAMES)}.")
-        return built_in(kernel, device)
+        return named_kernel(kernel, device)
     if not callable(kernel):
         raise UsageError(f"A kernel is a callable or a name, not {type(kernel).__name__}.")
     return Kernel(getattr(kernel, "__name__", type(kernel).__name__), kernel, **stated)

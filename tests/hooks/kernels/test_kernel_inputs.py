@@ -17,8 +17,8 @@ from flexinspect.inputs.kernel_configs import TracePoint, config_from
 from flexinspect.records.step import ArrayRecord, StepRecord
 from flexinspect_hooks.kernels.builtin_kernels import EAGER, built_in
 from flexinspect_hooks.kernels.captured import captured_problem
-from flexinspect_hooks.kernels.evaluation import evaluate
 from flexinspect_hooks.kernels.inputs import blind_share, make_problem, wrong_reads
+from flexinspect_hooks.kernels.kernel_evaluation import evaluate
 from flexinspect_hooks.kernels.oracle import Variation, attend, weights_of
 from flexinspect_hooks.kernels.reference import Reference
 

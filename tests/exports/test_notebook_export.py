@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
-import nbformat
-import pytest
-from nbclient import NotebookClient
 from support.earlier_traces import unpack
 from support.exporting import export
+from support.notebooks import assert_without_outputs, of_cell, read_notebook, run_cells
 from support.traces import sample_trace
 
 from flexinspect.exports.base import ExportOptions, load_exporter, write_export
@@ -19,43 +16,16 @@ from flexinspect.trace.reader import open_trace
 ODD_NAME = 'it\'s "odd" {run} \\ 作.flextrace'
 
 
-def read(file: Path) -> Any:
-    notebook = nbformat.read(file, as_version=4)
-    nbformat.validate(notebook)
-    return notebook
-
-
 def sources(file: Path) -> str:
-    return "\n".join(cell.source for cell in read(file).cells)
+    return "\n".join(cell.source for cell in read_notebook(file).cells)
 
 
-def run_cells(file: Path, monkeypatch: pytest.MonkeyPatch, home: Path) -> dict[str, dict[str, str]]:
-    """Return what each cell of a notebook showed, by its source: kind of output → text."""
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):  # else they lie in the user's home
-        monkeypatch.setenv(name, str(home))
-    notebook, place = read(file), {"metadata": {"path": str(file.parent)}}
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
-    shown: dict[str, dict[str, str]] = {}
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            data = output.get("data", {output.get("name"): output.get("text")})
-            shown.setdefault(cell.source, {}).update(data)
-    return shown
-
-
-def of_cell(outputs: dict[str, dict[str, str]], part: str) -> dict[str, str]:
-    (found,) = [shown for source, shown in outputs.items() if part in source]
-    return found
-
-
-def test_the_notebook_shows_findings_tokens_mask_and_entropy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_shows_findings_tokens_mask_and_entropy(tmp_path: Path) -> None:
     trace, folder = sample_trace(tmp_path / ODD_NAME), tmp_path / "notebooks"
     folder.mkdir()
     file = Path(shutil.move(export_to(trace, folder / "run.ipynb"), tmp_path / "moved"))
     moved = Path(shutil.move(file, folder / "run.ipynb"))  # the path in it is relative
-    outputs = run_cells(moved, monkeypatch, tmp_path)
+    outputs = run_cells(moved, folder, tmp_path)
     assert "generation 1 (finished): 'sample-1' → ' Jane Austen'" in of_cell(
         outputs, "open_trace"
     ).get("stdout", "")
@@ -75,20 +45,15 @@ def export_to(trace: Path, target: Path) -> Path:
     return target
 
 
-def test_the_notebook_of_a_training_shows_its_curves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_of_a_training_shows_its_curves(tmp_path: Path) -> None:
     file = export(unpack("training", tmp_path), "notebook")
-    outputs = run_cells(file, monkeypatch, tmp_path)
+    outputs = run_cells(file, file.parent, tmp_path)
     assert of_cell(outputs, "t.total_norm")["image/png"].startswith("iVBORw0KGgo")
     assert "trace.tokens" not in sources(file)
 
 
 def test_the_notebook_is_stored_without_outputs(tmp_path: Path) -> None:
-    cells = read(export(sample_trace(tmp_path / "run.flextrace"), "notebook")).cells
-    code = [cell for cell in cells if cell.cell_type == "code"]
-    assert len(code) >= 6
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    assert_without_outputs(export(sample_trace(tmp_path / "run.flextrace"), "notebook"))
 
 
 def test_the_notebook_begins_with_the_chosen_generation(tmp_path: Path) -> None:

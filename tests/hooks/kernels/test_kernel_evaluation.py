@@ -14,8 +14,8 @@ from support import planted_kernels as planted
 import flexinspect
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs.kernel_configs import config_from
-from flexinspect_hooks.kernels.evaluation import as_kernel, evaluate_kernel
 from flexinspect_hooks.kernels.inputs import make_problem
+from flexinspect_hooks.kernels.kernel_evaluation import as_kernel, evaluate_kernel
 from flexinspect_hooks.kernels.oracle import attend
 from flexinspect_hooks.kernels.reference import Reference
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flexinspect.core.environment import replace_file
-from flexinspect.core.errors import FlexInspectError, UsageError
-from flexinspect.exports.report.collect import Progress, ReportRequest, collect_contents
+from flexinspect.core.environment import check_free, save_file
+from flexinspect.core.errors import UsageError
 from flexinspect.exports.report.page import render
 from flexinspect.exports.report.size_budget import fit_size
+from flexinspect.exports.report.trace_contents import Progress, ReportRequest, collect_contents
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import TraceReader
 
@@ -59,11 +59,8 @@ def check_target(file: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{file} is a folder.", hint="Name a file in it, for instance run.html.")
     if not file.parent.is_dir():
         raise UsageError(f"There is no folder {file.parent}.", hint="Create it, or name another.")
-    if not file.exists():
-        return
-    if not overwrite:
-        raise UsageError(f"{file} exists already.", hint="Name another file, or add --overwrite.")
-    if not file.is_file() or not is_report(file):
+    check_free(file, overwrite=overwrite)
+    if file.exists() and not (file.is_file() and is_report(file)):
         hint = "Name another file, or remove this one yourself."
         raise UsageError(f"{file} is not a report, so it is not overwritten.", hint=hint)
 
@@ -88,9 +85,5 @@ def write_report(
     """
     page, n_generations, left_out = make_page(reader, request, progress)
     data = page.encode("utf-8")
-    try:
-        replace_file(file, data)
-    except OSError as error:
-        what = f"{file} cannot be written: {error.strerror or error}."
-        raise FlexInspectError(what, hint="Name another file with -o.") from error
+    save_file(file, data)
     return WrittenReport(file, len(data), n_generations, left_out)

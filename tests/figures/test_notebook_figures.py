@@ -12,7 +12,7 @@ import pytest
 
 from flexinspect import masks
 from flexinspect.core.errors import UsageError
-from flexinspect.figures import notebook
+from flexinspect.figures import notebook_figures
 from flexinspect.masks import draw_flowchart, visualize_attention_mask
 
 CUSTOM_CONFIG = {
@@ -86,7 +86,8 @@ def test_a_wrong_key_is_one_sentence(config: dict[str, object], message: str) ->
 
 def test_both_places_have_the_same_signatures() -> None:
     for name in ("draw_flowchart", "visualize_attention_mask"):
-        assert inspect.signature(getattr(masks, name)) == inspect.signature(getattr(notebook, name))
+        here = getattr(notebook_figures, name)
+        assert inspect.signature(getattr(masks, name)) == inspect.signature(here)
 
 
 def test_importing_masks_imports_neither_numpy_nor_matplotlib() -> None:
