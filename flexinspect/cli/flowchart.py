@@ -43,7 +43,7 @@ the file of --config (TOML or JSON) has any of these keys: figure_size, box_widt
 vertical_spacing, color_input, color_processing, color_attention, color_generation, color_output
 
 {LANGUAGE_VARIABLE} sets the language of all figures.
-exit codes: 0 success, 1 a file could not be written, 2 invalid request
+exit codes: 0 success, 2 invalid request
 """
 
 FIGURES = (".svg", ".png", ".pdf", ".html")
@@ -134,7 +134,7 @@ def _write_files(
     labels: Labels,
     config: FlowchartConfig,
 ) -> None:
-    """Write each file of --out; a suffix that nobody knows is refused before the first one."""
+    """Write each file of --out; a path that cannot be is refused before the first one."""
     from flexinspect.figures.figure_files import check_figure_path, save_figure, write_figure
     from flexinspect.figures.flowchart import flowchart_lines, mermaid, mermaid_page
     from flexinspect.figures.flowchart_figure import draw_flowchart_figure

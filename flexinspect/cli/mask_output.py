@@ -14,12 +14,12 @@ from rich.console import Console
 from textual.strip import Strip
 
 from flexinspect.cli.mask_sources import MaskInput
-from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.drawing.heatmap import Levels, heat
 from flexinspect.drawing.text_lines import Pen, join_strips
 from flexinspect.drawing.theme import Theme
+from flexinspect.figures.figure_files import write_figure
 from flexinspect.figures.themes import find_theme
 from flexinspect.masks.algebra import Segments
 from flexinspect.masks.census import Report
@@ -49,6 +49,7 @@ from flexinspect.records.prompt import SegmentKind
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf", ".html", ".gif")
 DATA_SUFFIXES = (".txt", ".npy", ".csv")
+SUFFIXES = (*FIGURE_SUFFIXES, *DATA_SUFFIXES)
 MAX_ARRAY_CELLS, MAX_CSV_CELLS = 1 << 30, 1 << 26
 
 
@@ -169,18 +170,6 @@ def _legend(picture: MaskPicture, labels: Labels, pen: Pen) -> list[Any]:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def check_output(file: Path) -> None:
-    """Raise `UsageError` for a suffix that cannot be written, a folder, or a missing folder."""
-    known = (*FIGURE_SUFFIXES, *DATA_SUFFIXES)
-    if file.suffix.lower() not in known:
-        what = f"The output {file} has an unknown format '{file.suffix}'."
-        raise UsageError(what, hint=f"The formats are {', '.join(known)}.")
-    if file.is_dir():
-        raise UsageError(f"The output {file} is a folder.", hint="Name a file in it.")
-    if not file.parent.is_dir():
-        raise UsageError(f"There is no folder {file.parent} for the output {file.name}.")
-
-
 def save(
     source: MaskInput,
     picture: Callable[[], MaskPicture],
@@ -199,9 +188,9 @@ def save(
         save_figure(picture(), file, style)
     elif suffix == ".txt":
         lines = [*text_lines(source, picture(), style.labels, head), *more_lines]
-        write_file(file, "".join(f"{line}\n" for line in lines).encode())
+        write_figure(file, "".join(f"{line}\n" for line in lines).encode())
     else:
-        write_file(file, _encode_cells(source, suffix, head))
+        write_figure(file, _encode_cells(source, suffix, head))
 
 
 def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
@@ -219,14 +208,6 @@ def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
     else:
         np.savetxt(out, cells, fmt="%d", delimiter=",")
     return out.getvalue()
-
-
-def write_file(file: Path, data: bytes) -> None:
-    """Write a file completely or not at all. Raises `UsageError`."""
-    try:
-        replace_file(file, data)
-    except OSError as error:
-        raise UsageError(f"The output {file} cannot be written: {error.strerror}.") from error
 
 
 def save_figure(picture: MaskPicture, file: Path, style: FigureStyle) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import MaskError, UsageError
@@ -40,6 +41,7 @@ SHAPE_FLAGS = tuple(MaskConfig.__struct_fields__)
 _FIXED_BY_PROMPT = ("tokens_per_paraphrase", "separator_tokens")
 PROMPT_FLAGS = ("prompt", "dataset", "model", "instruction", "separator", "cue", "indices")
 PLACE_FLAGS = ("layer", "step", "view", "generation", "branch")
+_NOT_WITH_ALL = ("length", "trace", "head", "verify", "analysis", "animate", "checks", "against")
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -74,6 +76,7 @@ def load_input(args: argparse.Namespace) -> MaskInput:
         if (n := args.length) > MAX_POSITIONS:
             raise UsageError(f"--length {n} is more than {MAX_POSITIONS} tokens.")
         mask = load_mask(args.mask or args.what or "causal", (), args)
+        _check_array(mask, n, n)
         return _with_declared(args, MaskInput(mask, n, n, _limit(args, n)))
     return _with_declared(args, _configured_input(args))
 
@@ -94,6 +97,8 @@ def _check_sources(args: argparse.Namespace) -> None:
         raise UsageError("A trace has its own mask, and another one is named.", hint=hint)
     if args.trace is None and (given_place := _first_given(args, PLACE_FLAGS)):
         raise UsageError(f"--{given_place} goes with --trace.")
+    if args.checks is not None and not args.verify:
+        raise UsageError("--checks goes with --verify.")
     if not (args.prompt or args.dataset) and (prompt := _first_given(args, PROMPT_FLAGS)):
         raise UsageError(f"--{prompt} goes with --prompt or --dataset.")
     if given:
@@ -117,10 +122,36 @@ def _with_declared(args: argparse.Namespace, found: MaskInput) -> MaskInput:
     if args.against is None:
         return found
     declared = load_mask(args.against, found.segments, args)
-    return MaskInput(
-        *(found.mask, found.n_rows, found.n_keys, found.limit, found.segments, found.words),
-        *(declared, True, found.note),
-    )
+    _check_array(declared, found.n_rows, found.n_keys)
+    return replace(found, declared=declared, shows_difference=True)
+
+
+def _check_array(mask: CellMask, n_rows: int, n_keys: int) -> None:
+    """Raise `UsageError` for the cells of a file whose size is not that of the sequence."""
+    if isinstance(mask, ArrayMask) and mask.array.shape[1:] != (n_rows, n_keys):
+        rows, keys = mask.array.shape[1:]
+        what = (
+            f"The mask {mask.name} has {rows} × {keys} cells, and {n_rows} × {n_keys} are needed."
+        )
+        raise UsageError(what, hint="Save the cells of the whole sequence, or change the sizes.")
+
+
+def preset_inputs(args: argparse.Namespace) -> dict[str, MaskInput]:
+    """Return the mask over the sizes of each preset (--all).
+
+    Raises `UsageError` for flags that choose another mask or another action.
+    """
+    ignored = ("what", *SHAPE_FLAGS, *PROMPT_FLAGS, *PLACE_FLAGS, *_NOT_WITH_ALL)
+    if name := next((name for name in ignored if getattr(args, name) not in (None, False)), None):
+        shown = args.what if name == "what" else _flag(name)
+        raise UsageError(f"--all draws all presets of sizes, and {shown} does not go with it.")
+    found = {}
+    for name, config in PRESET_CONFIGS.items():
+        segments, n = config.segments(), config.length
+        mask = load_mask(args.mask or DEFAULT_MASK, segments, args)
+        _check_array(mask, n, n)
+        found[name] = MaskInput(mask, n, n, config.display_limit(), segments)
+    return found
 
 
 def load_mask(text: str, segments: Segments, args: argparse.Namespace) -> CellMask:
@@ -225,9 +256,8 @@ def _number(name: str, text: str) -> int:
 def _array_input(args: argparse.Namespace, mask: ArrayMask, config: MaskConfig | None) -> MaskInput:
     """Return the cells of a file, with the segments of a configuration of the same length."""
     _, n_rows, n_keys = mask.array.shape
-    if config is not None and config.length != n_rows:
-        what = f"The mask {mask.name} has {n_rows} rows, and the shape has {config.length} tokens."
-        raise UsageError(what, hint="Give the shape of the mask, or none.")
+    if config is not None:
+        _check_array(mask, config.length, config.length)
     segments = () if config is None else config.segments()
     return MaskInput(mask, n_rows, n_keys, _limit(args, max(n_rows, n_keys)), segments)
 
@@ -258,6 +288,7 @@ def _prompt_input(args: argparse.Namespace) -> MaskInput:
     _, prompt, words = next(compose(job))
     segments, n = prompt.segments, prompt.segments[-1].stop
     mask = load_mask(args.mask or args.what or DEFAULT_MASK, segments, args)
+    _check_array(mask, n, n)
     return MaskInput(mask, n, n, _limit(args, n), segments, words)
 
 

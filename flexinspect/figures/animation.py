@@ -108,8 +108,8 @@ def save_animation(
 
     By default the steps are those of `generation_steps`. Memory holds a few frames and what is
     written, which is the difference between frames. The file is replaced atomically. Raises
-    `UsageError` for another suffix, an impossible size, or when matplotlib or pillow is missing,
-    and `FlexInspectError` when the file cannot be written.
+    `UsageError` for another suffix, an impossible size, when matplotlib or pillow is missing, or
+    when the file cannot be written.
     """
     target = check_figure_path(path, FORMATS)
     _require_pillow()

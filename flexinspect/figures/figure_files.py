@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.core.environment import replace_file
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import printable
 from flexinspect.figures.sheet import figure_settings
 
@@ -39,12 +39,23 @@ svg {{ display: block; width: min(100%, {width}in); height: auto; margin: 1rem a
 
 
 def check_figure_path(path: str | Path, formats: tuple[str, ...] = FORMATS) -> Path:
-    """Return `path` if a figure can have that name. Raises `UsageError` for another suffix."""
+    """Return `path` if a file of that name can be written.
+
+    Raises `UsageError` for a suffix that is not one of `formats`, a folder, and a missing folder.
+    """
     target = Path(path)
     if target.suffix.lower() not in formats:
         known = f"{', '.join(formats[:-1])} or {formats[-1]}" if formats[1:] else formats[0]
         what = f"{target} has no suffix of a format that can be written."
         raise UsageError(what, hint=f"Name a file {known}.")
+    try:
+        is_folder, has_folder = target.is_dir(), target.parent.is_dir()
+    except OSError as error:  # a name that is too long
+        raise _unwritable(target, error) from error
+    if is_folder:
+        raise UsageError(f"{target} is a folder.", hint="Name a file in it.")
+    if not has_folder:
+        raise UsageError(f"There is no folder {target.parent} for {target.name}.")
     return target
 
 
@@ -54,8 +65,8 @@ def save_figure(
     """Write a figure by the suffix of `path` (one of `FORMATS`), atomically; return the path.
 
     Text stays text in SVG, PDF and HTML; `dpi` holds for PNG, and for images of many cells in a
-    PDF. Raises `UsageError` for a suffix or a resolution that cannot be, and `FlexInspectError`
-    when the file cannot be written.
+    PDF. Raises `UsageError` for a path or a resolution that cannot be, and when the file cannot be
+    written.
     """
     target = check_figure_path(path)
     check_dpi(figure, dpi)
@@ -77,14 +88,15 @@ def check_dpi(figure: Figure, dpi: int) -> None:
 
 
 def write_figure(target: Path, data: bytes) -> None:
-    """Replace a file by `data`. Raises `FlexInspectError` when that is impossible."""
+    """Replace a file by `data`. Raises `UsageError` when that is impossible."""
     try:
         replace_file(target, data)
     except OSError as error:
-        raise FlexInspectError(
-            f"The figure could not be written to {target}: {error.strerror or error}.",
-            hint="Choose a file in an existing folder that you may write to.",
-        ) from error
+        raise _unwritable(target, error) from error
+
+
+def _unwritable(target: Path, error: OSError) -> UsageError:
+    return UsageError(f"{target} cannot be written: {error.strerror or error}.")
 
 
 def _png(figure: Figure, title: str, language: str, dpi: int) -> bytes:
