@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli.flags import add_number_flags, positive_int
 from flexinspect.cli.output import errors_as_json, print_json, print_lines
-from flexinspect.core.environment import read_text
+from flexinspect.core.conversion import read_data
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels
 from flexinspect.core.text import escape_unprintable
@@ -109,15 +107,7 @@ def _read_config(file: Path | None, width: float | None) -> FlowchartConfig:
 
     config = FlowchartConfig()
     if file is not None:
-        text, is_json = read_text(file, "flowchart configuration"), file.suffix.lower() == ".json"
-        try:
-            values = json.loads(text) if is_json else tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            kind = "JSON" if is_json else "TOML"
-            raise UsageError(f"{file}: this is not valid {kind} ({error}).") from error
-        if not isinstance(values, dict):
-            raise UsageError(f"{file}: expected an object with the keys of a flowchart.")
-        config = flowchart_config(values, str(file))
+        config = flowchart_config(read_data(file, "flowchart configuration"), str(file))
     if width is None:
         return config
     from flexinspect.figures.sheet import check_size

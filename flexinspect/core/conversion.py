@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from flexinspect.core.environment import read_text
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import did_you_mean
 
@@ -31,6 +35,20 @@ def convert(kind: type[T], data: Any, where: str, error: type[FlexInspectError] 
         unknown = next((name for name in wrong.groups() if name is not None), "") if wrong else ""
         hint = did_you_mean(unknown, known) if unknown else ""
         raise error(f"{where} is not valid{place}: {reason}{listed}.", hint=hint) from invalid
+
+
+def read_data(file: Path, what: str) -> Any:
+    """Return the data of a TOML file, or of a JSON file, whose name ends in .json.
+
+    Raises `UsageError` for a file that cannot be read or is neither; `what` names it.
+    """
+    text, is_json = read_text(file, what), file.suffix.lower() == ".json"
+    try:
+        return json.loads(text) if is_json else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        form, reason = "JSON" if is_json else "TOML", re.sub(r"\s+", " ", str(error))
+        hint = f"A {what} is TOML, or JSON in a file whose name ends in .json."
+        raise UsageError(f"{file} is not valid {form} ({reason}).", hint=hint) from error
 
 
 def _known_values(kind: Any, path: Sequence[str]) -> Sequence[str]:

@@ -6,10 +6,7 @@ A segment is a span of positions in the input ids, or a text that is searched in
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-import tomllib
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import pairwise
@@ -18,8 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
-from flexinspect.core.conversion import convert
-from flexinspect.core.environment import read_text
+from flexinspect.core.conversion import convert, read_data
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.masks import algebra
 from flexinspect.records.job import Declaration
@@ -49,7 +45,7 @@ class _DeclarationFile(Struct, forbid_unknown_fields=True):
 
 def read_declaration(file: Path) -> Declaration:
     """Return the declaration in a file. Raises `UsageError` with the file and the invalid key."""
-    declared = convert(_DeclarationFile, _parse_file(file), f"The declaration {file}")
+    declared = convert(_DeclarationFile, read_data(file, "declaration"), f"The declaration {file}")
     entries = enumerate(declared.segments)
     specs = tuple(_segment_spec(f"{file}: segments[{n}]", entry) for n, entry in entries)
     spans = sorted(spec for spec in specs if len(spec) == 3 and isinstance(spec, tuple))
@@ -63,17 +59,6 @@ def read_declaration(file: Path) -> Declaration:
         except MaskError as error:
             raise UsageError(f"{file}: {error.message}", hint=error.hint) from error
     return Declaration(specs, declared.mask, declared.separators)
-
-
-def _parse_file(file: Path) -> Any:
-    text, is_json = read_text(file, "declaration"), file.suffix.lower() == ".json"
-    try:
-        return json.loads(text) if is_json else tomllib.loads(text)
-    except ValueError as error:
-        what = re.sub(r"\s+", " ", str(error))
-        hint = "A declaration is TOML, or JSON in a file whose name ends in .json."
-        form = "JSON" if is_json else "TOML"
-        raise UsageError(f"{file} is not valid {form} ({what}).", hint=hint) from error
 
 
 def _segment_spec(where: str, entry: object) -> SegmentSpec:

@@ -8,8 +8,6 @@ of the prompt and itself.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,8 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from flexinspect.core.conversion import convert
-from flexinspect.core.environment import read_text
+from flexinspect.core.conversion import convert, read_data
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import did_you_mean
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -119,7 +116,7 @@ def checked_config(values: Mapping[str, Any], where: str = "The configuration") 
     Raises `UsageError` with one sentence for an unknown key, a wrong type, and sizes that do not
     fit each other; `where` names the source.
     """
-    config = convert(MaskConfig, dict(values), where)
+    config = convert(MaskConfig, values, where)
     _check_sizes(config, where)
     return config
 
@@ -145,12 +142,4 @@ def read_config(file: Path) -> MaskConfig:
 
     Raises `UsageError` for a file that cannot be read, invalid syntax, and as `checked_config`.
     """
-    text, is_json = read_text(file, "mask configuration"), file.suffix.lower() == ".json"
-    try:
-        values = json.loads(text) if is_json else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        kind = "JSON" if is_json else "TOML"
-        raise UsageError(f"{file}: this is not valid {kind} ({error}).") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{file}: expected an object with the keys of a mask configuration.")
-    return checked_config(values, str(file))
+    return checked_config(read_data(file, "mask configuration"), str(file))
