@@ -21,9 +21,9 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import print_message
 
 if TYPE_CHECKING:
-    from flexinspect.cli.mask_output import FigureStyle
     from flexinspect.cli.mask_sources import MaskInput
     from flexinspect.core.languages import Labels
+    from flexinspect.figures.mask_figure import FigureStyle
     from flexinspect.masks.census import Report
     from flexinspect.masks.mask_analysis import MaskAnalysis
     from flexinspect.masks.mask_picture import MaskPicture
@@ -185,22 +185,29 @@ def _is_animated(args: argparse.Namespace) -> bool:
     return bool(args.animate) or suffix == ".gif"
 
 
+def _style(args: argparse.Namespace, labels: Labels) -> FigureStyle:
+    """Return how figures look. Raises `UsageError` for an unknown theme."""
+    from flexinspect.figures.mask_figure import FigureStyle
+    from flexinspect.figures.themes import find_theme
+
+    theme = find_theme(args.theme)
+    return FigureStyle(labels=labels, theme=theme, dpi=args.dpi, width=args.width)
+
+
 class _Laboratory:
     """Does what the flags ask for with one mask."""
 
     def __init__(self, args: argparse.Namespace, labels: Labels) -> None:
-        from flexinspect.cli.mask_output import SUFFIXES, FigureStyle
+        from flexinspect.cli.mask_output import SUFFIXES
         from flexinspect.cli.mask_sources import load_input
         from flexinspect.figures.figure_files import check_figure_path
-        from flexinspect.figures.themes import find_theme
         from flexinspect.masks.mask_text import Places
 
         self.is_animated = _is_animated(args)
         if args.output is not None:
             check_figure_path(args.output, SUFFIXES)
-        find_theme(args.theme)
         self.args, self.labels = args, labels
-        self.style: FigureStyle = FigureStyle(labels, args.theme, args.dpi, args.width)
+        self.style: FigureStyle = _style(args, labels)
         self.source: MaskInput = load_input(args)
         self.head = args.head or 0
         if args.trace is None and self.head >= self.source.mask.n_heads:
@@ -323,43 +330,23 @@ def _write_all(args: argparse.Namespace, labels: Labels) -> int:
     """Write the pictures of all presets, of their phases, and the flowchart."""
     from flexinspect.cli import mask_output
     from flexinspect.cli.mask_sources import preset_inputs
-    from flexinspect.figures.figure_files import write_figure
     from flexinspect.figures.sheet import check_size, require_matplotlib
-    from flexinspect.figures.themes import find_theme
-    from flexinspect.masks.mask_analysis import analyse_mask
-    from flexinspect.masks.mask_text import Places
-    from flexinspect.masks.reduction import reduce_phases
 
-    folder, saved = args.output or Path(OUTPUT_FOLDER), []
+    folder, saved = args.output or Path(OUTPUT_FOLDER), list[str]()
     if folder.suffix.lower() in mask_output.SUFFIXES:
         what = f"--all writes many files, and {folder} is the name of one."
         raise UsageError(what, hint="Name a folder.")
     require_matplotlib()
-    find_theme(args.theme)
-    check_size(args.width, None)
+    style = _style(args, labels)
+    check_size(style.width, None)
     sources = preset_inputs(args)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    style = mask_output.FigureStyle(labels, args.theme, args.dpi, args.width)
     with shown_progress("writing figures") as report:
         for number, (name, source) in enumerate(sources.items()):
-            mask, segments, n = source.mask, source.segments, source.n_rows
-            facts = analyse_mask(mask, n, n, segments=segments, block_size=args.block_size)
-            picture = mask_output.draw(source, labels)
-            lines = mask_output.text_lines(source, picture, labels, 0)
-            lines += ["", *facts.lines(Places(labels, segments))]
-            text = "".join(f"{line}\n" for line in lines)
-            write_figure(folder / f"{name}.txt", text.encode())
-            parts = (picture, *reduce_phases(mask, segments, source.limit))
-            saved.append(f"{name}.txt")
-            for kind, part in zip(("mask", "encoding", "generation"), parts, strict=True):
-                if part is not None:
-                    saved.append(f"{name}_{kind}.png")
-                    mask_output.save_figure(part, folder / saved[-1], style)
-            saved.append(f"{name}_analysis.png")
-            mask_output.save_analysis(facts, segments, folder / saved[-1], style)
+            saved += mask_output.save_preset(name, source, folder, style, args.block_size)
             report((number + 1) / (len(sources) + 1))
         mask_output.save_flowchart(folder / "flowchart.png", style)
     files = [str(folder / name) for name in (*saved, "flowchart.png")]

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from flexinspect.cli.output import stderr_console
 from flexinspect.core import plugins
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.text import did_you_mean
@@ -162,8 +163,9 @@ def load_mask(text: str, segments: Segments, args: argparse.Namespace) -> CellMa
     if text.lower().endswith(".npy"):
         return _read_array(Path(text))
     if _CODE.fullmatch(text):
-        load = plugins.load(plugins.CAPTURE, "mask-mod")
-        mask: CellMask = load(text, segments, device=args.device, heads=args.heads)
+        with stderr_console().status("importing torch …"):
+            load = plugins.load(plugins.CAPTURE, "mask-mod")
+            mask: CellMask = load(text, segments, device=args.device, heads=args.heads)
         return mask
     return parse_mask(text, segments)
 
@@ -284,8 +286,9 @@ def _prompt_input(args: argparse.Namespace) -> MaskInput:
             options[name] = _number(flag, text)
     options.setdefault("max_new_tokens", PRESET_CONFIGS["small"].num_generated_tokens)
     job = Job(out="", prompts=tuple(args.prompt or ()), texts=PromptTexts(**texts), **options)
-    compose = plugins.load(plugins.CAPTURE, "prompt-tokens")
-    _, prompt, words = next(compose(job))
+    with stderr_console().status("importing torch and transformers …"):
+        compose = plugins.load(plugins.CAPTURE, "prompt-tokens")
+        _, prompt, words = next(compose(job))
     segments, n = prompt.segments, prompt.segments[-1].stop
     mask = load_mask(args.mask or args.what or DEFAULT_MASK, segments, args)
     _check_array(mask, n, n)
