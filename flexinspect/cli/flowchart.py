@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from flexinspect.cli.output import errors_as_json, print_json, print_lines
 from flexinspect.core.conversion import read_data
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import print_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         width = min(shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns, _TEXT_WIDTH)
         print_lines([title, "", *flowchart_lines(boxes, labels, width)])
     for file in () if args.json else args.out:
-        print(f"wrote {escape_unprintable(str(file))}", file=sys.stderr)
+        print_message(f"saved {file}")
     return 0
 
 

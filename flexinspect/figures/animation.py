@@ -89,7 +89,8 @@ def generation_steps(
         known = weights[number] if weights is not None and number < len(weights) else None
         word = printable(picture.words.get(high - 1, "").strip())
         key = "figure_step_prefill" if high - low > 1 else "figure_step_row"
-        caption = labels(key, step=number, rows=high - low, row=low, word=word).rstrip()
+        quoted = f"“{word}”" if word else ""
+        caption = labels(key, step=number, rows=high - low, row=low, word=quoted).rstrip()
         steps.append(AnimationStep(low, high, caption, known))
     return tuple(steps)
 
