@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import flex_source
-from flexinspect.inputs import datasets, model_names
+from flexinspect.inputs import datasets, model_names, samples
 from flexinspect.inputs.config import load_config
 from flexinspect.masks import edits as maskedits
 from flexinspect.records.job import Job, SamplingOptions
@@ -76,7 +76,7 @@ def measure() -> dict[str, Any]:
 def _prompt(loaded: LoadedModel) -> Prompt:
     """Return a prompt of the demo set with room for as many tokens as make `TOKENS` and two."""
     (sample,) = datasets.load("demo", max_samples=1)
-    chosen = datasets.choose_paraphrases(sample, 5, None)
+    chosen = samples.choose_paraphrases(sample, 5, None)
 
     def made(n_new: int) -> Prompt:
         job = Job(out="", max_new_tokens=n_new, sampling=WARM, stop="length")

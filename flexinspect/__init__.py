@@ -17,6 +17,8 @@ __all__ = [
     "DiffusionModelDebugger",
     "EarlyStopping",
     "FlexInspectError",
+    "ParaPharaseDataset",
+    "ParaphraseDataset",
     "PyTorchDebugger",
     "SwitchBoard",
     "TraceReader",
@@ -35,17 +37,23 @@ __all__ = [
     "open_trace",
     "profile_model_performance",
     "prove",
+    "register_dataset",
     "watch",
     "watch_training",
 ]
 
 if TYPE_CHECKING:
     from flexinspect.core.errors import FlexInspectError
+    from flexinspect.inputs.datasets import register_dataset
+    from flexinspect.inputs.user_datasets import ParaPharaseDataset, ParaphraseDataset
     from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, TrainingPhase
     from flexinspect.trace.reader import TraceReader, open_trace
 
 _MODULES = {
     "FlexInspectError": "flexinspect.core.errors",
+    "ParaPharaseDataset": "flexinspect.inputs.user_datasets",
+    "ParaphraseDataset": "flexinspect.inputs.user_datasets",
+    "register_dataset": "flexinspect.inputs.datasets",
     "TraceReader": "flexinspect.trace.reader",
     "open_trace": "flexinspect.trace.reader",
     "DebugLevel": "flexinspect.records.debug_switches",

@@ -25,13 +25,14 @@ from flexinspect.trace.reader import TraceReader, open_trace
 PROOF_KINDS = ("isolation", "order", "kernel", "cache")
 
 LEAK, ISOLATED = "proof.leak", "proof.isolated"
+AS_DECLARED, MIXED = "proof.as-declared", "proof.paraphrases-mixed"
 UNREAD, UNSTABLE, ORDER = "proof.unread", "proof.unstable", "proof.order"
 KERNEL_DIFFERS, KERNEL_SAME = "proof.kernel-differs", "proof.kernel-same"
 KERNEL_UNSEEN = "proof.kernel-unseen"
 CACHE_DIFFERS, CACHE_SAME = "proof.cache-differs", "proof.cache-same"
 
 PROOF_FINDINGS = finding_kinds(
-    *(LEAK, ISOLATED, UNREAD, UNSTABLE, ORDER),
+    *(LEAK, ISOLATED, AS_DECLARED, MIXED, UNREAD, UNSTABLE, ORDER),
     *(KERNEL_DIFFERS, KERNEL_SAME, KERNEL_UNSEEN, CACHE_DIFFERS, CACHE_SAME),
 )
 """All kinds of findings of proofs, with their texts."""

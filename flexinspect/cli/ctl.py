@@ -55,12 +55,18 @@ _EDIT_FLAGS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     _add_common_flags(parser)
+    verbs = add_verbs(parser)
+    for verb in verbs.choices.values():
+        _add_common_flags(verb, default=argparse.SUPPRESS)  # accepted after the verb too
+
+
+def add_verbs(parser: argparse.ArgumentParser) -> Any:
+    """Add the commands and return them; `do` of the parsed arguments sends one."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_step_commands(verbs)
     _add_rewind_commands(verbs)
     _add_breakpoint_commands(verbs)
-    for verb in verbs.choices.values():
-        _add_common_flags(verb, default=argparse.SUPPRESS)  # accepted after the verb too
+    return verbs
 
 
 def _add_common_flags(parser: argparse.ArgumentParser, **default: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from argparse import Action, ArgumentTypeError
 from contextlib import suppress
 from typing import Any
@@ -43,6 +44,22 @@ def positive_int(text: str) -> int:
         if (value := int(text)) > 0:
             return value
     raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+MIN_TRACE_BYTES = 1_000_000
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def trace_size(text: str) -> int:
+    """Return a size as "500MB" or "2GiB" in bytes. Raises `ArgumentTypeError`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ArgumentTypeError(f"{text!r} is not a size such as 500MB or 2GiB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < MIN_TRACE_BYTES:
+        raise ArgumentTypeError(f"{text!r} is too small: a trace needs 1 MB at least")
+    return size
 
 
 def n_threads(text: str) -> int:

@@ -75,11 +75,15 @@ def open_start_screen(make_job: JobFactory) -> int:
     return _run_app_and_job(_make_app(make_job=make_job))
 
 
-def inspect_run(job: Job | ScriptJob) -> int:
-    """Run a job under the interface, which keeps our own model for rewinds; print its result."""
+def inspect_run(job: Job | ScriptJob, log_file: str | None = None) -> int:
+    """Run a job under the interface, which keeps our own model for rewinds; print its result.
+
+    The `log_file`, if any, is written at the end.
+    """
     from flexinspect.records.job import Job
 
-    return _run_app_and_job(_make_app(job=replace(job, hold=True) if isinstance(job, Job) else job))
+    app = _make_app(job=replace(job, hold=True) if isinstance(job, Job) else job)
+    return _run_app_and_job(app, log_file)
 
 
 def _make_app(
@@ -111,7 +115,7 @@ def _run_app(app: InspectorApp) -> int:
     return app.return_code or 0
 
 
-def _run_app_and_job(app: InspectorApp) -> int:
+def _run_app_and_job(app: InspectorApp, log_file: str | None = None) -> int:
     """Run the interface; if it started a job, wait for its end and print its result."""
     try:
         code = _run_app(app)
@@ -130,4 +134,4 @@ def _run_app_and_job(app: InspectorApp) -> int:
     session.process.show_output()
     from flexinspect.cli.live_run import conclude_run
 
-    return conclude_run(session.process, code, stopping=session.is_stopping)
+    return conclude_run(session.process, code, stopping=session.is_stopping, log_file=log_file)

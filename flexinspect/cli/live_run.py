@@ -5,153 +5,39 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from msgspec import Struct
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flexinspect.analysis.summary import declare_command
-from flexinspect.cli.output import print_json, stderr_console, stdout_console
+from flexinspect.cli.output import print_json, stderr_console
+from flexinspect.cli.run_log import RunLog
+from flexinspect.cli.run_summary import MAX_QUESTION_CHARS, NO_NOTES, print_summary, summarize_run
+from flexinspect.cli.step_lines import mask_lines, plan_line, step_lines
 from flexinspect.core import signals
-from flexinspect.core.environment import command_path
 from flexinspect.core.errors import TraceError
-from flexinspect.core.text import escape_unprintable, plural, truncate
-from flexinspect.inputs.datasets import judge_answer
-from flexinspect.inputs.model_sizes import human_bytes, human_count
+from flexinspect.core.text import escape_unprintable, truncate
 from flexinspect.launch import child_process
 from flexinspect.launch.child_process import Capture
 from flexinspect.launch.crash import finish_trace
-from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.job import Job
 from flexinspect.records.step import EventRecord
 from flexinspect.trace.file.side_files import DebuggerStop, read_stop
 from flexinspect.trace.queries import question_text
-from flexinspect.trace.query_results import GenerationRow, StepRow
-from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.reader import TraceReader
 
-_SHOWN_ANSWERS = 3
-_SHOWN_FINDINGS = 5
-_NO_NOTES = ("phase", "error", "source", "recompute-check")
-"""Kinds of events that are no notes of a summary."""
-_MAX_FINDINGS = 200
-_MAX_QUESTION_CHARS = 120  # a prompt may have thousands; --json and the trace have all
-_MAX_ANSWER_CHARS = 300  # limit of an answer's printed length
+if TYPE_CHECKING:
+    from flexinspect.cli.step_prompt import StepPrompt
 
 MAX_NOTES, MAX_ANSWERS = 8, 10  # in the summary of a program
-
-
-def summarize_run(path: Path) -> dict[str, Any]:
-    """Return the result of a run that has ended, with the keys of `run --json`.
-
-    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
-    could not be read.
-    """
-    with open_trace(path) as reader:
-        run, events = reader.run(), reader.events()
-        findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
-        return {
-            "trace": str(path),
-            "state": reader.state,
-            "bytes": path.stat().st_size,
-            **{name: run.get(name) for name in ("model", "level", "cost")},
-            "generations": [_summarize_generation(row, reader) for row in reader.generations()],
-            "notes": [r.event.text for r in events if r.event.kind not in _NO_NOTES],
-            "findings": sort_by_severity(findings),
-        }
-
-
-def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
-    """Return the result of a generation; see `judge_answer` for `correct`."""
-    steps = reader.steps(row.generation)
-    decode_ms = sum(step.wall_ms for step in steps[1:])
-    answer = row.answer
-    if not answer and (segments := reader.segments(row.generation)):  # it did not end
-        tokens = reader.tokens(row.generation, start=segments[-1].start)
-        answer = "".join(token.text for token in tokens if not token.special).strip()
-    return {
-        "generation": row.generation,
-        "sample_id": row.sample_id,
-        "question": question_text(reader, row.generation),
-        "answer": answer,
-        "expected": row.expected,
-        "correct": judge_answer(row.state, answer, row.expected),
-        "state": row.state,
-        "stop_reason": row.stop_reason,
-        "tokens": len(steps),
-        "tokens_per_s": round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
-    }
-
-
-def print_summary(
-    summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
-) -> None:
-    """Print the last `limit` answers (None: all), the cost, findings, and the next command."""
-    generations, findings = summary["generations"], summary["findings"]
-    with_text = [each for each in generations if each["question"] or each["answer"]]
-    n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
-    earlier = f"      {n_earlier} generations before these, in the interface"
-    lines: list[str | Text] = [earlier] if n_earlier else []
-    lines += map(_answer_text, with_text[n_earlier:])
-    if n_empty := len(generations) - len(with_text):
-        lines.append(f"{plural(n_empty, 'generation')} without tokens")
-    lines.append(_cost_line(summary))
-    lines += map(finding_text, findings[:_SHOWN_FINDINGS])
-    if (more := len(findings) - _SHOWN_FINDINGS) > 0:
-        lines.append(f"      and {more} more findings, in the interface")
-    trace = Path(summary["trace"])
-    if command := declare_command(findings[:_SHOWN_FINDINGS], trace):
-        lines.append(f"fix   {command}")
-    size, state = human_bytes(summary["bytes"]), summary["state"]
-    lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
-    lines.append(f"next  flexinspect open {command_path(trace)}")
-    console = console or stdout_console()
-    for line in lines:
-        console.print(line, soft_wrap=True)
-
-
-def finding_text(finding: Finding) -> Text:
-    """Return the line of a finding: its severity in colour, its sentence and its id."""
-    style = {Severity.ERROR: "red", Severity.WARNING: "yellow"}.get(finding.severity, "")
-    label, id_ = (f"{finding.severity}: ", style), (f"  [{finding.id}]", "dim")
-    return Text.assemble(label, escape_unprintable(finding.sentence), id_)
-
-
-def _answer_text(generation: Mapping[str, Any]) -> Text:
-    marks = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
-    mark, style = marks[generation["correct"]]
-    answer, expected = generation["answer"], generation["expected"]
-    shown = escape_unprintable(truncate(answer, _MAX_ANSWER_CHARS))
-    asked = truncate(generation["question"], _MAX_QUESTION_CHARS)
-    question = (escape_unprintable(asked), "bold")
-    text = Text.assemble(f"{mark} ", question, "  →  ", shown or "(nothing)", style=style)
-    if expected:
-        shown = escape_unprintable(" | ".join(expected[:_SHOWN_ANSWERS]))
-        n_more = len(expected) - _SHOWN_ANSWERS
-        text.append(f"  expected: {shown}" + (f" (+{n_more} more)" if n_more > 0 else ""), "dim")
-    if generation["state"] != "finished":
-        text.append(f"  [{generation['state']}]", style="yellow")
-    return text
-
-
-def _cost_line(summary: Mapping[str, Any]) -> str:
-    generations, cost = summary["generations"], summary["cost"]
-    parts = [plural(sum(each["tokens"] for each in generations), "token")]
-    if rates := [each["tokens_per_s"] for each in generations if each["tokens_per_s"]]:
-        parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
-    if isinstance(cost, Mapping) and cost.get("steps"):
-        ratio = 100 * float(cost["ratio"])
-        took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
-        parts.append(f"capture at level {summary['level']} took {took}")
-        if cost.get("checks"):
-            share = 100 * cost["checks_s"] / max(cost["total_s"] + cost["checks_s"], 1e-9)
-            checks = f"{plural(cost['checks'], 'recompute')} of --check-every"
-            parts.append(f"{checks} took {cost['checks_s']:.2f} s, {share:.0f} % of the time")
-    return "      " + ", ".join(parts)
+MAX_PICTURES = 5
+"""Masks that are drawn in verbose mode: those of the first generations, of perhaps thousands."""
 
 
 class ExperimentProgress:
@@ -176,18 +62,27 @@ class RunProgress:
     """Prints the progress of a run: its phases, questions and messages; nothing when `quiet`.
 
     With `live`, for a terminal, the current phase and the newest tokens are a few lines at the
-    bottom, redrawn only when something has changed.
+    bottom, redrawn only when something has changed. A prompt, if there is one, reports pauses.
     """
 
     def __init__(
-        self, console: Console, *, verbose: bool = False, quiet: bool = False, live: bool = False
+        self,
+        console: Console,
+        *,
+        verbose: bool = False,
+        quiet: bool = False,
+        live: bool = False,
+        has_prompt: bool = False,
     ) -> None:
         self.console, self.verbose, self._quiet = console, verbose, quiet
+        pauses = ("paused", "resumed") if has_prompt else ()
+        self._skipped_events = {*NO_NOTES, "breakpoint", *pauses}
         self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
         self._phase = ""
         self._fraction: float | None = None
         self.reader: TraceReader | None = None
         self._last_event = self._generation = self._next_step = 0
+        self._n_pictures = 0
         self._is_announced = False
         self._lines: list[str] = []
         """What was read and is not yet printed: Ctrl-C may come between the two."""
@@ -225,7 +120,7 @@ class RunProgress:
             self._on_phase(event)
         elif event.kind == "breakpoint" and not event.text.startswith("paused"):
             self.print_line(event.text)
-        elif event.kind not in (*_NO_NOTES, "breakpoint"):
+        elif event.kind not in self._skipped_events:
             self.print_line(f"{event.kind}: {event.text}")
         self._draw()
 
@@ -233,7 +128,7 @@ class RunProgress:
         fraction = event.data.get("fraction")
         self._fraction = float(fraction) if isinstance(fraction, (int, float)) else None
         if event.text == "plan":
-            self.print_line(_plan_line(event.data))
+            self.print_line(plan_line(event.data))
         elif event.text == "note":
             self.print_line(str(event.data.get("text", "")))
         elif event.text != self._phase:
@@ -277,7 +172,7 @@ class RunProgress:
         row = rows[self._generation]
         if not self._is_announced:
             self._begin_generation()
-            question = truncate(question_text(reader, row.generation), _MAX_QUESTION_CHARS)
+            question = truncate(question_text(reader, row.generation), MAX_QUESTION_CHARS)
             self._lines.append(f"generation {row.generation}: {question}")
             self._is_announced = True
         for step in reader.steps(self._generation, start=self._next_step):
@@ -287,7 +182,11 @@ class RunProgress:
             self._text += "".join(token.text for token in tokens if not token.special)
             self._capture_ms += step.capture_ms
             self._wall_ms += step.wall_ms if step.step else 0.0
-            self._lines += _step_lines(step, reader) if self.verbose else ()
+            if self.verbose:
+                self._lines += step_lines(step, reader)
+                if step.step == 0 and self._n_pictures < MAX_PICTURES:
+                    self._n_pictures += 1
+                    self._lines += mask_lines(step, reader, min(self.console.width, 160))
         if row.state == "recording":
             return False
         self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
@@ -315,54 +214,53 @@ class RunProgress:
         return Group(bar, text, Text(count, style="dim"))
 
 
-def _plan_line(plan: Mapping[str, Any]) -> str:
-    count, needs = human_count(plan.get("parameters")), human_bytes(plan.get("total"))
-    free = human_bytes(plan.get("available"))
-    return (
-        f"{plan.get('name')}: {count} parameters in {plan.get('dtype')} on {plan.get('device')}, "
-        f"from {plan.get('place')}; needs {needs} of {free} free"
-    )
+class ShowOptions(Struct, frozen=True):
+    """How a run without the interface is shown.
+
+    `interactive` reads commands where the model pauses, `waits` leaves it paused at their end.
+    `log_file` gets the run as lines of Python's logging.
+    """
+
+    as_json: bool = False
+    verbose: bool = False
+    interactive: bool = False
+    waits: bool = False
+    log_file: str | None = None
 
 
-def _step_lines(step: StepRow, reader: TraceReader) -> list[str]:
-    calls = reader.calls(step.generation, step.step)
-    lengths = f"q {step.q_len}, kv {step.kv_before} → {step.kv_after}"
-    lines = [f"  step {step.step} {step.phase}: {lengths}, {step.wall_ms:.1f} ms"]
-    if calls:
-        call = calls[0]
-        paths = ", ".join(sorted({call.path for call in calls}))
-        masks = ", ".join(sorted({call.mask or "none" for call in calls}))
-        shape = f"q {call.batch}×{call.q_heads}×{call.q_len}×{call.head_dim}"
-        shape += f", k {call.batch}×{call.kv_heads}×{call.kv_len}×{call.head_dim}"
-        lines.append(f"    {len(calls)} layers {paths}; {shape} {call.dtype}; mask {masks}")
-    logits = reader.logits(step.generation, step.step)
-    if logits is not None:
-        best = "  ".join(f"{c.text!r} {c.logprob:.2f}" for c in logits.candidates[:4])
-        lines.append(f"    entropy {logits.entropy:.3f}, margin {logits.margin:.2f}: {best}")
-    return lines
-
-
-def show_run(run: Job | Capture, *, as_json: bool, verbose: bool) -> int:
+def show_run(run: Job | Capture, options: ShowOptions) -> int:
     """Start a generation, or follow a program that was started, and print the result at its end.
 
     The result of a generation goes to stdout. Everything else goes to stderr, also the summary of
-    a program, unless `as_json`: then it is a JSON object on stdout. Returns the exit code: that of
+    a program, unless it is JSON: then it is a JSON object on stdout. Returns the exit code: that of
     the process, or 1 when a signal killed our own generation.
     """
     console, is_own = stderr_console(), isinstance(run, Job)
-    quiet = as_json if is_own else not verbose
-    live = is_own and console.is_terminal and not as_json
-    progress = RunProgress(console, verbose=verbose, quiet=quiet, live=live)
+    # Who steps through a run sees each step.
+    verbose = options.verbose or options.interactive
+    quiet = (options.as_json if is_own else not verbose) and not options.interactive
+    live = is_own and console.is_terminal and not options.as_json
+    progress = RunProgress(
+        console, verbose=verbose, quiet=quiet, live=live, has_prompt=options.interactive
+    )
     if isinstance(run, Job):
         _handle_end_signals()
         run = child_process.start_capture(run)
-    live_run = LiveRun(run, progress)
+    prompt = None
+    if options.interactive:
+        from flexinspect.cli.step_prompt import StepPrompt
+
+        prompt = StepPrompt(run.pid, console, waits=options.waits)
+    log = None if options.log_file is None else RunLog(options.log_file)
+    live_run = LiveRun(run, progress, prompt=prompt, log=log)
     with progress:
         code = live_run.watch()
-    return live_run.conclude(code, as_json=as_json)
+    return live_run.conclude(code, as_json=options.as_json)
 
 
-def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
+def conclude_run(
+    process: Capture, code: int, *, stopping: bool, log_file: str | None = None
+) -> int:
     """Wait for a run whose interface was closed, and print its result as `show_run` does.
 
     If it is `stopping`, the first Ctrl-C kills it.
@@ -372,7 +270,8 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
     _handle_end_signals()
     process.state.pauses.clear()  # already shown by the interface
-    run = LiveRun(process, progress, stops=int(stopping))
+    log = None if log_file is None else RunLog(log_file)
+    run = LiveRun(process, progress, stops=int(stopping), log=log)
     run_code = run.conclude(run.watch(), as_json=False)
     return code or run_code
 
@@ -388,13 +287,21 @@ class LiveRun:
     """Follows a capture process: shows its progress and prints its result.
 
     A program of the user keeps its own signals, stdout and exit code. Signals are passed on to it
-    each time, because it decides what they mean.
+    each time, because it decides what they mean. A `prompt` reads commands where it pauses.
     """
 
-    def __init__(self, process: Capture, progress: RunProgress, *, stops: int = 0) -> None:
+    def __init__(
+        self,
+        process: Capture,
+        progress: RunProgress,
+        *,
+        stops: int = 0,
+        prompt: StepPrompt | None = None,
+        log: RunLog | None = None,
+    ) -> None:
         self._process, self._state, self._progress = process, process.state, progress
         self._is_program = process.has_own_streams
-        self._stops = stops
+        self._stops, self._prompt, self._log = stops, prompt, log
         self._end_signal = int(signal.SIGINT)
         self._debugger_stop: DebuggerStop | None = None
 
@@ -413,9 +320,18 @@ class LiveRun:
                 if code is not None:
                     self._progress.stop_following()
                     return code
+                self._read_commands()
                 time.sleep(child_process.POLL_INTERVAL_S)
             except KeyboardInterrupt as error:
                 self._stop(signals.interrupt_signal(error))
+
+    def _read_commands(self) -> None:
+        """Read commands if the model is paused; its last step is printed first."""
+        if self._prompt is None or (status := self._prompt.paused_status()) is None:
+            return
+        self._poll()
+        with self._progress.suspended():
+            self._prompt.read_commands(status)
 
     def _print(self, text: str) -> None:
         self._progress.console.print(escape_unprintable(text), soft_wrap=True)
@@ -442,6 +358,9 @@ class LiveRun:
         if state.recording is None or (state.is_over and self._progress.reader is None):
             return
         self._report_debugger_stop(state.recording)
+        if self._log is not None:
+            with suppress(TraceError):  # the end of the run shows why
+                self._log.follow(state.recording)
         # The trace of a program is read in verbose mode only: the program may need every core.
         if self._is_program and not self._progress.verbose:
             return
@@ -466,10 +385,13 @@ class LiveRun:
         """Print the result and, if the run failed, the reason. Return the exit code."""
         state, process = self._state, self._process
         path = finish_trace(process, code)
+        if self._log is not None:
+            self._log.close(path)
         summary = summarize_run(path) if path is not None else None
         if as_json:
             facts = summary or {"trace": None, "generations": []}
             error = state.error or (None if code == 0 else process.describe_exit(code))
+            facts.pop("is_own", None)  # only for the commands that are printed
             facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
             print_json(facts)
         elif summary is not None and not self._is_program:

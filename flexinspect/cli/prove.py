@@ -9,6 +9,7 @@ from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli import run as run_command
+from flexinspect.cli import run_flags
 from flexinspect.cli.flags import n_threads, positive_int
 from flexinspect.cli.output import errors_as_json, print_json, stdout_console
 from flexinspect.core.errors import UsageError
@@ -53,8 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     kinds = "|".join(PROOF_KINDS)
     parser.add_argument("proof", choices=PROOF_KINDS, metavar=kinds, help="what to prove")
-    run_command.add_program_flags(parser)
-    run_command.add_generation_flags(parser)
+    run_flags.add_program_flags(parser)
+    run_flags.add_generation_flags(parser)
     add = parser.add_argument_group("the proof", argument_default=argparse.SUPPRESS).add_argument
     tokens = ", ".join(f"{kind} {n}" for kind, n in _DEFAULT_NEW_TOKENS.items())
     n_tokens = f"decode steps after the prompt (default: {tokens})"
@@ -130,7 +131,7 @@ def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
 
 
 def _show(proof: Any, console: Console) -> None:
-    from flexinspect.cli.live_run import finding_text
+    from flexinspect.cli.run_summary import finding_text
 
     for line in proof.lines:
         console.print(escape_unprintable(line), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`flexinspect run`, whose flags `flexinspect prove` shares: capture a run in its own process."""
+"""`flexinspect run`: capture a generation or a program in its own process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import astuple, replace
 
-from flexinspect.cli.flags import add_low_bandwidth_flag, add_switches, n_threads, positive_int
 from flexinspect.cli.output import errors_as_json, print_lines
-from flexinspect.core.addresses import format_address, is_loopback, parse_address
+from flexinspect.cli.run_flags import configure
+from flexinspect.core.addresses import format_address, is_loopback
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import capitalize, print_message
@@ -41,6 +41,8 @@ examples:
   flexinspect run --grads --grads-steps 0-3             # which paraphrase affects each token
   flexinspect run --check-every 8                       # is the cached step what a recompute gives
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
+  flexinspect run --verbose --log-file flexattention_debug.log
+  flexinspect run --interactive --no-ui                 # stop at each step and read commands
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
   flexinspect run train_or_generate.py                 # your own program, unchanged
   flexinspect run script.py -- --its-own flags         # everything after the script is for it
@@ -51,169 +53,13 @@ examples:
 
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
-    *("--declare", "--level", "--layers", "--out", "--overwrite"),
-    *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
+    *("--declare", "--level", "--layers", "--out", "--overwrite", "--max-size"),
+    *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
     "--low-bandwidth",
-    *("--break", "--wait"),
+    *("--break", "--wait", "--interactive"),
     *("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb"),
 )
 """Flags that can be used with a program of the user."""
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
-        "       %(prog)s [options] -m MODULE [--] [its arguments]"
-    )
-    add_program_flags(parser)
-    add_generation_flags(parser)
-    _add_decoding_flags(parser)
-    _add_capture_flags(parser)
-    _add_debugger_flags(parser)
-    _add_control_flags(parser)
-
-
-def _add_group(parser: argparse.ArgumentParser, title: str, text: str | None = None) -> Any:
-    """Return a new group, whose flags are missing from the result unless they were given."""
-    return parser.add_argument_group(title, text, argument_default=argparse.SUPPRESS)
-
-
-def add_program_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name the user's program, and its declaration."""
-    add = _add_group(
-        parser,
-        "a program of your own",
-        "only the flags of this group and of the groups capture and output, debugger, breakpoints "
-        "and control apply to it",
-    ).add_argument
-    # PARSER consumes all following arguments, flags included; it is required by default.
-    own = {"nargs": argparse.PARSER}
-    add("program", **own, metavar="SCRIPT.py", help="run this file, unchanged").required = False
-    add("-m", dest="module", **own, metavar="MODULE", help="run this module")
-    declare = "TOML or JSON: the segments of its prompts and the declared mask"
-    add("--declare", metavar="FILE", help=declare)
-
-
-def add_generation_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of our own generation: its model, prompts and attention."""
-    from flexinspect.masks.algebra import PRESETS, SEPARATOR_MODES
-    from flexinspect.records.prompt import POSITION_MODES
-
-    add = (group := _add_group(parser, "model")).add_argument
-    add("--model", help="demo, an alias, a hub id or a folder (default: demo)")
-    add("--weights", choices=("pretrained", "random"), help="default: pretrained")
-    add("--device", help="auto, cuda, cuda:N, cpu or mps")
-    add("--dtype", help="auto, float32, bfloat16 or float16")
-    add("--seed", type=int, help="seed of random weights and of sampling (default: 0)")
-    add_switches(group, trust_remote_code="allow code that comes with the model to run")
-    add = _add_group(parser, "data").add_argument
-    names = "demo, webqa, myriadlama, FILE.jsonl or package.module:Class"
-    add("--dataset", metavar="NAME", help=f"{names} (default: demo, unless --prompt is given)")
-    add("--prompt", action="append", help="a paraphrase (may be repeated)")
-    add("--max-samples", type=positive_int, help="default: 1")
-    n_paraphrases = "default: the first five, or all of --indices"
-    add("--num-paraphrases", "--num_paraphrases", type=positive_int, help=n_paraphrases)
-    add("--indices", metavar="0,1,2", help="which paraphrases of each sample")
-    add("--indexs", dest="indices", help=argparse.SUPPRESS)  # as scripts of self-ensemble spell it
-    add("--instruction", help="shared text before the paraphrases")
-    add("--separator", help="after each paraphrase (default: \\n)")
-    add("--cue", help="before the answer (default: Answer:)")
-    add = _add_group(parser, "attention").add_argument
-    masks = f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)"
-    add("--mask", metavar="MASK", help=masks)
-    rows = "attached to the segment before (default), or isolated: their rows attend to nothing"
-    add("--separators", choices=SEPARATOR_MODES, help=rows)
-    ids = "position ids; reset: every paraphrase starts at the same one (default: contiguous)"
-    add("--positions", choices=POSITION_MODES, help=ids)
-    compiles = "compile FlexAttention (default: on CUDA only)"
-    add("--compile", action=argparse.BooleanOptionalAction, help=compiles)
-
-
-def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
-    from flexinspect.records.step import GRADIENT_TARGETS
-
-    group = _add_group(parser, "decoding (greedy unless a sampling flag is given)")
-    add = group.add_argument
-    add("--max-new-tokens", type=positive_int, help="default: 32")
-    add("--stop", choices=("newline", "eos"), help="where an answer ends (default: newline)")
-    add_switches(group, sample="sample instead of greedy decoding")
-    add("--temperature", type=float, help="divides the logits; enables sampling (default: 1.0)")
-    add("--top-k", type=int, help="best tokens to keep; enables sampling (default: 0, all)")
-    add("--top-p", type=float, help="probability to keep; enables sampling (default: 1.0, all)")
-    add = (group := _add_group(parser, "gradients (computed after a generation)")).add_argument
-    target = "gradients of each generated token's log-probability (default), or of its margin to "
-    target += "the next best token; one forward and backward of the whole sequence per token"
-    add("--grads", nargs="?", const="logprob", choices=GRADIENT_TARGETS, help=target)
-    add("--grads-steps", metavar="0,5-7", help="only of these steps (default: all)")
-    anomaly = "report the line of the forward whose backward produces NaN; twice as slow"
-    add_switches(group, detect_anomaly=anomaly)
-    add = _add_group(parser, "equivalence (checked while generating)").add_argument
-    check = (
-        "recompute the whole sequence every N steps, without a cache and by another kernel, and "
-    )
-    check += "report layers that differ; each costs a forward over the sequence"
-    add("--check-every", type=positive_int, metavar="N", help=check)
-
-
-def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
-    add = (group := parser.add_argument_group("capture and output")).add_argument
-    levels = "how much to record (default: advanced)"
-    add("--level", default="advanced", choices=("basic", "advanced", "extreme"), help=levels)
-    layers = "the layers whose activations level extreme stores (default: all)"
-    add("--layers", metavar="0,3,5-7", help=layers)
-    add("--out", metavar="FILE", help="the trace file (default: named after the run)")
-    threads = "CPU threads (default: one less than cores; for your own program: unchanged)"
-    add("--threads", type=n_threads, help=threads)
-    add_switches(
-        group,
-        overwrite="replace an existing trace",
-        no_ui="print plain output instead of opening the interface",
-        json="print a summary as JSON on stdout",
-        verbose="print lengths, kernel path and candidates of each step; no interface",
-    )
-    add_low_bandwidth_flag(group)
-
-
-def _add_debugger_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "debugger",
-        "an uncompiled FlexAttention then runs each mask_mod as plain Python, so that breakpoints "
-        "in it are hit; the values stay the same",
-    )
-    address = "let VS Code attach to the capture process at this address (0: any free port)"
-    group.add_argument("--debugpy", type=_address, metavar="[HOST:]PORT", help=address)
-    expose = "allow a HOST that other machines can reach"
-    first = "wait for a client before anything runs"
-    add_switches(group, wait_for_client=first, debugpy_expose=expose)
-    pdb = "start pdb on this terminal at a breakpoint() or an exception"
-    group.add_argument("--pdb", "--interactive", action="store_true", help=pdb)
-    group = parser.add_argument_group("breakpoints", "docs/breakpoints.md describes the language")
-    condition = "stop when this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
-    condition += "'finding mask.* [once]' (may be repeated)"
-    many: dict[str, Any] = {"dest": "breakpoints", "action": "append", "default": []}
-    group.add_argument("--break", **many, metavar="EXPR", help=condition)
-    wait = "pause at a breakpoint even without a terminal, instead of ending with exit code 3"
-    add_switches(group, wait=wait)
-
-
-def _address(text: str) -> tuple[str, int]:
-    try:
-        return parse_address(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _add_control_flags(parser: argparse.ArgumentParser) -> None:
-    title = "flexinspect ctl and flexinspect attach control a run while it is running"
-    add = (group := parser.add_argument_group("control", title)).add_argument
-    serve = "accept commands over TCP too; every request needs the token that is printed"
-    add("--serve", metavar="HOST:PORT", help=serve)
-    hold = "keep the model alive after the last generation, until ctl continue or Ctrl-C"
-    insecure = "let --serve listen on an address that other machines can reach, unencrypted"
-    add_switches(group, hold=hold, insecure_bind=insecure)
-    add("--no-control", dest="control", action="store_false", help="accept no commands")
-    remote = "print the command lines to use this run from another machine, and exit"
-    add_switches(group, remote_help=remote)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -222,13 +68,14 @@ def run(args: argparse.Namespace) -> int:
         return _print_remote_help(args)
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
+        check_log_file(args.log_file)
         if job.serving is not None:
             _print_serve_address(*job.serving)
     is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     if is_terminal and not (args.no_ui or args.json or args.verbose):
         from flexinspect.cli.interface import inspect_run
 
-        return inspect_run(job)
+        return inspect_run(job, args.log_file)
     run: Job | Capture
     if isinstance(job, ScriptJob):
         from flexinspect.launch.child_process import ScriptProcess, forward_signals
@@ -238,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         run = job
     # A program is already running: import meanwhile what prints its result.
-    from flexinspect.cli.live_run import show_run
+    from flexinspect.cli.live_run import ShowOptions, show_run
 
-    return show_run(run, as_json=args.json, verbose=args.verbose)
+    options = ShowOptions(args.json, args.verbose, job.interactive, args.wait, args.log_file)
+    return show_run(run, options)
 
 
 class _RaisingParser(argparse.ArgumentParser):
@@ -259,6 +107,9 @@ def _print_remote_help(args: argparse.Namespace) -> int:
     return 0
 
 
+_CAPTURE_FLAGS = ("level", "layers", "threads", "overwrite", "max_size")
+
+
 def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
     """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
     command, *arguments = argv
@@ -270,9 +121,10 @@ def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
     capture: dict[str, Any] = {
-        **{name: getattr(args, name) for name in ("level", "layers", "threads", "overwrite")},
+        **{name: getattr(args, name) for name in _CAPTURE_FLAGS},
         "breakpoints": _breakpoints_of(args),
         "on_break": _on_break(args),
+        "interactive": _is_interactive(args),
         "control": args.control,
         "serving": _serve_options(args),
         "argv": tuple(sys.argv),
@@ -317,8 +169,24 @@ def _on_break(args: argparse.Namespace) -> jobs.OnBreak:
     if args.wait and not args.control:
         text = "--wait pauses the run until a command comes, and --no-control accepts none."
         raise UsageError(text, hint="Leave one of them out.")
-    is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
+    is_watched = (sys.stderr.isatty() and not args.json) or args.interactive
+    is_watched = is_watched or args.pdb or args.debugpy is not None
     return "wait" if args.wait or is_watched else "stop"
+
+
+def _is_interactive(args: argparse.Namespace) -> bool:
+    """Return whether the run stops at each step. Raises `UsageError` if no command can come."""
+    if not args.interactive:
+        return False
+    if not args.control:
+        text = "--interactive stops until a command comes, and --no-control accepts none."
+        raise UsageError(text, hint="Leave one of them out.")
+    is_program = hasattr(args, "program") or hasattr(args, "module")
+    if is_program and not args.wait and jobs.controlling_terminal() is None:
+        text = "--interactive reads its commands from a terminal, and there is none here: the "
+        text += "standard input belongs to the program."
+        raise UsageError(text, hint="Add --wait to send them with flexinspect ctl.")
+    return True
 
 
 def _debugger_of(args: argparse.Namespace) -> DebuggerOptions:
@@ -378,6 +246,9 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         hint = "Leave one of them out."
         if "dataset" in flags:
             what = "--prompt and --dataset exclude each other: both select the prompts."
+            raise UsageError(what, hint=hint)
+        if "paraphrases" in flags:
+            what = "--paraphrases adds to the questions of a dataset, and --prompt gives them all."
             raise UsageError(what, hint=hint)
         if "max_samples" in flags:
             what = "--max-samples limits the samples of a dataset, and --prompt is a single sample."
@@ -446,6 +317,14 @@ def check_trace(job: Job | ScriptJob) -> None:
         raise UsageError(
             f"The trace {job.out} exists already.", hint="Choose another --out, or add --overwrite."
         )
+
+
+def check_log_file(file: str | None) -> None:
+    """Raise `UsageError` for a log file that cannot be written, before anything runs."""
+    if file is not None:
+        from flexinspect.cli.run_log import RunLog
+
+        RunLog(file).close(None)
 
 
 def check_program_flags(args: argparse.Namespace, *names: str) -> None:

@@ -18,6 +18,7 @@ BEFORE_FIRST = -1  # `StepRef.step` before any step has finished
 MAX_NUMBER = 2**31 - 1  # the largest number that a message may hold, such as a step
 
 PAUSE_REQUESTED: Final = "requested"  # `StatusResponse.reason` of a pause that a command asked for
+INTERACTIVE: Final = "--interactive"  # that of the pause before the first step
 
 State = Literal["loading", "running", "pausing", "paused", "holding", "finished"]
 """loading: no forward yet. pausing: pauses after the current step. holding: the last generation has

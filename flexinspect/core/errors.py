@@ -33,6 +33,18 @@ def summarize_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+_OUT_OF_MEMORY = (
+    *("outofmemory", "out of memory", "memoryerror", "not enough memory"),
+    *("can't allocate memory", "cannot allocate memory", "cublas_status_alloc_failed"),
+)
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Return whether the text of an exception, with its type, says that memory ran out."""
+    lowered = text.lower()
+    return any(part in lowered for part in _OUT_OF_MEMORY)
+
+
 def exception_chain(error: BaseException) -> list[BaseException]:
     """Return an exception with all exceptions of its `__cause__` and `__context__` chains."""
     chain: dict[int, BaseException] = {}

@@ -47,6 +47,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "training": "flexinspect.panels.training_panel:TrainingPanel",
         "gradstrip": "flexinspect.panels.training_panel:GradientStripPanel",
         "code": "flexinspect.panels.code_panel:CodePanel",
+        "tensors": "flexinspect.panels.tensors_panel:TensorsPanel",
     },
     RULES: {
         "prompt": "flexinspect.rules.prompt.segments:PromptRule",

@@ -8,7 +8,7 @@
 * `webqa:PATH` and `myriadlama:PATH`: the same from a local .jsonl, .json or .csv file, or from a
   folder written by `Dataset.save_to_disk` (needs the extra);
 * a name registered with `register_dataset`, or in the group `ENTRY_POINTS` of entry points;
-* `package.module:Class`: the user's own class, see `ParaphraseDataset`.
+* `package.module:Class`: the user's own class, see `user_datasets.ParaphraseDataset`.
 
 Files of the user hold one object per row: `paraphrases` (a list of texts), `question` (a text) or
 both (the question is paraphrase 0); optional `answers` or `answer` (texts or a text) and `id` or
@@ -22,61 +22,27 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import random
 import re
 import sys
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec import Struct
 
 from flexinspect.core import plugins
 from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable
 from flexinspect.core.errors import DatasetError, FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import did_you_mean
+from flexinspect.inputs.samples import Sample, check_object, check_texts, sample_from
+from flexinspect.inputs.user_datasets import user_samples
 
 DEMO = PACKAGE_DATA / "demo" / "questions.jsonl"
 ENTRY_POINTS = "flexinspect.inputs.datasets"
 _BUILT_IN = ("demo", "webqa", "myriadlama")
 _CLASS_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _registered: dict[str, Callable[[], Any]] = {}
-
-
-class ParaphraseDataset:
-    """Base class of a user's dataset: override `load_dataset`.
-
-    Any class with a `load_dataset()` and a constructor without arguments works; this one adds
-    batches. Pass it to flexinspect as `--dataset package.module:Class`, with `register_dataset`, or
-    as an entry point of the group `flexinspect.inputs.datasets`.
-    """
-
-    def load_dataset(self) -> Iterable[Sample | Mapping[str, Any]]:
-        """Return the samples: `Sample` records or mappings with the fields of a JSONL line."""
-        raise NotImplementedError(f"{type(self).__name__} must define load_dataset()")
-
-    def get_dataloader(
-        self, batch_size: int = 8, shuffle: bool = False, seed: int = 0
-    ) -> Iterator[list[Any]]:
-        """Yield batches of at most `batch_size` samples, shuffled with `seed` if `shuffle`."""
-        if batch_size < 1:
-            raise UsageError(f"A batch size of {batch_size} is not possible; use 1 or more.")
-        samples = list(self.load_dataset())
-        if shuffle:
-            random.Random(seed).shuffle(samples)
-        for start in range(0, len(samples), batch_size):
-            yield self.collate_fn(samples[start : start + batch_size])
-
-    def collate_fn(self, batch: Sequence[Any]) -> list[Any]:
-        """Return the batch that `get_dataloader` yields: by default the list of samples."""
-        return list(batch)
-
-
-# The spelling in the self-ensemble project, so that classes written for it keep working.
-ParaPharaseDataset = ParaphraseDataset
 
 
 def register_dataset(name: str, dataset: Callable[[], Any]) -> None:
@@ -147,73 +113,13 @@ def _import(spec: str) -> Any:
 def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
     """Yield the samples of a user's dataset, whose code may fail in any way."""
     try:
-        for number, item in enumerate(make().load_dataset(), start=1):
-            is_sample = isinstance(item, Sample)
-            yield item if is_sample else sample_from(item, f"{spec}, sample {number}", str(number))
+        yield from user_samples(spec, make())
     except FlexInspectError:
         raise
     except (Exception, SystemExit) as error:  # its module may be a script that calls sys.exit()
         hint = "It needs a constructor without arguments and a load_dataset() with samples."
         what = f"The dataset {spec} failed: {summarize_error(error)}."
         raise DatasetError(what, hint=hint) from error
-
-
-def choose_paraphrases(
-    sample: Sample, num_paraphrases: int | None = None, indices: str | None = None
-) -> Sample:
-    """Return the sample with a selection of its paraphrases.
-
-    `indices` selects by number from 0, in the given order: "0,2,1", "0-2" (inclusive), or both.
-    `num_paraphrases` then keeps the first ones. Raises `DatasetError` if the sample has fewer, and
-    `UsageError` if `indices` is not a list of numbers.
-    """
-    available = len(sample.paraphrases)
-    chosen = list(range(available)) if indices is None else _parse_indices(indices)
-    has = f"The sample {sample.id} has"
-    beyond = next((index for index in chosen if index >= available), None)
-    if beyond is not None:
-        what = f"{has} {available} paraphrases, counted from 0: there is no number {beyond}."
-        raise DatasetError(what, hint=f"Use --indices between 0 and {available - 1}.")
-    if num_paraphrases is not None and num_paraphrases < 1:
-        raise UsageError(f"--num-paraphrases {num_paraphrases} is not possible; use 1 or more.")
-    if num_paraphrases is not None and num_paraphrases > len(chosen):
-        what = f"{has} {len(chosen)} paraphrases to choose from, not {num_paraphrases}."
-        hint = f"Use --num-paraphrases {len(chosen)} or less, or a dataset with more."
-        raise DatasetError(what, hint=hint)
-    paraphrases = tuple(sample.paraphrases[index] for index in chosen[:num_paraphrases])
-    return replace(sample, paraphrases=paraphrases)
-
-
-def _parse_indices(text: str) -> list[int]:
-    chosen: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
-            hint = "Write numbers from 0 with commas, or ranges: 0,1,2 or 0-2."
-            raise UsageError(f"--indices {text!r} is not a list of paraphrases.", hint=hint)
-        first, last = int(match[1]), int(match[2] or match[1])
-        chosen.extend(range(first, min(last, first + 10_000) + 1))
-    return chosen
-
-
-def from_prompts(prompts: Sequence[str]) -> Sample:
-    """Return the sample of repeated `--prompt TEXT` flags, one per paraphrase, without answers.
-
-    Raises `DatasetError` if there is no prompt, or an empty one.
-    """
-    if not prompts or not all(prompt.strip() for prompt in prompts):
-        hint = "Give --prompt TEXT, once per paraphrase, each with text."
-        raise DatasetError("A prompt is empty.", hint=hint)
-    return Sample("prompt", tuple(prompts), (), {"source": "--prompt"})
-
-
-class Sample(Struct, frozen=True):
-    """One question: its paraphrases, the correct answers, and further fields in `meta`."""
-
-    id: str
-    paraphrases: tuple[str, ...]
-    answers: tuple[str, ...] = ()
-    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DatasetRow(Struct, frozen=True):
@@ -241,7 +147,7 @@ def local_rows(path: Path) -> Iterator[DatasetRow]:
         raise DatasetError(what, hint="Use .jsonl, .json or .csv.")
     try:
         for row in reader(path):
-            _check_object(row.fields, row.where)
+            check_object(row.fields, row.where)
             yield row
     except UnicodeDecodeError as error:
         raise DatasetError(f"The dataset file {path} is not UTF-8 text.") from error
@@ -307,47 +213,6 @@ def _parse_list_cell(text: str) -> Any:
 
 def _unescape(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
-
-
-def _check_object(fields: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(fields, dict):
-        raise DatasetError(f"{where}: expected an object, not {type(fields).__name__}.")
-    return fields
-
-
-def sample_from(fields: Any, where: str, default_id: str) -> Sample:
-    """Convert one object of a user's file to a sample. Raises `DatasetError`."""
-    fields = dict(fields) if isinstance(fields, Mapping) else _check_object(fields, where)
-    used = ("id", "uuid", "question", "paraphrases", "answers", "answer")
-    question, paraphrases = fields.get("question"), fields.get("paraphrases")
-    if question is None and paraphrases is None:
-        hint = f"The fields are {', '.join(fields) or 'none'}."
-        raise DatasetError(f"{where}: there is neither `question` nor `paraphrases`.", hint=hint)
-    texts = check_texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
-    if question is not None:
-        first = check_texts(question, where, "question")
-        texts = (*first, *(text for text in texts if text not in first))
-    if not texts:
-        raise DatasetError(f"{where}: `paraphrases` is empty.")
-    answers = fields.get("answers", fields.get("answer"))
-    identity = fields.get("id", fields.get("uuid"))
-    return Sample(
-        id=default_id if identity in (None, "") else str(identity),
-        paraphrases=texts,
-        answers=() if answers is None else check_texts(answers, where, "answers"),
-        meta={key: value for key, value in fields.items() if key not in used},
-    )
-
-
-def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
-    """Return one text, or a list of texts, as a tuple. Raises `DatasetError` for an empty text."""
-    value, what = [value] if isinstance(value, str) else value, f"{where}: `{name}`"
-    if not isinstance(value, list | tuple):
-        raise DatasetError(f"{what} must be a text or a list of texts, not {type(value).__name__}.")
-    for index, text in enumerate(value):
-        if not isinstance(text, str) or not text.strip():
-            raise DatasetError(f"{what} number {index} must be a non-empty text, not {text!r}.")
-    return tuple(value)
 
 
 def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iterator[Sample]:
@@ -485,23 +350,3 @@ def _library_rows(
         DatasetRow(f"{source}, row {number}", number, dict(fields))
         for number, fields in enumerate(items, start=1)
     )
-
-
-def judge_answer(state: str, answer: str, expected: Sequence[str]) -> bool | None:
-    """Whether an answer is one of the expected ones, by the state of its branch.
-
-    None if no answer is expected, or the answer is not finished.
-    """
-    return is_correct_answer(answer, expected) if expected and state == "finished" else None
-
-
-def is_correct_answer(answer: str, expected: Iterable[str]) -> bool:
-    """Return whether an answer contains an expected one as whole words, up to case and spaces.
-
-    A model may answer in a sentence. This is the measure of Mallen et al., "When Not to Trust
-    Language Models" (2023), but for the borders of words.
-    """
-    texts = (unicodedata.normalize("NFC", text).casefold() for text in (answer, *expected))
-    given, *others = (" ".join(text.split()) for text in texts)
-    names = filter(None, (text.rstrip(" .") for text in others))
-    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", given) for name in names)

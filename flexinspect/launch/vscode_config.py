@@ -33,6 +33,11 @@ def _run_configuration(name: str, *args: str) -> Mapping[str, Any]:
     return {"name": f"flexinspect: {name}", **_LAUNCH, **options, "subProcess": True}
 
 
+def _debug_configuration(name: str, *args: str) -> Mapping[str, Any]:
+    """Return a configuration with the name that users of the self-ensemble project know."""
+    return {**_run_configuration("", "run", "--model", "demo", *args), "name": name}
+
+
 def _attach_configuration(name: str, **how: Any) -> Mapping[str, Any]:
     return {"name": f"flexinspect: {name}", **_COMMON, "request": "attach", **how}
 
@@ -40,6 +45,11 @@ def _attach_configuration(name: str, **how: Any) -> Mapping[str, Any]:
 CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
     _run_configuration("run a generation", "run", "--model", "demo", "--max-samples", "2"),
     _run_configuration("run this file", "run", "${file}"),
+    _debug_configuration("Debug FlexAttention", "--dataset", "demo", "--num_paraphrases", "3"),
+    _debug_configuration(
+        "Debug FlexAttention (Debug Script)",
+        *("--dataset", "demo", "--max-samples", "2", "--verbose"),
+    ),
     _attach_configuration("attach to a run", connect={"host": "127.0.0.1", "port": PORT}),
     _attach_configuration("attach by process id", processId="${command:pickProcess}"),
     {"name": "flexinspect: tests", **_LAUNCH, "module": "pytest", "args": ["tests"]},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from statistics import median
 
@@ -22,6 +22,7 @@ from flexinspect.records.imported import imported_facts
 from flexinspect.records.step import UNKNOWN, Candidate, LogitsRecord
 from flexinspect.trace.queries import branch_of_step, step_range
 from flexinspect.trace.query_results import StepRow
+from flexinspect.trace.reader import TraceReader
 
 SERIES: Mapping[str, Callable[[StepRow], float | None]] = {
     "entropy": lambda row: row.entropy,
@@ -39,6 +40,8 @@ _MAX_HISTOGRAM_HEIGHT = 8
 """Maximum lines of the histogram, its title included."""
 
 NUMBER_WIDTH = 7
+_PROCESSED = "logits.processed."
+"""The beginning of the streams with what each logits processor left of the candidates."""
 
 
 class LogitsData(Struct, frozen=True):
@@ -54,6 +57,8 @@ class LogitsData(Struct, frozen=True):
     window: timeline.StepWindow
     rows: Mapping[int, StepRow]
     is_imported: bool = False
+    processed: Mapping[str, Sequence[float]] = {}
+    """The candidates' log-probabilities after each logits processor, in order, by its name."""
 
     @property
     def is_processed(self) -> bool:
@@ -170,6 +175,37 @@ def _describe_processors(data: LogitsData) -> str:
     return f"The processors filtered {share} (as top-k and top-p do: their score is -Inf)."
 
 
+def _load_processed(reader: TraceReader, key: tuple[int, int, int]) -> dict[str, Sequence[float]]:
+    """Return what each logits processor left of the candidates: log-probabilities, in order."""
+    generation, step, branch = key
+    found: dict[int, tuple[str, Sequence[float]]] = {}
+    for info in reader.arrays(generation, step, branch):
+        if info.stream.startswith(_PROCESSED):
+            number, _, name = info.stream.removeprefix(_PROCESSED).partition(".")
+            array = reader.array(generation, step, info.stream, None, branch)
+            if number.isdecimal() and array is not None:
+                found[int(number)] = (escape_unprintable(name), array.tolist())
+    # A processor may run twice; then the number tells them apart.
+    return {f"{number + 1} {name}": values for number, (name, values) in sorted(found.items())}
+
+
+def _processor_table(data: LogitsData) -> list[str]:
+    """Return the probability of each candidate before and after each processor."""
+    names = [name.removesuffix("LogitsWarper").removesuffix("Processor") for name in data.processed]
+    width = max(9, *map(len, names))
+    heads = "".join(f"  {name:>{width}}" for name in ("logits", *names))
+    lines = ["The processors, one after the other (probability):", f"{heads}  token"]
+    for number, candidate in enumerate(data.record.candidates):
+        after = (values[number] for values in data.processed.values() if number < len(values))
+        cells = (
+            "filtered" if logprob == -math.inf else format_probability(logprob)
+            for logprob in (candidate.logprob, *after)
+        )
+        row = "".join(f"  {cell:>{width}}" for cell in cells)
+        lines.append(f"{row}  {quote_token(candidate.text, candidate.token_id)}")
+    return lines
+
+
 def _candidate_numbers(candidate: Candidate, width: int) -> tuple[str, str, str, str]:
     """Return the logit, its probability, the score and its probability (or "filtered")."""
     logit, score = (plots.format_number(n, width) for n in (candidate.logit, candidate.score))
@@ -261,7 +297,8 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         text = next((token.text for token in tokens if token.token_id == record.chosen_id), None)
         by_step = {row.step: row for row in rows}
         is_imported = imported_facts(reader.run()) is not None
-        return LogitsData(place.step, record, text, window, by_step, is_imported)
+        processed = _load_processed(reader, (place.generation, place.step, branch))
+        return LogitsData(place.step, record, text, window, by_step, is_imported, processed)
 
     def describe(self, data: LogitsData) -> list[str]:
         """Return the choice, the candidates as a table, and summaries of the timelines."""
@@ -276,6 +313,8 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         lines.append(_describe_processors(data))
         table = ["", *_candidate_table(data), ""]
         lines += table if record.candidates else ["No candidates are recorded."]
+        if data.processed:
+            lines += [*_processor_table(data), ""]
         lines += [_describe_series(data, name) for name in SERIES]
         return [*lines, _describe_histogram(record)]
 

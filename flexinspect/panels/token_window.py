@@ -281,7 +281,7 @@ def is_answer_correct(
     if not expected:
         return None
     # Most traces have no expected answers, so the data sets are imported only here.
-    from flexinspect.inputs.datasets import judge_answer
+    from flexinspect.inputs.samples import judge_answer
 
     key = ("right", *branch, state)
     return source.get_or_create(key, lambda: judge_answer(state, answer, expected))

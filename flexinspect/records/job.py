@@ -110,16 +110,19 @@ class CaptureJob(Struct, frozen=True, kw_only=True):
     """What every run under capture has; it travels to its process as one line of JSON.
 
     `serving` is host, port and secret token of a control server over TCP. `threads` is None for the
-    default number.
+    default number. An `interactive` run pauses before its first step.
+    `max_size` is a limit of the trace in bytes.
     """
 
     out: str
     level: str = "advanced"
     layers: str | None = None
+    max_size: int | None = None
     threads: int | None = None
     overwrite: bool = False
     breakpoints: tuple[str, ...] = ()
     on_break: OnBreak = "wait"
+    interactive: bool = False
     control: bool = True
     serving: tuple[str, int, str] | None = None
     debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
@@ -144,6 +147,7 @@ class Job(CaptureJob, frozen=True, kw_only=True):
     model: str = "demo"
     dataset: str = "demo"
     prompts: tuple[str, ...] = ()
+    paraphrases: str | None = None
     max_samples: int = 1
     num_paraphrases: int | None = None
     indices: str | None = None

@@ -45,6 +45,8 @@ def actions_to_show(
             yield from _RUNNING
         else:
             yield from follow
+    elif status.live and capture_status.state == "paused":  # before the first step
+        yield from _PAUSED
     yield from (action for action in _PANEL_ACTIONS if action in panel.actions)
     has_tokens = not status.run.get("watch_training")
     yield from (action for action in _MOVES if has_tokens or not action.startswith("tokens."))

@@ -47,8 +47,17 @@ def test_another_address_needs_to_be_insisted_on(capsys: Said) -> None:
 def test_a_wait_needs_a_port_and_pdb_a_terminal_of_its_own(capsys: Said) -> None:
     assert "--debugpy is not given" in refused(["--wait-for-client"], capsys)
     assert "exclude each other" in refused(["--pdb", "--debugpy", "0"], capsys)
-    for name in ("--pdb", "--interactive"):  # two names of one flag
-        assert "--pdb needs a terminal" in refused([name], capsys)
+    assert "--pdb needs a terminal" in refused(["--pdb"], capsys)
+
+
+def test_a_run_that_stops_at_each_step_needs_someone_to_continue_it(
+    capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text("print('ran')", "utf-8")
+    message = refused(["--interactive", "program.py"], capsys)
+    assert "the standard input belongs to the program" in message
+    assert "--no-control accepts none" in refused(["--interactive", "--no-control"], capsys)
 
 
 @pytest.mark.parametrize("text", ["", "host:", "70000", "5678x", "127.0.0.1"])

@@ -11,7 +11,8 @@ from rich.console import Console
 from support.traces import sample_trace
 from support.undeclared import write
 
-from flexinspect.cli.live_run import RunProgress, print_summary, summarize_run
+from flexinspect.cli.live_run import RunProgress
+from flexinspect.cli.run_summary import print_summary, summarize_run
 
 
 def test_no_line_is_lost_when_ctrl_c_comes_before_it_is_printed(

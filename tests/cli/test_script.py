@@ -179,12 +179,13 @@ def test_threads_and_functions_at_exit_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_is_printed_is_kept_in_the_order_it_came(tmp_path: Path) -> None:
+    # Between two writes the reader must get its turn: two pipes have no common order.
     script = """
     import os, sys, time
     for n in range(5):
-        print("out", n); time.sleep(0.02)
-        print("err", n, file=sys.stderr); time.sleep(0.02)
-        os.write(1, b"raw\\n"); time.sleep(0.02)
+        print("out", n); time.sleep(0.08)
+        print("err", n, file=sys.stderr); time.sleep(0.08)
+        os.write(1, b"raw\\n"); time.sleep(0.08)
     """
     write(tmp_path, "script.py", script)
     inspected("script.py", cwd=tmp_path)

@@ -100,6 +100,23 @@ def test_an_unreadable_trace_ends_with_its_error_message(pane: Pane, tmp_path: P
     pane.until(lambda text: "code 2" in text)
 
 
+@pytest.mark.slow
+def test_an_interactive_run_waits_in_the_interface_for_each_step(pane: Pane) -> None:
+    flags = "run --interactive --weights random --stop eos --max-new-tokens 4 --out i.flextrace"
+    pane.type(f"{sys.executable} -P -m flexinspect {flags}", "Enter")
+    text = pane.until(lambda text: "paused: --interactive" in text and ". one token" in text)
+    assert "no step yet" in text
+    for number in (1, 2):
+        pane.type(".")
+        pane.until(lambda text, n=number: f"token {n} of {n} " in text and "· paused" in text)  # type: ignore[misc]
+    pane.type("Space")
+    pane.until(lambda text: "of 4" in text and "paused" not in text)
+    pane.type("q")
+    pane.until(lambda text: "The run is not finished." in text)  # the model is kept for forks
+    pane.type("Enter")
+    pane.until(lambda text: "next  flexinspect open i.flextrace" in _joined(text))
+
+
 def test_sigterm_leaves_the_terminal_clean(pane: Pane, trace: Path) -> None:
     before = pane.modes()
     command = f"{sys.executable} -P -m flexinspect open {trace.name} & echo $! > pid; fg"

@@ -9,22 +9,17 @@ import types
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+import flexinspect
 from flexinspect.core import environment, plugins
 from flexinspect.core.errors import DatasetError, UsageError
 from flexinspect.inputs import datasets
-from flexinspect.inputs.datasets import (
-    ParaPharaseDataset,
-    ParaphraseDataset,
-    Sample,
-    choose_paraphrases,
-    from_prompts,
-    load,
-    register_dataset,
-)
+from flexinspect.inputs.datasets import load, register_dataset
+from flexinspect.inputs.samples import Sample, choose_paraphrases, from_prompts
+from flexinspect.inputs.user_datasets import ParaPharaseDataset, ParaphraseDataset
 
 QUESTION = {
     "id": "q1",
@@ -374,6 +369,121 @@ def test_batches_are_lists_and_shuffling_is_seeded() -> None:
         next(Ten().get_dataloader(batch_size=0))
     with pytest.raises(NotImplementedError):
         ParaphraseDataset().load_dataset()
+
+
+class Batched(ParaPharaseDataset):
+    """A class as in the self-ensemble project: columns, with the prompts by paraphrase."""
+
+    def __init__(self) -> None:
+        super().__init__("mine", "model")
+        self.calls: list[str] = []
+
+    def load_dataset(self) -> Any:
+        return [{"uuid": f"u{n}", "p": [f"a{n}", f"b{n}"], "answers": [f"x{n}"]} for n in range(9)]
+
+    def get_dataloader(self, batch_size: int = 8, shuffle: bool = False, seed: int = 0) -> Any:
+        self.calls.append(f"loader {batch_size} {shuffle}")
+        return super().get_dataloader(4, shuffle)
+
+    def collate_fn(self, batch: Any) -> Any:
+        self.calls.append(f"collate {len(batch)}")
+        prompts = [[row["p"][k] for row in batch] for k in range(2)]
+        return [row["uuid"] for row in batch], [row["answers"] for row in batch], prompts
+
+
+def test_overridden_dataloader_and_collate_fn_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Batched()
+    monkeypatch.setattr(datasets, "_registered", {"own": lambda: made})
+    samples = load("own")
+    assert made.calls == ["loader 8 False", "collate 4", "collate 4", "collate 1"]
+    assert [one.id for one in samples] == [f"u{n}" for n in range(9)]
+    assert samples[5] == Sample("u5", ("a5", "b5"), ("x5",))
+
+
+def test_only_the_batches_that_are_needed_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Batched()
+    monkeypatch.setattr(datasets, "_registered", {"own": lambda: made})
+    assert len(load("own", max_samples=3)) == 3
+    assert made.calls == ["loader 8 False", "collate 4"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((["q1?", "q2?"], [["a"], ["b"]]), [("1", ("q1?",), ("a",)), ("2", ("q2?",), ("b",))]),
+        ({"question": ["q?"], "answer": ["a"]}, [("1", ("q?",), ("a",))]),
+        ([("q?", "a")], [("1", ("q?",), ("a",))]),
+    ],
+)
+def test_a_batch_may_be_columns_or_rows(
+    monkeypatch: pytest.MonkeyPatch, batch: Any, expected: Any
+) -> None:
+    class Own:
+        def get_dataloader(self) -> Any:
+            return [batch]
+
+    monkeypatch.setattr(datasets, "_registered", {"own": Own})
+    assert [(one.id, one.paraphrases, one.answers) for one in load("own")] == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((["u"], [["a"]], [["p1", "p2"]]), "prompts\\[0\\] has 2 texts for 1 samples"),
+        ({"question": ["q", "r"], "answers": ["a"]}, "different lengths: question 2, answers 1"),
+        ((["u"], ["a"], ["p"], ["z"]), "a tuple of 4 columns"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused_with_its_number(
+    monkeypatch: pytest.MonkeyPatch, batch: Any, message: str
+) -> None:
+    class Own:
+        def get_dataloader(self) -> Any:
+            return [batch]
+
+    monkeypatch.setattr(datasets, "_registered", {"own": Own})
+    with pytest.raises(DatasetError, match=message) as raised:
+        load("own")
+    assert raised.value.message.startswith("own, batch 1: ")
+
+
+class Named(NamedTuple):
+    question: str
+    answers: list[str]
+
+
+@pytest.mark.parametrize(
+    ("row", "sample"),
+    [
+        (("q?",), Sample("1", ("q?",))),
+        (("q?", "a"), Sample("1", ("q?",), ("a",))),
+        ((["p", "q"], ["a", "b"]), Sample("1", ("p", "q"), ("a", "b"))),
+        (("id7", ["p", "q"], "a"), Sample("id7", ("p", "q"), ("a",))),
+        (Named("q?", ["a"]), Sample("1", ("q?",), ("a",))),
+    ],
+)
+def test_a_row_may_be_a_tuple(monkeypatch: pytest.MonkeyPatch, row: Any, sample: Sample) -> None:
+    class Own:
+        def load_dataset(self) -> Any:
+            return [row]
+
+    monkeypatch.setattr(datasets, "_registered", {"own": Own})
+    assert load("own") == [sample]
+
+
+def test_a_tuple_of_another_length_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own:
+        def load_dataset(self) -> Any:
+            return [("a", "b", "c", "d")]
+
+    monkeypatch.setattr(datasets, "_registered", {"own": Own})
+    with pytest.raises(DatasetError, match="sample 1: expected an object, not tuple"):
+        load("own")
+
+
+def test_the_base_class_is_a_public_name_under_both_spellings() -> None:
+    assert flexinspect.ParaPharaseDataset is flexinspect.ParaphraseDataset is ParaphraseDataset
+    assert flexinspect.register_dataset is register_dataset
 
 
 # Choosing paraphrases

@@ -10,7 +10,7 @@ from support.tiny import make_pieces
 
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.text import escape_unprintable
-from flexinspect.inputs.datasets import is_correct_answer
+from flexinspect.inputs.samples import is_correct_answer
 from flexinspect.masks import algebra
 from flexinspect.records.job import Job, PromptTexts, SamplingOptions, parse_layers, parse_steps
 from flexinspect.records.prompt import (

@@ -364,7 +364,7 @@ def test_the_answer_is_evaluated_once_when_it_is_loaded(
         judged.append(answer)
         return True
 
-    monkeypatch.setattr("flexinspect.inputs.datasets.is_correct_answer", is_correct)
+    monkeypatch.setattr("flexinspect.inputs.samples.is_correct_answer", is_correct)
     path = write(tmp_path / "a.flextrace", {}, expected=("yes",))
     source = Source(open_trace(path))
     for number in (0, 1, 2):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from flexinspect.cli.live_run import summarize_run
+from flexinspect.cli.run_summary import summarize_run
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
 from flexinspect.panels.base import Missing, Request, TracePlace

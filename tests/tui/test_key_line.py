@@ -40,6 +40,13 @@ def test_a_view_behind_a_live_run_offers_to_follow() -> None:
     assert "step.follow" not in shown(LIVE)
 
 
+def test_a_run_that_is_paused_before_its_first_step_offers_to_run_it() -> None:
+    status = RunStatus("recording", generations=1, last_step=None)
+    capture = CaptureStatus(StatusResponse("paused", StepRef(), "paused before the first step"))
+    actions = actions_to_show(status, capture, load_panel("run"), generation=0, following=True)
+    assert [*actions][:2] == ["run.pause", "run.step"]
+
+
 @pytest.mark.parametrize("state", ["paused", "holding"])
 def test_only_the_answer_of_the_model_offers_to_fork(state: Any) -> None:
     status = StatusResponse(state, StepRef(1, 0, 2), state, can_rewind=True)

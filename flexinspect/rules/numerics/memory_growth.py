@@ -1,4 +1,4 @@
-"""Checks memory that attention does not explain: mask creation, growth per step, capture."""
+"""Checks memory that attention does not explain: mask builds, growth, capture; and its end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from flexinspect.core.text import plural, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Severity
-from flexinspect.records.step import BuildRecord, StepRecord
+from flexinspect.records.step import BuildRecord, EventRecord, StepRecord
 from flexinspect.rules.attention.kernel_path import grid_sizes
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 
 MIB = 1 << 20
 MIN_BUILD_BYTES = 96 * MIB  # peak growth during a mask build from which it is reported
@@ -86,6 +87,12 @@ class MemoryRule(Rule):
             used = memory.rss if memory.cuda_allocated is None else memory.cuda_allocated
             self._bytes.append(used - memory.kv_cache)
             self._steps.append(step.step)
+
+    def on_event(self, event: EventRecord) -> Findings:
+        """Report that memory ran out."""
+        finding = out_of_memory_finding(event, self.context.generation.generation)
+        if finding is not None:
+            yield finding
 
     def on_generation_end(self) -> Findings:
         """Report steady growth."""

@@ -18,10 +18,12 @@ from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
 from flexinspect.records.step import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
+from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import Hook, StepDraft
+from flexinspect_hooks.capture.size_limit import SizeLimit
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.python_internals.threads import background_thread
 
@@ -101,6 +103,7 @@ class Recorder:
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
         self.evaluator: Any = None
         """The `BreakpointEvaluator` of what was written, in this thread; None without one."""
+        self.size_limit: SizeLimit | None = None
 
     @property
     def path(self) -> Path | None:
@@ -246,6 +249,8 @@ class Recorder:
             rules = rules if newest is None else self._rule_runners[newest]
         if rules is not None:
             self._write_results(rules.on_record(event))
+        elif (finding := out_of_memory_finding(event)) is not None:
+            self._sink.write_findings([finding])
 
     def _write_results(self, results: RuleResults) -> None:
         """Write findings that do not belong to a step, and events of rules that failed."""
@@ -260,6 +265,10 @@ class Recorder:
         if self.failure is not None:
             return
         records, error = self._records(items), None
+        if self.size_limit is not None:
+            records = self._thinned(self.size_limit, records)
+            if not records:
+                return
         try:
             self._sink.write_steps(records)
         except TraceWriteError as raised:
@@ -270,6 +279,15 @@ class Recorder:
                 self.evaluator.evaluate(record)
         if error is not None:
             raise error
+
+    def _thinned(
+        self, limit: SizeLimit, records: list[step_records.StepRecord]
+    ) -> list[step_records.StepRecord]:
+        """Return what a size limit leaves of some steps, and write the events of its changes."""
+        kept = limit.thin(records)
+        while limit.events:
+            self._sink.write_event(limit.events.pop(0))
+        return kept
 
     def _records(self, items: Sequence[FinishedStep]) -> list[step_records.StepRecord]:
         """Turn steps into records, one kind of work after the other.

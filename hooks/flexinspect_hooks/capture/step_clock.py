@@ -33,6 +33,10 @@ class StepContext(Struct):
     token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
+    processed: tuple[tuple[str, Tensor], ...] = ()
+    """The scores after each logits processor, with its name."""
+    processors: tuple[str, ...] = ()
+    """The names in `processed`, which stay when the tensors are dropped."""
     is_scored: bool = True
     """Whether the token was chosen from `scores` (from the logits if `scores` is None)."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -53,6 +57,7 @@ class StepContext(Struct):
     def drop_references(self) -> None:
         """Drop every tensor, so that capture does not keep a step's memory alive."""
         self.logits = self.scores = self.output = None
+        self.processed = ()
 
 
 def off_cpu_s() -> float:

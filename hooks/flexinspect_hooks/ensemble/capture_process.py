@@ -20,12 +20,17 @@ from msgspec.structs import asdict
 
 from flexinspect.core import signals
 from flexinspect.core.environment import git_state
-from flexinspect.core.errors import FlexInspectError, TraceWriteError, summarize_error
+from flexinspect.core.errors import (
+    FlexInspectError,
+    TraceWriteError,
+    is_out_of_memory,
+    summarize_error,
+)
 from flexinspect.core.text import print_message
-from flexinspect.inputs import datasets, model_names
+from flexinspect.inputs import datasets, model_names, paraphrases, samples
 from flexinspect.inputs.config import load_config
-from flexinspect.inputs.datasets import Sample
 from flexinspect.inputs.model_names import ModelSource
+from flexinspect.inputs.samples import Sample
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
 from flexinspect_hooks.capture.new_trace import package_versions
@@ -89,9 +94,10 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
 
 
 def _describe_failure(error: Exception) -> FlexInspectError:
-    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+    if is_out_of_memory(summarize_error(error)):
         text = f"Memory ran out while the model ran: {summarize_error(error)}"
-        hint = "Use a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases."
+        hint = "Use a smaller model, --dtype bfloat16, --device cpu, --level basic, or fewer "
+        hint += "paraphrases; flexinspect explain memory.exhausted says more."
         return FlexInspectError(text, hint=hint)
     hint = "The full traceback is in the trace: flexinspect dump TRACE shows it under events."
     return FlexInspectError(f"The run failed: {summarize_error(error)}", hint=hint)
@@ -162,6 +168,7 @@ class CaptureRun(CapturedRun):
 
             threads = self.job.threads or default_threads()
             torch.set_num_threads(threads)
+            self._report_devices()
             self._record_progress("importing transformers", {})
             from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
@@ -181,6 +188,14 @@ class CaptureRun(CapturedRun):
                 self._generations(ensemble, session)
         finally:
             self._record_outcome(session)
+
+    def _report_devices(self) -> None:
+        """Record what there is to run on, before anything is loaded."""
+        from flexinspect_hooks.loading.placement import choose_device, device_report
+
+        with suppress(FlexInspectError):  # loading reports an unknown device
+            opens_gpu = choose_device(self.job.device).startswith("cuda")
+            self._record_progress("note", {"text": device_report(opens_gpu=opens_gpu)})
 
     def _make_session(self, loaded: LoadedModel) -> CaptureSession:
         from flexinspect_hooks.loading.tokenizers import Vocabulary
@@ -204,6 +219,7 @@ class CaptureRun(CapturedRun):
             with signals.defer_interrupts():
                 plan = ensemble.plan(sample)
             self._n_generations += 1
+            self.generation = number
             is_held = self.job.hold and number == len(self._samples) - 1
             ensemble.run(number, plan, session, holds=is_held)
             session.pass_breakpoints()
@@ -225,6 +241,7 @@ class CaptureRun(CapturedRun):
     def _close(self, state: str) -> None:
         signals.ignore_end_signals()
         self.end_observation()
+        self.report_missing_steps()
         self.update_manifest(ended_at=time.time())
         end = "failed" if self._lost_records is not None else state
         self._write_safely(lambda: self.writer.close(end))
@@ -279,15 +296,17 @@ def is_compiled(job: Job, device: str) -> bool:
 def load_samples(job: Job) -> list[Sample]:
     """The samples of a job with the chosen paraphrases. Raises `DatasetError`."""
     if job.prompts:
-        samples = [datasets.from_prompts(job.prompts)]
+        loaded = [samples.from_prompts(job.prompts)]
     else:
-        samples = datasets.load(job.dataset, max_samples=job.max_samples)
+        loaded = datasets.load(job.dataset, max_samples=job.max_samples)
+        if job.paraphrases is not None:
+            loaded = paraphrases.add_paraphrases(loaded, job.paraphrases)
     # By default 5 of a dataset's sample, and all of the user's prompt.
     is_chosen = bool(job.num_paraphrases or job.indices or job.prompts)
     chosen = []
-    for one in samples:
+    for one in loaded:
         count = job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(one.paraphrases))
-        chosen.append(datasets.choose_paraphrases(one, count, job.indices))
+        chosen.append(samples.choose_paraphrases(one, count, job.indices))
     return chosen
 
 

@@ -15,7 +15,7 @@ from flexinspect.control.messages import QueuedRewind, StepRef
 from flexinspect.core import errors
 from flexinspect.core.errors import DatasetError, MaskError, summarize_error
 from flexinspect.core.signals import acknowledge_end, defer_interrupts
-from flexinspect.inputs.datasets import Sample
+from flexinspect.inputs.samples import Sample
 from flexinspect.masks import algebra
 from flexinspect.records import prompt as prompts
 from flexinspect.records.job import Job, PromptTexts

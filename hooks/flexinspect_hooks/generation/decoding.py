@@ -19,17 +19,21 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.job import SamplingOptions
 from flexinspect.records.prompt import Prompt
 
+Processed = tuple[tuple[str, Tensor], ...]
+
 
 class Choice(Struct, frozen=True):
     """A chosen token, whose id is on the host.
 
     `logits` are (V,); `scores` (V,) are what the token was drawn from, None with greedy decoding.
+    `processed` are the scores (V,) after each logits processor, with its name, in order.
     """
 
     step: int
     token_id: int
     logits: Tensor
     scores: Tensor | None
+    processed: Processed = ()
 
 
 class GenerationResult(Struct, frozen=True):
@@ -60,12 +64,16 @@ class Sampler:
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._empty = torch.zeros((1, 0), dtype=torch.long, device=device)
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the 0-dim token id, and the scores (V,) when sampling."""
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None, Processed]:
+        """Return the 0-dim token id, the scores (V,) when sampling, and those of each processor."""
         if self._processors is None:
-            return logits.argmax(), None
-        scores = self._processors(self._empty, logits[None].float())[0]
-        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0], scores
+            return logits.argmax(), None, ()
+        scores, processed = logits[None].float(), []
+        for processor in self._processors:  # as the list itself calls them
+            scores = processor(self._empty, scores)
+            processed.append((type(processor).__name__, scores[0]))
+        token = torch.multinomial(scores[0].softmax(-1), 1, generator=self._generator)[0]
+        return token, scores[0], tuple(processed)
 
     def state(self) -> Tensor | None:
         """Return a copy of the random state (uint8; 5 kB on CPU, 16 bytes on CUDA)."""
@@ -139,10 +147,10 @@ class Decoder:
         A `forced` token replaces the one that was drawn. The draw is made in any case, so that
         later steps draw the same random numbers as without it.
         """
-        chosen, scores = self.sampler.choose(logits)
+        chosen, scores, processed = self.sampler.choose(logits)
         if forced is not None:
             chosen = torch.full_like(chosen, forced)
-        choice = Choice(self.step, int(chosen), logits, scores)
+        choice = Choice(self.step, int(chosen), logits, scores, processed)
         self.token_ids.append(choice.token_id)
         self._last_token = chosen
         return choice

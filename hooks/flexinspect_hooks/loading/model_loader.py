@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from flexinspect.core.errors import FlexInspectError, ModelError
+from flexinspect.core.errors import FlexInspectError, ModelError, is_out_of_memory
 from flexinspect.core.signals import as_interrupt
 from flexinspect.inputs import hub_download, model_sizes
 from flexinspect.inputs.hub_download import OnLoadProgress
@@ -360,8 +360,6 @@ def fingerprint_random(config: Mapping[str, Any], seed: int, dtype: str) -> str:
 
 # -- errors ---------------------------------------------------------------------------------------
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
-
 
 def _require_known_architecture(folder: Path, source: ModelSource, *, trusted: bool) -> None:
     """Raise `ModelError` for an unknown architecture, or one with its own code unless trusted."""
@@ -421,7 +419,7 @@ def _require_all_values(info: Any, folder: Path) -> None:
 def _explain_load_error(error: Exception, source: ModelSource, device: str) -> ModelError:
     """Return an exception of torch, transformers or safetensors as a `ModelError`."""
     text, line = str(error), _first_line(error)
-    if isinstance(error, MemoryError) or any(part in text.lower() for part in _OUT_OF_MEMORY):
+    if isinstance(error, MemoryError) or is_out_of_memory(text):
         return ModelError(
             f"The memory of {device} ran out while {source.name} was loaded.",
             hint="Choose a smaller model, --dtype bfloat16, another --device, or end other "

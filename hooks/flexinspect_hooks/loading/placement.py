@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from flexinspect.core.errors import ModelError, UsageError
+from flexinspect.core.text import plural
 from flexinspect.inputs import model_sizes
 from flexinspect.inputs.model_sizes import MemoryPlan, available_ram, human_bytes
 
@@ -36,6 +38,32 @@ def choose_device(name: str = "auto") -> str:
             hint="Use --device cpu.",
         )
     return f"{kind}:{index}" if index else kind
+
+
+def device_report(*, opens_gpu: bool) -> str:
+    """Return what there is to run on, and how much memory is free, in one line.
+
+    Only if `opens_gpu`, the free memory of GPUs is read: that creates a CUDA context.
+    """
+    import psutil
+    import torch
+
+    total = human_bytes(int(psutil.virtual_memory().total))
+    threads = plural(torch.get_num_threads(), "thread")
+    parts = [
+        f"torch {torch.__version__} on {threads} of {plural(os.cpu_count() or 1, 'core')}",
+        f"memory {human_bytes(available_ram())} of {total} free",
+    ]
+    n_gpus = torch.cuda.device_count()
+    for index in range(n_gpus) if opens_gpu else ():
+        free, size = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        parts.append(f"GPU {index} {name}, {human_bytes(free)} of {human_bytes(size)} free")
+    if not opens_gpu or not n_gpus:
+        parts.append(plural(n_gpus, "GPU") if n_gpus else "no GPU")
+    if torch.backends.mps.is_available():
+        parts.append("MPS")
+    return f"devices: {'; '.join(parts)}"
 
 
 def _require_cuda(name: str, index: int) -> None:

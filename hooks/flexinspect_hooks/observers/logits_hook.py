@@ -19,6 +19,9 @@ TOP_K = 10
 LOGITS_ARRAY = "logits.row"
 """The stream with all logits of a step, at level extreme; branches are compared by it."""
 
+PROCESSED_ARRAY = "logits.processed"
+"""The beginning of the streams with the candidates' log-probabilities after each processor."""
+
 BINS = 64
 
 
@@ -53,6 +56,13 @@ class LogitsHook(Hook):
                 buffer.put(f"{name}.all", row.float())
             else:
                 _reduce_on_device(name, row.float(), step.token_id, buffer)
+        if step.level != "basic" and len(step.processed) > 1:
+            for number, (_, row) in enumerate(step.processed):
+                if row.device.type == "cpu":
+                    buffer.put(f"processed.{number}", row)
+                else:
+                    top = row.log_softmax(-1)[buffer.tensor("logits.ids")]
+                    buffer.put(f"processed.{number}", top)
         if step.level == "extreme":
             buffer.put(LOGITS_ARRAY, step.logits.float())
         return True
@@ -82,6 +92,12 @@ class LogitsHook(Hook):
             histogram=counts,
             candidates=self._candidates(row, values, step),
         )
+        for number, name in enumerate(step.processors):
+            if (processed := values.get(f"processed.{number}")) is not None:
+                if len(processed) > len(row.ids):  # a whole row, of a CPU
+                    processed = processed[row.ids] - self._reduce_row(processed, None).lse
+                stream = f"{PROCESSED_ARRAY}.{number}.{name}"
+                draft.arrays.append(ArrayRecord(stream, processed.astype(np.float32)))
         if LOGITS_ARRAY in values:
             draft.arrays.append(ArrayRecord(LOGITS_ARRAY, values[LOGITS_ARRAY]))
 

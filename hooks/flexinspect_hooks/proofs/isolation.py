@@ -3,6 +3,9 @@
 The proof does not read any mask, so no patch, cache or fallback can hide a leak; only the declared
 mask says which tokens may attend to which. A row that moves although it must not attend to the
 changed segment is a leak. It enters in the first layer in which such a row moves.
+
+A mask may declare that paraphrases attend to each other, as a causal one does. Then the proof can
+only show that the declaration holds; whether paraphrases read each other is judged besides.
 """
 
 from __future__ import annotations
@@ -15,7 +18,15 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect.analysis.proof_results import ISOLATED, UNREAD, Proof, format_amount, proof_finding
+from flexinspect.analysis.proof_results import (
+    AS_DECLARED,
+    ISOLATED,
+    MIXED,
+    UNREAD,
+    Proof,
+    format_amount,
+    proof_finding,
+)
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import join_labels, plural, printable
 from flexinspect.masks.algebra import BoolArray
@@ -51,32 +62,43 @@ def check_isolation(subject: Subject, *, seed: int = 0) -> Proof:
     findings += _unread_findings(subject, changes)
     if states.noise.any():
         findings.append(leak_path.unstable_finding(states, is_mixed=is_mixed))
+    read = _paraphrases_read(subject, changes)
+    mixed = _paraphrases_read(subject, changes, allowed=True)
+    if mixed:
+        findings.append(_mixed_finding(subject, mixed))
     if not any(one.has_leak for one in changes):
-        findings.append(_isolated_finding(states, changes))
+        findings.append(_holds_finding(states, changes, mixed))
     facts = {
         "layers": [point.layer for point in states.points[1:]],
         "rows": subject.n_rows,
         "noise": states.noise.tolist(),
         "changed": [_change_facts(one) for one in changes],
+        "paraphrases_read": {name: list(names) for name, names in read.items()},
     }
-    return Proof("isolation", tuple(_isolation_lines(states, changes)), tuple(findings), facts)
+    lines = (*_isolation_lines(states, changes), *_paraphrase_lines(subject, read))
+    return Proof("isolation", lines, tuple(findings), facts)
 
 
 # -- what is changed -------------------------------------------------------------------------------
 
 
 def _provable_segments(subject: Subject) -> list[Segment]:
-    """The segments that some row must not attend to. Raises `UsageError` if there is none."""
+    """The segments that some row must not attend to, and paraphrases that others might read.
+
+    Raises `UsageError` if there is none.
+    """
     if subject.context.declared_mask is None:
         raise UsageError(
             "Nothing declares which segments are isolated.",
             hint="Name at least two segments=, or declare a mask=.",
         )
+    paraphrases = _paraphrases(subject)
+    compared = paraphrases if len(paraphrases) > 1 else ()
     segments = [
         segment
         for segment in _closed_segments(subject)
         if len(segment)
-        and _isolated_rows(subject, segment).any()
+        and (segment in compared or _isolated_rows(subject, segment).any())
         and _replaceable_positions(subject, segment)
     ]
     if not segments:
@@ -90,6 +112,10 @@ def _closed_segments(subject: Subject) -> list[Segment]:
     """The segments; the last one, which is open, ends with the ids."""
     *inner, last = subject.context.segments
     return [*inner, replace(last, stop=max(subject.n_rows, last.start))]
+
+
+def _paraphrases(subject: Subject) -> list[Segment]:
+    return [one for one in _closed_segments(subject) if one.kind is SegmentKind.PARAPHRASE]
 
 
 def _isolated_rows(subject: Subject, segment: Segment) -> BoolArray:
@@ -117,9 +143,8 @@ def _rows_allowed_to_attend(subject: Subject, segment: Segment) -> BoolArray:
         return attends
     allowed = np.arange(n) >= segment.start
     if segment.kind is SegmentKind.PARAPHRASE:
-        for other in _closed_segments(subject):
-            if other.kind is SegmentKind.PARAPHRASE:
-                allowed[other.start : other.stop] = False
+        for other in _paraphrases(subject):
+            allowed[other.start : other.stop] = False
     return allowed
 
 
@@ -214,16 +239,52 @@ def _unread_findings(subject: Subject, results: Sequence[ChangedSegment]) -> lis
     return [proof_finding(UNREAD, sentence, positions=positions, evidence={"unread": names})]
 
 
-def _isolated_finding(states: HiddenStates, changes: Sequence[ChangedSegment]) -> Finding:
+def _paraphrases_read(
+    subject: Subject, changes: Sequence[ChangedSegment], *, allowed: bool = False
+) -> dict[str, tuple[str, ...]]:
+    """The labels of the paraphrases that each one reads; with `allowed`, as the mask declares."""
+    paraphrases = _paraphrases(subject)
+    read: dict[str, list[str]] = {}
+    for one in changes:
+        if one.segment not in paraphrases:
+            continue
+        moved = one.reader_rows & one.moved_rows if allowed else one.moved_rows
+        for other in paraphrases:
+            if other != one.segment and moved[0, other.start : other.stop].any():
+                read.setdefault(printable(other.label), []).append(printable(one.segment.label))
+    return {name: tuple(names) for name, names in read.items()}
+
+
+def _mixed_finding(subject: Subject, mixed: dict[str, tuple[str, ...]]) -> Finding:
+    declared = subject.context.declared_mask
+    assert declared is not None
+    reads = [f"{name} reads {_shorten_names(names)}" for name, names in mixed.items()]
+    more = f"; {len(reads) - _MAX_NAMES} more" if len(reads) > _MAX_NAMES else ""
+    sentence = (
+        "The paraphrases are not isolated from each other, as the declared mask "
+        f"{declared.spec.name} allows: {'; '.join(reads[:_MAX_NAMES])}{more}."
+    )
+    return proof_finding(MIXED, sentence, evidence={"reads": mixed})
+
+
+def _holds_finding(
+    states: HiddenStates, changes: Sequence[ChangedSegment], mixed: dict[str, tuple[str, ...]]
+) -> Finding:
+    """The finding that the declared mask holds; only isolated paraphrases are called isolated."""
+    declared = states.subject.context.declared_mask
+    assert declared is not None
     rows, noise = sum(int(one.isolated_rows.sum()) for one in changes), float(states.noise.max())
     stayed = f"within the noise of the run ({format_amount(noise)})" if noise else "bit-equal"
+    verdict = f"As the mask {declared.spec.name} declares" if mixed else "Isolated"
     sentence = (
-        f"Isolated: {plural(len(changes), 'segment')} changed one after the other, and the rows "
+        f"{verdict}: {plural(len(changes), 'segment')} changed one after the other, and the rows "
         f"that must not attend to them ({plural(rows, 'row')} compared) stayed {stayed} in all "
         f"{len(states.points) - 1} layers."
     )
+    if not mixed and len(_paraphrases(states.subject)) > 1:
+        sentence += " No paraphrase reads another."
     evidence = {"rows": rows, "segments": len(changes), "noise": noise}
-    return proof_finding(ISOLATED, sentence, evidence=evidence)
+    return proof_finding(AS_DECLARED if mixed else ISOLATED, sentence, evidence=evidence)
 
 
 def _isolation_lines(states: HiddenStates, changes: Sequence[ChangedSegment]) -> Iterator[str]:
@@ -244,6 +305,16 @@ def _isolation_lines(states: HiddenStates, changes: Sequence[ChangedSegment]) ->
         parts += [f"read by {_shorten_names(reads)}"] if reads else []
         parts += [f"not read by {_shorten_names(reads_not)}"] if reads_not else []
         yield "; ".join(parts)
+
+
+def _paraphrase_lines(subject: Subject, read: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Which paraphrases read each other; nothing for fewer than two."""
+    if len(_paraphrases(subject)) < 2:
+        return
+    if not read:
+        yield "  paraphrases against each other: none reads another"
+    for name, names in read.items():
+        yield f"  paraphrases against each other: {name} reads {_shorten_names(names)}"
 
 
 def _change_facts(one: ChangedSegment) -> dict[str, Any]:

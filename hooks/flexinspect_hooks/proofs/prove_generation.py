@@ -16,8 +16,8 @@ from flexinspect.analysis.proof_results import Proof
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
-from flexinspect.inputs.datasets import Sample
 from flexinspect.inputs.hub_download import OnLoadProgress as LoadReport
+from flexinspect.inputs.samples import Sample
 from flexinspect.records.job import Job
 from flexinspect.records.step import GenerationRecord
 from flexinspect.rules.context import RuleContext

@@ -59,7 +59,7 @@ class TraceBranchRecorder:
         text = self.texts(branch.token_ids(choice.step + 1))[-1]
         token = self._token_record(choice.step, choice.token_id, text)
         self._session.move_step(branch.number)
-        self._session.on_token_chosen(token, choice.scores)
+        self._session.on_token_chosen(token, choice.scores, choice.processed)
         if self._gradients is not None:
             step, token_id, logits = choice.step, choice.token_id, choice.logits
             self._gradients.on_token_chosen(branch.number, step, token_id, logits)

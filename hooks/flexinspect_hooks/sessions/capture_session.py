@@ -318,14 +318,23 @@ class CaptureSession:
             self.waited_s += off_cpu_s() - self._step.off_cpu_before
             self._step.logits = newest_logits_row(output, module, copy=self._copy_logits)
 
-    def on_token_chosen(self, token: records.TokenRecord, scores: Tensor | None = None) -> None:
-        """Close the step once its token, from `scores` (V,), is on the host: its time ends here."""
+    def on_token_chosen(
+        self,
+        token: records.TokenRecord,
+        scores: Tensor | None = None,
+        processed: tuple[tuple[str, Tensor], ...] = (),
+    ) -> None:
+        """Close the step once its token, from `scores` (V,), is on the host: its time ends here.
+
+        `processed` are the scores after each logits processor, with its name.
+        """
         step = self._step
         if step is None:
             return
         started = time.perf_counter()
         step.wall_ms = (started - step.started) * 1e3
-        step.token_id, step.scores = token.token_id, scores
+        step.token_id, step.scores, step.processed = token.token_id, scores, processed
+        step.processors = tuple(name for name, _ in processed)
         finished, self._step = self._reduce(step), None
         finished.tokens = lambda: (token,)
         queued = self._queue_step(finished, started)

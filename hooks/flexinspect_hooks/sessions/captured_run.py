@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.control import messages
 from flexinspect.control.discovery import ServeOptions
 from flexinspect.core.errors import FlexInspectError, TraceWriteError
 from flexinspect.records import protocol
@@ -24,8 +25,8 @@ from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
 
 if TYPE_CHECKING:
-    from flexinspect.control.messages import Kind
     from flexinspect_hooks.capture.recorder import Recorder
+    from flexinspect_hooks.capture.size_limit import SizeLimit
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
@@ -39,7 +40,7 @@ class CapturedRun:
     def __init__(
         self,
         job: Job | ScriptJob,
-        kind: Kind,
+        kind: messages.Kind,
         title: str,
         debugging: DebuggerSession,
         send: SendMessage,
@@ -47,6 +48,10 @@ class CapturedRun:
         facts: Mapping[str, Any],
     ) -> None:
         self._debugging, self._send = debugging, send
+        self._max_size = job.max_size
+        self._size_limit: SizeLimit | None = None
+        self.generation = 0
+        """The generation that runs, for findings about what ended it."""
         facts = {**facts, "graphs_counted": True}
         self.writer = create_trace(
             job.out, job.argv, job.level, git, overwrite=job.overwrite, **facts
@@ -61,6 +66,8 @@ class CapturedRun:
             self._breaks = RunBreakpoints(
                 job, self.control, lambda text: send(protocol.STOPPED, text=text)
             )
+            if job.interactive:
+                self.control.barrier.pause(messages.INTERACTIVE)
         except FlexInspectError:
             self.writer.close("failed")
             self.writer.discard()
@@ -73,6 +80,13 @@ class CapturedRun:
         self.control.barrier.stop_debugger = self._debugging.stop_between_steps
         self.control.attach_recorder(recorder)
         recorder.evaluator = self._evaluator = self._breaks.begin(recorder)
+        if self._max_size is not None:
+            from flexinspect_hooks.capture.size_limit import SizeLimit
+
+            levels = self.levels
+            recorder.size_limit = self._size_limit = SizeLimit(
+                self.writer.recording_path, self._max_size, lambda: levels.level, levels.set_level
+            )
 
     def attach_session(self, session: CaptureSession) -> None:
         """Let commands and breakpoints act on a session whose recorder is attached."""
@@ -84,6 +98,17 @@ class CapturedRun:
         """Record an event outside of a step."""
         event = EventRecord(kind, text, time.time(), data=data)
         self._write_safely(lambda: self.writer.write_event(event))
+        if kind == "error":
+            self._report_memory(event)
+
+    def _report_memory(self, event: EventRecord) -> None:
+        """Record a finding with advice if the exception says that memory ran out."""
+        # Imported here because it loads numpy, which the user's program may want to load first.
+        from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
+
+        finding = out_of_memory_finding(event, self.generation)
+        if finding is not None:
+            self._write_safely(lambda: self.writer.write_findings([finding]))
 
     def record_error(self, error: BaseException) -> None:
         """Record an exception of the program with its traceback."""
@@ -96,6 +121,12 @@ class CapturedRun:
         """End the notes of kernel calls and the debugger, before the trace is closed."""
         last_kernel_call.stop_recording_calls()
         self._debugging.end()
+
+    def report_missing_steps(self) -> None:
+        """Record how many steps `--max-size` kept out of the trace, after the last one."""
+        event = self._size_limit.final_event() if self._size_limit is not None else None
+        if event is not None:
+            self._write_safely(lambda: self.writer.write_event(event))
 
     def update_manifest(self, **facts: Any) -> None:
         """Set facts of the manifest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 from flexinspect.analysis.summary import summarize_trace
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import escape_unprintable, print_message
+from flexinspect.records.step import EventRecord
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
+from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.control import control_protocols
@@ -58,7 +61,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
             out = None if self._out is None else watch_trace.numbered_path(Path(self._out))
         if id(model) in _active_callbacks:
             _active_callbacks[id(model)]._abandon()
-        self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
+        path = watch_trace.free_path(out, "training", each_rank=False)
+        self.watch = _training_watch(model, optimizer, path, level=self._level, band=self._band)
         self.watch.__enter__()
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
         _active_callbacks[self._model_id] = self
@@ -94,7 +98,8 @@ def watch_training(
     Args:
         model: the model; it needs at least one parameter that requires gradients.
         optimizer: its steps are the steps of the trace. Without one, each call of `step` ends one.
-        out: the trace, a new file (default: training-DATE-TIME.flextrace).
+        out: the trace, a new file (default: training-DATE-TIME.flextrace). In a distributed run
+            each rank writes its own, with "-rankN" in the name.
         level: how much is recorded: "basic", "advanced" or "extreme".
         band: the time that a step may take with capture, relative to one without, such as 1.02.
             Above it, detail is dropped and restored later, with an event each time.
@@ -106,10 +111,22 @@ def watch_training(
     Raises `UsageError` for an unknown level, an existing file, or a model without trainable
     parameters.
     """
+    path = watch_trace.free_path(out, "training")
+    return _training_watch(model, optimizer, path, level=level, band=band, quiet=quiet)
+
+
+def _training_watch(
+    model: nn.Module,
+    optimizer: Any,
+    path: Path,
+    *,
+    level: str,
+    band: float | None,
+    quiet: bool = False,
+) -> TrainingWatch:
     argument_checks.check_module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that requires gradients.")
-    path = watch_trace.free_path(out, "training")
     return TrainingWatch(model, optimizer, path, Governor(check_level(level), band), quiet=quiet)
 
 
@@ -146,7 +163,12 @@ class TrainingWatch(watch_trace.WatchedTrace[TrainingSession]):
         self, session: TrainingSession, state: str, error: BaseException | None
     ) -> list[Callable[[], object]]:
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        return [lambda: session.end(state, reason)]
+        event = EventRecord("error", reason, time.time(), 0)
+        finding, writer = out_of_memory_finding(event), self._writer
+        calls: list[Callable[[], object]] = [lambda: session.end(state, reason)]
+        if finding is not None and writer is not None:
+            calls.append(lambda: writer.write_findings([finding]))
+        return calls
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Set the loss of a step, once for each step of the optimizer, before or after it.

@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from flexinspect.core.errors import summarize_error
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.gradient_statistics import real_values, tensor_norms
@@ -156,6 +157,25 @@ def nonfinite_problems(infos: Iterable[ComponentInfo | TensorInfo], of: str) -> 
         for is_bad, what in ((info.has_nan, "NaN"), (info.has_inf, "Inf")):
             if is_bad:
                 yield f"{what} in the {of}{info.name}."
+
+
+def describe_forward_error(error: BaseException, model: nn.Module) -> str:
+    """A sentence about an exception of a forward pass, with the innermost module that raised it."""
+    names, where = {id(one): name for name, one in model.named_modules()}, ""
+    frame = error.__traceback__
+    while frame is not None:
+        module = frame.tb_frame.f_locals.get("self")
+        if name := names.get(id(module), ""):
+            where = f" in {name} ({type(module).__name__})"
+        frame = frame.tb_next
+    return f"The forward pass failed{where}: {summarize_error(error)}."
+
+
+def logits_of(output: Any) -> Any:
+    """The logits of an output: `.logits`, the key "logits", or the output itself."""
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    return getattr(output, "logits", output)
 
 
 def memory_of(*models: nn.Module) -> dict[str, int]:

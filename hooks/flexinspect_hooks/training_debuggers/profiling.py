@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from torch.profiler import profile, schedule, tensorboard_trace_handler
+from torch.profiler import ProfilerAction, profile, schedule
 
+from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.inputs.model_sizes import human_count
 from flexinspect.records.debug_switches import DictDataclass
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.training_debuggers.pytorch_debugger import log
@@ -157,7 +162,11 @@ def _profile_summary(
 
 
 def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
-    """The handler that exports profiles to `folder`. Raises `UsageError` if it cannot be made."""
+    """The handler that exports profiles to `folder`, with the FLOPs of each operator.
+
+    Files are named as by `torch.profiler.tensorboard_trace_handler`, so that TensorBoard's plug-in
+    finds them. Raises `UsageError` if the folder cannot be made.
+    """
     if folder is None:
         return None
     try:
@@ -166,8 +175,32 @@ def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
         raise UsageError(
             f"The folder {folder} for profiles cannot be created: {error.strerror}."
         ) from error
-    handler: Callable[[Any], None] = tensorboard_trace_handler(str(folder))
-    return handler
+
+    def export(profiler: Any) -> None:
+        worker = f"{socket.gethostname()}_{os.getpid()}"
+        path = Path(folder, f"{worker}.{time.time_ns()}.pt.trace.json")
+        profiler.export_chrome_trace(str(path))
+        _add_flops(path, profiler)
+
+    return export
+
+
+def _add_flops(path: Path, profiler: Any) -> None:
+    """Add the FLOPs that torch counted to the operators of an export, which lacks them."""
+    flops = {(one.id, one.name): int(one.flops) for one in profiler.events() if one.flops}
+    if not flops:
+        return
+    try:
+        trace = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError:
+        return  # torch writes some values, such as NaN, that are not JSON; the plug-in copes
+    for event in trace["traceEvents"]:
+        args = event.get("args")
+        if event.get("cat") == "cpu_op" and isinstance(args, dict):
+            n = flops.get((args.get("External id"), event.get("name")))
+            if n is not None:
+                args["flops"] = n
+    replace_file(path, msgspec.json.encode(trace))
 
 
 def _trace_files(folder: str | Path | None) -> set[str]:
@@ -218,6 +251,8 @@ def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
 class ProfilerWindows:
     """Profiles windows of steps for the profiler switches; each ends in a log line or an export.
 
+    Shapes, memory and FLOPs are recorded, and each step is an event `ProfilerStep#N`, by which
+    TensorBoard's plug-in tells steps apart. An export has the Python stack of each operator too.
     torch takes long to read a recording (0.1 ms for each operator call), so a pause of
     `PAUSE_FACTOR` times that follows each window. The thread that trains calls `on_step`.
     """
@@ -237,6 +272,8 @@ class ProfilerWindows:
             self._n_profiled += 1
             if self._n_profiled >= self._window_steps or not wanted:
                 self.close()
+            else:
+                self._board.run_guarded(wanted[0], self._profiler.step)
         if not wanted:
             self._paused_until = 0.0
         elif self._profiler is None and time.perf_counter() >= self._paused_until:
@@ -254,7 +291,16 @@ class ProfilerWindows:
 
     def _begin(self, exports: bool) -> None:
         handler = trace_exporter(self._folder if exports else None)
-        profiler = profile(on_trace_ready=handler, record_shapes=exports, profile_memory=exports)
+        profiler = profile(
+            # Only a profiler with a schedule records its steps; the windows are ended here.
+            schedule=lambda step: ProfilerAction.RECORD,
+            on_trace_ready=handler,
+            record_shapes=True,
+            profile_memory=True,
+            with_flops=True,
+            with_stack=exports,
+            acc_events=True,
+        )
         profiler.start()
         self._profiler, self._n_profiled, self._exports = profiler, 0, exports
 
@@ -263,5 +309,8 @@ class ProfilerWindows:
         costs = operator_costs(profiler)
         top = ", ".join(f"{cost.name} {cost.share:.0%}" for cost in costs[:N_LOGGED_OPERATORS])
         where = f", exported to {self._folder}" if self._exports else ""
-        facts = {"steps": self._n_profiled, "operators": costs}
-        log.debug("Profiler - %d steps: %s%s", self._n_profiled, top, where, extra={"facts": facts})
+        flops = sum(cost.flops for cost in costs)
+        counted = f"; {human_count(flops)} FLOPs" if flops else ""
+        facts = {"steps": self._n_profiled, "flops": flops, "operators": costs}
+        text = "Profiler - %d steps: %s%s%s"
+        log.debug(text, self._n_profiled, top, counted, where, extra={"facts": facts})

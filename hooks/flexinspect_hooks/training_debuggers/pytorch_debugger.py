@@ -508,20 +508,28 @@ class PyTorchDebugger(BaseDebugger):
     def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
         """Check a model's weights and parts; with inputs, also run it once and check its output.
 
-        The run has no gradients, and the model stays in its mode.
+        The run has no gradients, and the model stays in its mode. An exception of the run is one
+        of the problems, with the module that raised it; its stack is in the history.
         """
         argument_checks.check_module(model, "validate_model")
         modules = measurements.parts_of(model)
         parts = {name: measurements.component_info(one, name) for name, one in modules.items()}
         output: tuple[TensorInfo, ...] = ()
+        error: Exception | None = None
         if inputs or named_inputs:
-            with torch.no_grad():
-                tensors = measurements.tensors_in(model(*inputs, **named_inputs))
-                named = {f"output {number}": one for number, one in enumerate(tensors)}
+            try:
+                with torch.no_grad():
+                    tensors = [*measurements.tensors_in(model(*inputs, **named_inputs))]
+            except Exception as raised:
+                error, tensors = raised, []
+            named = {f"output {number}": one for number, one in enumerate(tensors)}
             output = tuple(measurements.tensor_infos(named, self.level).values())
         problems = tuple(measurements.weight_problems(parts.values()))
         problems += tuple(measurements.nonfinite_problems(output, ""))
         self._record_problems("model", problems)
+        if error is not None:
+            self.report_error(error)
+            problems += (measurements.describe_forward_error(error, model),)
         return ModelReport(not problems, problems, parts, measurements.memory_of(model), output)
 
     def _check_norms(self, model: nn.Module, kind: str, threshold: float) -> list[str]:

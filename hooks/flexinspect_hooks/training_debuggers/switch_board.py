@@ -22,7 +22,7 @@ from flexinspect.inputs.config import load_config
 from flexinspect.records.debug_switches import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.gradient_statistics import GradientLimits, Gradients, learning_rates
-from flexinspect_hooks.training_debuggers.measurements import memory_of, tensors_in
+from flexinspect_hooks.training_debuggers.measurements import logits_of, memory_of, tensors_in
 from flexinspect_hooks.training_debuggers.pytorch_debugger import log
 
 MB = 2**20
@@ -232,7 +232,7 @@ class SwitchLog:
         """Log the inputs, the output and the loss of a forward pass."""
         shapes = {f"{name} shape": tuple(one.shape) for name, one in named_inputs(inputs)}
         facts: dict[str, Any] = {**shapes}
-        made = next(tensors_in(getattr(output, "logits", output)), None)
+        made = next(tensors_in(logits_of(output)), None)
         if made is not None:
             facts |= {"output shape": tuple(made.shape), "device": str(made.device)}
         facts["loss"] = loss

@@ -19,7 +19,9 @@ import flexinspect_hooks.training_debuggers.profiling as profiling
 from flexinspect.core.errors import UsageError
 from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.training.forward_passes import loss_of
 from flexinspect_hooks.training.gradient_statistics import learning_rates
+from flexinspect_hooks.training_debuggers.measurements import logits_of
 from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfileSummary
 from flexinspect_hooks.training_debuggers.switch_board import HasSwitches, SwitchBoard, batch_size
 from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
@@ -66,11 +68,12 @@ class TrainingLoop(HasSwitches):
     """Trains a model, with a `TrainingDebugger` (`debugger`) and the thirteen switches.
 
     Without `loss_fn`, a batch is a dict of the model's keyword arguments, and the model returns
-    `.loss` (as models of transformers do). With it, a batch is a dict with "labels" or a pair
-    (inputs, labels). `scaler` and `autocast` (a dtype) are for mixed precision. The `scheduler`
-    steps after each `scheduler_each`, "epoch" or "batch". `switches` is a board, or the switches to
-    start with (default: the common board); their `when` gets the number of the step since the loop
-    was created.
+    `.loss` (as models of transformers do), a dict with "loss", or the loss. With it, a batch is a
+    dict with "labels" or a pair (inputs, labels), and `loss_fn` gets the logits of the output.
+    `scaler` and `autocast` (a dtype) are for mixed precision. The `scheduler` steps after each
+    `scheduler_each`, "epoch" or "batch". `switches` is a board, or the switches to start with
+    (default: the common board); their `when` gets the number of the step since the loop was
+    created.
     """
 
     def __init__(
@@ -252,11 +255,12 @@ class TrainingLoop(HasSwitches):
             if self.loss_fn is not None:
                 inputs, labels = _split_batch(batch)
                 output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
-                return self.loss_fn(getattr(output, "logits", output), labels), output
+                return self.loss_fn(logits_of(output), labels), output
             output = self.model(**batch) if isinstance(batch, Mapping) else self.model(batch)
-        loss = getattr(output, "loss", None)
-        if not isinstance(loss, Tensor):
-            raise UsageError("The model returned no .loss; give TrainingLoop a loss_fn.")
+        loss = loss_of(output)
+        if loss is None:
+            what = 'The model returned neither .loss nor ["loss"], nor a single number.'
+            raise UsageError(what, hint="Give TrainingLoop a loss_fn.")
         return loss, output
 
     def _to_device(self, batch: Any) -> Any:
@@ -279,7 +283,7 @@ def _split_batch(batch: Any) -> tuple[Any, Any]:
 
 def _count_correct(output: Any, batch: Any) -> tuple[int, int]:
     """The numbers of correct and of all predictions; (0, 0) if the outputs are not classes."""
-    scores = getattr(output, "logits", output)
+    scores = logits_of(output)
     labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple)) else None
     if not isinstance(labels, Tensor) or not isinstance(scores, Tensor):
         return 0, 0

@@ -32,6 +32,7 @@ from flexinspect_hooks.breakpoints import actions
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.new_trace import create_trace
+from flexinspect_hooks.capture.ranks import current_rank, rank_path
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
@@ -90,6 +91,8 @@ class WatchedTrace(ABC, Generic[S]):
 
         facts: dict[str, Any] = {"model": model_facts(self._model), **self._facts}
         facts["threads"] = torch.get_num_threads()
+        if (rank := current_rank()) is not None:
+            facts |= rank._asdict()
         writer = create_trace(self.path, sys.argv, self._level, git_state(Path.cwd()), **facts)
         try:
             self._session = self._begin(writer)
@@ -156,17 +159,19 @@ class WatchedTrace(ABC, Generic[S]):
             return reader.findings()
 
 
-def free_path(out: str | Path | None, prefix: str) -> Path:
+def free_path(out: str | Path | None, prefix: str, *, each_rank: bool = True) -> Path:
     """Return the path of a new trace: `out`, or PREFIX-DATE-TIME.flextrace, numbered if it exists.
 
-    Raises `UsageError` for an `out` that exists.
+    In a distributed run the name ends with the rank, if `each_rank` writes a trace. Raises
+    `UsageError` for an `out` that exists.
     """
+    own_path = rank_path if each_rank else Path
     if out is not None:
-        path = Path(out)
+        path = own_path(Path(out))
         if path.exists():
             raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
         return path
-    return numbered_path(Path(time.strftime(f"{prefix}-%Y%m%d-%H%M%S.flextrace")))
+    return numbered_path(own_path(Path(time.strftime(f"{prefix}-%Y%m%d-%H%M%S.flextrace"))))
 
 
 def numbered_path(path: Path) -> Path:
@@ -196,10 +201,10 @@ def watch(
     """Record every forward of `model` while the `with` block runs, whatever code calls it.
 
     `out` is the trace, which must not exist (default: watch-DATE-TIME.flextrace in the current
-    folder). `segments` are spans (start, stop, label) of the prompt's positions, or texts, or
-    (text, label), which are searched in the prompt. `mask` is the declared mask, a preset's name or
-    a `MaskSpec`, to compare with the executed mask. `layers` are those whose activations are stored
-    at level extreme (default: all).
+    folder); in a distributed run "-rankN" is added to its name. `segments` are spans (start, stop,
+    label) of the prompt's positions, or texts, or (text, label), which are searched in the prompt.
+    `mask` is the declared mask, a preset's name or a `MaskSpec`, to compare with the executed mask.
+    `layers` are those whose activations are stored at level extreme (default: all).
 
     With `control` the `flexinspect ctl` command and other clients can pause the model, and change
     the level.

@@ -27,12 +27,22 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import flexinspect
+from flexinspect.analysis.proof_results import Proof
 from flexinspect.core.errors import UsageError
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records.finding import Severity
 
 LEAK, ISOLATED = "proof.leak", "proof.isolated"
+AS_DECLARED, MIXED = "proof.as-declared", "proof.paraphrases-mixed"
 BACKENDS = ("eager", "sdpa")
+
+
+def assert_mixed_as_declared(proof: Proof) -> None:
+    """Assert that no row leaks, and that the paraphrases are not called isolated."""
+    assert proof.holds
+    assert [one.id for one in serious(proof)] == [MIXED]
+    assert "causal declares" in only(proof, AS_DECLARED).sentence
+    assert ISOLATED not in [one.id for one in proof.findings]
 
 
 # -- clean runs ------------------------------------------------------------------------------------
@@ -56,8 +66,22 @@ def test_a_family_under_an_isolating_mask_moves_nothing_at_all(
 
 def test_a_plain_causal_model_never_moves_what_comes_before() -> None:
     proof = proved(model_of(), mask="causal")
-    assert serious(proof) == []
+    assert_mixed_as_declared(proof)
     assert [one["rows_kept"] for one in proof.facts["changed"]] == [1, 7, 9, 17]
+
+
+def test_paraphrases_that_read_each_other_are_not_called_isolated() -> None:
+    proof = proved(model_of(), mask="causal")
+    assert proof.facts["paraphrases_read"] == {"paraphrase 2": ["paraphrase 1"]}
+    assert proof.lines[-1] == "  paraphrases against each other: paraphrase 2 reads paraphrase 1"
+    sentence = only(proof, MIXED).sentence
+    assert sentence.endswith("mask causal allows: paraphrase 2 reads paraphrase 1.")
+    proof = proved(model_of(), isolated(), mask="segment-isolation")
+    assert proof.facts["paraphrases_read"] == {}
+    assert only(proof, ISOLATED).sentence.endswith(" No paraphrase reads another.")
+    leak = proved(model_of(), mask="segment-isolation")
+    assert leak.facts["paraphrases_read"] == {"paraphrase 2": ["paraphrase 1"]}
+    assert [one.id for one in leak.findings if one.id in (MIXED, ISOLATED, AS_DECLARED)] == []
 
 
 def test_without_a_mask_separators_are_open_to_all_rows() -> None:
@@ -77,7 +101,7 @@ def test_a_left_padded_batch_is_compared_over_real_rows() -> None:
             mask="causal",
             attention_mask=real,
         )
-        assert serious(proof) == []
+        assert_mixed_as_declared(proof)
         padding, first, *_ = proof.facts["changed"]
         assert (padding["label"], padding["rows_kept"]) == ("padding", 8 + 12)
         assert first["rows_kept"] == 12
@@ -86,7 +110,7 @@ def test_a_left_padded_batch_is_compared_over_real_rows() -> None:
 def test_a_sliding_window_is_not_a_leak_and_unread_segments_are_a_note() -> None:
     model = model_of("mistral", num_hidden_layers=1)
     proof = proved(model, mask="causal")
-    assert serious(proof) == []
+    assert_mixed_as_declared(proof)
     unread = only(proof, "proof.unread")
     assert unread.evidence["unread"] == ["paraphrase 1"]
     assert "does not read paraphrase 1, which it may attend to" in unread.sentence
@@ -101,7 +125,7 @@ def test_decode_steps_are_rows_like_any_other() -> None:
             cache = model(input_ids[:, pos : pos + 1], past_key_values=cache).past_key_values
 
     proof = proved(model, run=run, mask="causal")
-    assert serious(proof) == []
+    assert_mixed_as_declared(proof)
     assert proof.facts["rows"] == ROWS
 
 
@@ -113,7 +137,7 @@ def test_a_whole_call_of_generate_can_be_the_run() -> None:
             input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=3, do_sample=False
         )
 
-    assert serious(proved(model, run=run, mask="causal")) == []
+    assert_mixed_as_declared(proved(model, run=run, mask="causal"))
     leak = only(proved(model, run=run), LEAK)
     assert (leak.layer, leak.positions[0]) == (0, 9)
 
@@ -223,7 +247,7 @@ def test_another_sequence_of_the_batch_that_moves_is_a_leak() -> None:
     assert leak.evidence["batch_row"] == 1
     assert "of sequence 1 of the batch in layer 1" in leak.sentence
     clean = flexinspect.prove("isolation", model, input_ids, segments=SPANS, mask="causal")
-    assert serious(clean) == []
+    assert_mixed_as_declared(clean)
 
 
 def test_rows_mixed_outside_attention_are_reported() -> None:

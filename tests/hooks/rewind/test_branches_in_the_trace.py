@@ -19,7 +19,7 @@ from flexinspect.analysis.offline_rules import review
 from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.control.messages import EditMask, Fork, MaskEdit, QueuedRewind, Restore, StepRef
 from flexinspect.core.errors import FlexInspectError, MaskError, UsageError
-from flexinspect.inputs import datasets, model_names
+from flexinspect.inputs import datasets, model_names, samples
 from flexinspect.inputs.config import load_config
 from flexinspect.records.job import Job, SamplingOptions
 from flexinspect.records.step import EventRecord
@@ -90,7 +90,7 @@ class Run:
             copy_logits=False,
         )
         (sample,) = datasets.load("demo", max_samples=1)
-        self.plan = self.ensemble.plan(datasets.choose_paraphrases(sample, 3, None))
+        self.plan = self.ensemble.plan(samples.choose_paraphrases(sample, 3, None))
 
     def go(self, barrier: ScriptedBarrier) -> TraceReader:
         self.session.barrier = barrier  # type: ignore[assignment]

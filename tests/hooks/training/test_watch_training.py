@@ -564,3 +564,16 @@ def test_clipping_of_another_model_is_ignored(path: Path) -> None:
         model(X, Y).loss.backward()
         optimizer.step()
     assert steps_of(watch)[0].max_norm is None
+
+
+def test_a_training_that_runs_out_of_memory_has_a_finding_with_advice(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with (
+        pytest.raises(RuntimeError, match=r"allocate memory|not enough memory"),
+        watch_training(model, optimizer, out=path, quiet=True) as trace,
+    ):
+        loop(model, optimizer, 2, lambda: None)
+        torch.empty(1 << 45)
+    (finding,) = [one for one in trace.findings() if one.id == "memory.exhausted"]
+    assert "smaller batch" in finding.fix

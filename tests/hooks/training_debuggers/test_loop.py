@@ -62,6 +62,32 @@ def test_a_dict_with_labels_goes_with_a_loss_function() -> None:
     assert loop.train_epoch(batches).samples == 32
 
 
+class WithLoss(nn.Linear):
+    """Returns a dict with its loss and logits, as many models outside of transformers do."""
+
+    def forward(self, inputs: Any, labels: Any = None) -> Any:
+        logits = super().forward(inputs)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def test_a_model_may_return_a_dict_with_its_loss() -> None:
+    torch.manual_seed(0)
+    loop = loop_of(WithLoss(4, 2), None)
+    batches = [{"inputs": inputs, "labels": labels} for inputs, labels in pairs()]
+    epochs = [loop.train_epoch(batches, batches[:2]) for _ in range(40)]
+    assert epochs[-1].loss < 0.7 * epochs[0].loss
+    assert epochs[-1].validation.accuracy >= 0.9
+    loop = loop_of(WithLoss(4, 2), nn.functional.cross_entropy)  # the function gets the logits
+    assert loop.train_epoch(pairs()).samples == 32
+
+
+def test_a_model_without_a_loss_is_refused_with_what_it_may_return() -> None:
+    loop = loop_of(WithLoss(4, 2), None)
+    with pytest.raises(UsageError, match=r'neither \.loss nor \["loss"\], nor a single number'):
+        loop.train_epoch([{"inputs": pairs()[0][0]}])
+
+
 def test_a_corrupted_batch_is_an_anomaly_of_the_epoch(classifier: nn.Module) -> None:
     loop = loop_of(classifier, nn.functional.mse_loss)
     good, bad = (torch.ones(2, 4), torch.zeros(2, 2)), (torch.ones(2, 4), torch.full((2, 2), 1e9))
@@ -128,7 +154,7 @@ def test_a_dataset_is_split_once_each_and_the_same_for_a_seed(classifier: nn.Mod
 
 def test_invalid_arguments_are_refused(classifier: nn.Module) -> None:
     loop = loop_of(classifier, None, tokenizer=lambda texts, **options: {})
-    with pytest.raises(UsageError, match=r"returned no \.loss"):
+    with pytest.raises(UsageError, match=r"returned neither \.loss"):
         loop.train_epoch([torch.ones(1, 4)])
     with pytest.raises(UsageError, match="2 texts and 1 labels"):
         loop.create_training_dataset(["a", "b"], [1])

@@ -222,6 +222,31 @@ def test_a_model_is_not_valid_for_weights_dtypes_and_outputs(classifier: nn.Modu
     assert debugger.get_debug_summary().total_anomalies == 4
 
 
+def test_what_the_forward_pass_raises_is_a_problem_with_its_module(classifier: nn.Module) -> None:
+    debugger = PyTorchDebugger()
+    report = debugger.validate_model(classifier, torch.ones(1, 5))
+    assert not report.is_valid
+    (problem,) = report.problems
+    assert problem.startswith("The forward pass failed in first (Linear): RuntimeError: mat1 and ")
+    assert "cannot be multiplied (1x5 and 4x8)." in problem
+    assert report.output == ()
+    assert "Traceback" in debugger.history[-1].stack
+    assert debugger.get_debug_summary().total_anomalies == 1
+    report = debugger.validate_model(classifier, x=torch.ones(1, 4))
+    assert report.problems[0].startswith("The forward pass failed: TypeError: ")
+
+
+def test_an_interrupt_of_the_forward_pass_is_no_problem_of_the_model(
+    classifier: nn.Module,
+) -> None:
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    classifier.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        PyTorchDebugger().validate_model(classifier, torch.ones(1, 4))
+
+
 # -- summary and history --------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -387,6 +388,29 @@ def test_the_profiler_switch_names_operators_and_the_other_exports(
     (record, *_) = log_records("tensorboard_profiler", lines, profile_folder=tmp_path)
     assert record.getMessage().endswith(f"exported to {tmp_path}")
     assert [path.name.endswith(".pt.trace.json") for path in tmp_path.iterdir()] == [True]
+
+
+def test_an_export_has_what_the_plugin_of_tensorboard_shows(
+    lines: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The plug-in needs step events and device facts; its views need stacks, shapes and memory."""
+    (record, *_) = log_records("tensorboard_profiler", lines, profile_folder=tmp_path)
+    assert "FLOPs, exported to" in record.getMessage()
+    (file, *_) = sorted(tmp_path.iterdir())
+    trace = json.loads(file.read_text("utf-8"))
+    assert "deviceProperties" in trace
+    events = trace["traceEvents"]
+    steps = {one["name"] for one in events if str(one.get("name")).startswith("ProfilerStep#")}
+    assert {"ProfilerStep#0", "ProfilerStep#1"} <= steps
+    products = [one for one in events if one.get("name") == "aten::addmm"]
+    batch, width, classes = 8, 6, 2
+    assert products[0]["args"]["flops"] == 2 * batch * width * classes
+    assert products[0]["args"]["Input Dims"][1] == [batch, width]
+    frames = [one["name"] for one in events if one.get("cat") == "python_function"]
+    assert any("test_switches.py" in name and "forward" in name for name in frames)
+    assert any(one.get("name") == "[memory]" for one in events)
+    total = sum(one["args"].get("flops", 0) for one in events if isinstance(one.get("args"), dict))
+    assert total == record.facts["flops"]  # type: ignore[attr-defined]
 
 
 def test_profiling_pauses_for_five_times_the_time_to_read_a_window(

@@ -134,11 +134,14 @@ class ProgramCapture(CapturedRun):
     def _on_torch(self) -> None:
         import torch
 
+        from flexinspect_hooks.loading.placement import device_report
+
         # Not with the first model, because a training may have none that is found.
         self.control.start()
         if self.job.threads is not None:
             torch.set_num_threads(self.job.threads)
         self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
+        self.record_event("phase", "note", text=device_report(opens_gpu=False))
         self.record_event("phase", _RUNNING)
 
     def _on_flex(self) -> None:
@@ -213,6 +216,7 @@ class ProgramCapture(CapturedRun):
         self.control.close()
         self.end_observation()
         cost = self._finder.close() if self._finder is not None else None
+        self.report_missing_steps()
         self._import_hooks.remove()
         self.tokenizers.end()
         self._children.end()

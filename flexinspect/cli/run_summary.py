@@ -1,0 +1,157 @@
+"""The result of a run: what `flexinspect run` prints at its end, also as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from flexinspect.analysis.summary import declare_command
+from flexinspect.cli.output import stdout_console
+from flexinspect.core.environment import command_path
+from flexinspect.core.text import escape_unprintable, plural, truncate
+from flexinspect.inputs.model_sizes import human_bytes
+from flexinspect.inputs.samples import judge_answer
+from flexinspect.records.finding import Finding, Severity, sort_by_severity
+from flexinspect.trace.queries import question_text
+from flexinspect.trace.query_results import GenerationRow
+from flexinspect.trace.reader import TraceReader, open_trace
+
+_SHOWN_ANSWERS = 3
+_SHOWN_FINDINGS = 5
+NO_NOTES = ("phase", "error", "source", "recompute-check")
+"""Kinds of events that are no notes of a summary."""
+_MAX_FINDINGS = 200
+MAX_QUESTION_CHARS = 120  # a prompt may have thousands; --json and the trace have all
+_MAX_ANSWER_CHARS = 300  # limit of an answer's printed length
+
+
+def summarize_run(path: Path) -> dict[str, Any]:
+    """Return the result of a run that has ended, with the keys of `run --json`.
+
+    `bytes` is the size of the trace, `cost` what capture took. Raises `TraceError` when the trace
+    could not be read.
+    """
+    with open_trace(path) as reader:
+        run, events = reader.run(), reader.events()
+        findings = (row.finding for row in reader.finding_rows(limit=_MAX_FINDINGS))
+        return {
+            "trace": str(path),
+            "state": reader.state,
+            "bytes": path.stat().st_size,
+            **{name: run.get(name) for name in ("model", "level", "cost")},
+            "is_own": run.get("job") is not None,
+            "generations": [_summarize_generation(row, reader) for row in reader.generations()],
+            "notes": [r.event.text for r in events if r.event.kind not in NO_NOTES],
+            "findings": sort_by_severity(findings),
+        }
+
+
+def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
+    """Return the result of a generation; see `judge_answer` for `correct`."""
+    steps = reader.steps(row.generation)
+    decode_ms = sum(step.wall_ms for step in steps[1:])
+    answer = row.answer
+    if not answer and (segments := reader.segments(row.generation)):  # it did not end
+        tokens = reader.tokens(row.generation, start=segments[-1].start)
+        answer = "".join(token.text for token in tokens if not token.special).strip()
+    return {
+        "generation": row.generation,
+        "sample_id": row.sample_id,
+        "question": question_text(reader, row.generation),
+        "answer": answer,
+        "expected": row.expected,
+        "correct": judge_answer(row.state, answer, row.expected),
+        "state": row.state,
+        "stop_reason": row.stop_reason,
+        "tokens": len(steps),
+        "tokens_per_s": round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
+    }
+
+
+def print_summary(
+    summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
+) -> None:
+    """Print the last `limit` answers (None: all), the cost, findings, and the next command."""
+    generations, findings = summary["generations"], summary["findings"]
+    with_text = [each for each in generations if each["question"] or each["answer"]]
+    n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
+    earlier = f"      {n_earlier} generations before these, in the interface"
+    lines: list[str | Text] = [earlier] if n_earlier else []
+    lines += map(_answer_text, with_text[n_earlier:])
+    if n_empty := len(generations) - len(with_text):
+        lines.append(f"{plural(n_empty, 'generation')} without tokens")
+    lines.append(_cost_line(summary))
+    lines += map(finding_text, findings[:_SHOWN_FINDINGS])
+    if (more := len(findings) - _SHOWN_FINDINGS) > 0:
+        lines.append(f"      and {more} more findings, in the interface")
+    trace = Path(summary["trace"])
+    if command := declare_command(findings[:_SHOWN_FINDINGS], trace):
+        lines.append(f"fix   {command}")
+    size, state = human_bytes(summary["bytes"]), summary["state"]
+    lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
+    lines += _next_lines(trace, summary)
+    console = console or stdout_console()
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _next_lines(trace: Path, summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield commands that help now, with what each is for; the first opens the trace."""
+    path, findings = command_path(trace), summary["findings"]
+    steps = [(f"flexinspect open {path}", "step through it")]
+    if findings:
+        steps.append((f"flexinspect explain {findings[0].id}", "the first finding, and its fix"))
+    if summary["generations"]:
+        panel = f"flexinspect show {path} --panel mask --picture"
+        steps.append((panel, "a panel without the interface"))
+    if summary["is_own"] and summary["generations"]:
+        verbose = "flexinspect run --max-samples 1 --verbose"
+        steps.append((verbose, "one sample, each step in detail"))
+        steps.append(("flexinspect prove isolation", "test the mask by experiment"))
+    width = max(len(command) for command, _ in steps)
+    for number, (command, text) in enumerate(steps):
+        yield f"{'' if number else 'next':<6}{command:<{width}}  # {text}"
+
+
+def finding_text(finding: Finding) -> Text:
+    """Return the line of a finding: its severity in colour, its sentence and its id."""
+    style = {Severity.ERROR: "red", Severity.WARNING: "yellow"}.get(finding.severity, "")
+    label, id_ = (f"{finding.severity}: ", style), (f"  [{finding.id}]", "dim")
+    return Text.assemble(label, escape_unprintable(finding.sentence), id_)
+
+
+def _answer_text(generation: Mapping[str, Any]) -> Text:
+    marks = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}
+    mark, style = marks[generation["correct"]]
+    answer, expected = generation["answer"], generation["expected"]
+    shown = escape_unprintable(truncate(answer, _MAX_ANSWER_CHARS))
+    asked = truncate(generation["question"], MAX_QUESTION_CHARS)
+    question = (escape_unprintable(asked), "bold")
+    text = Text.assemble(f"{mark} ", question, "  →  ", shown or "(nothing)", style=style)
+    if expected:
+        shown = escape_unprintable(" | ".join(expected[:_SHOWN_ANSWERS]))
+        n_more = len(expected) - _SHOWN_ANSWERS
+        text.append(f"  expected: {shown}" + (f" (+{n_more} more)" if n_more > 0 else ""), "dim")
+    if generation["state"] != "finished":
+        text.append(f"  [{generation['state']}]", style="yellow")
+    return text
+
+
+def _cost_line(summary: Mapping[str, Any]) -> str:
+    generations, cost = summary["generations"], summary["cost"]
+    parts = [plural(sum(each["tokens"] for each in generations), "token")]
+    if rates := [each["tokens_per_s"] for each in generations if each["tokens_per_s"]]:
+        parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
+    if isinstance(cost, Mapping) and cost.get("steps"):
+        ratio = 100 * float(cost["ratio"])
+        took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
+        parts.append(f"capture at level {summary['level']} took {took}")
+        if cost.get("checks"):
+            share = 100 * cost["checks_s"] / max(cost["total_s"] + cost["checks_s"], 1e-9)
+            checks = f"{plural(cost['checks'], 'recompute')} of --check-every"
+            parts.append(f"{checks} took {cost['checks_s']:.2f} s, {share:.0f} % of the time")
+    return "      " + ", ".join(parts)
