@@ -98,6 +98,9 @@ def _check_sources(args: argparse.Namespace) -> None:
         raise UsageError("A trace has its own mask, and another one is named.", hint=hint)
     if args.trace is None and (given_place := _first_given(args, PLACE_FLAGS)):
         raise UsageError(f"--{given_place} goes with --trace.")
+    if args.view == "received" and args.verify:
+        what = "--view received shows blocks; the mask_mod closes cells in them, as it should."
+        raise UsageError(what, hint="Verify the executed mask: leave out --view.")
     if args.checks is not None and not args.verify:
         raise UsageError("--checks goes with --verify.")
     if not (args.prompt or args.dataset) and (prompt := _first_given(args, PROMPT_FLAGS)):

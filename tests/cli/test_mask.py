@@ -199,6 +199,7 @@ def test_the_list_and_the_help_name_every_mask(capsys: pytest.CaptureFixture[str
         ("none.npy", "The mask none.npy cannot be read: No such file"),
         ("small --lang xx", "There are no labels in 'xx'"),
         ("small --verify --checks casual", "Did you mean causal?"),
+        ("--trace a.flextrace --view received --verify", "--view received shows blocks"),
         ("small --checks causal", "--checks goes with --verify"),
         ("small --layer 3", "--layer goes with --trace"),
         ("small --cue x", "--cue goes with --prompt or --dataset"),
