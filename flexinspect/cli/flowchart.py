@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.cli.flags import add_number_flags, positive_int
 from flexinspect.cli.output import errors_as_json, print_json, print_lines
-from flexinspect.core.conversion import read_toml_or_json
+from flexinspect.core.conversion import read_data
 from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import print_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +41,7 @@ the file of --config (TOML or JSON) has any of these keys: figure_size, box_widt
 vertical_spacing, color_input, color_processing, color_attention, color_generation, color_output
 
 {LANGUAGE_VARIABLE} sets the language of all figures.
-exit codes: 0 success, 1 a file could not be written, 2 invalid request
+exit codes: 0 success, 2 invalid request
 """
 
 FIGURES = (".svg", ".png", ".pdf", ".html")
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         width = min(shutil.get_terminal_size((_TEXT_WIDTH, 24)).columns, _TEXT_WIDTH)
         print_lines([title, "", *flowchart_lines(boxes, labels, width)])
     for file in () if args.json else args.out:
-        print(f"wrote {escape_unprintable(str(file))}", file=sys.stderr)
+        print_message(f"saved {file}")
     return 0
 
 
@@ -108,10 +107,7 @@ def _read_config(file: Path | None, width: float | None) -> FlowchartConfig:
 
     config = FlowchartConfig()
     if file is not None:
-        values = read_toml_or_json(file, "flowchart configuration")
-        if not isinstance(values, dict):
-            raise UsageError(f"{file}: expected an object with the keys of a flowchart.")
-        config = flowchart_config(values, str(file))
+        config = flowchart_config(read_data(file, "flowchart configuration"), str(file))
     if width is None:
         return config
     from flexinspect.figures.sheet import check_size
@@ -128,7 +124,7 @@ def _write_files(
     labels: Labels,
     config: FlowchartConfig,
 ) -> None:
-    """Write each file of --out; a suffix that nobody knows is refused before the first one."""
+    """Write each file of --out; a path that cannot be is refused before the first one."""
     from flexinspect.figures.figure_files import check_figure_path, save_figure
     from flexinspect.figures.flowchart import flowchart_lines, mermaid, mermaid_page
     from flexinspect.figures.flowchart_figure import draw_flowchart_figure

@@ -14,14 +14,13 @@ from flexinspect.cli.output import (
     stdout_console,
 )
 from flexinspect.cli.progress import share_bar
-from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import print_message
 
 if TYPE_CHECKING:
-    from flexinspect.cli.mask_output import OutputStyle
     from flexinspect.cli.mask_sources import MaskInput
     from flexinspect.core.languages import Labels
+    from flexinspect.figures.mask_figure import FigureStyle
     from flexinspect.masks.mask_analysis import MaskAnalysis
     from flexinspect.masks.mask_picture import MaskPicture
     from flexinspect.masks.mask_text import Places
@@ -74,11 +73,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=positive_int, default=128, metavar="N", help=size)
     group = parser.add_argument_group("output")
     formats = "the suffix decides: .png .svg .pdf .html .gif .txt .npy .csv"
-    group.add_argument("-o", "--output", metavar="FILE", type=Path, help=formats)
+    group.add_argument("-o", "--out", dest="output", metavar="FILE", type=Path, help=formats)
     lang = "language of labels, such as en or zh (default: FLEXINSPECT_LANG, or the settings)"
     group.add_argument("--lang", metavar="CODE", help=lang)
     group.add_argument("--theme", default="light", metavar="NAME", help="colours of a figure")
-    group.add_argument("--dpi", type=positive_int, default=300, metavar="N", help="default: 300")
+    dpi = "dots per inch of a PNG (default: 300)"
+    group.add_argument("--dpi", type=positive_int, default=300, metavar="N", help=dpi)
     width = "inches of a figure: 3.3 for a column of a paper (default: 6.5)"
     group.add_argument("--width", type=float, default=6.5, metavar="INCHES", help=width)
     add_switches(group, plain="print characters, without colours", json="print JSON")
@@ -159,21 +159,29 @@ def _is_animated(args: argparse.Namespace) -> bool:
     return bool(args.animate) or suffix == ".gif"
 
 
+def _style(args: argparse.Namespace, labels: Labels) -> FigureStyle:
+    """Return how figures look. Raises `UsageError` for an unknown theme."""
+    from flexinspect.figures.mask_figure import FigureStyle
+    from flexinspect.figures.themes import find_theme
+
+    theme = find_theme(args.theme)
+    return FigureStyle(labels=labels, theme=theme, dpi=args.dpi, width=args.width)
+
+
 class _Laboratory:
     """Does what the flags ask for with one mask."""
 
     def __init__(self, args: argparse.Namespace, labels: Labels) -> None:
-        from flexinspect.cli.mask_output import OutputStyle, check_output
+        from flexinspect.cli.mask_output import SUFFIXES
         from flexinspect.cli.mask_sources import load_input
-        from flexinspect.figures.themes import find_theme
+        from flexinspect.figures.figure_files import check_figure_path
         from flexinspect.masks.mask_text import Places
 
         self.is_animated = _is_animated(args)
         if args.output is not None:
-            check_output(args.output)
-        find_theme(args.theme)
+            check_figure_path(args.output, SUFFIXES)
         self.args, self.labels = args, labels
-        self.style: OutputStyle = OutputStyle(labels, args.theme, args.dpi, args.width)
+        self.style: FigureStyle = _style(args, labels)
         self.source: MaskInput = load_input(args)
         self.head = args.head or 0
         if args.trace is None and self.head >= self.source.mask.n_heads:
@@ -295,38 +303,25 @@ class _Laboratory:
 def _write_all(args: argparse.Namespace, labels: Labels) -> int:
     """Write the pictures of all presets, of their phases, and the flowchart."""
     from flexinspect.cli import mask_output
-    from flexinspect.cli.mask_sources import DEFAULT_MASK, MaskInput, load_mask
-    from flexinspect.masks.mask_analysis import analyse_mask
-    from flexinspect.masks.mask_config import PRESET_CONFIGS
-    from flexinspect.masks.mask_text import Places
-    from flexinspect.masks.reduction import reduce_phases
+    from flexinspect.cli.mask_sources import preset_inputs
+    from flexinspect.figures.sheet import check_size, require_matplotlib
 
-    folder, saved = args.output or Path(OUTPUT_FOLDER), []
+    folder, saved = args.output or Path(OUTPUT_FOLDER), list[str]()
+    if folder.suffix.lower() in mask_output.SUFFIXES:
+        what = f"--all writes many files, and {folder} is the name of one."
+        raise UsageError(what, hint="Name a folder.")
+    require_matplotlib()
+    style = _style(args, labels)
+    check_size(style.width, None)
+    sources = preset_inputs(args)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    style = mask_output.OutputStyle(labels, args.theme, args.dpi, args.width)
     with share_bar("writing figures") as report:
-        for number, (name, config) in enumerate(PRESET_CONFIGS.items()):
-            segments, n, limit = config.segments(), config.length, config.display_limit()
-            mask = load_mask(args.mask or DEFAULT_MASK, segments, args)
-            source = MaskInput(mask, n, n, limit, segments)
-            facts = analyse_mask(mask, n, n, segments=segments, block_size=args.block_size)
-            picture = mask_output.draw(source, labels)
-            lines = mask_output.text_lines(source, picture, labels, 0)
-            lines += ["", *facts.lines(Places(labels, segments))]
-            text = "".join(f"{line}\n" for line in lines)
-            save_file(folder / f"{name}.txt", text.encode())
-            parts = (picture, *reduce_phases(mask, segments, limit))
-            saved.append(f"{name}.txt")
-            for kind, part in zip(("mask", "encoding", "generation"), parts, strict=True):
-                if part is not None:
-                    saved.append(f"{name}_{kind}.png")
-                    mask_output.save_figure(part, folder / saved[-1], style)
-            saved.append(f"{name}_analysis.png")
-            mask_output.save_analysis(facts, segments, folder / saved[-1], style)
-            report((number + 1) / (len(PRESET_CONFIGS) + 1))
+        for number, (name, source) in enumerate(sources.items()):
+            saved += mask_output.save_preset(name, source, folder, style, args.block_size)
+            report((number + 1) / (len(sources) + 1))
         mask_output.save_flowchart(folder / "flowchart.png", style)
     files = [str(folder / name) for name in (*saved, "flowchart.png")]
     if args.json:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console
 from textual.strip import Strip
@@ -20,14 +20,15 @@ from flexinspect.core.languages import Labels
 from flexinspect.drawing.heatmap import Levels, heat
 from flexinspect.drawing.text_lines import Pen, join_strips
 from flexinspect.drawing.theme import Theme
-from flexinspect.figures.themes import find_theme
+from flexinspect.figures.mask_figure import FigureStyle
 from flexinspect.masks.algebra import Segments
 from flexinspect.masks.census import Report
 from flexinspect.masks.elementary import dense
-from flexinspect.masks.mask_analysis import MaskAnalysis
+from flexinspect.masks.mask_analysis import MaskAnalysis, analyse_mask
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.mask_text import (
     LEGEND,
+    Places,
     mark_meanings,
     phase_lines,
     phase_table,
@@ -35,7 +36,7 @@ from flexinspect.masks.mask_text import (
     row_names,
     size_line,
 )
-from flexinspect.masks.reduction import reduce_mask
+from flexinspect.masks.reduction import reduce_mask, reduce_phases
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.mask.mask_pixels import (
     EVEN,
@@ -49,16 +50,8 @@ from flexinspect.records.prompt import SegmentKind
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf", ".html", ".gif")
 DATA_SUFFIXES = (".txt", ".npy", ".csv")
+SUFFIXES = (*FIGURE_SUFFIXES, *DATA_SUFFIXES)
 MAX_ARRAY_CELLS, MAX_CSV_CELLS = 1 << 30, 1 << 26
-
-
-class OutputStyle(Struct, frozen=True):
-    """How figures look: labels, the name of a theme, dots per inch, and the width in inches."""
-
-    labels: Labels
-    theme: str = "light"
-    dpi: int = 300
-    width: float = 6.5
 
 
 def draw(
@@ -169,23 +162,11 @@ def _legend(picture: MaskPicture, labels: Labels, pen: Pen) -> list[Any]:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def check_output(file: Path) -> None:
-    """Raise `UsageError` for a suffix that cannot be written, a folder, or a missing folder."""
-    known = (*FIGURE_SUFFIXES, *DATA_SUFFIXES)
-    if file.suffix.lower() not in known:
-        what = f"The output {file} has an unknown format '{file.suffix}'."
-        raise UsageError(what, hint=f"The formats are {', '.join(known)}.")
-    if file.is_dir():
-        raise UsageError(f"The output {file} is a folder.", hint="Name a file in it.")
-    if not file.parent.is_dir():
-        raise UsageError(f"There is no folder {file.parent} for the output {file.name}.")
-
-
 def save(
     source: MaskInput,
     picture: Callable[[], MaskPicture],
     file: Path,
-    style: OutputStyle,
+    style: FigureStyle,
     *,
     head: int,
     more_lines: Sequence[str] = (),
@@ -221,23 +202,20 @@ def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
     return out.getvalue()
 
 
-def save_figure(picture: MaskPicture, file: Path, style: OutputStyle) -> None:
+def save_figure(picture: MaskPicture, file: Path, style: FigureStyle) -> None:
     """Write a picture as a figure. Raises `UsageError` without the library."""
     from flexinspect.figures.mask_figure import save_mask_figure
 
-    theme, width = find_theme(style.theme), style.width
-    save_mask_figure(picture, file, labels=style.labels, theme=theme, width=width, dpi=style.dpi)
+    options: dict[str, Any] = {"theme": style.theme, "width": style.width, "dpi": style.dpi}
+    save_mask_figure(picture, file, labels=style.labels, **options)
 
 
 def save_steps(
-    source: MaskInput, picture: MaskPicture, file: Path, style: OutputStyle, report: Report
+    source: MaskInput, picture: MaskPicture, file: Path, style: FigureStyle, report: Report
 ) -> None:
     """Write the generation step by step, with the attention of a trace where it has it."""
-    from flexinspect.figures import animation, mask_figure
+    from flexinspect.figures import animation
 
-    look = mask_figure.FigureStyle(
-        labels=style.labels, theme=find_theme(style.theme), width=style.width
-    )
     weights = None
     if source.newest_rows is not None:
         weights = source.newest_rows(lambda share: report(share / 2))
@@ -247,20 +225,40 @@ def save_steps(
         done = n_done / n_frames
         report(done if weights is None else (1 + done) / 2)
 
-    animation.save_animation(picture, file, style=look, steps=steps, progress=progress)
+    animation.save_animation(picture, file, style=style, steps=steps, progress=progress)
 
 
-def save_flowchart(file: Path, style: OutputStyle) -> None:
+def save_preset(
+    name: str, source: MaskInput, folder: Path, style: FigureStyle, block_size: int
+) -> list[str]:
+    """Write text, mask, phases and analysis of a preset into a folder; return the files' names."""
+    labels, segments, n = style.labels, source.segments, source.n_rows
+    facts = analyse_mask(source.mask, n, n, segments=segments, block_size=block_size)
+    picture = draw(source, labels)
+    lines = [*text_lines(source, picture, labels, 0), "", *facts.lines(Places(labels, segments))]
+    save_file(folder / f"{name}.txt", "".join(f"{line}\n" for line in lines).encode())
+    pictures = {"mask": picture}
+    phases = reduce_phases(source.mask, segments, source.limit)
+    for kind, phase in zip(("encoding", "generation"), phases, strict=True):
+        if phase is not None:
+            title = f"{phase.title}: {labels(f'figure_phase_{kind}')}"
+            pictures[kind] = replace(phase, title=title)
+    for kind, each in pictures.items():
+        save_figure(each, folder / f"{name}_{kind}.png", style)
+    save_analysis(facts, segments, folder / f"{name}_analysis.png", style)
+    return [f"{name}.txt", *(f"{name}_{kind}.png" for kind in (*pictures, "analysis"))]
+
+
+def save_flowchart(file: Path, style: FigureStyle) -> None:
     """Write the flowchart as a figure. Raises `UsageError` without the library."""
     from flexinspect.figures.flowchart_figure import save_flowchart
 
-    save_flowchart(file, labels=style.labels, theme=find_theme(style.theme), dpi=style.dpi)
+    save_flowchart(file, labels=style.labels, theme=style.theme, dpi=style.dpi)
 
 
-def save_analysis(facts: MaskAnalysis, segments: Segments, file: Path, style: OutputStyle) -> None:
+def save_analysis(facts: MaskAnalysis, segments: Segments, file: Path, style: FigureStyle) -> None:
     """Write the facts about a mask as a figure. Raises `UsageError` without the library."""
     from flexinspect.figures.analysis_figure import save_analysis_figure
 
-    look = find_theme(style.theme)
-    options: dict[str, Any] = {"theme": look, "width": style.width, "dpi": style.dpi}
+    options: dict[str, Any] = {"theme": style.theme, "width": style.width, "dpi": style.dpi}
     save_analysis_figure(facts, file, segments, labels=style.labels, **options)

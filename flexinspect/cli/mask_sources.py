@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
+from flexinspect.cli.output import stderr_console
 from flexinspect.core import plugins
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.text import did_you_mean
@@ -40,6 +42,7 @@ SHAPE_FLAGS = tuple(MaskConfig.__struct_fields__)
 _FIXED_BY_PROMPT = ("tokens_per_paraphrase", "separator_tokens")
 PROMPT_FLAGS = ("prompt", "dataset", "model", "instruction", "separator", "cue", "indices")
 PLACE_FLAGS = ("layer", "step", "view", "generation", "branch")
+_NOT_WITH_ALL = ("length", "trace", "head", "verify", "analysis", "animate", "checks", "against")
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -74,6 +77,7 @@ def load_input(args: argparse.Namespace) -> MaskInput:
         if (n := args.length) > MAX_POSITIONS:
             raise UsageError(f"--length {n} is more than {MAX_POSITIONS} tokens.")
         mask = load_mask(args.mask or args.what or "causal", (), args)
+        _check_array(mask, n, n)
         return _with_declared(args, MaskInput(mask, n, n, _limit(args, n)))
     return _with_declared(args, _configured_input(args))
 
@@ -94,6 +98,11 @@ def _check_sources(args: argparse.Namespace) -> None:
         raise UsageError("A trace has its own mask, and another one is named.", hint=hint)
     if args.trace is None and (given_place := _first_given(args, PLACE_FLAGS)):
         raise UsageError(f"--{given_place} goes with --trace.")
+    if args.view == "received" and args.verify:
+        what = "--view received shows blocks; the mask_mod closes cells in them, as it should."
+        raise UsageError(what, hint="Verify the executed mask: leave out --view.")
+    if args.checks is not None and not args.verify:
+        raise UsageError("--checks goes with --verify.")
     if not (args.prompt or args.dataset) and (prompt := _first_given(args, PROMPT_FLAGS)):
         raise UsageError(f"--{prompt} goes with --prompt or --dataset.")
     if given:
@@ -117,10 +126,36 @@ def _with_declared(args: argparse.Namespace, found: MaskInput) -> MaskInput:
     if args.against is None:
         return found
     declared = load_mask(args.against, found.segments, args)
-    return MaskInput(
-        *(found.mask, found.n_rows, found.n_keys, found.limit, found.segments, found.words),
-        *(declared, True, found.note),
-    )
+    _check_array(declared, found.n_rows, found.n_keys)
+    return replace(found, declared=declared, shows_difference=True)
+
+
+def _check_array(mask: CellMask, n_rows: int, n_keys: int) -> None:
+    """Raise `UsageError` for the cells of a file whose size is not that of the sequence."""
+    if isinstance(mask, ArrayMask) and mask.array.shape[1:] != (n_rows, n_keys):
+        rows, keys = mask.array.shape[1:]
+        what = (
+            f"The mask {mask.name} has {rows} × {keys} cells, and {n_rows} × {n_keys} are needed."
+        )
+        raise UsageError(what, hint="Save the cells of the whole sequence, or change the sizes.")
+
+
+def preset_inputs(args: argparse.Namespace) -> dict[str, MaskInput]:
+    """Return the mask over the sizes of each preset (--all).
+
+    Raises `UsageError` for flags that choose another mask or another action.
+    """
+    ignored = ("what", *SHAPE_FLAGS, *PROMPT_FLAGS, *PLACE_FLAGS, *_NOT_WITH_ALL)
+    if name := next((name for name in ignored if getattr(args, name) not in (None, False)), None):
+        shown = args.what if name == "what" else _flag(name)
+        raise UsageError(f"--all draws all presets of sizes, and {shown} does not go with it.")
+    found = {}
+    for name, config in PRESET_CONFIGS.items():
+        segments, n = config.segments(), config.length
+        mask = load_mask(args.mask or DEFAULT_MASK, segments, args)
+        _check_array(mask, n, n)
+        found[name] = MaskInput(mask, n, n, config.display_limit(), segments)
+    return found
 
 
 def load_mask(text: str, segments: Segments, args: argparse.Namespace) -> CellMask:
@@ -131,8 +166,9 @@ def load_mask(text: str, segments: Segments, args: argparse.Namespace) -> CellMa
     if text.lower().endswith(".npy"):
         return _read_array(Path(text))
     if _CODE.fullmatch(text):
-        load = plugins.load(plugins.CAPTURE, "mask-mod")
-        mask: CellMask = load(text, segments, device=args.device, heads=args.heads)
+        with stderr_console().status("importing torch …"):
+            load = plugins.load(plugins.CAPTURE, "mask-mod")
+            mask: CellMask = load(text, segments, device=args.device, heads=args.heads)
         return mask
     return parse_mask(text, segments)
 
@@ -225,9 +261,8 @@ def _number(name: str, text: str) -> int:
 def _array_input(args: argparse.Namespace, mask: ArrayMask, config: MaskConfig | None) -> MaskInput:
     """Return the cells of a file, with the segments of a configuration of the same length."""
     _, n_rows, n_keys = mask.array.shape
-    if config is not None and config.length != n_rows:
-        what = f"The mask {mask.name} has {n_rows} rows, and the shape has {config.length} tokens."
-        raise UsageError(what, hint="Give the shape of the mask, or none.")
+    if config is not None:
+        _check_array(mask, config.length, config.length)
     segments = () if config is None else config.segments()
     return MaskInput(mask, n_rows, n_keys, _limit(args, max(n_rows, n_keys)), segments)
 
@@ -254,10 +289,12 @@ def _prompt_input(args: argparse.Namespace) -> MaskInput:
             options[name] = _number(flag, text)
     options.setdefault("max_new_tokens", PRESET_CONFIGS["small"].num_generated_tokens)
     job = Job(out="", prompts=tuple(args.prompt or ()), texts=PromptTexts(**texts), **options)
-    compose = plugins.load(plugins.CAPTURE, "prompt-tokens")
-    _, prompt, words = next(compose(job))
+    with stderr_console().status("importing torch and transformers …"):
+        compose = plugins.load(plugins.CAPTURE, "prompt-tokens")
+        _, prompt, words = next(compose(job))
     segments, n = prompt.segments, prompt.segments[-1].stop
     mask = load_mask(args.mask or args.what or DEFAULT_MASK, segments, args)
+    _check_array(mask, n, n)
     return MaskInput(mask, n, n, _limit(args, n), segments, words)
 
 

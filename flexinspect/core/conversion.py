@@ -37,19 +37,10 @@ def convert(kind: type[T], data: Any, where: str, error: type[FlexInspectError] 
         raise error(f"{where} is not valid{place}: {reason}{listed}.", hint=hint) from invalid
 
 
-def _known_values(kind: Any, path: Sequence[str]) -> Sequence[str]:
-    """Return the values of the field at a path of names, or the fields of the object there."""
-    for name in path:
-        hint = get_type_hints(kind)[name]
-        kind = next((one for one in get_args(hint) if hasattr(one, "__struct_fields__")), hint)
-    literals = next((get_args(one) for one in get_args(kind) if get_args(one)), get_args(kind))
-    return literals or kind.__struct_fields__
+def read_data(file: Path, what: str) -> Any:
+    """Return the data of a TOML file, or of a JSON file, whose name ends in .json.
 
-
-def read_toml_or_json(file: Path, what: str) -> Any:
-    """Return the data of a file: JSON if its name ends in .json, else TOML.
-
-    Raises `UsageError` for a file that cannot be read or parsed; `what` names its content.
+    Raises `UsageError` for a file that cannot be read or is neither; `what` names it.
     """
     text, is_json = read_text(file, what), file.suffix.lower() == ".json"
     try:
@@ -58,6 +49,15 @@ def read_toml_or_json(file: Path, what: str) -> Any:
         form, reason = "JSON" if is_json else "TOML", re.sub(r"\s+", " ", str(error))
         hint = f"A {what} is TOML, or JSON in a file whose name ends in .json."
         raise UsageError(f"{file} is not valid {form} ({reason}).", hint=hint) from error
+
+
+def _known_values(kind: Any, path: Sequence[str]) -> Sequence[str]:
+    """Return the values of the field at a path of names, or the fields of the object there."""
+    for name in path:
+        hint = get_type_hints(kind)[name]
+        kind = next((one for one in get_args(hint) if hasattr(one, "__struct_fields__")), hint)
+    literals = next((get_args(one) for one in get_args(kind) if get_args(one)), get_args(kind))
+    return literals or kind.__struct_fields__
 
 
 def parse_step_number(text: str) -> int | None:

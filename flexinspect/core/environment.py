@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable
 
 _GIT_TIMEOUT_S = 2.0
@@ -141,13 +141,13 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def save_file(file: Path, data: bytes) -> None:
-    """Replace a file that the user asked for. Raises `FlexInspectError` with the reason."""
+    """Replace a file that the user asked for. Raises `UsageError` with the reason."""
     try:
         replace_file(file, data)
     except OSError as error:
         what = f"{file} cannot be written: {error.strerror or error}."
         hint = "Choose a file in an existing folder that you may write to."
-        raise FlexInspectError(what, hint=hint) from error
+        raise UsageError(what, hint=hint) from error
 
 
 def check_free(file: Path, *, overwrite: bool) -> None:

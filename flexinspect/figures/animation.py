@@ -89,7 +89,8 @@ def generation_steps(
         known = weights[number] if weights is not None and number < len(weights) else None
         word = printable(picture.words.get(high - 1, "").strip())
         key = "figure_step_prefill" if high - low > 1 else "figure_step_row"
-        caption = labels(key, step=number, rows=high - low, row=low, word=word).rstrip()
+        quoted = f"“{word}”" if word else ""
+        caption = labels(key, step=number, rows=high - low, row=low, word=quoted).rstrip()
         steps.append(AnimationStep(low, high, caption, known))
     return tuple(steps)
 
@@ -107,8 +108,8 @@ def save_animation(
 
     By default the steps are those of `generation_steps`. Memory holds a few frames and what is
     written, which is the difference between frames. The file is replaced atomically. Raises
-    `UsageError` for another suffix, an impossible size, or when matplotlib or pillow is missing,
-    and `FlexInspectError` when the file cannot be written.
+    `UsageError` for another suffix, an impossible size, when matplotlib or pillow is missing, or
+    when the file cannot be written.
     """
     target = check_figure_path(path, FORMATS)
     require_library("PIL.Image", "figures", "An animation")

@@ -22,12 +22,23 @@ MAX_PIXELS = 200_000_000
 
 
 def check_figure_path(path: str | Path, formats: tuple[str, ...] = FORMATS) -> Path:
-    """Return `path` if a figure can have that name. Raises `UsageError` for another suffix."""
+    """Return `path` if a file of that name can be written.
+
+    Raises `UsageError` for a suffix that is not one of `formats`, a folder, and a missing folder.
+    """
     target = Path(path)
     if target.suffix.lower() not in formats:
         known = f"{', '.join(formats[:-1])} or {formats[-1]}" if formats[1:] else formats[0]
         what = f"{target} has no suffix of a format that can be written."
         raise UsageError(what, hint=f"Name a file {known}.")
+    try:
+        is_folder, has_folder = target.is_dir(), target.parent.is_dir()
+    except OSError as error:  # a name that is too long
+        raise UsageError(f"{target} cannot be written: {error.strerror or error}.") from error
+    if is_folder:
+        raise UsageError(f"{target} is a folder.", hint="Name a file in it.")
+    if not has_folder:
+        raise UsageError(f"There is no folder {target.parent} for {target.name}.")
     return target
 
 
@@ -37,8 +48,8 @@ def save_figure(
     """Write a figure by the suffix of `path` (one of `FORMATS`), atomically; return the path.
 
     Text stays text in SVG, PDF and HTML; `dpi` holds for PNG, and for images of many cells in a
-    PDF. Raises `UsageError` for a suffix or a resolution that cannot be, and `FlexInspectError`
-    when the file cannot be written.
+    PDF. Raises `UsageError` for a path or a resolution that cannot be, and when the file cannot be
+    written.
     """
     target = check_figure_path(path)
     check_dpi(figure, dpi)

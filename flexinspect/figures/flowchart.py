@@ -68,7 +68,7 @@ def flowchart_config(
     Raises `UsageError` with one sentence for an unknown key, a wrong type, a colour that is not
     `#rrggbb`, and boxes that do not fit; `where` names the source.
     """
-    config = convert(FlowchartConfig, dict(values), where)
+    config = convert(FlowchartConfig, values, where)
     for key, value in asdict(config).items():
         if key.startswith("color_") and not _COLOR.fullmatch(value):
             what = f"{where}: {key} is not a colour: {value!r}."

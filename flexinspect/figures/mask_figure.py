@@ -64,7 +64,7 @@ _MIN_CELLS = 0.8  # inches of the cells' longer side, below which a figure is re
 
 
 class FigureStyle(Struct, frozen=True, kw_only=True):
-    """How figures look; `width` and `height` are inches.
+    """How figures look; `width` and `height` are inches, `dpi` dots per inch of a PNG.
 
     Without a height it follows from the mask. With one, such as that of a slide, the legend stands
     beside the mask if it would not fit below it, and the figure may be narrower than `width`.
@@ -74,6 +74,7 @@ class FigureStyle(Struct, frozen=True, kw_only=True):
     theme: FigureTheme = THEMES["light"]
     width: float = DEFAULT_WIDTH
     height: float | None = None
+    dpi: int = 300
 
 
 def cells_that_fit(width: float = DEFAULT_WIDTH) -> int:

@@ -1,4 +1,4 @@
-"""Colours of figures: light (the colours of the seed), dark, colour-blind-safe, grayscale."""
+"""Colours of figures: light (the colours of the notebook), dark, colour-blind-safe, grayscale."""
 
 from __future__ import annotations
 

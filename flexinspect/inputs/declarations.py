@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
-from flexinspect.core.conversion import convert, read_toml_or_json
+from flexinspect.core.conversion import convert, read_data
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.masks import algebra
 from flexinspect.records.job import Declaration
@@ -45,9 +45,7 @@ class _DeclarationFile(Struct, forbid_unknown_fields=True):
 
 def read_declaration(file: Path) -> Declaration:
     """Return the declaration in a file. Raises `UsageError` with the file and the invalid key."""
-    declared = convert(
-        _DeclarationFile, read_toml_or_json(file, "declaration"), f"The declaration {file}"
-    )
+    declared = convert(_DeclarationFile, read_data(file, "declaration"), f"The declaration {file}")
     entries = enumerate(declared.segments)
     specs = tuple(_segment_spec(f"{file}: segments[{n}]", entry) for n, entry in entries)
     spans = sorted(spec for spec in specs if len(spec) == 3 and isinstance(spec, tuple))

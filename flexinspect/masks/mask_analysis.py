@@ -319,7 +319,12 @@ def _phase_line(phase: PhaseFacts, name: str, places: Places) -> str:
 
 def _block_lines(blocks: BlockWork, places: Places) -> list[str]:
     facts = {name: getattr(blocks, name) for name in ("size", "full", "partial", "empty")}
-    work = {"visited": blocks.visited, "causal": blocks.causal, "share": f"{blocks.skipped:.1%}"}
+    work = {
+        "visited": blocks.visited,
+        "total": blocks.visited + blocks.empty,
+        "causal": blocks.causal,
+        "share": f"{blocks.skipped:.1%}",
+    }
     return [
         places.labels("analysis_blocks", **facts),
         places.labels("analysis_skipped", **work),
@@ -335,10 +340,11 @@ def _pair_lines(analysis: MaskAnalysis, places: Places) -> list[str]:
         [f"{n}/{total}" if total or n else "" for n, total in zip(*row, strict=True)]
         for row in zip(analysis.pairs.tolist(), analysis.pair_cells.tolist(), strict=True)
     ]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    header = [str(number) for number in range(len(cells[0]))]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     return [
         "  " + " ".join([name, *(c.rjust(w) for c, w in zip(row, widths, strict=True))]).rstrip()
-        for name, row in zip(_padded(names), cells, strict=True)
+        for name, row in zip(_padded(["", *names]), [header, *cells], strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from flexinspect.core.conversion import convert, read_toml_or_json
+from flexinspect.core.conversion import convert, read_data
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import did_you_mean
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -116,7 +116,7 @@ def checked_config(values: Mapping[str, Any], where: str = "The configuration") 
     Raises `UsageError` with one sentence for an unknown key, a wrong type, and sizes that do not
     fit each other; `where` names the source.
     """
-    config = convert(MaskConfig, dict(values), where)
+    config = convert(MaskConfig, values, where)
     _check_sizes(config, where)
     return config
 
@@ -142,7 +142,4 @@ def read_config(file: Path) -> MaskConfig:
 
     Raises `UsageError` for a file that cannot be read, invalid syntax, and as `checked_config`.
     """
-    values = read_toml_or_json(file, "mask configuration")
-    if not isinstance(values, dict):
-        raise UsageError(f"{file}: expected an object with the keys of a mask configuration.")
-    return checked_config(values, str(file))
+    return checked_config(read_data(file, "mask configuration"), str(file))

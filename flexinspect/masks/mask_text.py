@@ -171,7 +171,7 @@ def _phase_rows(table: PhaseTable, rows: range, keys: range, labels: Labels) -> 
 
 
 def _mark(n_open: int, past: int) -> str:
-    return NONE if n_open == 0 else ALL if n_open >= past else SOME
+    return NONE if n_open == 0 else ALL if n_open >= past > 0 else SOME
 
 
 # -- the picture in characters --------------------------------------------------------------------

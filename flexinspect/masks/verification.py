@@ -148,9 +148,12 @@ def verify_mask(
     the cells, else the length of the segments, unless `n_rows` or `n_keys` is given. `declared` is
     the mask that it must equal. Checks that do not apply (no segments, no declared mask) pass.
 
-    Raises `MaskError` for an unknown check, and without a size.
+    Raises `MaskError` for an unknown check, an array that is no mask, and without a size.
     """
     if isinstance(mask, np.ndarray):
+        if mask.ndim not in (2, 3) or mask.dtype != np.bool_ or not mask.size:
+            what = f"An array of {mask.dtype} with the shape {mask.shape} is not a mask."
+            raise MaskError(what, hint="Pass bool (rows, keys) or (heads, rows, keys).")
         cells = mask[None] if mask.ndim == 2 else mask
         n_rows, n_keys = n_rows or cells.shape[1], n_keys or cells.shape[2]
         mask = ArrayMask("mask", cells)
@@ -299,15 +302,14 @@ def _fusion_lines(result: Verification, places: Places) -> list[str]:
 
 
 def _position_lines(result: Verification, places: Places, check: str, field: str) -> list[str]:
-    if not result.count(check):
-        return []
+    count = result.count(check)
+    lines = [places.labels(f"verify_{check}", count=count)]
+    if not count:
+        return lines if len(result.checks) < len(CHECKS) else []
     positions = next(p for head in result.heads if len(p := getattr(head, field)))
     listed = format_ranges(positions[:MAX_LISTED_POSITIONS].tolist())
     listed += ", …" if len(positions) > MAX_LISTED_POSITIONS else ""
-    return [
-        places.labels(f"verify_{check}", count=result.count(check)),
-        f"  {places.labels('verify_positions', positions=listed)}",
-    ]
+    return [*lines, f"  {places.labels('verify_positions', positions=listed)}"]
 
 
 def _declared_lines(result: Verification, places: Places) -> list[str]:

@@ -199,6 +199,8 @@ def test_the_list_and_the_help_name_every_mask(capsys: pytest.CaptureFixture[str
         ("none.npy", "The mask none.npy cannot be read: No such file"),
         ("small --lang xx", "There are no labels in 'xx'"),
         ("small --verify --checks casual", "Did you mean causal?"),
+        ("--trace a.flextrace --view received --verify", "--view received shows blocks"),
+        ("small --checks causal", "--checks goes with --verify"),
         ("small --layer 3", "--layer goes with --trace"),
         ("small --cue x", "--cue goes with --prompt or --dataset"),
         ("small --trace run.flextrace", "A trace has its own mask"),
@@ -207,7 +209,7 @@ def test_the_list_and_the_help_name_every_mask(capsys: pytest.CaptureFixture[str
         ("--prompt a --separator-tokens 3", "--prompt decides the sizes, and --separator-tokens"),
         ("small --length 4", "--length decides the sizes, and small does too"),
         ("segment-isolation --length 9", "'segment-isolation' needs segments"),
-        ("small -o a.bmp", "unknown format '.bmp'"),
+        ("small -o a.bmp", "a.bmp has no suffix of a format"),
         ("small -o none/a.txt", "There is no folder none"),
         ("--length 9999999 causal", "--length 9999999 is more than 1048576 tokens"),
         ("--length 999999 -o a.csv causal", "a .csv file holds at most"),
@@ -227,7 +229,8 @@ def test_an_array_that_is_no_mask_is_refused(
     (tmp_path / "b.npy").write_bytes(b"no array")
     assert "it is not a NumPy array" in error_of(capsys, "b.npy")
     np.save(tmp_path / "c.npy", np.tri(5, dtype=bool))
-    assert "has 5 rows, and the shape has 54 tokens" in error_of(capsys, "small", "--mask", "c.npy")
+    for flags in (["small", "--mask"], ["small", "--against"], ["--length", "54", "--mask"]):
+        assert "c has 5 × 5 cells, and 54 × 54 are needed" in error_of(capsys, *flags, "c.npy")
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -258,6 +261,27 @@ def test_all_pictures_of_the_presets_are_written(
     assert "Blocks of 128 × 128" in (folder / "large.txt").read_text("utf-8")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("medium", "medium does not go with it"),
+        ("--verify", "--verify does not go with it"),
+        ("--trace a.flextrace", "--trace does not go with it"),
+        ("--num-paraphrases 9", "--num-paraphrases does not go with it"),
+        ("-o all.png", "all.png is the name of one"),
+        ("--mask dilatd(2)", "Did you mean dilated?"),
+        ("--theme pink", "There is no theme 'pink'"),
+        ("--width 900", "cannot be 900 inches wide"),
+    ],
+)
+def test_a_wrong_request_for_all_pictures_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: str, message: str
+) -> None:
+    before = list(tmp_path.iterdir())
+    assert message in error_of(capsys, "--all", *arguments.split())
+    assert list(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("arguments", [["-o", "a.gif"], ["-o", "a.gif", "--animate"]])
 def test_a_gif_has_a_frame_per_step(tmp_path: Path, arguments: list[str]) -> None:
     assert main(["mask", "small", "--width", "3", *arguments]) == 0
@@ -278,8 +302,9 @@ def test_an_animation_of_a_trace_shows_its_attention(
         return steps(picture, labels, weights)
 
     monkeypatch.setattr(animation, "generation_steps", listened)
-    assert main(["mask", *flags, "--animate", "-o", "a.html"]) == 0
-    assert [row is not None for row in rows] == [True] * 4
+    for more in (["--against", "causal"], []):
+        assert main(["mask", *flags, *more, "--animate", "-o", "a.html"]) == 0
+    assert [row is not None for row in rows] == [True] * 8
     assert (tmp_path / "a.html").read_text("utf-8").count("data:image/png") == 5
 
 
@@ -301,4 +326,5 @@ def test_a_missing_library_is_one_sentence_with_the_extra(
     err = error_of(capsys, "small", "-o", "a.png")
     assert "A figure needs matplotlib" in err
     assert "pip install 'flexinspect[figures]'" in err
-    assert not (tmp_path / "a.png").exists()
+    assert "Figures need matplotlib" in error_of(capsys, "--all")
+    assert not list(tmp_path.glob("a*"))

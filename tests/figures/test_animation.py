@@ -54,8 +54,8 @@ def test_steps_are_the_prefill_and_then_one_row_each() -> None:
     assert [(step.start, step.stop) for step in steps] == [(0, 9), (9, 10), (10, 11), (11, 12)]
     assert [step.caption for step in steps] == [
         "step 0: prefill of 9 queries",
-        "step 1: query 9 Paris",
-        "step 2: query 10 <U+001B></script>",
+        "step 1: query 9 “Paris”",
+        "step 2: query 10 “<U+001B></script>”",
         "step 3: query 11",
     ]
 
@@ -106,7 +106,7 @@ def test_the_page_needs_no_other_file_and_cannot_be_ended_by_a_token(tmp_path: P
     assert not re.search(r"(?:src|href)=[\"'](?!data:)", page)
     assert "http" not in page
     listed = json.loads(re.search(r"const frames = (.*);", page)[1])  # type: ignore[index]
-    assert [frame["caption"] for frame in listed][2] == "step 2: query 10 <U+001B></script>"
+    assert [frame["caption"] for frame in listed][2] == "step 2: query 10 “<U+001B></script>”"
     assert all(frame["source"].startswith("data:image/png;base64,") for frame in listed)
     assert len(listed[1]["source"]) < len(listed[0]["source"]) / 2
 

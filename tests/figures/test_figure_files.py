@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from support.mask_pictures import isolation_picture
 
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import load_labels
 from flexinspect.figures import fonts
 from flexinspect.figures.figure_files import save_figure
@@ -77,9 +77,13 @@ def test_an_unknown_suffix_and_a_resolution_nobody_prints_are_refused(tmp_path: 
 
 def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.svg").mkdir()
-    for target in (tmp_path / "a.svg", tmp_path / "no" / "a.svg"):
-        with pytest.raises(FlexInspectError, match=r"a\.svg cannot be written: "):
-            save_mask_figure(PICTURE, target, labels=CHINESE)
+    with pytest.raises(UsageError, match=r"a\.svg is a folder"):
+        save_mask_figure(PICTURE, tmp_path / "a.svg", labels=CHINESE)
+    with pytest.raises(UsageError, match=r"There is no folder .*no for a\.svg"):
+        save_mask_figure(PICTURE, tmp_path / "no" / "a.svg", labels=CHINESE)
+    name = f"{'a' * 300}.svg"
+    with pytest.raises(UsageError, match=r"cannot be written: File name too long\."):
+        save_mask_figure(PICTURE, tmp_path / name, labels=CHINESE)
     assert [each.name for each in tmp_path.iterdir()] == ["a.svg"]
 
 

@@ -205,7 +205,7 @@ def test_a_configuration_file_sets_sizes_and_colours(tmp_path: Path) -> None:
         (["--theme", "pink", "--out", "a.svg"], "There is no theme 'pink'"),
         (["--width", "0.1"], "A figure cannot be 0.1 inches wide."),
         (["--config", "none.toml"], "The flowchart configuration none.toml cannot be read"),
-        (["--config", "list.json"], "list.json: expected an object"),
+        (["--config", "list.json"], "list.json is not valid: Expected `object`, got `array`"),
         (["--config", "bad.toml"], "bad.toml is not valid TOML"),
         (["--trace", "a.flextrace", "--generation", "9"], "has no branch 0 of generation 9"),
     ],

@@ -14,7 +14,7 @@ from flexinspect.core.errors import MaskError
 from flexinspect.core.languages import languages, load_labels
 from flexinspect.masks import algebra
 from flexinspect.masks.census import past_cells
-from flexinspect.masks.elementary import ArrayMask, dense
+from flexinspect.masks.elementary import ArrayMask, dense, preset_mask
 from flexinspect.masks.mask_analysis import analyse_mask
 from flexinspect.masks.mask_config import MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
@@ -206,3 +206,21 @@ def test_places_are_named_in_every_language() -> None:
         assert "who" in places.cell(20, 3, head=1)
     assert PLACES.cell(20, 3) == "row 20 (generated token 2) attends to key 3 (paraphrase 1)"
     assert Places(ENGLISH).cell(2, 1) == "row 2 attends to key 1"
+
+
+def test_the_columns_of_the_table_of_segments_have_the_numbers_of_its_rows() -> None:
+    segments = MaskConfig(2, 3, 1, 2).segments()
+    mask = preset_mask("segment-isolation", segments)
+    lines = analyse_mask(mask, 9, 9, segments=segments).lines(Places(load_labels("en"), segments))
+    header, *rows = lines[lines.index("") + 2 :]
+    assert header.split() == [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
+    assert rows[-1].split()[-4:] == ["6/6", "2/2", "6/6", "3/3"]
+    assert len(header) == len(rows[-1])
+
+
+def test_a_leak_to_a_later_segment_is_some_not_all_keys_before() -> None:
+    segments = MaskConfig(2, 3, 0, 1).segments()
+    cells = dense(preset_mask("segment-isolation", segments), 7, 7)
+    cells[0, 5] = True
+    lines = phase_lines(phase_table(ArrayMask("leak", cells[None]), segments), load_labels("en"))
+    assert lines[2].split() == ["Seg1", "■", "▒"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,7 @@ def test_toml_and_json_files_give_the_same_configuration(tmp_path: Path) -> None
     ("values", "message"),
     [
         ({"num_paraphrase": 3}, "unknown field `num_paraphrase`"),
+        ([3, 15], "Expected `object`, got `array`"),
         ({"num_paraphrases": 0}, "in num_paraphrases: Expected `int` >= 1"),
         ({"num_paraphrases": "3"}, "in num_paraphrases: Expected `int`, got `str`"),
         ({"display_mode": "half"}, "in display_mode: Invalid enum value 'half'"),
@@ -82,9 +84,7 @@ def test_toml_and_json_files_give_the_same_configuration(tmp_path: Path) -> None
         ),
     ],
 )
-def test_values_that_do_not_fit_are_refused_with_one_sentence(
-    values: dict[str, object], message: str
-) -> None:
+def test_values_that_do_not_fit_are_refused_with_one_sentence(values: Any, message: str) -> None:
     with pytest.raises(UsageError) as error:
         checked_config(values, "mask.toml")
     assert error.value.message.startswith("mask.toml")

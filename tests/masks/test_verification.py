@@ -78,7 +78,7 @@ def test_generated_tokens_that_miss_keys_are_counted() -> None:
     assert lines(result)[2:5] == [
         "First generated token attends to: 5/15",
         "Generated tokens that do not attend to all keys before them: 2",
-        "  first: 14 (generated token 1) attends to 5 of 15 keys",
+        "  first: row 14 (generated token 1) attends to 5 of 15 keys",
     ]
 
 
@@ -92,6 +92,13 @@ def test_empty_rows_and_unseen_keys_are_violations() -> None:
         "Keys that nobody sees: 1",
         "  positions 0",
         "Tests failed: 2",
+    ]
+
+
+def test_a_check_that_was_asked_for_has_a_line_when_it_passes() -> None:
+    assert lines(verify_mask(ISOLATED, SEGMENTS, checks=("rows",))) == [
+        "Rows that see nothing: 0",
+        "All tests passed",
     ]
 
 
@@ -171,5 +178,8 @@ def test_an_unknown_check_and_a_missing_size_are_refused() -> None:
     with pytest.raises(MaskError, match="There is no check 'casual'") as error:
         verify_mask(ISOLATED, SEGMENTS, checks=("casual",))
     assert error.value.hint == "Did you mean causal?"
+    for cells in (np.ones((3, 3)), np.ones(3, bool), np.zeros((0, 3), bool)):
+        with pytest.raises(MaskError, match=r"An array of .* is not a mask"):
+            verify_mask(cells, SEGMENTS)
     with pytest.raises(MaskError, match="size of the mask is not known"):
         verify_mask(ArrayMask("empty", np.zeros((1, 0, 0), bool)))

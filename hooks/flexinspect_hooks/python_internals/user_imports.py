@@ -21,6 +21,6 @@ def import_object(spec: str, what: str, error_type: type[UsageError] = UsageErro
     try:
         return getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # the module may be a script that calls sys.exit
-        hint = f"Write {what} package.module:function, importable from the current folder."
+        hint = "Name it as package.module:function, importable from the current folder."
         text = f"{what} {spec} cannot be loaded: {summarize_error(error)}"
         raise error_type(text, hint=hint) from error
