@@ -141,12 +141,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("case", choices=("kernels",))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit (%(default)s)")
-    parser.add_argument("--device", default="cuda")
+    text = "default: cuda; with --small, the CPU where there is none"
+    parser.add_argument("--device", default="", help=text)
     parser.add_argument("--small", action="store_true", help="a few seconds, on any device")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu-kernels.json")
     args = parser.parse_args(arguments)
     try:
-        device = choose_device(args.device).type
+        device = choose_device(args.device or ("auto" if args.small else "cuda")).type
     except UsageError as error:
         parser.error(error.message)
     facts = measure_kernels(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
-from flexinspect.core.text import format_ranges, join_labels, plural
+from flexinspect.core.text import format_numbers, join_labels, plural
 
 Status = Literal["same", "differs", "not compared"]
 
@@ -199,14 +199,15 @@ def _error_lines(one: KernelEvaluation, error: ErrorStatistics, bar: Tolerance) 
         f"{bar.reference_mean:.3g}, and a floor)"
     )
     if error.n_nan or error.n_inf:
-        yield f"  {error.n_nan} elements are NaN, {error.n_inf} infinite"
+        yield f"  NaN: {plural(error.n_nan, 'element')}; Inf: {error.n_inf}"
     if error.n_above:
-        share = error.n_above / error.n_elements
+        share = 100 * error.n_above / error.n_elements
         above = [head for head, value in enumerate(one.heads) if not value <= bar.max_abs]
-        heads = "all heads" if len(above) == len(one.heads) else f"heads {format_ranges(above)}"
+        heads = "all heads" if len(above) == len(one.heads) else format_numbers("head", above)
         n_rows = len(one.wrong_rows)
-        rows = "all rows" if n_rows == one.n_rows else f"rows {_few_ranges(one.wrong_rows)}"
-        yield f"  {share:.2%} of {error.n_elements} elements above it: {heads}, {rows}"
+        rows = "all rows" if n_rows == one.n_rows else _few_rows(one.wrong_rows)
+        of = f"{error.n_above} of {error.n_elements} elements ({share:.3g} %)"
+        yield f"  {of} above it: {heads}, {rows}"
     if one.worst is not None and error.n_above:
         at = one.worst
         word = f" ({at.token})" if at.token else ""
@@ -216,8 +217,8 @@ def _error_lines(one: KernelEvaluation, error: ErrorStatistics, bar: Tolerance) 
         )
 
 
-def _few_ranges(numbers: Sequence[int]) -> str:
-    ranges = format_ranges(numbers).split(", ")
+def _few_rows(rows: Sequence[int]) -> str:
+    ranges = format_numbers("row", rows).split(", ")
     more = f" and {len(ranges) - 8} more ranges" if len(ranges) > 8 else ""
     return ", ".join(ranges[:8]) + more
 

@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         print_lines(difference_text.comparison_lines(comparison))
         if args.bisect:
             print_lines(bisection_lines(_bisect(comparison, args)))
+    if args.exact and comparison.verdict == ROUNDING and not args.json:
+        print_lines(["With --exact, that is a difference."])
     failing = (DIFFERENT, *([ROUNDING] if args.exact else ()))
     return int(comparison.verdict in failing)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from flexinspect.core import low_bandwidth
 
+MAX_INT = 2**63 - 1  # of SQLite, and of seeds in torch
 MAX_THREADS = 1024  # OpenMP would create more, until the system runs out
 
 
@@ -74,4 +75,6 @@ def non_negative_int(text: str) -> int:
     """Return a whole number that is 0 or greater. Raises `ArgumentTypeError`."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r} is not a whole number that is 0 or greater")
+    if int(text) > MAX_INT:
+        raise ArgumentTypeError(f"{text} is above {MAX_INT}")
     return int(text)

@@ -157,6 +157,12 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--lengths and --repeats go with --bench.")
     if args.picture and args.json:
         raise UsageError("--picture and --json exclude each other.")
+    for flag, file in (("-o", args.output), ("--save", args.save)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UsageError(f"{flag} {file}: there is no folder {file.parent}.")
+    optional = {"flex-compiled", "flex-decode", "all"}
+    if args.kernel_option and optional.isdisjoint((*(args.kernel or ()), args.reference)):
+        raise UsageError("--kernel-option goes with --kernel flex-compiled or flex-decode.")
     if args.check is not None:
         from flexinspect.analysis.kernel_baseline import load_baseline
 

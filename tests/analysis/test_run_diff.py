@@ -312,11 +312,11 @@ def test_a_repeat_that_the_user_names_sets_the_noise(tmp_path: Path) -> None:
 
 
 def test_a_repeat_that_is_equal_bit_by_bit_leaves_no_room_for_noise(tmp_path: Path) -> None:
-    one, other = (
-        write(tmp_path / f"{by}.flextrace", [shifted(step, by) for step in clean()])
-        for by in (0, 1e-7)
+    one, other, repeat = (
+        write(tmp_path / f"{name}.flextrace", [shifted(step, by) for step in clean()])
+        for name, by in (("one", 0), ("other", 1e-7), ("repeat", 0))
     )
-    found = compare(one, other, one).generations[0]
+    found = compare(one, other, repeat).generations[0]
     assert found.verdict == "different"
     assert found.noise is not None
     assert "equal bit by bit" in found.noise.source

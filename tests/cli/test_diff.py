@@ -116,9 +116,10 @@ def test_rounding_counts_only_when_exactness_is_asked_for(
     b = write(tmp_path / "b.flextrace", *steps)
     code, out = compared(capsys, a, b)
     assert code == 0
-    assert "numbers differ by rounding" in out
+    assert "The same within noise: no difference is larger than rounding explains." in out
     assert "first difference: step 0, layer 1: hidden by 1e-06" in out
-    assert compared(capsys, a, b, "--exact")[0] == 1
+    code, out = compared(capsys, a, b, "--exact")
+    assert (code, out.splitlines()[-1]) == (1, "With --exact, that is a difference.")
 
 
 def test_where_tokens_differ_both_margins_are_printed_and_nothing_after_is_compared(
@@ -305,3 +306,10 @@ def test_a_repeat_of_a_that_is_another_run_is_refused(
     other = write(tmp_path / "b.flextrace", *clean(), prompt=replace(record, tokens=tokens))
     assert main(["diff", str(a), str(a), "--noise", str(other)]) == 2
     assert "repeats none of the compared generations" in capsys.readouterr().err
+
+
+def test_a_itself_is_no_repeat_of_a(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path / "a.flextrace", *clean())
+    b = write(tmp_path / "b.flextrace", *(scaled(step, 1, 1.000001) for step in clean()))
+    assert main(["diff", str(a), str(b), "--noise", str(a)]) == 2
+    assert "is A itself, which shows no noise" in capsys.readouterr().err

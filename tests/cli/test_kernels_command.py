@@ -140,6 +140,10 @@ def test_times_are_printed_with_the_ratio_to_sdpa(folder: Path) -> None:
         (("--bench", "--lengths", "a"), "--lengths a is not a list of numbers"),
         (("--device", "nothing"), "The device 'nothing' is unknown."),
         (("--kernel", "flex-compiled", "--kernel-option", "BLOCK_M"), "is not KEY=VALUE."),
+        (("--kernel-option", "BLOCK_M=64"), "goes with --kernel flex-compiled or flex-decode."),
+        (("-o", "nowhere/picture.png"), "-o nowhere/picture.png: there is no folder nowhere."),
+        (("--save", "nowhere/base.json"), "there is no folder nowhere."),
+        (("--seed", str(2**63)), "is above 9223372036854775807"),
     ],
 )
 def test_a_wrong_request_gets_a_sentence_and_exit_code_2(

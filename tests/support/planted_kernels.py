@@ -158,3 +158,32 @@ def nan_in_a_row(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float 
     out = flash(q, k, v, attn_mask, scale, None)[0]
     out[:, 1, 9] = torch.nan
     return out
+
+
+def exchanged_values(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, v, k, attn_mask, scale, None)[0]
+
+
+def keys_in_another_layout(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0
+) -> Any:
+    return flash(q, k.transpose(1, 2).reshape(k.shape), v, attn_mask, scale, None)[0]
+
+
+def shifted_values(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, torch.cat([v[:, :, -1:], v[:, :, :-1]], 2), attn_mask, scale, None)[0]
+
+
+def negative_scores(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(-q, k, v, attn_mask, scale, None)[0]
+
+
+def dropout_left_on(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    cells = torch.ones(q.shape[2], k.shape[2]).bool() if attn_mask is None else attn_mask
+    weights = torch.softmax((q @ k.mT * scale).masked_fill(~cells, -torch.inf), -1)
+    return torch.dropout(weights, 0.1, train=True) @ v
+
+
+def nan_lse(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    out, lse = flash(q, k, v, attn_mask, scale, None)
+    return out, lse * torch.nan

@@ -20,9 +20,10 @@ from flexinspect.core.text import format_layers, format_ranges, plural, printabl
 from flexinspect.rules import step_diff
 
 _MAX_LAYERS = 40
+_COARSE = 0.01
 _VERDICT_TEXTS = {
     DIFFERENT: "The two runs differ.",
-    ROUNDING: "The same within noise: numbers differ by rounding.",
+    ROUNDING: "The same within noise: no difference is larger than rounding explains.",
     SAME: "No difference in anything that was compared.",
 }
 _AFTER_SCORES = "the attention output, its projection, the MLP or a norm of this layer"
@@ -133,10 +134,12 @@ def _alignment_lines(one: GenerationDifference) -> Iterator[str]:
 
 
 def _noise_text(noise: Noise) -> str:
-    if not noise.is_measured:
-        return f"{noise.floor:g} relative ({noise.source})"
     lowest = min(noise.measured.values(), default=noise.floor)
-    return f"{lowest:.3g} to {noise.floor:.3g} relative, by quantity ({noise.source})"
+    spread = "" if lowest == noise.floor else f"{lowest:.3g} to "
+    by = ", by quantity" if spread else ""
+    text = f"{spread}{noise.floor:.3g} relative{by} ({noise.source})"
+    coarse = "; smaller faults do not show: record both in one dtype, and use --noise"
+    return text + coarse * (lowest >= _COARSE)
 
 
 def _notable_step_lines(one: GenerationDifference) -> Iterator[str]:

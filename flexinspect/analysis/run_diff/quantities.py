@@ -257,6 +257,7 @@ def noise_of_repeats(repeats: Mapping[str, float], where: str, least: float = 0.
     """Return the noise that repeats show: their largest differences, by quantity and layer."""
     limits = {key: max(NOISE_FACTOR * value, least) for key, value in repeats.items()}
     how = "which are equal bit by bit" if not any(repeats.values()) else f"times {NOISE_FACTOR:g}"
+    how += f", and at least {least:g} as the dtypes differ" if least else ""
     floor = max(limits.values(), default=least)
     return Noise(f"{where}, {how}", floor, limits, is_measured=True)
 

@@ -88,6 +88,9 @@ def compare_traces(
     """
     for other in (b, *([repeat] if repeat else ())):
         check_same_kind(a, other)
+    if repeat is not None and a.path.samefile(repeat.path):
+        what = f"--noise {repeat.path} is A itself, which shows no noise."
+        raise UsageError(what, hint="--noise takes another recording of the same run as A.")
     names = (str(a.path), str(b.path))
     identical = filecmp.cmp(a.path, b.path, shallow=False)
     pairs = alignment.align_generations(a, b, generation)

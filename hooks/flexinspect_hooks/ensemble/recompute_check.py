@@ -122,6 +122,8 @@ class RecomputeCheck:
             token_ids, GradientPatch(self._model, source, **self._dense_options())
         )
         kept = [rows for rows in self._rows if rows is not None]
+        if len(kept) < len(self._rows):
+            raise FlexInspectError("Not every layer ran in the newest forward.")
         errors = _differences(kept, dense)
         if self._limits is None:
             lowest, highest = CACHE_LIMITS.get(kept[0].dtype, CACHE_LIMITS[torch.float32])

@@ -161,7 +161,10 @@ def options_of(kernel: Kernel, problem: Problem) -> dict[str, Any]:
         options["enable_gqa"] = config.q_heads != config.kv_heads
     options |= {name: True for name in LSE_OPTIONS if name in names}
     if missing:
-        raise ContractError(f"It takes {'; '.join(missing)}.")
+        text = f"It takes {'; '.join(missing)}."
+        if _takes_any_options(kernel):
+            text += " Its **options get nothing: name the options in its signature."
+        raise ContractError(text)
     return options
 
 
@@ -192,6 +195,14 @@ def _parameter_names(kernel: Kernel) -> frozenset[str]:
         return frozenset(inspect.signature(kernel.function).parameters)
     except (TypeError, ValueError):  # a builtin without a signature takes q, k and v
         return frozenset()
+
+
+def _takes_any_options(kernel: Kernel) -> bool:
+    try:
+        parameters = inspect.signature(kernel.function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def call_kernel(

@@ -26,13 +26,15 @@ from flexinspect_hooks.kernels.oracle import (
     scores_of,
 )
 from flexinspect_hooks.kernels.problem import Problem
-from flexinspect_hooks.kernels.reference import Reference, mean, nan_as_inf
+from flexinspect_hooks.kernels.reference import Reference, largest, mean, nan_as_inf
+from flexinspect_hooks.kernels.wrong_inputs import input_faults
 from flexinspect_hooks.kernels.wrong_masks import MaskFault, mask_faults
 
 _EXPLAINED_SHARE = 0.25
 _ACCUMULATION_BLOCKS = (1, 16, 32, 64, 128)
 _SIZE_RANGE = (1 / 3, 3.0)
 _MAX_BIAS = 0.5
+_SEEDED_RUNS = 4
 
 
 def diagnose(
@@ -49,7 +51,7 @@ def diagnose(
             "empty-rows", f"In {plural(one.n_empty_rows, 'empty row')}, {one.empty_rows}."
         )
     if not one.bit_equal:
-        yield _nondeterminism(one, bar)
+        yield _nondeterminism(one, kernel, bar)
     if one.run_difference > bar.tolerance.max_abs:
         return  # no single run tells what else is wrong
     if not bar.is_within(one.error) or one.n_wrong_reads or has_wrong_keys(one):
@@ -64,19 +66,36 @@ def diagnose(
             )
 
 
-def _nondeterminism(one: KernelEvaluation, bar: Reference) -> Diagnosis:
-    largest, allowed = one.run_difference, bar.tolerance.max_abs
-    if largest <= allowed:
+def _nondeterminism(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> Diagnosis:
+    difference, allowed = one.run_difference, bar.tolerance.max_abs
+    if difference <= allowed:
         text = (
-            f"{one.n_runs} runs on the same inputs differ by up to {largest:.2g}, within the "
+            f"{one.n_runs} runs on the same inputs differ by up to {difference:.2g}, within the "
             "tolerance: the order of the additions varies (atomic additions, or a split by load)."
         )
         return Diagnosis("random-order", text)
     text = (
-        f"{one.n_runs} runs on the same inputs differ by up to {largest:.2g}, above the tolerance "
-        f"of {allowed:.2g}: reads and writes race."
+        f"{one.n_runs} runs on the same inputs differ by up to {difference:.2g}, above the "
+        f"tolerance of {allowed:.2g}"
     )
+    if _draws_random_numbers(kernel, bar.problem):
+        text += ", and are bit-equal from the same state of torch's random generator: it draws "
+        return Diagnosis("random-numbers", f"{text}random numbers, as dropout does.")
+    text += ": reads and writes race, or it keeps a state between calls."
     return Diagnosis("race", text)
+
+
+def _draws_random_numbers(kernel: Kernel, problem: Problem) -> bool:
+    """Whether runs that differ become equal from the same state of the random generator."""
+    outs = []
+    try:
+        with torch.random.fork_rng():
+            for _ in range(_SEEDED_RUNS):
+                torch.manual_seed(0)
+                outs.append(call_kernel(kernel, problem).out)
+    except ContractError:
+        return False
+    return all(torch.equal(out, outs[0]) for out in outs)
 
 
 def has_wrong_keys(one: KernelEvaluation) -> bool:
@@ -103,7 +122,7 @@ class _Search:
         wrong_keys = has_wrong_keys(self._one)
         found = [*self._mask_diagnoses()] if wrong_keys or use is None or use.skipped else []
         if not found:
-            found = [*self._score_diagnoses(), *self._head_diagnoses()]
+            found = [*self._score_diagnoses(), *self._head_diagnoses(), *self._input_diagnoses()]
         if not found and not wrong_keys:
             found = [*self._accumulation_diagnoses()]
         if not found and wrong_keys:
@@ -112,10 +131,10 @@ class _Search:
             return self._unexplained()
         return min(found, key=lambda each: math.inf if each.residual is None else each.residual)
 
-    def _residual(self, variation: Variation) -> float:
+    def _residual(self, variation: Variation, problem: Problem | None = None) -> float:
         """The largest difference to a variation, in rows that have an open key in both."""
         rows = variation.cells.any(-1) & self._bar.rows
-        out = attend(self._problem, variation).out
+        out = attend(problem or self._problem, variation).out
         return self._distance(out, rows.expand(self._out.shape[:3]))
 
     def _distance(self, out: Tensor, rows: Tensor) -> float:
@@ -123,12 +142,14 @@ class _Search:
             return math.inf
         return float(nan_as_inf((out - self._out)[rows].abs()).max())
 
-    def _explains(self, residual: float, variation: Variation) -> bool:
+    def _explains(
+        self, residual: float, variation: Variation, problem: Problem | None = None
+    ) -> bool:
         """Whether so little remains that the variation must be what the kernel computes."""
         is_visible = self._error > self._bar.tolerance.max_abs  # else any variation would fit
         if not is_visible or residual > _EXPLAINED_SHARE * self._error:
             return False
-        return residual <= self._bar.tolerance_of(variation)
+        return residual <= self._bar.tolerance_of(variation, problem or self._problem)
 
     # -- which keys --------------------------------------------------------------------------------
 
@@ -174,9 +195,17 @@ class _Search:
                 return Diagnosis("other-keys", text, residual, self._error)
         if self._error <= self._bar.tolerance.max_abs:
             return Diagnosis("other-keys", f"{text} These inputs hide it in the output.")
-        return Diagnosis("other-keys", f"{text} Its scores are wrong too.")
+        text += " With these keys the oracle gives other numbers: scores or values are wrong too."
+        return Diagnosis("other-keys", text)
 
-    # -- scores, heads -----------------------------------------------------------------------------
+    # -- scores, heads, inputs ---------------------------------------------------------------------
+
+    def _input_diagnoses(self) -> Iterator[Diagnosis]:
+        for fault in input_faults(self._problem):
+            problem = self._problem.with_inputs(fault.qkv)
+            residual = self._residual(self._right, problem)
+            if self._explains(residual, self._right, problem):
+                yield Diagnosis(fault.kind, fault.sentence, residual, self._error)
 
     def _score_diagnoses(self) -> Iterator[Diagnosis]:
         for kind, sentence, variation in self._score_variations():
@@ -193,18 +222,22 @@ class _Search:
             text = f"The score_mod {config.score_mod} is ignored."
             yield "score-mod-ignored", text, replace(right, score_mod=None)
         scale, default = right.scale, float(config.head_dim**-0.5)
-        scales = {
-            "no scale is applied": 1.0,
-            f"it is the default {default:g}, not that of the call": default,
-            "it is applied twice": scale * scale,
-            "exp2 is used for exp": scale * math.log(2),
-            "exp is used for exp2": scale / math.log(2),
-            "it is 1 / head size": 1 / config.head_dim,
-        }
-        for reason, other in scales.items():
+        scales = (
+            (1.0, "no scale is applied"),
+            (default, f"it is the default {default:g}, not that of the call"),
+            (scale * scale, "it is applied twice"),
+            (scale * math.log(2), "exp2 is used for exp"),
+            (scale / math.log(2), "exp is used for exp2"),
+            (1 / config.head_dim, "it is 1 / head size"),
+            (-scale, "its sign is wrong"),
+        )
+        reasons: dict[float, list[str]] = {}  # numbers that are equal have several reasons
+        for other, reason in scales:
+            reasons.setdefault(float(f"{other:.6g}"), []).append(reason)
+        for other, why in reasons.items():
             if not math.isclose(other, scale, rel_tol=1e-3):
                 kind = "scale-missing" if other == 1.0 else "scale"
-                text = f"The scale is {other:g} instead of {scale:g}: {reason}."
+                text = f"The scale is {other:g} instead of {scale:g}: {', or '.join(why)}."
                 yield kind, text, replace(right, scale=other)
 
     def _head_diagnoses(self) -> Iterator[Diagnosis]:
@@ -268,7 +301,8 @@ class _Search:
         where = f"{format_numbers('head', heads)}, {plural(len(one.wrong_rows), 'row')}"
         use = one.key_use
         known = use is not None and not use.skipped
-        keys = "The kernel uses the right keys, so its arithmetic is wrong. " if known else ""
+        keys = "The kernel uses the right keys and values, so its arithmetic is wrong, or it reads "
+        keys = f"{keys}q or k at a wrong place. " if known else ""
         text = f"{keys}No known fault gives these numbers ({where})."
         return Diagnosis("unexplained", text)
 
@@ -345,7 +379,10 @@ def _stale_call(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> Diagno
         third = call_kernel(kernel, problem)
     except ContractError:
         return None
-    if second.lse is None or third.lse is None or torch.equal(second.lse, third.lse):
+    if second.lse is None or third.lse is None:
+        return None
+    change = (second.lse.double() - third.lse.double())[bar.rows].abs()
+    if not largest(change) > bar.lse_tolerance:  # NaN is not a change
         return None
     error = (third.lse.double() - bar.oracle.lse)[bar.rows].abs()
     text = "The LSE is stale: it changes between calls on the same inputs, as that of another call."

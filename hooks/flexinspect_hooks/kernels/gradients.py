@@ -64,7 +64,10 @@ def gradient_errors(kernel: Kernel, bar: Reference) -> tuple[tuple[ResultError, 
 def _gradients(
     kernel: Kernel, problem: Problem, upstream: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, ...] | None:
-    """The gradients of q, k and v; None if the output does not depend on them for autograd."""
+    """The gradients of q, k and v, 0 for one that the output does not depend on.
+
+    None if autograd finds that it depends on none of them.
+    """
     q, k, v = (
         each.detach().to(dtype).requires_grad_() for each in (problem.q, problem.k, problem.v)
     )
@@ -73,10 +76,12 @@ def _gradients(
         if not out.requires_grad:
             return None
         try:
-            return torch.autograd.grad(out, (q, k, v), upstream.to(out.dtype))
+            found = torch.autograd.grad(out, (q, k, v), upstream.to(out.dtype), allow_unused=True)
         except Exception as error:
             text = f"The backward pass failed: {summarize_error(error)}"
             raise ContractError(text, is_fault=True) from error
+        pairs = zip((q, k, v), found, strict=True)
+        return tuple(torch.zeros_like(one) if got is None else got for one, got in pairs)
 
 
 def _term_sizes(problem: Problem, upstream: Tensor) -> tuple[float, float, float]:

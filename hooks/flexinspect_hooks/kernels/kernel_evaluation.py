@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -116,14 +117,21 @@ def evaluate(
         device=_device_text(problem.device),
         status="not compared",
     )
+    before = [each.clone() for each in (problem.q, problem.k, problem.v)]
     try:
         check_contract(kernel, problem)
-        before = [each.clone() for each in (problem.q, problem.k, problem.v)]
-        runs = [call_kernel(kernel, problem) for _ in range(max(n_runs, 1))]
-        changed = _restore_inputs(problem, before)
+        runs = [call_kernel(kernel, problem)]
+        if changed := _restore_inputs(problem, before):
+            kernel = _on_copies(kernel)
+        runs += [call_kernel(kernel, problem) for _ in range(n_runs - 1)]
     except ContractError as error:
+        _restore_inputs(problem, before)
         status: Status = "differs" if error.is_fault else "not compared"
         return replace(base, status=status, reason=error.message)
+    if _is_out_of_range(runs[0].out, bar):
+        reason = f"The output is NaN or Inf, and so is that of {bar.kernel.name} in "
+        reason += f"{problem.config.dtype}: the inputs are out of its range."
+        return replace(base, reason=reason)
     one = _measure(base, bar, runs)
     one = replace(one, faults=(*one.faults, *changed))
     one = replace(one, key_use=_key_use(kernel, problem))
@@ -139,6 +147,12 @@ def evaluate(
     return replace(one, warnings=(*_reference_warnings(bar), *warnings))
 
 
+def _is_out_of_range(out: Tensor, bar: Reference) -> bool:
+    """Whether the output is not finite, but only where that of the reference is not either."""
+    bad = ~out[bar.rows].isfinite()
+    return bool(bad.any()) and not bool((bad & bar.result.out[bar.rows].isfinite()).any())
+
+
 def _restore_inputs(problem: Problem, before: Sequence[Tensor]) -> list[str]:
     """Undo what a kernel wrote into its inputs, and say so."""
     changed = []
@@ -147,6 +161,16 @@ def _restore_inputs(problem: Problem, before: Sequence[Tensor]) -> list[str]:
             changed.append(f"It changed {name} in place.")
             setattr(problem, name, tensor)
     return changed
+
+
+def _on_copies(kernel: Kernel) -> Kernel:
+    """A kernel that overwrites its inputs, called with copies: what else is wrong shows then."""
+
+    @wraps(kernel.function)
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return kernel.function(q.clone(), k.clone(), v.clone(), **options)
+
+    return replace(kernel, function=call)
 
 
 def _status(one: KernelEvaluation, bar: Reference) -> Status:

@@ -50,6 +50,10 @@ class Problem:
         if cells is not None:
             self.cells = cells
 
+    def with_inputs(self, qkv: tuple[Tensor, Tensor, Tensor]) -> Problem:
+        """Return the same problem with other q, k and v of the same shapes."""
+        return Problem(self.config, qkv, cells=self.cells, inputs_text=self.inputs_text)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of q, k and v."""
@@ -133,7 +137,7 @@ def make_mask_mod(config: KernelConfig) -> MaskMod:
     built_in = {each.__name__: each for each in (none, causal, window, prefix, document, padding)}
     if kind in built_in:
         return built_in[kind]
-    loaded: MaskMod = import_object(config.mask, "The mask", MaskError)
+    loaded: MaskMod = import_object(config.mask, "mask =", MaskError)
     return loaded
 
 
@@ -151,7 +155,7 @@ def make_score_mod(config: KernelConfig) -> ScoreMod | None:
     built_in: dict[str, ScoreMod | None] = {"": None, "alibi": alibi, "relative": relative}
     if config.score_mod in built_in:
         return built_in[config.score_mod]
-    loaded: ScoreMod = import_object(config.score_mod, "The score_mod")
+    loaded: ScoreMod = import_object(config.score_mod, "score_mod =")
     return loaded
 
 

@@ -62,14 +62,16 @@ class Reference:
         bars = (factor * worst + rounding * largest(size), factor * average + rounding * mean(size))
         return Tolerance(self.kernel.name, factor, worst, average, *bars)
 
-    def tolerance_of(self, variation: Variation) -> float:
+    def tolerance_of(self, variation: Variation, problem: Problem) -> float:
         """The largest error that a kernel with a fault may have from the oracle with that fault.
+
+        `problem` has the inputs that this kernel reads.
 
         It is at least the tolerance; a fault that makes the softmax sharper amplifies rounding.
         """
-        truth = attend(self.problem, variation).out
+        truth = attend(problem, variation).out
         rows = self.rows & variation.cells.any(-1)
-        error = (attend(self.problem, variation, self.problem.dtype).out.double() - truth)[rows]
+        error = (attend(problem, variation, problem.dtype).out.double() - truth)[rows]
         return max(self.tolerance.max_abs, self.tolerance.factor * largest(error.abs()))
 
     @cached_property

@@ -212,7 +212,7 @@ def test_a_reference_that_cannot_run_is_an_error_with_a_way_out() -> None:
         (("sdpa", "causal"), "no configuration 'causal'"),
         (("sdpa", {"heads": 3}), "unknown field `heads`"),
         (("nothing.there:f",), "cannot be loaded: ModuleNotFoundError"),
-        (("sdpa", {"mask": "nothing.there:f"}), "The mask nothing.there:f cannot be loaded"),
+        (("sdpa", {"mask": "nothing.there:f"}), "mask = nothing.there:f cannot be loaded"),
     ],
 )
 def test_a_wrong_request_gets_a_sentence(arguments: tuple[Any, ...], part: str) -> None:

@@ -45,6 +45,13 @@ PLANTED: list[tuple[Any, dict[str, Any], str]] = [
     (planted.LseOfTheCallBefore(), CAUSAL, "lse-stale"),
     (planted.wrong_dtype, HALF, "output-dtype"),
     (planted.nan_in_a_row, CAUSAL, "nan"),
+    (planted.exchanged_values, CAUSAL, "inputs-exchanged"),
+    (planted.exchanged_values, GQA, "inputs-exchanged"),
+    (planted.keys_in_another_layout, CAUSAL, "layout"),
+    (planted.shifted_values, CAUSAL, "key-shifted"),
+    (planted.negative_scores, CAUSAL, "scale"),
+    (planted.dropout_left_on, FULL, "random-numbers"),
+    (planted.nan_lse, CAUSAL, "lse"),
 ]
 
 
@@ -134,10 +141,47 @@ def test_a_kernel_that_overwrites_its_inputs_is_told_and_hurts_no_other() -> Non
         q *= 2
         return planted.flash(q, k, v, attn_mask, 32**-0.5 / 2, None)[0]
 
-    one = evaluate(scaled_in_place, CAUSAL, n_runs=1, gradients=False)
+    one = evaluate(scaled_in_place, CAUSAL)
     assert [each.kind for each in one.diagnoses] == ["inputs-changed"]
     assert one.faults == ("It changed q in place.",)
+    assert one.bit_equal
+    assert one.key_use is not None
+    assert one.key_use.max_weight < 1e-5
     assert not one.is_same
+
+
+def test_a_gradient_that_is_missing_is_wrong() -> None:
+    def detached(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        return planted.flash(q, k.detach(), v, attn_mask, scale, None)[0]
+
+    one = evaluate(detached, CAUSAL, n_runs=1)
+    (found,) = one.diagnoses
+    assert (one.status, found.kind) == ("differs", "gradient")
+    assert "dk is not" in found.sentence
+
+
+def test_a_kernel_with_unnamed_options_is_told_to_name_them() -> None:
+    one = evaluate(lambda q, k, v, **options: q, CAUSAL)
+    assert one.status == "not compared"
+    assert "name the options in its signature" in one.reason
+
+
+def test_numbers_that_have_two_reasons_get_both() -> None:
+    def square(q: Any, k: Any, v: Any, *, attn_mask: Any = None) -> Any:
+        return planted.flash(q, k, v, attn_mask, 1 / 32, None)[0]
+
+    (found,) = evaluate(square, CAUSAL).diagnoses
+    assert "it is applied twice, or it is 1 / head size" in found.sentence
+
+
+def test_inputs_beyond_the_range_of_a_dtype_are_not_the_fault_of_a_kernel() -> None:
+    half = {**CAUSAL, "dtype": "float16", "q_len": 128, "kv_len": 128}
+    one = evaluate("eager", half, inputs="raw", n_runs=1)
+    assert (one.status, one.diagnoses) == ("not compared", ())
+    assert "the inputs are out of its range" in one.reason
+    assert evaluate(planted.right, half, inputs="raw", n_runs=1).is_same
+    nan = evaluate(planted.nan_in_a_row, half, n_runs=1)
+    assert nan.status == "differs"
 
 
 def test_a_kernel_with_an_unknown_fault_is_not_given_a_class_of_its_own() -> None:
