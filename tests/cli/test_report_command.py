@@ -12,7 +12,7 @@ from support.traces import sample_trace
 
 from flexinspect.cli import report
 from flexinspect.cli.main import main
-from flexinspect.exports.report import writer
+from flexinspect.exports.report import collect, writer
 from flexinspect.exports.report.writer import is_report
 
 
@@ -45,7 +45,8 @@ def test_json_names_file_size_and_what_was_left_out(
     assert main(["report", str(trace), "-o", "r.html", "--generation", "1", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     size = (tmp_path / "r.html").stat().st_size
-    assert facts == {"file": "r.html", "bytes": size, "generations": 1, "left_out": []}
+    assert (facts.pop("notes"), facts.pop("left_out")) == ([], [])
+    assert facts == {"file": "r.html", "bytes": size, "generations": 1}
 
 
 def test_missing_rules_run_before_unless_asked_not_to(
@@ -168,3 +169,25 @@ def test_what_was_left_out_is_said_on_stderr(
     left_out = json.loads(printed.out)["left_out"]
     assert left_out
     assert printed.err == "".join(f"flexinspect: {sentence}\n" for sentence in left_out)
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "sentence"),
+    [
+        (True, "The trace was still being recorded when this report was made."),
+        (False, "The process that recorded the trace ended without finishing it."),
+    ],
+)
+def test_an_unfinished_trace_is_reported_with_a_note(
+    is_alive: bool,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    trace, page = tmp_path / "run.flextrace", tmp_path / "run.html"
+    sample_trace(trace, finish=False)
+    monkeypatch.setattr(collect, "is_recorder_alive", lambda run: is_alive)
+    assert main(["report", str(trace), "--no-review", "-o", str(page)]) == 0
+    assert capsys.readouterr().err == f"flexinspect: {sentence}\n"
+    assert sentence in page.read_text("utf-8")
