@@ -8,6 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import format_layers
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -26,6 +27,7 @@ class RecomputeRule(Rule):
     """
 
     name = "recompute"
+    needs = (imported.EVENTS,)
     findings = finding_kinds(CACHE_DIFFERS, KERNEL_DIFFERS)
 
     def on_event(self, event: EventRecord) -> Findings:
