@@ -33,13 +33,8 @@ DEFAULT_MAX_MB = 5.0
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="the trace file")
-    add(
-        "-o",
-        "--out",
-        metavar="FILE",
-        type=Path,
-        help="the file (default: that of the trace, .html)",
-    )
+    out = "the file (default: named after the trace, .html, in the current folder)"
+    add("-o", "--out", metavar="FILE", type=Path, help=out)
     add("--title", metavar="TEXT", default="", help="the title (default: the name of the trace)")
     add_number_flags(parser, generation="only this generation (default: all)")
     size = (
@@ -50,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         overwrite="replace an existing report",
         no_review="only the stored findings; run no rules now",
-        json="print file, size and what was left out as JSON",
+        json="print file, size, notes and what was left out as JSON",
     )
 
 
@@ -83,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         request = ReportRequest(args.title, args.generation, int(args.max_size * 1e6))
         with reader.snapshot(), progress_bar("reading the steps") as progress:
             written = write_report(reader, out, request, progress)
-    for sentence in written.left_out:
+    for sentence in (*written.notes, *written.left_out):
         print_message(ensure_printable(sentence))
     if args.json:
         print_json(written)

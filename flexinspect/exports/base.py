@@ -167,6 +167,9 @@ def write_export(
 
 def _check_target(exporter: Exporter, trace: Path, target: Path, *, overwrite: bool) -> None:
     """Raise `UsageError` unless nothing, or an earlier export, is in the place of the target."""
+    if not target.resolve().parent.is_dir():
+        hint = "Create it, or name another place with -o."
+        raise UsageError(f"There is no folder {target.parent}.", hint=hint)
     check_free(target, overwrite=overwrite)
     if not target.exists():
         return

@@ -192,12 +192,21 @@ else:
 """
 
 _TRAINING = """
+import math
+
 import matplotlib.pyplot as plt
 
 training = trace.training_steps(GENERATION, BRANCH)
 figure, (upper, lower) = plt.subplots(2, sharex=True, figsize=(8, 4))
 upper.plot(training.keys(), [t.loss for t in training.values()], marker=".")
+lost = [step for step, t in training.items() if t.loss_source and not math.isfinite(t.loss)]
+look = {"colors": "C3", "linestyles": "dotted", "label": "not finite"}
+upper.vlines(lost, 0, 1, transform=upper.get_xaxis_transform(), **look)
 upper.set_ylabel("loss")
+if training:
+    upper.set_xlim(min(training) - 0.5, max(training) + 0.5)
+if lost:
+    upper.legend()
 norms = [float("nan") if t.total_norm is None else t.total_norm for t in training.values()]
 lower.plot(training.keys(), norms, marker=".", color="C1")
 lower.set(xlabel="step", ylabel="gradient norm", yscale="log")

@@ -109,7 +109,9 @@ class DescribedFolderImporter:
         segments = _check(description, file)
         reader = _StepReader(folder, description, tick)
         prompt = tuple(map(_token, description.tokens))
-        named = {n: _token(s.chosen) for n, s in enumerate(description.steps) if s.chosen}
+        named = {
+            n: _token(s.chosen) for n, s in enumerate(description.steps) if s.chosen is not None
+        }
         generation = DumpedGeneration(
             sample_id=description.model.name or folder.resolve().name,
             n_prompt=len(prompt),
@@ -134,8 +136,8 @@ def _model_facts(model: DescribedModel) -> dict[str, Any]:
     return facts
 
 
-def _token(token: int | DumpedToken | None) -> DumpedToken:
-    return token if isinstance(token, DumpedToken) else DumpedToken(int(token or 0))
+def _token(token: int | DumpedToken) -> DumpedToken:
+    return token if isinstance(token, DumpedToken) else DumpedToken(token)
 
 
 def _decode(file: Path) -> Description:

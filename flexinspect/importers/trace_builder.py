@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import os
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, to_builtins
 
 from flexinspect.core import __version__
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.importers.base import (
     MAX_TOKENS,
     Dump,
@@ -42,7 +44,7 @@ from flexinspect.records.step import (
     TokenRecord,
 )
 from flexinspect.trace.file import location
-from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.file.writer import TraceWriter, write_problem
 
 MAX_GENERATED = 1 << 20
 """Length of the generated segment until the end of its passes is known."""
@@ -70,22 +72,43 @@ def write_trace(
     """
     target = target.absolute()
     location.check_trace_target(target, overwrite=overwrite)
-    part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
     facts = {"started_at": time.time(), "model": dict(dump.model), "rules": []}
     facts["versions"] = {"flexinspect": __version__, **dump.versions}
     facts[imported.IMPORTED_KEY] = to_builtins(imported.ImportedFacts(dump.source, format_name))
-    writer = TraceWriter.create(part, facts)
+    with _open_part(target, facts) as writer:
+        return _write(writer, dump, format_name, target, vocabulary)
+
+
+@contextmanager
+def _open_part(target: Path, facts: dict[str, Any]) -> Iterator[TraceWriter]:
+    """Yield the writer of a trace under another name, which becomes `target` at the end.
+
+    Raises `TraceWriteError` in the words of an import.
+    """
+    part = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
     try:
-        result = _write(writer, dump, format_name, target, vocabulary)
-        writer.close()
-        if writer.failed:
-            raise FlexInspectError(f"The trace {target} could not be written.")
-        part.replace(target)
-    except BaseException:
-        writer.close("interrupted")
-        writer.discard()
-        raise
-    return result
+        writer = TraceWriter.create(part, facts)
+        try:
+            yield writer
+            writer.close()
+            if writer.failed:
+                raise FlexInspectError(f"The trace {target} could not be written.")
+            part.replace(target)
+        except BaseException:
+            writer.close("interrupted")
+            writer.discard()
+            raise
+    except TraceWriteError as error:
+        raise _name_target(error, part, target) from error
+
+
+def _name_target(error: TraceWriteError, part: Path, target: Path) -> TraceWriteError:
+    """Return an error of writing `part` with the name `target`, without words about a recording."""
+    if isinstance(error.__cause__, sqlite3.Error):
+        reason, remedy = write_problem(error.__cause__)
+        what = f"The trace {target} cannot be written: {reason}."
+        return TraceWriteError(what, hint=remedy or None)
+    return TraceWriteError(error.message.replace(str(part), str(target)), hint=error.hint)
 
 
 def _write(
@@ -135,6 +158,8 @@ class _GenerationBuilder:
         self.notes: list[str] = []
         self._number, self._source, self._vocabulary = number, source, vocabulary
         self._complete = vocabulary.make_text_stream()
+        named = (*source.prompt, *source.chosen.values())
+        self._texts = {token.id: token.text for token in named if token.text is not None}
         self._attention = AttentionTracker()
         self._segments = _segments(source)
         self._answer: list[TokenRecord] = []
@@ -168,6 +193,10 @@ class _GenerationBuilder:
         name, text = known.token or "", known.text or ""
         return TokenRecord(pos, token.id, name, text, position_id, segment, known.special, step)
 
+    def _text_of(self, token_id: int) -> str:
+        """Return the text of a candidate: that of the dump, if it names it anywhere."""
+        return self._texts.get(token_id) or self._vocabulary.text_of(token_id)
+
     def steps(self) -> Iterator[StepRecord]:
         """Yield the passes as steps."""
         for number, each in enumerate(self._source.passes):
@@ -185,7 +214,7 @@ class _GenerationBuilder:
                                        in sorted(each.hidden.items())))  # fmt: skip
         logits = None
         if each.logits is not None:
-            logits = logits_record(each.logits, each.chosen_id, self._vocabulary.text_of)
+            logits = logits_record(each.logits, each.chosen_id, self._text_of)
         found: dict[str, Any] = {
             imported.LOGITS: logits,
             imported.STATISTICS: each.stats,

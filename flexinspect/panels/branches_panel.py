@@ -23,6 +23,11 @@ _STEP_WIDTH, _KL_WIDTH, _LOGIT_WIDTH = 5, 11, 8
 _MIN_COMPARISON_LINES = 4
 """Minimum lines of the comparison: its heading, two steps and the masks."""
 
+NO_FORK = (
+    "There is no fork. While the model is running, F continues from a step with another token, "
+    "E with another mask."
+)
+
 
 class StepPair(Struct, frozen=True):
     """One step of a branch and its parent: the chosen texts, None where one has no such step."""
@@ -98,7 +103,7 @@ class BranchesPanel(base.Panel[BranchesData, NoOptions]):
         """Return the tree, then the comparison, one line per branch and step."""
         lines = [_format_node(node, data.place.branch) for node in data.nodes]
         if data.compared is None:
-            return [*lines, "There is no fork: F continues from a step with another token."]
+            return [*lines, NO_FORK]
         lines.append(f"Branch {data.compared.branch} compared with branch {data.compared.parent}:")
         for pair in data.pairs:
             text = f"step {pair.step}: {_quote_text(pair.base)} | {_quote_text(pair.own)}"
@@ -123,11 +128,7 @@ class BranchesPanel(base.Panel[BranchesData, NoOptions]):
             style = "chosen" if node.row.branch == current else "text"
             strips.append(pen.line((_format_node(node, current), style)))
         if data.compared is None:
-            hint = (
-                "There is no fork. While the model is running, F continues from a step with "
-                "another token, E with another mask."
-            )
-            strips += pen.paragraph(hint, "muted")
+            strips += pen.paragraph(NO_FORK, "muted")
         else:
             strips.append(_draw_heading(data.compared, pen))
             strips += [_draw_pair(pair, data, pen) for pair in data.pairs]

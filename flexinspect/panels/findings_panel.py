@@ -86,7 +86,7 @@ def describe_coverage(coverage: Coverage) -> Iterator[tuple[str, str]]:
         yield "No findings are recorded in this trace.", "text"
     else:
         n_rules = plural(len(coverage.rules), "rule")
-        yield f"No problems found so far: {n_rules} checked every step.", "good"
+        yield f"No problems found: {n_rules} checked every recorded step.", "good"
     if coverage.source:
         yield escape_unprintable(coverage.source), "text"
     elif coverage.is_undeclared:

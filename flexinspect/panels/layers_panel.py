@@ -264,7 +264,8 @@ class LayersPanel(Panel[LayersData, LayersOptions]):
 
     def describe(self, data: LayersData) -> list[str]:
         """Return the first NaN or Inf, the current step as a table, and the measure's range."""
-        span = f"steps {data.window.first}-{data.window.last}"
+        first, last = data.window.first, data.window.last
+        span = f"steps {first}-{last}" if last > first else f"step {first}"
         no_bad = f"No recorded layer output has NaN or Inf in {span}."
         lines = [data.first_bad.sentence() if data.first_bad else no_bad]
         lines += [*stat_table(data), _describe_range(data)]

@@ -136,7 +136,7 @@ def _concatenation_lines(facts: RunFacts) -> list[str]:
         named[_MAX_SEGMENTS - 1 : -1] = [f"… {more} more"]
     n_between = len(prompt) - len(pieces)
     return [
-        f"{prompt[-1].stop} tokens in {len(prompt)} segments",
+        f"{plural(prompt[-1].stop, 'token')} in {plural(len(prompt), 'segment')}",
         f"positions {positions}" if positions else "",
         *named,
         f"and {plural(n_between, 'separator')}" if n_between else "",

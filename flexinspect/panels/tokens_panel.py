@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct, field
 from textual.strip import Strip
 
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, plural
 from flexinspect.drawing.text_lines import Pen, visible
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text, token_style, wrap_cells
@@ -109,7 +109,8 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         """
         window = data.window
         nothing = "nothing yet" if data.generation.state == "recording" else "nothing recorded"
-        summary = f"{window.n_tokens} tokens in {len(window.segments)} segments"
+        n_segments = sum(segment.start < segment.stop for segment in window.segments)
+        summary = f"{plural(window.n_tokens, 'token')} in {plural(n_segments, 'segment')}"
         if not _is_whole(window):
             span = f"positions {window.start} to {window.stop - 1}"
             summary, nothing = f"{summary}; {span} are shown", f"no token of {span}"

@@ -44,7 +44,7 @@ Lineage = tuple[tuple[int, int, int | None], ...]
 _RATE_SQL = ", max(json_extract(learning_rates, '$[{}]'))"
 _CURVE_SQL = (
     "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
-    "max(loss IS NULL AND loss_source <> ''), max(n_nonfinite > 0){} "
+    "max(loss_source <> '' AND (loss IS NULL OR abs(loss) = 9e999)), max(n_nonfinite > 0){} "
     f"FROM training_steps {WHERE_BRANCH} GROUP BY bucket ORDER BY bucket"
 )
 _NONFINITE_STEPS_SQL = (

@@ -90,6 +90,7 @@ def test_the_list_has_a_sentence_for_each_format_and_names_broken_plug_ins(
         (("cut.flextrace", "--to", "csv"), "is damaged: it is cut short at "),
         (("wrong.flextrace", "--to", "parquet"), "is damaged: a row of tokens holds a value"),
         (("run.flextrace", "--to", "notebook", "-o", "file"), "file exists already."),
+        (("run.flextrace", "--to", "csv", "-o", "none/csv"), "There is no folder none."),
     ],
 )
 def test_a_bad_request_is_one_sentence_and_writes_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.traces import sample_trace
 from flexinspect.cli.main import main
 from flexinspect.importers import described_folder as described
 from flexinspect.importers.base import ForwardPass
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 
 DUMPS = ("described", "sglang-dumper", "sglang-passes", "transformers-debugger")
@@ -219,6 +221,23 @@ def test_a_read_only_folder_is_one_sentence(
     closed.mkdir(mode=0o500)
     assert main(["import", str(dump), "-o", str(closed / "run.flextrace")]) == 1
     assert "permission denied" in capsys.readouterr().err
+
+
+def test_a_full_disk_names_the_trace_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorname = "SQLITE_FULL"
+        raise error
+
+    dump, trace = described_folder(tmp_path / "dump"), tmp_path / "run.flextrace"
+    monkeypatch.setattr(TraceWriter, "_transaction", full)
+    assert main(["import", str(dump), "-o", str(trace)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"flexinspect: The trace {trace} cannot be written: the disk is full."
+    assert "generation itself continues" not in lines[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["dump"]
 
 
 def test_json_says_what_was_imported(

@@ -326,5 +326,5 @@ def test_a_missing_library_is_one_sentence_with_the_extra(
     err = error_of(capsys, "small", "-o", "a.png")
     assert "A figure needs matplotlib" in err
     assert "pip install 'flexinspect[figures]'" in err
-    assert "Figures need matplotlib" in error_of(capsys, "--all")
+    assert "A figure needs matplotlib" in error_of(capsys, "--all")
     assert not list(tmp_path.glob("a*"))

@@ -13,7 +13,7 @@ from support.traces import sample_trace
 from flexinspect.cli import report
 from flexinspect.cli.main import main
 from flexinspect.core import environment
-from flexinspect.exports.report import report_file
+from flexinspect.exports.report import report_file, trace_contents
 from flexinspect.exports.report.report_file import is_report
 
 
@@ -46,7 +46,8 @@ def test_json_names_file_size_and_what_was_left_out(
     assert main(["report", str(trace), "-o", "r.html", "--generation", "1", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     size = (tmp_path / "r.html").stat().st_size
-    assert facts == {"file": "r.html", "bytes": size, "generations": 1, "left_out": []}
+    assert (facts.pop("notes"), facts.pop("left_out")) == ([], [])
+    assert facts == {"file": "r.html", "bytes": size, "generations": 1}
 
 
 def test_missing_rules_run_before_unless_asked_not_to(
@@ -150,7 +151,7 @@ def test_a_full_disk_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(environment, "replace_file", fail)
-    assert main(["report", str(trace)]) == 1
+    assert main(["report", str(trace)]) == 2
     assert "run.html cannot be written: No space left on device." in capsys.readouterr().err
     assert not [*tmp_path.glob("*.html")]
 
@@ -169,3 +170,25 @@ def test_what_was_left_out_is_said_on_stderr(
     left_out = json.loads(printed.out)["left_out"]
     assert left_out
     assert printed.err == "".join(f"flexinspect: {sentence}\n" for sentence in left_out)
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "sentence"),
+    [
+        (True, "The trace was still being recorded when this report was made."),
+        (False, "The process that recorded the trace ended without finishing it."),
+    ],
+)
+def test_an_unfinished_trace_is_reported_with_a_note(
+    is_alive: bool,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    trace, page = tmp_path / "run.flextrace", tmp_path / "run.html"
+    sample_trace(trace, finish=False)
+    monkeypatch.setattr(trace_contents, "is_recorder_alive", lambda run: is_alive)
+    assert main(["report", str(trace), "--no-review", "-o", str(page)]) == 0
+    assert capsys.readouterr().err == f"flexinspect: {sentence}\n"
+    assert sentence in page.read_text("utf-8")

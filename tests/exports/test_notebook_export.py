@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from support.earlier_traces import unpack
 from support.exporting import export
 from support.notebooks import assert_without_outputs, of_cell, read_notebook, run_cells
 from support.traces import sample_trace
 
 from flexinspect.exports.base import ExportOptions, load_exporter, write_export
+from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.reader import open_trace
 
 ODD_NAME = 'it\'s "odd" {run} \\ 作.flextrace'
@@ -50,6 +55,25 @@ def test_the_notebook_of_a_training_shows_its_curves(tmp_path: Path) -> None:
     outputs = run_cells(file, file.parent, tmp_path)
     assert of_cell(outputs, "t.total_norm")["image/png"].startswith("iVBORw0KGgo")
     assert "trace.tokens" not in sources(file)
+
+
+@pytest.mark.parametrize("n_steps", [0, 6])
+def test_the_curves_reach_to_the_last_step_and_mark_losses_that_are_not_finite(
+    n_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    cells = read_notebook(export(unpack("training", tmp_path), "notebook")).cells
+    (cell,) = [cell.source for cell in cells if "t.total_norm" in cell.source]
+    losses = [2.0, 1.5, math.inf, math.nan, math.nan, math.nan][:n_steps]
+    steps = {n: TrainingStepRecord(loss, "reported", (0.1,)) for n, loss in enumerate(losses)}
+    trace = SimpleNamespace(training_steps=lambda *_: steps)
+    names: dict[str, Any] = {"trace": trace, "GENERATION": 0, "BRANCH": 0}
+    exec(cell, names)
+    assert names["lost"] == [n for n in steps if n >= 2]
+    if n_steps:
+        assert names["upper"].get_xlim() == (-0.5, 5.5)
+    plt.close(names["figure"])
 
 
 def test_the_notebook_is_stored_without_outputs(tmp_path: Path) -> None:

@@ -66,6 +66,17 @@ def test_the_words_the_chosen_token_and_the_candidates_are_those_of_the_dump(
         assert np.isnan(last.chosen_logprob)
 
 
+def test_candidates_have_the_words_that_the_dump_gives_their_ids(tmp_path: Path) -> None:
+    tokens = [1, {"id": 15, "text": "Who"}, 9, 7]
+    steps = [{"file": "step0.safetensors", "chosen": {"id": 13, "text": " Jane"}}]
+    folder = described_folder(tmp_path, tokens=tokens, steps=steps)
+    with open_trace(import_folder(folder)) as reader:
+        logits = reader.logits(0, 0)
+        assert logits is not None
+        texts = [candidate.text for candidate in logits.candidates[:3]]
+    assert texts == ["Who", "⟨14⟩", " Jane"]
+
+
 def test_a_log_sum_exp_that_does_not_fit_is_shown_as_a_mismatch(tmp_path: Path) -> None:
     folder = described_folder(tmp_path)
     tensors = attention_step(0, {}, 4)

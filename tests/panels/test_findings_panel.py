@@ -165,7 +165,7 @@ def test_an_empty_list_names_the_rules_that_the_manifest_names(
 ) -> None:
     data = load(source([], {"rules": ["numbers", "rows"]}))
     assert PANEL.describe(data) == [
-        "No problems found so far: 2 rules checked every step.",
+        "No problems found: 2 rules checked every recorded step.",
         UNDECLARED,
         "The rules: numbers, rows.",
     ]

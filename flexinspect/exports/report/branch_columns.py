@@ -21,9 +21,11 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.path_panel import PathPanel, describe_warnings
 from flexinspect.panels.token_window import load_segments, segment_color
 from flexinspect.records.prompt import Segment
-from flexinspect.records.step import PATHS, CallRecord, Candidate
+from flexinspect.records.step import PATHS, UNKNOWN_PATH, CallRecord, Candidate
 from flexinspect.trace import queries
 from flexinspect.trace.query_results import StepRow
+
+REPORTED_PATHS = (*PATHS, UNKNOWN_PATH)
 
 NO_CALL = 255
 """The path of a layer without a call in a step."""
@@ -181,12 +183,12 @@ def path_columns(span: BranchSpan) -> contents.PathColumns | None:
     for number, calls in enumerate(found.values()):
         for call in calls:
             at = number, columns[call.layer]
-            path[at] = PATHS.index(call.path) if call.path in PATHS else len(PATHS) - 1
+            path[at] = REPORTED_PATHS.index(call.path if call.path in REPORTED_PATHS else "other")
             if call.lse_error is not None:
                 check[at] = np.fmax(check[at], call.lse_error)
             failed[at] |= recorded_check(call).is_failed
     notes = _path_notes(span, [*found], path, found)
-    return contents.PathColumns(_ints(found), layers, [*PATHS], path, check, failed, notes)
+    return contents.PathColumns(_ints(found), layers, [*REPORTED_PATHS], path, check, failed, notes)
 
 
 def _path_notes(

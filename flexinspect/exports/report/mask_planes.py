@@ -68,7 +68,7 @@ def read_masks(
             head += 1
             if head >= view.heads:
                 break
-    if planes.first is None:
+    if not planes.views:
         hint = "Level advanced and above record the cells that ran; level basic records none."
         return MaskReading(None, f"No mask was recorded. {hint}")
     return MaskReading(planes.columns(printable(spec.name) if spec else ""), "", planes.left_out())

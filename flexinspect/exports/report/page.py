@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -144,7 +145,7 @@ def _finding(number: int, entry: FindingEntry) -> Iterator[str]:
         f"{severity.capitalize()}</span> {_line(first.sentence)}</h3>"
     )
     if first.fix:
-        yield f"  <p><b>Fix:</b> {_line(first.fix)}</p>"
+        yield f"  <p><b>Fix:</b> {_with_code(first.fix)}</p>"
     yield (
         f'  <p class="where">{_place_link(first)} · {escape(printable(entry.extent))} · '
         f"<code>{_line(first.id)}</code></p>"
@@ -161,6 +162,11 @@ def _finding(number: int, entry: FindingEntry) -> Iterator[str]:
 
 def _line(text: str) -> str:
     return escape(printable(text))
+
+
+def _with_code(text: str) -> str:
+    """Return text with `code` between backticks as an element."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", _line(text))
 
 
 def _place_link(finding: Finding) -> str:

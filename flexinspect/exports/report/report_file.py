@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.environment import check_free, save_file
 from flexinspect.core.errors import UsageError
+from flexinspect.exports.report.contents import ReportContents
 from flexinspect.exports.report.page import render
 from flexinspect.exports.report.size_budget import fit_size
 from flexinspect.exports.report.trace_contents import Progress, ReportRequest, collect_contents
@@ -24,18 +25,22 @@ SCRIPT_TAG_BYTES = 200
 
 
 class WrittenReport(Struct, frozen=True):
-    """A report that was written: its file, its size in bytes, and what it leaves out."""
+    """A report that was written: its file and its size in bytes.
+
+    `notes` say why the trace has no end, `left_out` what of the trace the report does not hold.
+    """
 
     file: Path
     bytes: int
     generations: int
+    notes: tuple[str, ...]
     left_out: tuple[str, ...]
 
 
 def make_page(
     reader: TraceReader, request: ReportRequest, progress: Progress
-) -> tuple[str, int, tuple[str, ...]]:
-    """Return the page, the number of its generations, and what was left out to fit the size.
+) -> tuple[str, ReportContents]:
+    """Return the page and its contents, with what was left out to fit the size.
 
     Raises `UsageError` if not even the texts fit, and `TraceError`.
     """
@@ -46,10 +51,11 @@ def make_page(
     while True:
         branches, thinned = fit_size(contents.branches, request.max_bytes, fixed + over)
         left_out = tuple(dict.fromkeys((*contents.left_out, *thinned)))
-        page = render(replace(contents, branches=branches, left_out=left_out))
+        fitting = replace(contents, branches=branches, left_out=left_out)
+        page = render(fitting)
         excess = len(page.encode("utf-8")) - request.max_bytes
         if excess <= 0:
-            return page, len(contents.generations), left_out
+            return page, fitting
         over += excess  # the sizes of parts are those of parts that are packed one by one
 
 
@@ -83,7 +89,8 @@ def write_report(
     Raises `UsageError` if the report cannot be made, `TraceError`, and `FlexInspectError` if the
     file cannot be written.
     """
-    page, n_generations, left_out = make_page(reader, request, progress)
+    page, contents = make_page(reader, request, progress)
     data = page.encode("utf-8")
     save_file(file, data)
-    return WrittenReport(file, len(data), n_generations, left_out)
+    n_generations = len(contents.generations)
+    return WrittenReport(file, len(data), n_generations, contents.notes, contents.left_out)

@@ -14,6 +14,7 @@ from flexinspect.analysis.reports.collect import (
     FindingFilter,
     collect_report,
 )
+from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.text import plural, printable
 from flexinspect.exports.report import branch_columns, contents
@@ -26,13 +27,14 @@ from flexinspect.exports.report.branch_columns import BranchSpan, branch_span
 from flexinspect.exports.report.mask_planes import read_masks
 from flexinspect.exports.report.size_budget import essential_size
 from flexinspect.exports.report.training_columns import training_columns
-from flexinspect.panels.base import TracePlace, training_facts
+from flexinspect.panels.base import TracePlace, import_hint, training_facts
 from flexinspect.panels.findings_of_place import FindingSummary
 from flexinspect.panels.findings_panel import describe_coverage, load_coverage
 from flexinspect.panels.panel_source import Source
 from flexinspect.panels.run_panel import RunFacts, manifest_rows
 from flexinspect.panels.token_window import Answer, load_answer
 from flexinspect.records.finding import Severity
+from flexinspect.records.imported import imported_facts
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.trace.query_results import BranchRow, GenerationRow
 from flexinspect.trace.reader import TraceReader
@@ -103,7 +105,8 @@ def _subtitle(reader: TraceReader, heads: Sequence[contents.GenerationHead]) -> 
     started = run.get("started_at")
     parts = [PurePath(str(named or "")).name, f"level {run['level']}" if run.get("level") else ""]
     if isinstance(started, int | float):
-        parts.append(f"recorded {_format_day(started)}")
+        did = "recorded" if imported_facts(run) is None else "imported"
+        parts.append(f"{did} {_format_day(started)}")
     parts += [reader.state, plural(len(heads), "generation") if len(heads) > 1 else ""]
     return printable(" · ".join(filter(None, parts)))
 
@@ -118,7 +121,9 @@ def _format_day(seconds: float) -> str:
 def _state_notes(reader: TraceReader) -> tuple[str, ...]:
     match reader.state:
         case "recording":
-            return ("This trace was still being recorded, or its process was killed.",)
+            if is_recorder_alive(reader.run()):
+                return ("The trace was still being recorded when this report was made.",)
+            return ("The process that recorded the trace ended without finishing it.",)
         case "failed":
             return ("The run failed; its steps up to the failure are here.",)
         case "interrupted":
@@ -221,6 +226,8 @@ class _Collector:
             "training": training_columns(span),
         }
         missing: dict[str, str] = {}
+        if columns["memory"] is None:
+            missing["memory"] = import_hint(self._source, "No memory is recorded.")
         if columns["training"] is None and n_steps:
             columns |= self._read_generated(span, segments, missing)
         self._done += n_steps
@@ -248,12 +255,13 @@ class _Collector:
             "token_attention": attention and attention.by_token,
             "masks": masks and masks.columns,
         }
+        hint = import_hint(self._source)
         reasons = {
-            "candidates": "No logits are recorded for these steps.",
-            "paths": "No attention call is recorded.",
-            "attention": NO_ATTENTION if attention else DAMAGED,
-            "token_attention": NO_TOKEN_ATTENTION if attention else DAMAGED,
-            "masks": masks.missing if masks is not None else DAMAGED,
+            "candidates": hint or "No logits are recorded for these steps.",
+            "paths": hint or "No attention call is recorded.",
+            "attention": (hint or NO_ATTENTION) if attention else DAMAGED,
+            "token_attention": (hint or NO_TOKEN_ATTENTION) if attention else DAMAGED,
+            "masks": (hint or masks.missing) if masks is not None else DAMAGED,
         }
         missing.update((name, reasons[name]) for name, part in found.items() if part is None)
         return found

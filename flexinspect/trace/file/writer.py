@@ -254,7 +254,7 @@ class TraceWriter:
             raise TraceWriteError(f"The trace refuses {what}: {error}.", hint=hint) from error
         except sqlite3.Error as error:
             self.failed = True
-            reason, remedy = _write_problem(error)
+            reason, remedy = write_problem(error)
             self._reason = f"Recording to {self.recording_path} stopped at {what}: {reason}."
             kept = "Everything recorded so far stays readable; the generation itself continues."
             raise TraceWriteError(self._reason, hint=f"{kept} {remedy}".rstrip()) from error
@@ -323,7 +323,7 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
             db.close()
         with suppress(OSError):
             path.unlink()
-        reason, remedy = _write_problem(error)  # nothing has run yet
+        reason, remedy = write_problem(error)  # nothing has run yet
         what = f"The trace {path} cannot be created: {reason}."
         raise TraceWriteError(what, hint=remedy or None) from error
     return db
@@ -356,7 +356,7 @@ _PROBLEMS = (
 """Errors of SQLite by the beginning of their names: the reason, and what the user can do."""
 
 
-def _write_problem(error: sqlite3.Error) -> tuple[str, str]:
+def write_problem(error: sqlite3.Error) -> tuple[str, str]:
     """Return the reason, and what the user can do about it (empty when unknown)."""
     name = getattr(error, "sqlite_errorname", "")
     for names, reason, remedy in _PROBLEMS:
@@ -403,7 +403,7 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
                 for key, statements in review_statements(reviews).items():
                     connections.execute_all(db, () if key in done else statements)
     except sqlite3.Error as error:
-        raise _append_error(path, _write_problem(error)[0]) from error
+        raise _append_error(path, write_problem(error)[0]) from error
 
 
 def review_statements(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from support import mask_trace
 from support.attention_trace import N_PROMPT, SyntheticGeneration, write
+from support.dumps import described_folder, unpack_dump
 from support.earlier_traces import unpack
 from support.mask_trace import RIGHT, WRONG
 from support.traces import ANSWER, HEADS, LAYERS, SEGMENTS, sample_trace
 
+from flexinspect.cli.main import main
 from flexinspect.core.errors import UsageError
 from flexinspect.exports.report.contents import (
     SHARE_ONE,
@@ -22,6 +25,7 @@ from flexinspect.exports.report.contents import (
     ReportContents,
 )
 from flexinspect.exports.report.trace_contents import ReportRequest, collect_contents
+from flexinspect.exports.report.training_columns import BAD_LOSS
 from flexinspect.masks.viewport import CLOSED, LEAKED, LOST, OPEN
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -192,6 +196,35 @@ def test_a_training_run_has_its_losses_and_norms(tmp_path: Path) -> None:
     )
     assert dict(training.facts[0])["loss"]
     assert contents.generations[0].is_training
+
+
+@pytest.mark.parametrize(("loss", "bad"), [(math.inf, BAD_LOSS), (math.nan, BAD_LOSS), (2.0, 0)])
+def test_a_loss_that_is_not_finite_is_marked(loss: float, bad: int, tmp_path: Path) -> None:
+    path = unpack("training", tmp_path)
+    stored = None if math.isnan(loss) else loss
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE training_steps SET loss = ?, n_sick = 0 WHERE step = 1", (stored,))
+    training = collect(path).branches[0, 0].training
+    assert training is not None
+    assert training.bad[1] == bad
+
+
+def test_what_an_imported_trace_lacks_is_not_blamed_on_its_level(tmp_path: Path) -> None:
+    dump, trace = unpack_dump("sglang-passes", tmp_path / "dump"), tmp_path / "run.flextrace"
+    assert main(["import", str(dump), "-o", str(trace)]) == 0
+    contents = collect(trace)
+    missing = contents.branches[0, 0].missing
+    assert missing.keys() == {"paths", "attention", "token_attention", "masks", "memory"}
+    assert all("imported from SGLang's tensor dump" in reason for reason in missing.values())
+    assert "imported 2" in contents.subtitle
+
+
+def test_the_kernel_of_an_imported_call_is_unknown(tmp_path: Path) -> None:
+    trace = tmp_path / "run.flextrace"
+    assert main(["import", str(described_folder(tmp_path / "dump")), "-o", str(trace)]) == 0
+    paths = collect(trace).branches[0, 0].paths
+    assert paths is not None
+    assert {paths.names[code] for code in paths.path.flat} == {"unknown"}
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:

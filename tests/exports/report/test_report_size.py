@@ -78,12 +78,12 @@ def test_reading_stops_at_the_attention_that_can_fit(tmp_path: Path) -> None:
 def test_the_whole_page_keeps_its_size_and_says_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "rows.flextrace"
     source = write(path, SyntheticGeneration(layers=4, heads=8, n_steps=24))
-    page, _, nothing = make_page(source.reader, ReportRequest(), lambda *_: None)
-    assert nothing == ()
+    page, whole = make_page(source.reader, ReportRequest(), lambda *_: None)
+    assert whole.left_out == ()
     size = len(page.encode()) - 3000
-    small, _, left_out = make_page(source.reader, ReportRequest(max_bytes=size), lambda *_: None)
+    small, less = make_page(source.reader, ReportRequest(max_bytes=size), lambda *_: None)
     assert len(small.encode()) <= size
-    assert left_out[0] in small
+    assert less.left_out[0] in small
 
 
 def test_a_size_below_the_page_itself_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ const Attention = (() => {
     const row = tokens.row >= 0 ? tokenRow(tokens, place) : null;
     document.getElementById("attention-body").hidden = !shown && !row;
     measure.disabled = !shown;
+    measure.closest("label").hidden = !shown;
     const reason = shown ? "" : whyMissing(found.columns, run.owner(place.s).missing.attention, place.s);
     missing.hidden = !reason;
     missing.replaceChildren(...(reason ? reason : []));
@@ -41,7 +42,7 @@ const Attention = (() => {
       Math.abs(one - step) < Math.abs(best - step) ? one : best);
     const link = Drawing.element("a", "", `step ${near}`);
     link.href = State.address({ ...State.place, s: near });
-    return [`To fit its size, this report has the attention of every ${columns.every}th step: see `,
+    return [`To fit its size, this report has the attention of every ${Drawing.ordinal(columns.every)} step: see `,
       link, "."];
   }
 

@@ -258,6 +258,12 @@ const Drawing = (() => {
     return String(Number(value.toPrecision(3)));
   }
 
+  /** Returns 2 as "2nd". */
+  function ordinal(n) {
+    const isTeen = n % 100 > 10 && n % 100 < 14;
+    return `${n}${isTeen ? "th" : ["th", "st", "nd", "rd"][n % 10] ?? "th"}`;
+  }
+
   function percent(share) {
     if (!Number.isFinite(share)) return "–";
     return share > 0 && share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(1)} %`;
@@ -272,5 +278,5 @@ const Drawing = (() => {
   }
 
   return { color, rgb, mix, prepare, bounds, bars, line, onPick, grid, element, barTable,
-    choice, number, percent, bytes, SIGNS };
+    choice, number, ordinal, percent, bytes, SIGNS };
 })();

@@ -55,11 +55,11 @@
     const text = run.textAt(run.scalar("pos", place.s) ?? -1);
     const { columns, row } = run.at("steps", place.s);
     const time = run.scalar("wall_ms", place.s), capture = run.scalar("capture_ms", place.s);
-    const facts = [`token ${at + 1} of ${n}`, `step ${place.s}${row >= 0 ? `, ${columns.phase[row]}` : ""}`];
+    const facts = [`${text ? "token" : "step"} ${at + 1} of ${n}`, `step ${place.s}${row >= 0 ? `, ${columns.phase[row]}` : ""}`];
     const kept = run.scalar("kv_after", place.s);
     if (kept !== null) facts.push(`${kept} keys in the cache`);
     if (time !== null) facts.push(`${number(time)} ms${capture === null ? "" : `, ${number(capture)} ms of it capture`}`);
-    line.replaceChildren(element("span", "chosen", text ? `“${text.replace(/^ /, "·")}”` : "(no token)"), ` · ${facts.join(" · ")}`);
+    line.replaceChildren(element("span", "chosen", text ? `“${text.replace(/^ /, "·")}”` : "(token not known)"), ` · ${facts.join(" · ")}`);
   }
 
   const toNumber = (event) => Number(event.target.value);
@@ -120,7 +120,7 @@
       ? run.steps.map((step) => { const { columns, row } = run.at("training", step); return row < 0 ? undefined : columns.loss[row]; })
       : run.steps.map((step) => run.scalar("entropy", step) ?? undefined);
     const order = ["error", "warning", "note"];
-    for (const finding of findingsOf(place)) {
+    for (const finding of findingsOf(run)) {
       if (finding.s === null) continue;
       const index = run.indexOf(finding.s), before = marks.get(index);
       if (!before || order.indexOf(finding.severity) < order.indexOf(before)) marks.set(index, finding.severity);
@@ -140,12 +140,13 @@
 
   // -- findings -----------------------------------------------------------------------------------
 
-  function findingsOf(place) {
-    return head.findings.filter((one) => one.g === place.g && (one.b === place.b || one.b === 0));
+  /** Returns the findings of a branch, and those of its parents before the forks. */
+  function findingsOf(run) {
+    return head.findings.filter((one) => one.g === run.generation.generation && run.includes(one.b, one.s));
   }
 
   function drawHere(run, place) {
-    const here = findingsOf(place).filter((one) => one.s !== null && one.s <= place.s && place.s <= (one.last ?? one.s));
+    const here = findingsOf(run).filter((one) => one.s !== null && one.s <= place.s && place.s <= (one.last ?? one.s));
     const unique = here.filter((one, index) => here.findIndex((other) => other.kind === one.kind) === index);
     byId("here").replaceChildren(...unique.slice(0, 6).map((one) => {
       const link = element("a", "", "all of it");

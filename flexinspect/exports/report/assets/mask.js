@@ -32,6 +32,7 @@ const Mask = (() => {
     missing.hidden = Boolean(views);
     document.getElementById("mask-body").hidden = !views;
     document.getElementById("mask-view").hidden = !views;
+    document.getElementById("zoom").hidden = !views;
     if (!views) {
       missing.textContent = masks ? `The mask of layer ${place.layer} was not recorded.`
         : run.contents.missing.masks ?? "No mask was recorded.";

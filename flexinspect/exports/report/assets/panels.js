@@ -24,7 +24,7 @@ const Panels = (() => {
     missing.hidden = row >= 0;
     missing.textContent = row >= 0 ? "" : !columns
       ? run.owner(place.s).missing.candidates ?? "No logits are recorded for this step."
-      : nearest ? `To fit its size, this report lists the likely tokens of every ${columns.every}th step.`
+      : nearest ? `To fit its size, this report lists the likely tokens of every ${Drawing.ordinal(columns.every)} step.`
         : `No likely tokens are recorded at step ${place.s}.`;
     byId("logits-body").replaceChildren(...(row >= 0 ? [choiceSentence(run, place),
       candidates(run, place, columns, row)] : []));
@@ -70,8 +70,9 @@ const Panels = (() => {
 
   // -- kernel path --------------------------------------------------------------------------------
 
-  const LETTERS = ["F", "C", "S", "E", "?"];
-  const PATH_COLORS = ["seg-0", "seg-2", "seg-6", "seg-3", "seg-none"];
+  const LETTERS = ["F", "C", "S", "E", "?", "-"];
+  const PATH_COLORS = ["seg-0", "seg-2", "seg-6", "seg-3", "seg-none", "seg-none"];
+  const UNKNOWN_PATH = "unknown";
   const MAX_COLUMNS = 160;
   let pathSteps = [];
 
@@ -107,17 +108,23 @@ const Panels = (() => {
     });
     canvas.dataset.layers = columns.layers.join();
     byId("path-legend").textContent = "Layers down, steps across. "
-      + [...used].sort().map((path) => `${LETTERS[path]} ${columns.names[path]}`).join(", ")
+      + [...used].sort().map((path) => `${LETTERS[path]} ${pathName(columns, path)}`).join(", ")
       + (start > 0 || run.steps.length > MAX_COLUMNS
         ? `. Steps ${pathSteps[0]} to ${pathSteps[pathSteps.length - 1]} of ${run.last}.` : ".");
     byId("path-words").textContent = row < 0 ? `No call is recorded at step ${place.s}.`
       : pathWords(columns, row, place);
   }
 
+  function pathName(columns, path) {
+    return columns.names[path] === UNKNOWN_PATH ? "kernel not recorded" : columns.names[path];
+  }
+
   function pathWords(columns, row, place) {
     const n = columns.layers.length, layer = columns.layers.indexOf(place.layer);
     const path = columns.path[row * n + layer], check = columns.check[row * n + layer];
-    const own = path === 255 || layer < 0 ? "has no recorded call" : `ran ${columns.names[path]}`;
+    const own = path === 255 || layer < 0 ? "has no recorded call"
+      : columns.names[path] === UNKNOWN_PATH ? "ran a kernel that is not recorded"
+        : `ran ${columns.names[path]}`;
     const checked = Number.isNaN(check) ? "" : columns.failed[row * n + layer]
       ? `; its check failed (error ${number(check)})` : `; its check: error ${number(check)}`;
     const notes = columns.notes[place.s] ?? [];
@@ -136,7 +143,7 @@ const Panels = (() => {
     const names = Object.keys(run.contents.memory?.figures ?? {})
       .filter((name) => !(run.isTraining && name === "KV cache"));
     byId("memory-missing").hidden = names.length > 0;
-    byId("memory-missing").textContent = names.length ? "" : "No memory is recorded.";
+    byId("memory-missing").textContent = names.length ? "" : run.contents.missing.memory ?? "No memory is recorded.";
     const charts = names.map((name) => memoryChart(run, place, name));
     byId("memory-body").replaceChildren(...charts.map(({ box }) => box));
     for (const { draw } of charts) draw();

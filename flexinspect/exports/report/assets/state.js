@@ -24,8 +24,8 @@ const State = (() => {
       this.isTraining = Boolean(own.training);
       this._owners = [];
       let stop = Infinity;
-      for (const { contents, fork } of family) {
-        this._owners.push({ contents, start: fork, stop });
+      for (const { branch: number, contents, fork } of family) {
+        this._owners.push({ branch: number, contents, start: fork, stop });
         stop = fork;
       }
       this.steps = [];
@@ -50,6 +50,12 @@ const State = (() => {
 
     owner(step) {
       return (this._owners.find(({ start }) => step >= start) ?? this._owners[0]).contents;
+    }
+
+    /** Tells whether a step of a branch belongs to this run; null stands for the whole branch. */
+    includes(branch, step) {
+      return this._owners.some((one) => one.branch === branch
+        && (step === null || (step >= one.start && step < one.stop)));
     }
 
     /** Returns {columns, row} of a part of the contents at a step; row is -1 if it has none. */
@@ -113,7 +119,7 @@ const State = (() => {
     for (let here = branch; here && !seen.has(here.branch); here = headOf(g, here.parent).branch) {
       seen.add(here.branch); // a damaged trace may have a cycle
       const contents = await Data.branch(g, here.branch);
-      family.push({ contents, fork: here.fork_step ?? 0 });
+      family.push({ branch: here.branch, contents, fork: here.fork_step ?? 0 });
     }
     return new Run(generation, branch, family);
   }
