@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import synthetic
-from flexinspect.exports.base import ExportOptions, exporter_names, load_exporter, write_export
+from flexinspect.exports.exporter import ExportOptions, exporter_names, load_exporter, write_export
 from flexinspect.trace.reader import open_trace
 
 STEPS, CANDIDATES = 2_000, 1_000_000

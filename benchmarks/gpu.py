@@ -23,7 +23,7 @@ from flexinspect.analysis.kernel_speed import SpeedReport, speed_lines
 from flexinspect.core.errors import UsageError
 from flexinspect.inputs.kernel_configs import KernelRequest
 from flexinspect_hooks.kernels.builtin_kernels import NAMES
-from flexinspect_hooks.kernels.comparison import Comparison
+from flexinspect_hooks.kernels.comparison import KernelComparison
 from flexinspect_hooks.kernels.problem import choose_device
 
 SECONDS = 480
@@ -85,7 +85,7 @@ def _measure(
             left_out.append(f"{part.configs[0]} with {part.inputs} inputs")
             continue
         try:
-            done += Comparison(part).evaluations(say)
+            done += KernelComparison(part).evaluations(say)
         except UsageError as error:
             left_out.append(error.message)
     speeds: list[SpeedReport] = []
@@ -93,7 +93,7 @@ def _measure(
         if time.monotonic() - start > seconds:
             left_out.append(f"times of {part.configs[0]} at {part.lengths[0]} keys")
             continue
-        speeds.append(Comparison(part).speed(say))
+        speeds.append(KernelComparison(part).speed(say))
     differing = [one for one in done if one.status == "differs"]
     for one in differing:
         print("\n".join(evaluation_lines(one)))
@@ -115,7 +115,7 @@ def _requests(request: KernelRequest, *, small: bool) -> Iterator[KernelRequest]
         kernels = tuple(name for name in NAMES if name != "flex-compiled")
         request = replace(request, kernels=kernels)
     else:
-        configs = tuple(config.name for config in Comparison(request).table.config)
+        configs = tuple(config.name for config in KernelComparison(request).table.config)
     for name in configs:
         yield replace(request, configs=(name,))
     for inputs in ("unit", "token"):

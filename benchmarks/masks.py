@@ -13,7 +13,7 @@ from typing import Any
 
 from flexinspect.masks.mask_config import MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
-from flexinspect.masks.reduction import reduce_mask
+from flexinspect.masks.mask_reduction import reduce_mask
 from flexinspect.masks.verification import verify_mask
 
 ROUNDS = 5

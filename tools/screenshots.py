@@ -24,7 +24,7 @@ from typing import Any
 from textual.pilot import Pilot
 
 from flexinspect.control import discovery
-from flexinspect.drawing.export import to_png, to_svg
+from flexinspect.drawing.picture_files import to_png, to_svg
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.panel_view import LoadedCanvas, theme_of
 

@@ -93,7 +93,7 @@ class KeyUse(Struct, frozen=True):
     skipped: str = ""
 
 
-class Diagnosis(Struct, frozen=True):
+class KernelDiagnosis(Struct, frozen=True):
     """The class of a fault, and its proof.
 
     `residual` is the largest difference between the kernel and the oracle with that fault, `error`
@@ -136,7 +136,7 @@ class KernelEvaluation(Struct, frozen=True, kw_only=True):
     reads: tuple[str, ...] = ()
     n_wrong_reads: int = 0
     n_reads: int = 0
-    diagnoses: tuple[Diagnosis, ...] = ()
+    diagnoses: tuple[KernelDiagnosis, ...] = ()
     maps: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     @property
@@ -180,7 +180,7 @@ def _verdict(one: KernelEvaluation) -> str:
     return "DIFFERS" if one.status == "differs" else "not compared"
 
 
-def _proof(diagnosis: Diagnosis) -> str:
+def _proof(diagnosis: KernelDiagnosis) -> str:
     if diagnosis.residual is None or diagnosis.error is None:
         return ""
     numbers = f"{diagnosis.residual:.2g} remains of a difference of {diagnosis.error:.2g}"

@@ -13,7 +13,7 @@ from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import ensure_printable, plural, print_message
 
 if TYPE_CHECKING:
-    from flexinspect.exports.base import Exporter, ExportResult
+    from flexinspect.exports.exporter import Exporter, ExportResult
     from flexinspect.trace.reader import TraceReader
 
 DESCRIPTION = """Write a trace as files of another tool: a timeline for Perfetto, a log folder for
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("No trace is named.", hint=hint)
     if args.to is None:
         raise UsageError("No format is named.", hint="Add --to FORMAT; --list lists the formats.")
-    from flexinspect.exports.base import default_target, load_exporter
+    from flexinspect.exports.exporter import default_target, load_exporter
     from flexinspect.trace.reader import open_trace
 
     exporter = load_exporter(args.to)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _export(
     exporter: Exporter, reader: TraceReader, out: Path, args: argparse.Namespace
 ) -> ExportResult:
-    from flexinspect.exports.base import ExportOptions, write_export
+    from flexinspect.exports.exporter import ExportOptions, write_export
 
     options = ExportOptions(out, args.generation)
     with progress_bar(f"writing {out.name}") as update:
@@ -131,7 +131,7 @@ def _lines(exporter: Exporter, result: ExportResult) -> list[str]:
 
 
 def _list(*, as_json: bool) -> int:
-    from flexinspect.exports.base import exporter_names, load_exporter
+    from flexinspect.exports.exporter import exporter_names, load_exporter
 
     entries = []
     for name in exporter_names():

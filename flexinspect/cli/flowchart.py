@@ -21,7 +21,7 @@ from flexinspect.core.text import print_message
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flexinspect.figures.flowchart import FlowBox, FlowchartConfig, RunNumbers
+    from flexinspect.figures.flowchart_boxes import FlowBox, FlowchartConfig, RunNumbers
     from flexinspect.trace.reader import TraceReader
 
 DESCRIPTION = """Draw the seven steps from a question to an answer: input, concatenation, mask,
@@ -81,7 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw the flowchart. Raises `UsageError` and `FlexInspectError` as the figures do."""
-    from flexinspect.figures.flowchart import flow_boxes, flowchart_lines, flowchart_title
+    from flexinspect.figures.flowchart_boxes import flow_boxes, flowchart_lines, flowchart_title
     from flexinspect.inputs.config import figure_labels
 
     with errors_as_json(args.json, boxes=[]):
@@ -103,7 +103,7 @@ def _read_config(file: Path | None, width: float | None) -> FlowchartConfig:
     """Return the configuration of a file; `width` scales its figure."""
     from msgspec.structs import replace
 
-    from flexinspect.figures.flowchart import FlowchartConfig, flowchart_config
+    from flexinspect.figures.flowchart_boxes import FlowchartConfig, flowchart_config
 
     config = FlowchartConfig()
     if file is not None:
@@ -126,7 +126,7 @@ def _write_files(
 ) -> None:
     """Write each file of --out; a path that cannot be is refused before the first one."""
     from flexinspect.figures.figure_files import check_figure_path, save_figure
-    from flexinspect.figures.flowchart import flowchart_lines, mermaid, mermaid_page
+    from flexinspect.figures.flowchart_boxes import flowchart_lines, mermaid, mermaid_page
     from flexinspect.figures.flowchart_figure import draw_flowchart_figure
     from flexinspect.figures.themes import find_theme
 
@@ -164,7 +164,7 @@ def _read_numbers(args: argparse.Namespace) -> RunNumbers:
 
 def run_numbers(reader: TraceReader, generation: int, branch: int = 0) -> RunNumbers:
     """Return the numbers of a recorded generation. Raises `TraceError` when there is none."""
-    from flexinspect.figures.flowchart import RunNumbers
+    from flexinspect.figures.flowchart_boxes import RunNumbers
     from flexinspect.records.prompt import SegmentKind
 
     row = reader.generation(generation)

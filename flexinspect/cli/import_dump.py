@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from flexinspect.core.environment import command_path
-    from flexinspect.importers.base import find_importer
+    from flexinspect.importers.importer import find_importer
     from flexinspect.importers.trace_builder import write_trace
     from flexinspect.importers.vocabulary import load_vocabulary
 

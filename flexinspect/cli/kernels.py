@@ -186,7 +186,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 def _comparison(request: KernelRequest) -> Any:
     from flexinspect.core import plugins
 
-    return plugins.load(plugins.CAPTURE, "kernels").Comparison(request)
+    return plugins.load(plugins.CAPTURE, "kernels").KernelComparison(request)
 
 
 def _compare(args: argparse.Namespace, request: KernelRequest) -> int:
@@ -263,7 +263,7 @@ def _print_picture(one: KernelEvaluation) -> None:
 def _save_picture(file: Path, done: Sequence[KernelEvaluation]) -> None:
     """Save the picture of the worst evaluation, or a page with all of them as HTML."""
     from flexinspect.analysis.kernel_report import evaluation_lines
-    from flexinspect.drawing.export import PagePart, save, save_page
+    from flexinspect.drawing.picture_files import PagePart, save, save_page
     from flexinspect.drawing.theme import Theme
 
     drawn = [one for one in done if one.maps]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flexinspect.figures.mask_figure import FigureStyle
     from flexinspect.masks.mask_analysis import MaskAnalysis
     from flexinspect.masks.mask_picture import MaskPicture
-    from flexinspect.masks.mask_text import Places
+    from flexinspect.masks.picture_text import Places
     from flexinspect.masks.verification import Verification
 
 DESCRIPTION = """Draw a mask in the terminal or as a figure, analyse it, and verify it cell by cell.
@@ -175,7 +175,7 @@ class _Laboratory:
         from flexinspect.cli.mask_output import SUFFIXES
         from flexinspect.cli.mask_sources import load_input
         from flexinspect.figures.figure_files import check_figure_path
-        from flexinspect.masks.mask_text import Places
+        from flexinspect.masks.picture_text import Places
 
         self.is_animated = _is_animated(args)
         if args.output is not None:
@@ -267,7 +267,7 @@ class _Laboratory:
 
     def _print_picture(self) -> None:
         from flexinspect.cli.mask_output import print_picture, text_lines
-        from flexinspect.masks.mask_text import MAX_NAME
+        from flexinspect.masks.picture_text import MAX_NAME
 
         console = stdout_console()
         is_plain = self.args.plain or console.no_color or console.color_system is None

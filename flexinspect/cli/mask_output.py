@@ -26,7 +26,8 @@ from flexinspect.masks.census import Report
 from flexinspect.masks.elementary import dense
 from flexinspect.masks.mask_analysis import MaskAnalysis, analyse_mask
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.mask_text import (
+from flexinspect.masks.mask_reduction import reduce_mask, reduce_phases
+from flexinspect.masks.picture_text import (
     LEGEND,
     Places,
     mark_meanings,
@@ -36,7 +37,6 @@ from flexinspect.masks.mask_text import (
     row_names,
     size_line,
 )
-from flexinspect.masks.reduction import reduce_mask, reduce_phases
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.mask.mask_pixels import (
     EVEN,

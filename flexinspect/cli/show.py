@@ -274,7 +274,7 @@ class _PanelPrinter(Struct, frozen=True):
         return terminal_theme()
 
     def _save(self, title: str, picture: Picture) -> None:
-        from flexinspect.drawing.export import save
+        from flexinspect.drawing.picture_files import save
 
         options = {"title": f"{title}: {self._location()}", "note": picture.note}
         file = save(self.args.export, picture.strips, theme=self._theme(), **options)

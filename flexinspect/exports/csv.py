@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexinspect.exports.base import ExportOptions, Progress
+from flexinspect.exports.exporter import ExportOptions, Progress
 from flexinspect.exports.tables import iterate_rows, write_tables
 from flexinspect.trace.codec import float_name
 from flexinspect.trace.reader import TraceReader

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexinspect.exports.base import ExportOptions, Progress, clean_text
+from flexinspect.exports.exporter import ExportOptions, Progress, clean_text
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.core.environment import require_library
-from flexinspect.exports.base import ExportOptions, Progress, clean_text
+from flexinspect.exports.exporter import ExportOptions, Progress, clean_text
 from flexinspect.exports.tables import write_tables
 from flexinspect.trace.reader import TraceReader
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from flexinspect.exports.base import ExportOptions, Progress
+from flexinspect.exports.exporter import ExportOptions, Progress
 from flexinspect.exports.perfetto_packets import Args, TimelineWriter, nanoseconds
 from flexinspect.exports.step_values import step_values
 from flexinspect.records.prompt import Segment

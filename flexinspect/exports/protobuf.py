@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from flexinspect.exports.base import clean_text
+from flexinspect.exports.exporter import clean_text
 
 _VARINT, _FIXED64, _LENGTH = 0, 1, 2
 _MASK_64 = (1 << 64) - 1

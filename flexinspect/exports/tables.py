@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexinspect.exports.base import ExportOptions, Progress
+from flexinspect.exports.exporter import ExportOptions, Progress
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.schema import TABLES
 from flexinspect.trace.table_batches import batch_columns, count_rows, read_batches

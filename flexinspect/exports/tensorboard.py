@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexinspect.core.environment import require_library
-from flexinspect.exports.base import ExportOptions, Progress, clean_text
+from flexinspect.exports.exporter import ExportOptions, Progress, clean_text
 from flexinspect.exports.mask_images import MaskImages
 from flexinspect.exports.step_values import step_values
 from flexinspect.records.prompt import Segment

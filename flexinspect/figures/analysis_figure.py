@@ -81,7 +81,9 @@ def draw_analysis_figure(
         names = (*pairs.row_names, *pairs.key_names) if pairs else ()
         texts = (text for key, text in labels.texts.items() if key.startswith(("figure_", "anal")))
         type_ = typesetter((*texts, title, *names, "…<U+>%"))
-        parts = _Parts(labels, theme, type_, base_font_size(width), width, analysis.is_causal)
+        parts = _AnalysisParts(
+            labels, theme, type_, base_font_size(width), width, analysis.is_causal
+        )
         heading = type_.wrap(title, parts.room, parts.size * 1.15, bold=True)
         notes = [line for text in _notes(analysis, labels) for line in _wrapped(parts, text)]
         bars_top = PAD + len(heading) * parts.line(1.15) + len(notes) * parts.line(0.88)
@@ -144,11 +146,11 @@ def _notes(analysis: MaskAnalysis, labels: Labels) -> list[str]:
     ]
 
 
-def _wrapped(parts: _Parts, text: str) -> list[str]:
+def _wrapped(parts: _AnalysisParts, text: str) -> list[str]:
     return parts.type.wrap(text, parts.room, parts.small)
 
 
-class _Parts(Struct, frozen=True):
+class _AnalysisParts(Struct, frozen=True):
     labels: Labels
     theme: FigureTheme
     type: Typesetter
@@ -196,7 +198,7 @@ def _others_color(theme: FigureTheme) -> str:
     return mix_colors(theme.open, theme.generation, 0.75)
 
 
-def _legend_items(parts: _Parts) -> list[LegendItem]:
+def _legend_items(parts: _AnalysisParts) -> list[LegendItem]:
     labels, theme = parts.labels, parts.theme
     return [
         LegendItem(labels("figure_own_segment"), "square", theme.open),
@@ -206,7 +208,7 @@ def _legend_items(parts: _Parts) -> list[LegendItem]:
 
 
 def _draw_bars(
-    sheet: Sheet, parts: _Parts, phases: Sequence[tuple[str, PhaseFacts]], top: float
+    sheet: Sheet, parts: _AnalysisParts, phases: Sequence[tuple[str, PhaseFacts]], top: float
 ) -> None:
     names = {kind: parts.labels(f"figure_phase_{kind}") for kind, _ in phases}
     widths = (parts.type.size(name, parts.size, bold=True) for name in names.values())
@@ -224,7 +226,7 @@ def _draw_bars(
 
 
 def _draw_bar(
-    sheet: Sheet, parts: _Parts, phase: PhaseFacts, area: tuple[float, float, float, float]
+    sheet: Sheet, parts: _AnalysisParts, phase: PhaseFacts, area: tuple[float, float, float, float]
 ) -> None:
     """Draw the parts of a bar in an area (left, top, width, height), with counts that fit."""
     x, y, room, high = area
@@ -251,7 +253,7 @@ def _box(sheet: Sheet, x: float, y: float, width: float, height: float, color: s
 # -- heat map --------------------------------------------------------------------------------------
 
 
-def _map_sizes(parts: _Parts, pairs: _Pairs) -> tuple[float, float, float]:
+def _map_sizes(parts: _AnalysisParts, pairs: _Pairs) -> tuple[float, float, float]:
     """Return the side of a cell, the left edge of the cells, and the height of the names above."""
     limit = parts.width / 4
     row_names = max(parts.type.size(name, parts.small) for name in pairs.row_names)
@@ -261,18 +263,18 @@ def _map_sizes(parts: _Parts, pairs: _Pairs) -> tuple[float, float, float]:
     return side, left, parts.line(1) if widest <= side else min(widest, limit) + 0.08
 
 
-def _map_height(parts: _Parts, pairs: _Pairs) -> float:
+def _map_height(parts: _AnalysisParts, pairs: _Pairs) -> float:
     side, _, names = _map_sizes(parts, pairs)
     note = len(_axes_note(parts)) * parts.line(0.88)
     return parts.line(1.4) + names + side * len(pairs.row_names) + parts.line(0.2) + note
 
 
-def _axes_note(parts: _Parts) -> list[str]:
+def _axes_note(parts: _AnalysisParts) -> list[str]:
     key = "figure_pair_axes" if parts.is_causal else "figure_pair_axes_all"
     return _wrapped(parts, parts.labels(key))
 
 
-def _draw_map(sheet: Sheet, parts: _Parts, pairs: _Pairs, top: float) -> None:
+def _draw_map(sheet: Sheet, parts: _AnalysisParts, pairs: _Pairs, top: float) -> None:
     side, left, names = _map_sizes(parts, pairs)
     theme, heading = parts.theme, parts.labels("figure_pairs")
     sheet.text(PAD, top + parts.line(0.5), heading, parts.size, bold=True)
@@ -295,7 +297,9 @@ def _draw_map(sheet: Sheet, parts: _Parts, pairs: _Pairs, top: float) -> None:
     sheet.lines(PAD, y, _axes_note(parts), parts.small, color=theme.muted)
 
 
-def _draw_names(sheet: Sheet, parts: _Parts, pairs: _Pairs, corner: tuple[float, float]) -> None:
+def _draw_names(
+    sheet: Sheet, parts: _AnalysisParts, pairs: _Pairs, corner: tuple[float, float]
+) -> None:
     """Write the names beside and above the cells; of many only every second or third one."""
     side, _, names = _map_sizes(parts, pairs)
     (left, top), small = corner, parts.small
@@ -322,7 +326,7 @@ def _cell_texts(pairs: _Pairs) -> dict[tuple[int, int], list[str]]:
 
 
 def _text_style(
-    parts: _Parts, texts: Iterable[Sequence[str]], room: float
+    parts: _AnalysisParts, texts: Iterable[Sequence[str]], room: float
 ) -> tuple[float, int] | None:
     """Return the size of text, and the first line to write, with which all cells have room."""
     widest = [max(column, key=len) for column in zip(*texts, strict=True)]

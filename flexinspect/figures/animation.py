@@ -64,7 +64,7 @@ class AnimationStep(Struct, frozen=True):
     weights: Weights | None = None
 
 
-class Frame(Struct, frozen=True):
+class AnimationFrame(Struct, frozen=True):
     """A frame of the animation; `box` (left, top, right, bottom) is what differs from the last."""
 
     image: Image
@@ -126,7 +126,9 @@ def save_animation(
     return target
 
 
-def _reported(frames: Iterable[Frame], n_frames: int, progress: Progress | None) -> Iterator[Frame]:
+def _reported(
+    frames: Iterable[AnimationFrame], n_frames: int, progress: Progress | None
+) -> Iterator[AnimationFrame]:
     for number, frame in enumerate(frames, start=1):
         yield frame
         if progress is not None:
@@ -165,7 +167,7 @@ class _Player:
         n_rows, n_keys = self.picture.states.shape
         return float(min(area.width / n_keys, area.height / n_rows))
 
-    def frames(self, steps: Iterable[AnimationStep]) -> Iterator[Frame]:
+    def frames(self, steps: Iterable[AnimationStep]) -> Iterator[AnimationFrame]:
         """Yield a frame per step; the box of the first one is the whole image."""
         from PIL import ImageChops
 
@@ -180,7 +182,7 @@ class _Player:
             changed = None if last is None else ImageChops.difference(last, image).getbbox()
             box = (0, 0, *image.size) if last is None else changed or (0, 0, 1, 1)
             last = image
-            yield Frame(image, box, step.caption)
+            yield AnimationFrame(image, box, step.caption)
 
     def _range(self, step: AnimationStep) -> tuple[int, int]:
         """Return the row ranges of the picture with the rows of a step."""
@@ -267,7 +269,7 @@ def _pixel_edges(
 # -- GIF -------------------------------------------------------------------------------------------
 
 
-def _gif(frames: Iterable[Frame], player: _Player, n_frames: int) -> bytes:
+def _gif(frames: Iterable[AnimationFrame], player: _Player, n_frames: int) -> bytes:
     """Return an animated GIF whose frames hold what changed.
 
     Pillow's own writer keeps all frames in memory until the last one.
@@ -356,7 +358,7 @@ def _unpacked(colors: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
 # -- HTML ------------------------------------------------------------------------------------------
 
 
-def _page(frames: Iterable[Frame], player: _Player, title: str) -> bytes:
+def _page(frames: Iterable[AnimationFrame], player: _Player, title: str) -> bytes:
     """Return a page with the frames as PNGs of what changed, and a player."""
     theme, labels = player.style.theme, player.style.labels
     listed = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flexinspect.core.environment import save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import printable
-from flexinspect.drawing.export import html_page
+from flexinspect.drawing.picture_files import html_page
 from flexinspect.figures.sheet import figure_settings
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable
 from flexinspect.figures.figure_files import check_figure_path, save_figure
-from flexinspect.figures.flowchart import (
+from flexinspect.figures.flowchart_boxes import (
     BOX_COLORS,
     FlowBox,
     FlowchartConfig,

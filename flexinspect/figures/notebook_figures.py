@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flexinspect.core.languages import load_labels
-from flexinspect.figures.flowchart import flow_boxes, flowchart_config, flowchart_title
+from flexinspect.figures.flowchart_boxes import flow_boxes, flowchart_config, flowchart_title
 from flexinspect.figures.flowchart_figure import draw_flowchart_figure
 from flexinspect.figures.mask_figure import DEFAULT_WIDTH, draw_mask_figure
 from flexinspect.figures.sheet import require_matplotlib
@@ -16,7 +16,7 @@ from flexinspect.figures.themes import find_theme
 from flexinspect.masks.algebra import BoolArray, IntArray
 from flexinspect.masks.elementary import preset_mask
 from flexinspect.masks.mask_config import checked_config
-from flexinspect.masks.reduction import reduce_mask
+from flexinspect.masks.mask_reduction import reduce_mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.importers.base import MAX_MASK_CELLS, AttentionTensors
+from flexinspect.importers.importer import MAX_MASK_CELLS, AttentionTensors
 from flexinspect.importers.tensor_files import Tensor
 from flexinspect.importers.tensor_records import output_error
 from flexinspect.masks.attention_row import LseCheck, kv_head_of

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
-from flexinspect.importers.base import (
+from flexinspect.importers.importer import (
     MAX_FILES,
     Budget,
     Dump,
@@ -247,7 +247,7 @@ def _dump(source: str, passes: Sequence[_Pass], notes: list[str], tick: Tick) ->
     """Return the dump of passes in their order."""
     groups = list(_group(passes))
     notes.append("Neither the mask nor the head width is in the dump, so no attention is shown.")
-    reader = _PassReader(notes, tick)
+    reader = _DumpedPassReader(notes, tick)
     return Dump(
         source=source,
         generations=(reader.generation(number, own) for number, own in enumerate(groups)),
@@ -273,7 +273,7 @@ def _group(passes: Sequence[_Pass]) -> Iterator[list[_Pass]]:
         yield group
 
 
-class _PassReader:
+class _DumpedPassReader:
     """Reads the outputs of passes."""
 
     def __init__(self, notes: list[str], tick: Tick) -> None:

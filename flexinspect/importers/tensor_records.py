@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.importers.base import MAX_MASK_CELLS, AttentionTensors
+from flexinspect.importers.importer import MAX_MASK_CELLS, AttentionTensors
 from flexinspect.masks import attention_row
 from flexinspect.masks.attention_row import kv_head_of, row_scores, row_weights
 from flexinspect.records.prompt import Segment

@@ -19,7 +19,7 @@ from msgspec import Struct, to_builtins
 
 from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
-from flexinspect.importers.base import (
+from flexinspect.importers.importer import (
     MAX_TOKENS,
     Dump,
     DumpedGeneration,
@@ -27,7 +27,7 @@ from flexinspect.importers.base import (
     ForwardPass,
 )
 from flexinspect.importers.tensor_records import AttentionTracker, logits_record
-from flexinspect.importers.vocabulary import Vocabulary
+from flexinspect.importers.vocabulary import DumpVocabulary
 from flexinspect.records import imported
 from flexinspect.records.prompt import (
     Segment,
@@ -64,7 +64,12 @@ class ImportResult(Struct, frozen=True):
 
 
 def write_trace(
-    dump: Dump, format_name: str, target: Path, vocabulary: Vocabulary, *, overwrite: bool = False
+    dump: Dump,
+    format_name: str,
+    target: Path,
+    vocabulary: DumpVocabulary,
+    *,
+    overwrite: bool = False,
 ) -> ImportResult:
     """Write a dump to `target`. Raises `UsageError` and `TraceWriteError`, and then writes nothing.
 
@@ -112,7 +117,7 @@ def _name_target(error: TraceWriteError, part: Path, target: Path) -> TraceWrite
 
 
 def _write(
-    writer: TraceWriter, dump: Dump, format_name: str, target: Path, vocabulary: Vocabulary
+    writer: TraceWriter, dump: Dump, format_name: str, target: Path, vocabulary: DumpVocabulary
 ) -> ImportResult:
     n_generations = n_steps = 0
     holds: set[str] = set()
@@ -153,7 +158,7 @@ def _add_sizes(model: dict[str, Any], step: StepRecord) -> None:
 class _GenerationBuilder:
     """Makes the records of one generation; `holds` are the kinds of records that it has so far."""
 
-    def __init__(self, number: int, source: DumpedGeneration, vocabulary: Vocabulary) -> None:
+    def __init__(self, number: int, source: DumpedGeneration, vocabulary: DumpVocabulary) -> None:
         self.holds: set[str] = set()
         self.notes: list[str] = []
         self._number, self._source, self._vocabulary = number, source, vocabulary

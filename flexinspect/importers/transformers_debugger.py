@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
-from flexinspect.importers.base import (
+from flexinspect.importers.importer import (
     AttentionTensors,
     Budget,
     Dump,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexinspect.core.errors import UsageError
-from flexinspect.importers.base import DumpedToken
+from flexinspect.importers.importer import DumpedToken
 from flexinspect.inputs.config import expand_user, load_config
 from flexinspect.inputs.model_names import resolve
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 
 
-class Vocabulary:
+class DumpVocabulary:
     """Texts of ids. `has_text` is False without a tokenizer: then an id is shown as "⟨12⟩"."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
@@ -55,13 +55,13 @@ class Vocabulary:
         return complete
 
 
-def load_vocabulary(name: str | None) -> Vocabulary:
+def load_vocabulary(name: str | None) -> DumpVocabulary:
     """Return the vocabulary of a tokenizer.json, a folder that holds one, or a model's name.
 
     A model is only searched on this machine. Raises `UsageError`.
     """
     if name is None:
-        return Vocabulary()
+        return DumpVocabulary()
     path = expand_user(name)
     if path.is_dir():
         path = path / TOKENIZER_FILE
@@ -70,7 +70,7 @@ def load_vocabulary(name: str | None) -> Vocabulary:
     try:
         from tokenizers import Tokenizer
 
-        return Vocabulary(Tokenizer.from_file(str(path)))
+        return DumpVocabulary(Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises bare exceptions
         what = f"The tokenizer {path} cannot be read: {str(error)[:200]}."
         raise UsageError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexinspect.masks.mask_analysis import analyse_mask
     from flexinspect.masks.mask_config import MaskConfig
     from flexinspect.masks.mask_expressions import parse_mask
-    from flexinspect.masks.reduction import reduce_mask
+    from flexinspect.masks.mask_reduction import reduce_mask
     from flexinspect.masks.verification import verify_mask
 
 __all__ = [
@@ -37,7 +37,7 @@ _MODULES = {
     "analyse_mask": "flexinspect.masks.mask_analysis",
     "MaskConfig": "flexinspect.masks.mask_config",
     "parse_mask": "flexinspect.masks.mask_expressions",
-    "reduce_mask": "flexinspect.masks.reduction",
+    "reduce_mask": "flexinspect.masks.mask_reduction",
     "verify_mask": "flexinspect.masks.verification",
 }
 _FIGURES = "flexinspect.figures.notebook_figures"

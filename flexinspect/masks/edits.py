@@ -17,11 +17,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.errors import MaskError
-from flexinspect.masks import algebra
-from flexinspect.masks.algebra import BoolArray, MaskSpec, Segments
+from flexinspect.masks.algebra import UNREACHABLE, BoolArray, MaskSpec, Segments, preset, row_chunks
 from flexinspect.records.prompt import SegmentKind
 
-OPEN_END = algebra.UNREACHABLE  # a `stop` beyond every position
+OPEN_END = UNREACHABLE  # a `stop` beyond every position
 
 
 class BaseMask(Protocol):
@@ -82,7 +81,7 @@ def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.ND
         for patch in after.patches[len(before.patches) :]:
             changed[patch.row_start : patch.row_stop] = True
         return np.flatnonzero(changed)
-    for start, stop in algebra.row_chunks(n_rows):
+    for start, stop in row_chunks(n_rows):
         old, new = (mask.dense(stop - start, n_rows, q_offset=start) for mask in (before, after))
         changed[start:stop] = (old != new).any(axis=1)
     return np.flatnonzero(changed)
@@ -154,7 +153,7 @@ def apply_edits(edits: Sequence[Edit], mask: PatchedMask, segments: Segments) ->
     for edit in edits:
         if edit.kind == "preset":
             name, _, separators = edit.names[0].partition("/")
-            spec = algebra.preset(name, segments, separators=separators or "attached")
+            spec = preset(name, segments, separators=separators or "attached")
             after = after if after == PatchedMask(spec) else PatchedMask(spec)
             continue
         patches = _PATCHES_BY_KIND[edit.kind](edit, after, segments)
@@ -239,7 +238,7 @@ def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
         starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
         edges = [edge for each in mask.patches for edge in (each.row_start, each.key_stop)]
         last = max((patch.row_start - 1, 0, *starts, *(e for e in edges if e < OPEN_END))) + 1
-    for start, stop in algebra.row_chunks(last + 1 - patch.row_start):
+    for start, stop in row_chunks(last + 1 - patch.row_start):
         first = patch.row_start + start
         cells = mask.dense(stop - start, last + 1, q_offset=first)
         if (cells != apply_patches(cells, [patch], q_offset=first)).any():

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from flexinspect.core.errors import MaskError
-from flexinspect.masks import algebra
-from flexinspect.masks.algebra import BoolArray, IntArray, MaskSpec, Segments
+from flexinspect.masks.algebra import BoolArray, IntArray, MaskSpec, Segments, preset
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.records.prompt import generated_start
 
@@ -183,7 +182,7 @@ def preset_mask(name: str, segments: Segments) -> RuleMask:
     """Return the mask of a preset for these segments. Raises `MaskError` without segments."""
     if not segments:
         raise MaskError(f"The mask '{name}' needs segments.", hint="Name a preset such as small.")
-    return spec_mask(algebra.preset(name, segments))
+    return spec_mask(preset(name, segments))
 
 
 def full(segments: Segments) -> RuleMask:

@@ -26,7 +26,7 @@ from flexinspect.masks.census import (
 )
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.elementary import NegatedMask, causal
-from flexinspect.masks.mask_text import Places
+from flexinspect.masks.picture_text import Places
 from flexinspect.masks.verification import other_segments
 from flexinspect.records.prompt import SegmentKind, generated_start
 
@@ -78,7 +78,7 @@ class PhaseFacts(Struct, frozen=True):
         return self.n_open / max(self.n_cells, 1)
 
 
-class MaskDifference(Struct, frozen=True):
+class CellDifference(Struct, frozen=True):
     """The cells in which a mask differs from another one, which opens lost ones."""
 
     name: str
@@ -120,7 +120,7 @@ class MaskAnalysis(Struct, frozen=True):
     blocks: BlockWork
     encoding: PhaseFacts | None
     generation: PhaseFacts | None
-    difference: MaskDifference | None = None
+    difference: CellDifference | None = None
 
     @property
     def density(self) -> float:
@@ -203,7 +203,7 @@ def analyse_mask(
         whole, missing = (full_edges(n_rows), full_edges(n_keys)), (NegatedMask(mask),)
         part = part_of(report, 1, n_parts)
         lost = take_census(against, *whole, head=head, probes=missing, report=part).probes[0]
-        difference = MaskDifference(against.name, lost, census.probes[2])
+        difference = CellDifference(against.name, lost, census.probes[2])
     return _facts(mask.name, census, edges, segments, block_size, difference)
 
 
@@ -226,7 +226,7 @@ def _facts(
     edges: tuple[IntArray, IntArray],
     segments: Segments,
     block_size: int,
-    difference: MaskDifference | None,
+    difference: CellDifference | None,
 ) -> MaskAnalysis:
     """Return the facts of a census whose ranges begin at blocks and segments."""
     n_rows, n_keys = int(edges[0][-1]), int(edges[1][-1])

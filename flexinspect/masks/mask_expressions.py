@@ -15,8 +15,7 @@ from msgspec import Struct
 
 from flexinspect.core.errors import MaskError
 from flexinspect.core.text import did_you_mean, printable, truncate
-from flexinspect.masks import algebra
-from flexinspect.masks.algebra import UNREACHABLE, Segments
+from flexinspect.masks.algebra import PRESETS, UNREACHABLE, Segments
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.elementary import (
     ELEMENTARY,
@@ -42,12 +41,12 @@ _COMPOSITIONS = {
 
 def mask_names() -> tuple[str, ...]:
     """Return the names that an expression may use."""
-    return tuple(dict.fromkeys((*algebra.PRESETS, *ELEMENTARY, *_COMPOSITIONS)))
+    return tuple(dict.fromkeys((*PRESETS, *ELEMENTARY, *_COMPOSITIONS)))
 
 
 def mask_usages() -> Iterator[tuple[str, str]]:
     """Yield how each elementary mask and composition is written, and what it is."""
-    for name in algebra.PRESETS:
+    for name in PRESETS:
         if name not in ELEMENTARY:
             yield name, _PRESETS.get(name, "A preset of flexinspect run --mask.")
     for name, make in ELEMENTARY.items():
@@ -122,7 +121,7 @@ class _Interpreter(Struct, frozen=True):
             return ShiftedMask(self.mask(arguments[0]), *map(self._number, arguments[1:]))
         if name in ELEMENTARY:
             return self._elementary(ELEMENTARY[name], name, list(map(self._number, arguments)))
-        if name in algebra.PRESETS and not arguments:
+        if name in PRESETS and not arguments:
             return preset_mask(name, self.segments)
         if name in mask_names():
             raise self._error(f"{name} is written {_COMPOSITIONS.get(name, name)}")

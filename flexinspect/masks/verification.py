@@ -29,7 +29,7 @@ from flexinspect.masks.census import (
     tiles,
 )
 from flexinspect.masks.elementary import ArrayMask, NegatedMask, RuleMask, causal
-from flexinspect.masks.mask_text import Places
+from flexinspect.masks.picture_text import Places
 from flexinspect.records.prompt import SegmentKind, generated_start
 
 CHECKS = ("causal", "isolation", "fusion", "rows", "keys", "declared")

@@ -37,7 +37,7 @@ def _save_screen(app: Any, file: Path) -> Path | None:
     if app.is_web:
         app.deliver_screenshot(file.name)
         return None
-    from flexinspect.drawing.export import save
+    from flexinspect.drawing.picture_files import save
 
     # The compositor has the strips that are on the screen. Textual's own SVG relies on
     # `textLength`, without which other renderers than browsers shift the text.
@@ -46,7 +46,7 @@ def _save_screen(app: Any, file: Path) -> Path | None:
 
 
 def _save_panel(app: Any, file: Path, view: PanelView) -> Path:
-    from flexinspect.drawing.export import save
+    from flexinspect.drawing.picture_files import save
 
     save(file, list(view.strips), title=view.panel.title, theme=theme_of(app))
     return file

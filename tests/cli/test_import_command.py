@@ -16,7 +16,7 @@ from support.traces import sample_trace
 
 from flexinspect.cli.main import main
 from flexinspect.importers import described_folder as described
-from flexinspect.importers.base import ForwardPass
+from flexinspect.importers.importer import ForwardPass
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 

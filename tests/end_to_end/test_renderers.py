@@ -12,7 +12,13 @@ import pytest
 from support.png import read_png
 
 from flexinspect.cli.main import main
-from flexinspect.drawing.export import CELL_HEIGHT, CELL_WIDTH, MARGIN, find_monospace, to_png
+from flexinspect.drawing.picture_files import (
+    CELL_HEIGHT,
+    CELL_WIDTH,
+    MARGIN,
+    find_monospace,
+    to_png,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 RSVG = shutil.which("rsvg-convert")

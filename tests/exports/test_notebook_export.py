@@ -14,7 +14,7 @@ from support.exporting import export
 from support.notebooks import assert_without_outputs, of_cell, read_notebook, run_cells
 from support.traces import sample_trace
 
-from flexinspect.exports.base import ExportOptions, load_exporter, write_export
+from flexinspect.exports.exporter import ExportOptions, load_exporter, write_export
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.reader import open_trace
 

@@ -24,7 +24,7 @@ from support.exporting import export
 from support.trace_samples import write
 from support.traces import RUN, sample_generation, sample_step, sample_trace
 
-from flexinspect.exports import base
+from flexinspect.exports import exporter
 from flexinspect.exports.csv import format_text
 from flexinspect.records.step import CallRecord
 from flexinspect.trace import schema
@@ -268,5 +268,5 @@ def test_an_export_of_one_generation_has_its_rows_and_the_whole_manifest(path: P
     folder = export(copy, "parquet", generation=1)
     assert set(parquet.read_table(folder / "steps.parquet")["generation"].to_pylist()) == {1}
     assert parquet.read_table(folder / "run.parquet").num_rows == len(rows_of(path, "run"))
-    listed = json.loads((folder / base.MANIFEST).read_text())["files"]
+    listed = json.loads((folder / exporter.MANIFEST).read_text())["files"]
     assert listed["steps.parquet"] == 2

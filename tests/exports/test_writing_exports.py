@@ -16,7 +16,7 @@ from support.traces import sample_trace
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError, UsageError
-from flexinspect.exports import base
+from flexinspect.exports import exporter as exporting
 from flexinspect.trace.reader import TraceReader, open_trace
 
 FORMATS = ("perfetto", "tensorboard", "parquet", "csv", "notebook")
@@ -35,9 +35,11 @@ def reader(trace: Path) -> Iterator[TraceReader]:
 
 def write(
     reader: TraceReader, exporter: Any, target: Path, *, progress: Any = None, **options: bool
-) -> base.ExportResult:
+) -> exporting.ExportResult:
     done = progress or (lambda done, total: None)
-    return base.write_export(exporter, reader, base.ExportOptions(target), done, **options)
+    return exporting.write_export(
+        exporter, reader, exporting.ExportOptions(target), done, **options
+    )
 
 
 def names(folder: Path) -> set[str]:
@@ -59,9 +61,9 @@ class OneFile:
 
 
 def test_the_built_in_exporters_have_the_names_of_their_plug_ins() -> None:
-    assert base.exporter_names() == FORMATS
+    assert exporting.exporter_names() == FORMATS
     for name in FORMATS:
-        exporter = base.load_exporter(name)
+        exporter = exporting.load_exporter(name)
         assert exporter.name == name
         assert exporter.description.endswith(".")
         assert exporter.is_folder == (not exporter.suffix.startswith("."))
@@ -69,12 +71,12 @@ def test_the_built_in_exporters_have_the_names_of_their_plug_ins() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_counts_and_sizes_are_those_of_the_files(name: str, reader: TraceReader) -> None:
-    exporter = base.load_exporter(name)
+    exporter = exporting.load_exporter(name)
     result = write(reader, exporter, reader.path.with_name("out"))
     for path, n_bytes, _ in result.files:
         assert (result.path / path).stat().st_size == n_bytes
     if exporter.is_folder:
-        listed = {path for path, *_ in result.files} | {base.MANIFEST}
+        listed = {path for path, *_ in result.files} | {exporting.MANIFEST}
         found = {p.relative_to(result.path).as_posix() for p in result.path.rglob("*.*")}
         assert found == listed
 
@@ -86,13 +88,15 @@ def test_an_interrupted_export_leaves_nothing(name: str, reader: TraceReader) ->
 
     before = names(reader.path.parent)
     with pytest.raises(KeyboardInterrupt):
-        write(reader, base.load_exporter(name), reader.path.with_name("out"), progress=interrupt)
+        write(
+            reader, exporting.load_exporter(name), reader.path.with_name("out"), progress=interrupt
+        )
     assert names(reader.path.parent) == before
 
 
 @pytest.mark.parametrize("name", ["perfetto", "parquet"])
 def test_an_interrupted_export_leaves_the_earlier_one(name: str, reader: TraceReader) -> None:
-    target, exporter = reader.path.with_name("out"), base.load_exporter(name)
+    target, exporter = reader.path.with_name("out"), exporting.load_exporter(name)
     write(reader, exporter, target)
     before = {p: p.read_bytes() for p in [target, *target.rglob("*")] if p.is_file()}
 
@@ -107,7 +111,7 @@ def test_an_interrupted_export_leaves_the_earlier_one(name: str, reader: TraceRe
 
 @pytest.mark.parametrize("name", ["perfetto", "parquet"])
 def test_overwriting_replaces_the_earlier_export(name: str, reader: TraceReader) -> None:
-    target, exporter = reader.path.with_name("out"), base.load_exporter(name)
+    target, exporter = reader.path.with_name("out"), exporting.load_exporter(name)
     write(reader, exporter, target)
     with pytest.raises(UsageError, match=r"out exists already\."):
         write(reader, exporter, target)
@@ -116,18 +120,18 @@ def test_overwriting_replaces_the_earlier_export(name: str, reader: TraceReader)
 
 
 def test_a_folder_with_files_of_the_user_is_never_replaced(reader: TraceReader) -> None:
-    folder, exporter = reader.path.with_name("out"), base.load_exporter("csv")
+    folder, exporter = reader.path.with_name("out"), exporting.load_exporter("csv")
     folder.mkdir()
     (folder / "thesis.tex").write_text("mine")
     for _ in range(2):  # without a manifest, then with one that does not list the file
         with pytest.raises(UsageError, match="not a folder that only an earlier export wrote to"):
             write(reader, exporter, folder, overwrite=True)
-        (folder / base.MANIFEST).write_text(json.dumps({"files": {"steps.csv": 1}}))
+        (folder / exporting.MANIFEST).write_text(json.dumps({"files": {"steps.csv": 1}}))
     assert (folder / "thesis.tex").read_text() == "mine"
 
 
 def test_a_folder_is_not_replaced_by_a_file_nor_the_trace_by_anything(reader: TraceReader) -> None:
-    exporter = base.load_exporter("notebook")
+    exporter = exporting.load_exporter("notebook")
     with pytest.raises(UsageError, match="is the trace itself"):
         write(reader, exporter, reader.path, overwrite=True)
     with pytest.raises(UsageError, match="is not a file"):
@@ -197,10 +201,10 @@ def test_a_plug_in_is_checked_when_it_is_loaded(
     points = [EntryPoint("mine", value, plugins.EXPORTS)]
     monkeypatch.setattr(plugins, "registered", lambda group: iter(points))
     if sentence is None:
-        assert base.load_exporter("mine").suffix == ".one"
+        assert exporting.load_exporter("mine").suffix == ".one"
         return
     with pytest.raises(FlexInspectError, match=sentence):
-        base.load_exporter("mine")
+        exporting.load_exporter("mine")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_a_missing_library_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(UsageError, match=rf"needs {module.split('.')[0]}, which") as caught:
-        write(reader, base.load_exporter(name), reader.path.with_name("out"))
+        write(reader, exporting.load_exporter(name), reader.path.with_name("out"))
     assert caught.value.hint == f"pip install 'flexinspect[{name}]'"
     assert names(reader.path.parent) == {"run.flextrace"}
 

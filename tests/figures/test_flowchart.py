@@ -16,7 +16,7 @@ from flexinspect.cli.flowchart import run_numbers
 from flexinspect.cli.main import main
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import languages, load_labels
-from flexinspect.figures.flowchart import (
+from flexinspect.figures.flowchart_boxes import (
     BOXES,
     FlowchartConfig,
     RunNumbers,

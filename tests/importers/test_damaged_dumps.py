@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.dumps import described_folder, unpack_dump
 
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.importers.base import Importer, find_importer
+from flexinspect.importers.importer import Importer, find_importer
 from flexinspect.importers.trace_builder import write_trace
 from flexinspect.importers.transformers_debugger import FULL
-from flexinspect.importers.vocabulary import Vocabulary
+from flexinspect.importers.vocabulary import DumpVocabulary
 from flexinspect.trace.reader import open_trace
 
 FORMATS = ("described", "sglang-dumper", "sglang-passes", "transformers-debugger")
@@ -42,7 +42,7 @@ def import_or_refuse(folder: Path, importer: Importer) -> bool:
         trace = Path(out, "a.flextrace")
         try:
             dump = importer.open(folder, lambda: None)
-            write_trace(dump, importer.name, trace, Vocabulary())
+            write_trace(dump, importer.name, trace, DumpVocabulary())
         except FlexInspectError as error:
             assert "\n" not in error.message
             assert list(Path(out).iterdir()) == []

@@ -12,9 +12,9 @@ from support.dumps import attention_step, described_folder, save_safetensors
 
 from flexinspect.cli.main import main
 from flexinspect.core.errors import UsageError
-from flexinspect.importers.base import find_importer
+from flexinspect.importers.importer import find_importer
 from flexinspect.importers.trace_builder import write_trace
-from flexinspect.importers.vocabulary import Vocabulary
+from flexinspect.importers.vocabulary import DumpVocabulary
 from flexinspect.panels.attention.attention_data import AttentionOptions, load_attention
 from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.panel_source import Source
@@ -24,7 +24,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 def import_folder(folder: Path, trace: Path | None = None) -> Path:
     importer = find_importer(folder, None)
     trace = trace or folder / "run.flextrace"
-    write_trace(importer.open(folder, lambda: None), importer.name, trace, Vocabulary())
+    write_trace(importer.open(folder, lambda: None), importer.name, trace, DumpVocabulary())
     return trace
 
 

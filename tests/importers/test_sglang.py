@@ -10,11 +10,11 @@ import pytest
 from support.dumps import CHOSEN, PROMPT, unpack_dump
 
 from flexinspect.core.errors import UsageError
-from flexinspect.importers.base import Budget, find_importer
+from flexinspect.importers.importer import Budget, find_importer
 from flexinspect.importers.sglang import _group, _Pass
 from flexinspect.importers.torch_files import load_torch_file
 from flexinspect.importers.trace_builder import write_trace
-from flexinspect.importers.vocabulary import Vocabulary
+from flexinspect.importers.vocabulary import DumpVocabulary
 from flexinspect.trace.reader import TraceReader, open_trace
 
 RANK = "TP0_PP0_Rank0_pid4321"
@@ -22,7 +22,7 @@ RANK = "TP0_PP0_Rank0_pid4321"
 
 def import_dump(folder: Path, trace: Path) -> TraceReader:
     importer = find_importer(folder, None)
-    write_trace(importer.open(folder, lambda: None), importer.name, trace, Vocabulary())
+    write_trace(importer.open(folder, lambda: None), importer.name, trace, DumpVocabulary())
     return open_trace(trace)
 
 

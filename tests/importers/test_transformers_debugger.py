@@ -11,10 +11,10 @@ import pytest
 from support.dumps import PROMPT, unpack_dump, write_debug_tree
 
 from flexinspect.core.errors import UsageError
-from flexinspect.importers.base import find_importer
+from flexinspect.importers.importer import find_importer
 from flexinspect.importers.trace_builder import write_trace
 from flexinspect.importers.transformers_debugger import FULL, SUMMARY, parse_repr
-from flexinspect.importers.vocabulary import Vocabulary
+from flexinspect.importers.vocabulary import DumpVocabulary
 from flexinspect.panels.attention.attention_data import AttentionOptions, load_attention
 from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.panel_source import Source
@@ -24,7 +24,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 def import_tree(folder: Path, trace: Path) -> TraceReader:
     importer = find_importer(folder, None)
     assert importer.name == "transformers-debugger"
-    write_trace(importer.open(folder, lambda: None), importer.name, trace, Vocabulary())
+    write_trace(importer.open(folder, lambda: None), importer.name, trace, DumpVocabulary())
     return open_trace(trace)
 
 

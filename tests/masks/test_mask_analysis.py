@@ -18,7 +18,8 @@ from flexinspect.masks.elementary import ArrayMask, dense, preset_mask
 from flexinspect.masks.mask_analysis import analyse_mask
 from flexinspect.masks.mask_config import MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
-from flexinspect.masks.mask_text import (
+from flexinspect.masks.mask_reduction import reduce_mask
+from flexinspect.masks.picture_text import (
     MAX_SHOWN_SEGMENTS,
     Places,
     phase_lines,
@@ -27,7 +28,6 @@ from flexinspect.masks.mask_text import (
     row_names,
     size_line,
 )
-from flexinspect.masks.reduction import reduce_mask
 from flexinspect.records.prompt import Segment, SegmentKind
 
 CONFIG = MaskConfig(3, 5, 2, 3)

@@ -10,7 +10,7 @@ from flexinspect.masks.elementary import ArrayMask, dense
 from flexinspect.masks.mask_config import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
 from flexinspect.masks.mask_picture import MaskPicture
-from flexinspect.masks.reduction import find_changes, reduce_mask, reduce_phases
+from flexinspect.masks.mask_reduction import find_changes, reduce_mask, reduce_phases
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN
 from flexinspect.records.prompt import Segment
 

@@ -15,7 +15,7 @@ from flexinspect.masks.algebra import PRESETS
 from flexinspect.masks.elementary import ArrayMask, dense
 from flexinspect.masks.mask_config import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
-from flexinspect.masks.mask_text import Places
+from flexinspect.masks.picture_text import Places
 from flexinspect.masks.verification import CHECKS, Verification, verify_mask
 from flexinspect.records.prompt import Segment, SegmentKind
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from flexinspect.exports.base import ExportOptions, load_exporter, write_export
+from flexinspect.exports.exporter import ExportOptions, load_exporter, write_export
 from flexinspect.trace.reader import open_trace
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 def run_function(name: str) -> Callable[..., None]:
     """Return the function of a broken run, which is in one of the modules by subject."""
-    from flexinspect_hooks.broken_runs import cache, kernels, masks
+    from flexinspect_hooks.broken_runs import cache, kernel_faults, masks
 
-    names = ChainMap(vars(cache), vars(kernels), vars(masks))
+    names = ChainMap(vars(cache), vars(kernel_faults), vars(masks))
     function: Callable[..., None] = names[name.replace("-", "_")]
     return function
 

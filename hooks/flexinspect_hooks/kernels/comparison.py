@@ -30,7 +30,7 @@ from flexinspect_hooks.kernels.speed import measure_speed
 Report = Callable[[str], None]
 
 
-class Comparison:
+class KernelComparison:
     """A request with its device, its kernels and its configurations; raises `UsageError`."""
 
     def __init__(self, request: KernelRequest) -> None:

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect.analysis.kernel_report import Diagnosis, KernelEvaluation
+from flexinspect.analysis.kernel_report import KernelDiagnosis, KernelEvaluation
 from flexinspect.core.text import format_numbers, plural
 from flexinspect_hooks.kernels.calling import ContractError, Kernel, KernelResult, call_kernel
 from flexinspect_hooks.kernels.key_use import MIN_WEIGHT, measure_key_use
@@ -39,15 +39,15 @@ _SEEDED_RUNS = 4
 
 def diagnose(
     one: KernelEvaluation, kernel: Kernel, bar: Reference, runs: Sequence[KernelResult]
-) -> Iterator[Diagnosis]:
+) -> Iterator[KernelDiagnosis]:
     """Yield what explains a kernel's differences, the surest first; nothing for a right one."""
     assert one.error is not None
     for fault in one.faults:
         kinds = {"The output": "output-dtype", "The LSE": "lse-shape"}
         kind = next((kinds[start] for start in kinds if fault.startswith(start)), "inputs-changed")
-        yield Diagnosis(kind, fault)
+        yield KernelDiagnosis(kind, fault)
     if one.empty_rows and "FlexAttention gives 0" in one.empty_rows:
-        yield Diagnosis(
+        yield KernelDiagnosis(
             "empty-rows", f"In {plural(one.n_empty_rows, 'empty row')}, {one.empty_rows}."
         )
     if not one.bit_equal:
@@ -61,28 +61,28 @@ def diagnose(
     for gradient in one.gradients:
         if not gradient.is_within and bar.is_within(one.error):
             numbers = f"its error is {gradient.max_abs:.2g}, above {gradient.tolerance:.2g}"
-            yield Diagnosis(
+            yield KernelDiagnosis(
                 "gradient", f"The output is right and {gradient.name} is not: {numbers}."
             )
 
 
-def _nondeterminism(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> Diagnosis:
+def _nondeterminism(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> KernelDiagnosis:
     difference, allowed = one.run_difference, bar.tolerance.max_abs
     if difference <= allowed:
         text = (
             f"{one.n_runs} runs on the same inputs differ by up to {difference:.2g}, within the "
             "tolerance: the order of the additions varies (atomic additions, or a split by load)."
         )
-        return Diagnosis("random-order", text)
+        return KernelDiagnosis("random-order", text)
     text = (
         f"{one.n_runs} runs on the same inputs differ by up to {difference:.2g}, above the "
         f"tolerance of {allowed:.2g}"
     )
     if _draws_random_numbers(kernel, bar.problem):
         text += ", and are bit-equal from the same state of torch's random generator: it draws "
-        return Diagnosis("random-numbers", f"{text}random numbers, as dropout does.")
+        return KernelDiagnosis("random-numbers", f"{text}random numbers, as dropout does.")
     text += ": reads and writes race, or it keeps a state between calls."
-    return Diagnosis("race", text)
+    return KernelDiagnosis("race", text)
 
 
 def _draws_random_numbers(kernel: Kernel, problem: Problem) -> bool:
@@ -116,7 +116,7 @@ class _Search:
         assert one.error is not None
         self._error = math.inf if one.error.n_nan + one.error.n_inf else one.error.max_abs
 
-    def explanation(self) -> Diagnosis:
+    def explanation(self) -> KernelDiagnosis:
         """Return the best explanation: of the keys, the scores, the heads, or the additions."""
         use = self._one.key_use
         wrong_keys = has_wrong_keys(self._one)
@@ -153,7 +153,7 @@ class _Search:
 
     # -- which keys --------------------------------------------------------------------------------
 
-    def _mask_diagnoses(self) -> Iterator[Diagnosis]:
+    def _mask_diagnoses(self) -> Iterator[KernelDiagnosis]:
         faults = mask_faults(self._problem)
         used = self._used_keys()
         for fault in faults:
@@ -164,7 +164,7 @@ class _Search:
             # A fault that the tolerance hides is known by its keys.
             hidden = used is not None and residual <= self._error <= self._bar.tolerance.max_abs
             if hidden or self._explains(residual, variation):
-                yield Diagnosis(fault.kind, fault.sentence, residual, self._error)
+                yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
                 return  # the faults are in the order from the simplest on
 
     def _used_keys(self) -> Tensor | None:
@@ -184,7 +184,7 @@ class _Search:
         relative = (scores - scores.amax(-1, keepdim=True)).exp()
         return not bool((rows & cells & (used == 0) & (relative > 100 * MIN_WEIGHT)).any())
 
-    def _other_keys(self) -> Diagnosis:
+    def _other_keys(self) -> KernelDiagnosis:
         use, used = self._one.key_use, self._used_keys()
         assert use is not None
         text = f"The kernel used other keys than the mask's: {use.first}."
@@ -192,26 +192,26 @@ class _Search:
             variation = replace(self._right, cells=used != 0)
             residual = self._residual(variation)
             if self._explains(residual, variation):
-                return Diagnosis("other-keys", text, residual, self._error)
+                return KernelDiagnosis("other-keys", text, residual, self._error)
         if self._error <= self._bar.tolerance.max_abs:
-            return Diagnosis("other-keys", f"{text} These inputs hide it in the output.")
+            return KernelDiagnosis("other-keys", f"{text} These inputs hide it in the output.")
         text += " With these keys the oracle gives other numbers: scores or values are wrong too."
-        return Diagnosis("other-keys", text)
+        return KernelDiagnosis("other-keys", text)
 
     # -- scores, heads, inputs ---------------------------------------------------------------------
 
-    def _input_diagnoses(self) -> Iterator[Diagnosis]:
+    def _input_diagnoses(self) -> Iterator[KernelDiagnosis]:
         for fault in input_faults(self._problem):
             problem = self._problem.with_inputs(fault.qkv)
             residual = self._residual(self._right, problem)
             if self._explains(residual, self._right, problem):
-                yield Diagnosis(fault.kind, fault.sentence, residual, self._error)
+                yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
 
-    def _score_diagnoses(self) -> Iterator[Diagnosis]:
+    def _score_diagnoses(self) -> Iterator[KernelDiagnosis]:
         for kind, sentence, variation in self._score_variations():
             residual = self._residual(variation)
             if self._explains(residual, variation):
-                yield Diagnosis(kind, sentence, residual, self._error)
+                yield KernelDiagnosis(kind, sentence, residual, self._error)
 
     def _score_variations(self) -> Iterator[tuple[str, str, Variation]]:
         right, config = self._right, self._problem.config
@@ -240,7 +240,7 @@ class _Search:
                 text = f"The scale is {other:g} instead of {scale:g}: {', or '.join(why)}."
                 yield kind, text, replace(right, scale=other)
 
-    def _head_diagnoses(self) -> Iterator[Diagnosis]:
+    def _head_diagnoses(self) -> Iterator[KernelDiagnosis]:
         """Query heads that use another key head, each found by itself."""
         config, limit = self._problem.config, self._bar.tolerance.max_abs
         wrong = [head for head, error in enumerate(self._one.heads) if not error <= limit]
@@ -263,11 +263,11 @@ class _Search:
         text = f"Of the query heads, {pairs} as key head, not {self._right.kv_head[wrong[0]]}."
         if variation.kv_head == repeated and len(wrong) > 1:
             text = "Key heads are repeated as 0, 1, ..., 0, 1, ...; neighbours must share one."
-        yield Diagnosis("key-head", text, residual, self._error)
+        yield KernelDiagnosis("key-head", text, residual, self._error)
 
     # -- additions ---------------------------------------------------------------------------------
 
-    def _accumulation_diagnoses(self) -> Iterator[Diagnosis]:
+    def _accumulation_diagnoses(self) -> Iterator[KernelDiagnosis]:
         """Sums that are rounded to a low precision: reproduced, or of the size of such an error."""
         truth, rows = self._bar.oracle.out, self._bar.rows
         error = (self._out - truth)[rows]
@@ -281,22 +281,22 @@ class _Search:
             text = f"Sums over keys are rounded to {name}"
             if residual <= _EXPLAINED_SHARE * self._error:
                 text += f" after every {plural(block, 'key')}."
-                yield Diagnosis("low-precision-sum", text, residual, self._error)
+                yield KernelDiagnosis("low-precision-sum", text, residual, self._error)
             ratio = size / max(mean((out.out - truth)[rows].abs()), 1e-300)
             if _SIZE_RANGE[0] <= ratio <= _SIZE_RANGE[1] and bias < _MAX_BIAS:
                 text += f", judged by the size of the error: its mean is {ratio:.2g} times that "
                 text += f"of sums rounded after every {plural(block, 'key')}. The keys are right."
                 by_size.append((abs(math.log(ratio)), text))
         if by_size:
-            yield Diagnosis("low-precision-sum", min(by_size)[1])
+            yield KernelDiagnosis("low-precision-sum", min(by_size)[1])
 
-    def _unexplained(self) -> Diagnosis:
+    def _unexplained(self) -> KernelDiagnosis:
         one = self._one
         assert one.error is not None
         if one.error.n_nan + one.error.n_inf:
             where = ", ".join(format_numbers(*each) for each in self._nonfinite())
             text = f"The output is NaN or Inf in {where}, where the oracle is finite."
-            return Diagnosis("nan", text)
+            return KernelDiagnosis("nan", text)
         heads = [h for h, value in enumerate(one.heads) if not value <= self._bar.tolerance.max_abs]
         where = f"{format_numbers('head', heads)}, {plural(len(one.wrong_rows), 'row')}"
         use = one.key_use
@@ -304,7 +304,7 @@ class _Search:
         keys = "The kernel uses the right keys and values, so its arithmetic is wrong, or it reads "
         keys = f"{keys}q or k at a wrong place. " if known else ""
         text = f"{keys}No known fault gives these numbers ({where})."
-        return Diagnosis("unexplained", text)
+        return KernelDiagnosis("unexplained", text)
 
     def _nonfinite(self) -> list[tuple[str, list[int]]]:
         bad = (~self._out.isfinite()).any(-1) & self._bar.rows
@@ -328,7 +328,7 @@ def _low_precision_sums(problem: Problem) -> Iterator[tuple[str, int, Attention]
 
 def _lse_diagnosis(
     one: KernelEvaluation, kernel: Kernel, bar: Reference, run: KernelResult
-) -> Diagnosis:
+) -> KernelDiagnosis:
     assert one.lse is not None
     assert run.lse is not None
     problem, lse = bar.problem, run.lse.double()
@@ -359,18 +359,18 @@ def _lse_diagnosis(
     for (kind, text), other in guesses.items():
         left = residual(other, torch.ones_like(rows))
         if left <= min(max(one.lse.tolerance, 1e-4), _EXPLAINED_SHARE * error):
-            return Diagnosis(kind, text, left, error)
+            return KernelDiagnosis(kind, text, left, error)
     size = mean((lse - bar.oracle.lse)[rows].abs())
     for name, block, result in _low_precision_sums(problem):
         expected = mean((result.lse - bar.oracle.lse)[rows].abs())
         if _SIZE_RANGE[0] <= size / max(expected, 1e-300) <= _SIZE_RANGE[1]:
             text = f"The sum of the weights is rounded to {name}, judged by the size of the error "
             text += f"of the LSE: it is that of sums rounded after every {plural(block, 'key')}."
-            return Diagnosis("low-precision-sum", text)
-    return Diagnosis("lse", "The output is right, the LSE is not.")
+            return KernelDiagnosis("low-precision-sum", text)
+    return KernelDiagnosis("lse", "The output is right, the LSE is not.")
 
 
-def _stale_call(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> Diagnosis | None:
+def _stale_call(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> KernelDiagnosis | None:
     """Whether the LSE of a call is that of the call before it."""
     problem = bar.problem
     try:
@@ -387,4 +387,4 @@ def _stale_call(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> Diagno
     error = (third.lse.double() - bar.oracle.lse)[bar.rows].abs()
     text = "The LSE is stale: it changes between calls on the same inputs, as that of another call."
     assert one.lse is not None
-    return Diagnosis("lse-stale", text, float(error.max()), one.lse.max_abs)
+    return KernelDiagnosis("lse-stale", text, float(error.max()), one.lse.max_abs)

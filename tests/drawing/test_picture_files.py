@@ -14,8 +14,8 @@ from support.png import read_png
 from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError, UsageError
-from flexinspect.drawing import export
 from flexinspect.drawing import export as fonts
+from flexinspect.drawing import picture_files
 from flexinspect.drawing.heatmap import CIVIDIS, heat
 from flexinspect.drawing.text_lines import line
 from flexinspect.drawing.theme import Theme
@@ -31,7 +31,7 @@ def row(*spans: tuple[str, str], width: int | None = None) -> Strip:
 
 
 def drawn(*strips: Strip, title: str = "t", note: str = "") -> ET.Element:
-    return ET.fromstring(export.to_svg(strips, title=title, look=LOOK, note=note))
+    return ET.fromstring(picture_files.to_svg(strips, title=title, look=LOOK, note=note))
 
 
 def texts(root: ET.Element) -> list[str]:
@@ -136,7 +136,8 @@ def test_characters_that_xml_forbids_are_replaced() -> None:
 def test_the_same_strips_give_the_same_bytes_without_external_references() -> None:
     levels = np.arange(60, dtype=np.uint8).reshape(6, 10) % 32
     one, two = (
-        export.to_svg(heat(levels, CIVIDIS, LOOK), title="t", look=LOOK, note="n") for _ in "ab"
+        picture_files.to_svg(heat(levels, CIVIDIS, LOOK), title="t", look=LOOK, note="n")
+        for _ in "ab"
     )
     assert one == two
     assert "http" not in one.replace("http://www.w3.org/2000/svg", "")
@@ -154,7 +155,7 @@ def test_title_and_note_frame_the_picture_and_an_empty_one_is_a_picture_too() ->
 
 def test_the_page_has_the_background_of_the_theme() -> None:
     look = Theme(colors={**LOOK.colors, "background": "#fafafa", "foreground": "#101010"})
-    root = ET.fromstring(export.to_svg([row(("a", "none"))], title="t", look=look))
+    root = ET.fromstring(picture_files.to_svg([row(("a", "none"))], title="t", look=look))
     page = root.find(f"{SVG}rect")
     assert page is not None
     assert page.attrib["fill"] == "#fafafa"
@@ -166,14 +167,14 @@ def test_a_png_of_half_blocks_has_no_seams() -> None:
     _needs_font()
     yellow = np.full((12, 10), 31, np.uint8)
     pixels = read_png(
-        export.to_png(export.to_svg(heat(yellow, CIVIDIS, LOOK), title="", look=LOOK))
+        picture_files.to_png(picture_files.to_svg(heat(yellow, CIVIDIS, LOOK), title="", look=LOOK))
     )
     assert pixels.shape[:2] == ((8 * 16 + 24) * 2, (10 * 8 + 24) * 2)
     inside = pixels[(12 + 32) * 2 : -24, 24:-24, :3]
     assert {tuple(color) for color in inside.reshape(-1, 3).tolist()} == {CIVIDIS.rgb[31]}
     checks = (np.indices((12, 10)).sum(axis=0) % 2 * 31).astype(np.uint8)
     pixels = read_png(
-        export.to_png(export.to_svg(heat(checks, CIVIDIS, LOOK), title="", look=LOOK))
+        picture_files.to_png(picture_files.to_svg(heat(checks, CIVIDIS, LOOK), title="", look=LOOK))
     )
     found = pixels[(12 + 32) * 2 : -24, 24:-24, :3]
     wanted = np.array(CIVIDIS.rgb)[checks].repeat(16, axis=0).repeat(16, axis=1)
@@ -183,7 +184,7 @@ def test_a_png_of_half_blocks_has_no_seams() -> None:
 def test_a_png_shows_its_text() -> None:
     pytest.importorskip("resvg_py")
     _needs_font()
-    pixels = read_png(export.to_png(export.to_svg([], title="WWWW", look=LOOK)))
+    pixels = read_png(picture_files.to_png(picture_files.to_svg([], title="WWWW", look=LOOK)))
     assert len(np.unique(pixels[24:56, 24:88, :3].reshape(-1, 3), axis=0)) > 4
 
 
@@ -192,17 +193,17 @@ def test_a_png_without_the_extra_is_an_error_that_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(FlexInspectError) as caught:
-        export.save(tmp_path / "a.png", [row(("a", "red"))], title="t", theme=LOOK)
+        picture_files.save(tmp_path / "a.png", [row(("a", "red"))], title="t", theme=LOOK)
     assert "flexinspect[png]" in (caught.value.hint or "")
     assert list(tmp_path.iterdir()) == []
-    assert export.save(tmp_path / "a.svg", [], title="t", theme=LOOK).exists()
+    assert picture_files.save(tmp_path / "a.svg", [], title="t", theme=LOOK).exists()
 
 
 def test_a_png_without_a_monospace_font_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("resvg_py")
-    monkeypatch.setattr(export, "find_monospace", lambda: None)
+    monkeypatch.setattr(picture_files, "find_monospace", lambda: None)
     with pytest.raises(FlexInspectError, match="monospace font"):
-        export.to_png(export.to_svg([], title="t", look=LOOK))
+        picture_files.to_png(picture_files.to_svg([], title="t", look=LOOK))
 
 
 def test_the_best_known_font_is_found_with_its_styles(
@@ -230,7 +231,7 @@ def test_the_best_known_font_is_found_with_its_styles(
 def test_save_replaces_an_existing_picture(tmp_path: Path) -> None:
     file = tmp_path / "a.svg"
     file.write_text("old")
-    assert export.save(str(file), [row(("new", "red"))], title="t", theme=LOOK) == file
+    assert picture_files.save(str(file), [row(("new", "red"))], title="t", theme=LOOK) == file
     assert ">new</text>" in file.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
@@ -246,20 +247,20 @@ def test_a_failed_write_leaves_only_the_old_picture(
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(FlexInspectError, match="No space left on device"):
-        export.save(file, [], title="t", theme=LOOK)
+        picture_files.save(file, [], title="t", theme=LOOK)
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
 def test_a_missing_folder_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(FlexInspectError, match="cannot be written") as caught:
-        export.save(tmp_path / "none" / "a.svg", [], title="t", theme=LOOK)
+        picture_files.save(tmp_path / "none" / "a.svg", [], title="t", theme=LOOK)
     assert caught.value.hint is not None
 
 
 def test_another_suffix_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither SVG nor PNG"):
-        export.save(tmp_path / "a.gif", [], title="t", theme=LOOK)
+        picture_files.save(tmp_path / "a.gif", [], title="t", theme=LOOK)
 
 
 def _needs_font() -> None:
