@@ -141,7 +141,7 @@ def _write_files(
     for target in targets:
         suffix = target.suffix.lower()
         if suffix in texts:
-            save_file(target, texts[suffix]().encode())
+            save_file(target, texts[suffix]().encode(), UsageError)
             continue
         if figure is None:
             figure = draw_flowchart_figure(boxes, config, labels=labels, title=title, theme=theme)

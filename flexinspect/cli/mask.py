@@ -46,8 +46,8 @@ EXAMPLES = """examples:
 
 docs/masks.md describes expressions, sizes and checks.
 
-exit codes: 0 success, 1 the mask violates a check (--verify) or a file could not be written,
-            2 invalid request, 130 interrupted
+exit codes: 0 success, 1 the mask violates a check (--verify), 2 invalid request or unwritable file,
+            130 interrupted
 """
 OUTPUT_FOLDER = "attention_mask_outputs"
 

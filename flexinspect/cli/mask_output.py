@@ -180,9 +180,9 @@ def save(
         save_figure(picture(), file, style)
     elif suffix == ".txt":
         lines = [*text_lines(source, picture(), style.labels, head), *more_lines]
-        save_file(file, "".join(f"{line}\n" for line in lines).encode())
+        save_file(file, "".join(f"{line}\n" for line in lines).encode(), UsageError)
     else:
-        save_file(file, _encode_cells(source, suffix, head))
+        save_file(file, _encode_cells(source, suffix, head), UsageError)
 
 
 def _encode_cells(source: MaskInput, suffix: str, head: int) -> bytes:
@@ -236,7 +236,8 @@ def save_preset(
     facts = analyse_mask(source.mask, n, n, segments=segments, block_size=block_size)
     picture = draw(source, labels)
     lines = [*text_lines(source, picture, labels, 0), "", *facts.lines(Places(labels, segments))]
-    save_file(folder / f"{name}.txt", "".join(f"{line}\n" for line in lines).encode())
+    text = "".join(f"{line}\n" for line in lines).encode()
+    save_file(folder / f"{name}.txt", text, UsageError)
     pictures = {"mask": picture}
     phases = reduce_phases(source.mask, segments, source.limit)
     for kind, phase in zip(("encoding", "generation"), phases, strict=True):

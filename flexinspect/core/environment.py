@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexinspect.core.errors import UsageError
+from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.text import escape_unprintable
 
 _GIT_TIMEOUT_S = 2.0
@@ -140,14 +140,16 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
         raise
 
 
-def save_file(file: Path, data: bytes) -> None:
-    """Replace a file that the user asked for. Raises `UsageError` with the reason."""
+def save_file(
+    file: Path, data: bytes, error_type: type[FlexInspectError] = FlexInspectError
+) -> None:
+    """Replace a file that the user asked for. Raises `error_type` with the reason."""
     try:
         replace_file(file, data)
     except OSError as error:
         what = f"{file} cannot be written: {error.strerror or error}."
         hint = "Choose a file in an existing folder that you may write to."
-        raise UsageError(what, hint=hint) from error
+        raise error_type(what, hint=hint) from error
 
 
 def check_free(file: Path, *, overwrite: bool) -> None:

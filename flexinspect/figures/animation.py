@@ -122,7 +122,7 @@ def save_animation(
         data = _gif(frames, player, len(steps))
     else:
         data = _page(frames, player, picture.title)
-    save_file(target, data)
+    save_file(target, data, UsageError)
     return target
 
 

@@ -55,7 +55,7 @@ def save_figure(
     check_dpi(figure, dpi)
     with figure_settings():
         data = _ENCODERS[target.suffix.lower()](figure, printable(title), language, dpi)
-    save_file(target, data)
+    save_file(target, data, UsageError)
     return target
 
 

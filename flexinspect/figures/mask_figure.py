@@ -60,6 +60,8 @@ MAX_WORD = 14
 """Characters of a token's text beside the picture."""
 
 _MAX_ASPECT = 1.4
+_CLEARANCE = 0.05
+"""Inches around the title of the query axis: drawn letters are a little larger than measured."""
 _MIN_CELLS = 0.8  # inches of the cells' longer side, below which a figure is refused
 
 
@@ -278,7 +280,7 @@ def _arrange_beside(parts: _Parts, legend_width: float) -> _Arrangement:
         raise UsageError(what, hint="Choose a larger figure, or leave out its height.")
     keys = key_labels(picture, parts.type, parts.small, width)
     room = top + height + keys.depth + bottom - parts.heading_end
-    is_query_above = parts.type.size(parts.query_label, parts.size) > room
+    is_query_above = parts.type.size(parts.query_label, parts.size) > room - 2 * _CLEARANCE
     if is_query_above:
         top, side = top + parts.line(parts.size), 0.1
         width += parts.line(parts.size)
@@ -363,8 +365,9 @@ def _draw_axis_titles(sheet: Sheet, parts: _Parts, places: _Arrangement) -> None
         sheet.text(PAD, y, f"{query} ↓", size)
     else:
         reach = parts.type.size(query, size) / 2
-        low, high = parts.heading_end + reach, area.top + area.height + places.keys.depth
-        high += parts.line(size) + 0.05 - reach
+        low = parts.heading_end + _CLEARANCE + reach
+        high = area.top + area.height + places.keys.depth
+        high += parts.line(size) + 0.05 - _CLEARANCE - reach
         y = min(max(area.top + area.height / 2, low), high)
         sheet.text(PAD + half, y, query, size, rotation=90, ha="center", va="center")
 

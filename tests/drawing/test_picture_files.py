@@ -14,8 +14,8 @@ from support.png import read_png
 from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError, UsageError
-from flexinspect.drawing import export as fonts
 from flexinspect.drawing import picture_files
+from flexinspect.drawing import picture_files as fonts
 from flexinspect.drawing.heatmap import CIVIDIS, heat
 from flexinspect.drawing.text_lines import line
 from flexinspect.drawing.theme import Theme

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.mask_pictures import full_picture, isolation_picture
@@ -101,6 +101,8 @@ def test_texts_neither_overlap_nor_leave_the_sheet_nor_are_too_small(
     first=st.integers(0, 100_000),
     has_words=st.booleans(),
 )
+@example(n_rows=3, n_keys=10, width=4.25, first=0, has_words=False)  # its title just fits
+@example(n_rows=10, n_keys=111, width=4.25, first=0, has_words=True)
 def test_a_mask_of_any_shape_is_labelled_without_overlaps(
     n_rows: int, n_keys: int, width: float, first: int, has_words: bool
 ) -> None:

@@ -96,7 +96,7 @@ def test_the_last_layer_is_only_named_if_it_is_the_one_before_the_norm(
     from flexinspect.importers import sglang
 
     outputs = dict(load_torch_file(passes / RANK / "Pass00000.pt"))
-    reader = sglang._PassReader([], lambda: None)
+    reader = sglang._DumpedPassReader([], lambda: None)
     assert set(reader._layer_outputs(outputs, Budget())[1]) == {0, 1}
     some = {name: value for name, value in outputs.items() if "layers.1." not in name}
     assert (

@@ -40,8 +40,16 @@ def app_in(terminal: TerminalScreen, trace: Path) -> InspectorApp:
 
 def expected_cells(app: InspectorApp) -> dict[tuple[int, int], Any]:
     """Return the cells of a terminal after Textual has repainted all of it."""
-    screen = TerminalScreen()
-    screen.write(app.screen._compositor.render_full_update().render_segments(CONSOLE))
+    screen, make_codes = TerminalScreen(), Style._make_ansi_codes
+
+    def make_new_codes(style: Style, color_system: Any) -> str:
+        style._ansi = None
+        return make_codes(style, color_system)
+
+    # Rich keeps the codes of a style, which another test may have printed with fewer colours.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Style, "_make_ansi_codes", make_new_codes)
+        screen.write(app.screen._compositor.render_full_update().render_segments(CONSOLE))
     return screen.cells
 
 
