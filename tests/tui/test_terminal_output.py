@@ -38,17 +38,23 @@ def app_in(terminal: TerminalScreen, trace: Path) -> InspectorApp:
     return app
 
 
+def render_anew(strip: Strip, console: Console) -> str:
+    """Return the codes of a strip, without those that it and its styles keep."""
+    for segment in strip:
+        if segment.style is not None:
+            segment.style._ansi = None
+    return "".join(
+        text if style is None else style.render(text, color_system=console._color_system)
+        for text, style, _ in strip
+    )
+
+
 def expected_cells(app: InspectorApp) -> dict[tuple[int, int], Any]:
     """Return the cells of a terminal after Textual has repainted all of it."""
-    screen, make_codes = TerminalScreen(), Style._make_ansi_codes
-
-    def make_new_codes(style: Style, color_system: Any) -> str:
-        style._ansi = None
-        return make_codes(style, color_system)
-
-    # Rich keeps the codes of a style, which another test may have printed with fewer colours.
+    screen = TerminalScreen()
+    # Strips and styles keep their codes, and another test may have printed them in fewer colours.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Style, "_make_ansi_codes", make_new_codes)
+        patch.setattr(Strip, "render", render_anew)
         screen.write(app.screen._compositor.render_full_update().render_segments(CONSOLE))
     return screen.cells
 
