@@ -280,8 +280,7 @@ QUESTIONS: Sequence[Question] = (
     Question(
         "How long does a report take?",
         "`flexinspect report` as a whole command, on runs of the demo model with random weights. "
-        "Targets: 5 s for 500 steps, 5 MB for 100 steps. Other programs shared the cores (the load "
-        "is in the result file), so the CPU time is the steadier figure.",
+        "Targets: 5 s for 500 steps, 5 MB for 100 steps.",
         "html-report",
         "html-report",
         html_report_table,
