@@ -50,7 +50,7 @@ class MaskInput(Struct, frozen=True):
     """A mask and what is known about its positions.
 
     `limit` is the most rows and keys of a picture. `declared` is the mask to compare with, and
-    `shows_difference` whether the picture is that of the difference. `note` is said on stderr.
+    `shows_difference` whether the picture shows the difference. `note` is printed on stderr.
     `newest_rows` reads the attention of each step's newest row from a trace; it reports its share.
     """
 

@@ -73,7 +73,7 @@ def write_trace(
 ) -> ImportResult:
     """Write a dump to `target`. Raises `UsageError` and `TraceWriteError`, and then writes nothing.
 
-    Without `overwrite` an existing file is an error; a file that is no trace always is.
+    An existing trace is replaced only with `overwrite`; any other file is never replaced.
     """
     target = target.absolute()
     location.check_trace_target(target, overwrite=overwrite)

@@ -89,7 +89,7 @@ def choose_paraphrases(
     has = f"The sample {sample.id} has"
     beyond = next((index for index in chosen if index >= available), None)
     if beyond is not None:
-        what = f"{has} {available} paraphrases, counted from 0: there is no number {beyond}."
+        what = f"{has} {available} paraphrases, counted from 0, and none with index {beyond}."
         raise DatasetError(what, hint=f"Use --indices between 0 and {available - 1}.")
     if num_paraphrases is not None and num_paraphrases < 1:
         raise UsageError(f"--num-paraphrases {num_paraphrases} is not possible; use 1 or more.")

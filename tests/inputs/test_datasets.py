@@ -516,8 +516,8 @@ def test_paraphrases_are_chosen_in_the_given_order(
     [
         (6, None, "has 5 paraphrases to choose from, not 6"),
         (3, "0,1", "has 2 paraphrases to choose from, not 3"),
-        (None, "0,5", "has 5 paraphrases, counted from 0: there is no number 5"),
-        (None, "0-99999999999", "there is no number 5"),
+        (None, "0,5", "has 5 paraphrases, counted from 0, and none with index 5"),
+        (None, "0-99999999999", "none with index 5"),
     ],
 )
 def test_too_many_paraphrases_are_refused_with_the_available_number(

@@ -47,7 +47,7 @@ from flexinspect_hooks.proofs.leak_path import OUTPUT_PROJECTIONS
 from flexinspect_hooks.proofs.proof_subject import OnProgress
 
 MAX_MAKERS = 4
-"""Layers whose modules are told apart."""
+"""Maximum number of layers in which single modules are tried."""
 Context = AbstractContextManager[Any]
 
 
