@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
 from support import warm_python
 from support.paths import SHARED, TESTS
 
@@ -24,6 +25,11 @@ RUNS_MODELS = re.compile(
 )
 """What a test file imports that loads torch or starts a process."""
 
+
+settings.register_profile("suite", derandomize=True, deadline=None)
+settings.register_profile("search", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+"""The suite tries the same examples each time; `HYPOTHESIS_PROFILE=search` tries new ones."""
 
 SLOW_FOLDERS = ("cases", "cli", "docs", "end_to_end", "hooks", "tui")
 

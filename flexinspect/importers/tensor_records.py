@@ -154,6 +154,8 @@ class AttentionTracker:
             keys, values = self._extend("k", each.layer, each.k), None
             if each.v is not None:
                 values = self._extend("v", each.layer, each.v)
+            if values is not None and keys is not None and values.shape[1] != keys.shape[1]:
+                values = None  # an earlier forward holds no values: the output cannot be recomputed
             row = _newest_row(each, mask, keys, values, segments) if keys is not None else None
             rows.append(row)
             calls.append(_call(each, mask, kv_before, row))

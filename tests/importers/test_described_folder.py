@@ -223,3 +223,15 @@ def test_a_file_of_two_gigabytes_and_a_deep_one_are_refused(
     file.write_text("[" * 100_000, "utf-8")
     assert main(["import", str(tmp_path), "-o", str(tmp_path / "run.flextrace")]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_first_step_without_values_leaves_the_later_outputs_unchecked(tmp_path: Path) -> None:
+    folder, keys = described_folder(tmp_path), dict[str, Any]()
+    for step, rows in enumerate((4, 1)):
+        tensors = attention_step(step, keys, rows)
+        tensors.pop("layers.0.lse", None)
+        if step == 0:
+            del tensors["layers.0.v"]
+        save_safetensors(folder / f"step{step}.safetensors", tensors)
+    with open_trace(import_folder(folder)) as reader:
+        assert [reader.calls(0, step)[0].check_kind for step in (0, 1)] == [None, None]
