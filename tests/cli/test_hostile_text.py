@@ -13,6 +13,8 @@ from support.poisoned_traces import poisoned_copies
 
 from flexinspect.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 ESCAPE = "\x1b[2J"
 
 

@@ -248,6 +248,7 @@ def test_a_figure_is_drawn_in_the_format_of_its_suffix(
     assert "saved a.svg" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_pictures_of_the_presets_are_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from flexinspect.core.languages import load_labels
 from flexinspect.figures.animation import save_animation
 from flexinspect.figures.mask_figure import FigureStyle
 
+pytestmark = pytest.mark.slow
+
 FRAME = "document.body?.dataset.frame"
 BUTTON = "document.getElementById('play')?.textContent"
 

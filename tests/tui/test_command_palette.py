@@ -19,6 +19,8 @@ from flexinspect.tui.screens.dialogs import HelpScreen
 from flexinspect.tui.screens.text_screens import GlossaryScreen
 from flexinspect.tui.screens.trace_screen import TraceScreen
 
+pytestmark = pytest.mark.slow
+
 WIDE, SMALL = (120, 40), (80, 24)
 
 

@@ -35,6 +35,8 @@ from flexinspect.tui.saved_state import add_recent_trace, load_state, save_state
 from flexinspect.tui.screens.trace_screen import TraceScreen
 from flexinspect.tui.side_rail import RailList, SideRail
 
+pytestmark = pytest.mark.slow
+
 WIDE, SMALL = (130, 40), (80, 24)
 CHANGE = {"kind": "token", "token_id": 7, "text": " Mary\x1b"}
 

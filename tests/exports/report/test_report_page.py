@@ -20,6 +20,8 @@ from flexinspect.exports.report.report_file import make_page
 from flexinspect.exports.report.trace_contents import ReportRequest
 from flexinspect.trace.reader import open_trace
 
+pytestmark = pytest.mark.slow
+
 MARK = "</script></style><!-- ]]> <img class=poison src=x onerror=alert(1)>\"' onclick=poison &lt;"
 ADDRESSES = ("src", "href", "action", "data", "poster", "srcset", "formaction")
 
