@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_switches(
         group,
         verify="check every cell; exit code 1 on a violation",
-        analysis="density, segments, blocks and phases",
+        analysis="density, segments, blocks and phases; with a figure of -o, also as FILE_analysis",
         animate="write the generation step by step (-o FILE.gif or FILE.html)",
         all=f"write every picture of the presets into {OUTPUT_FOLDER}/ (or the folder of -o)",
         list="list the masks of expressions, and how they are written",
@@ -182,7 +182,7 @@ class _Laboratory:
             check_figure_path(args.output, SUFFIXES)
         self.args, self.labels = args, labels
         self.style: FigureStyle = _style(args, labels)
-        self.source: MaskInput = load_input(args)
+        self.source: MaskInput = load_input(args, labels)
         self.head = args.head or 0
         if args.trace is None and self.head >= self.source.mask.n_heads:
             n_heads = self.source.mask.n_heads
@@ -252,7 +252,7 @@ class _Laboratory:
             )
 
     def _save(self, analysis: MaskAnalysis | None) -> None:
-        from flexinspect.cli.mask_output import save, save_steps
+        from flexinspect.cli.mask_output import FIGURE_SUFFIXES, save, save_analysis, save_steps
 
         file = self.args.output
         if self.is_animated:
@@ -264,6 +264,10 @@ class _Laboratory:
         more = [] if analysis is None else ["", *analysis.lines(self.places)]
         save(self.source, self._draw, file, self.style, head=self.head, more_lines=more)
         print_message(f"saved {file}")
+        if analysis is not None and file.suffix.lower() in FIGURE_SUFFIXES:
+            beside = file.with_stem(f"{file.stem}_analysis")
+            save_analysis(analysis, self.source.segments, beside, self.style)
+            print_message(f"saved {beside}")
 
     def _print_picture(self) -> None:
         from flexinspect.cli.mask_output import print_picture, text_lines

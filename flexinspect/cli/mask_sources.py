@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from flexinspect.cli.output import stderr_console
 from flexinspect.core import plugins
 from flexinspect.core.errors import MaskError, UsageError
+from flexinspect.core.languages import Labels
 from flexinspect.core.text import did_you_mean
 from flexinspect.masks.algebra import Segments
 from flexinspect.masks.attention_row import Floats
@@ -66,11 +67,11 @@ class MaskInput(Struct, frozen=True):
     newest_rows: Callable[[Report | None], list[Floats | None]] | None = None
 
 
-def load_input(args: argparse.Namespace) -> MaskInput:
+def load_input(args: argparse.Namespace, labels: Labels) -> MaskInput:
     """Return the mask that the flags select. Raises `FlexInspectError` for anything wrong."""
     _check_sources(args)
     if args.trace is not None:
-        return _with_declared(args, _trace_input(args))
+        return _with_declared(args, _trace_input(args, labels))
     if args.prompt or args.dataset:
         return _with_declared(args, _prompt_input(args))
     if args.length is not None:
@@ -301,7 +302,7 @@ def _prompt_input(args: argparse.Namespace) -> MaskInput:
 # -- a trace --------------------------------------------------------------------------------------
 
 
-def _trace_input(args: argparse.Namespace) -> MaskInput:
+def _trace_input(args: argparse.Namespace, labels: Labels) -> MaskInput:
     """Return the mask of a place of a trace, whose reader stays open."""
     from flexinspect.cli.show import requested_place
     from flexinspect.panels.attention.newest_rows import load_newest_rows
@@ -313,7 +314,7 @@ def _trace_input(args: argparse.Namespace) -> MaskInput:
     place = requested_place(args, reader)
     source = Source(reader)
     view: TraceView = args.view or "executed"
-    found = load_trace_mask(source, place, view, last_step=args.step)
+    found = load_trace_mask(source, place, view, last_step=args.step, labels=labels)
     last = reader.last_step(place.generation, place.branch) or 0
     n_steps = 1 + (last if args.step is None else min(args.step, last))
     note = ""

@@ -248,6 +248,15 @@ def test_a_figure_is_drawn_in_the_format_of_its_suffix(
     assert "saved a.svg" in capsys.readouterr().err
 
 
+def test_the_analysis_of_a_figure_is_drawn_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mask", "small", "--analysis", "-o", str(tmp_path / "a.svg")]) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a.svg", "a_analysis.svg"]
+    assert "FlexAttention skips" in (tmp_path / "a_analysis.svg").read_text("utf-8")
+    assert "saved" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_all_pictures_of_the_presets_are_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

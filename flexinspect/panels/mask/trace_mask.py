@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
+from flexinspect.core.languages import DEFAULT_LANGUAGE, Labels, load_labels
 from flexinspect.masks.algebra import BoolArray, IntArray, declared_spec
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.counting import PositionGroups
@@ -49,11 +50,17 @@ class TraceMask(Struct, frozen=True):
 
 
 def load_trace_mask(
-    source: Source, place: TracePlace, view: TraceView, *, last_step: int | None = None
+    source: Source,
+    place: TracePlace,
+    view: TraceView,
+    *,
+    last_step: int | None = None,
+    labels: Labels | None = None,
 ) -> TraceMask:
     """Return the mask of a place's layer and head, of the steps up to `last_step` (None: all).
 
-    Raises `UsageError` if the view was not recorded, and `TraceError`.
+    `labels` name the mask, in English by default. Raises `UsageError` if the view was not recorded,
+    and `TraceError`.
     """
     reader = source.reader
     row = generation_in_branch(reader, reader.generation(place.generation), place.branch)
@@ -63,8 +70,10 @@ def load_trace_mask(
     rows = _Rows.of(views, last_step)
     if rows is None:
         raise UsageError("No step of this generation has processed a token yet.")
-    where = f"layer {place.layer}, head {views[0].head}"
-    executed = _PartsMask(f"executed mask, {where}", source, rows, views[0].head)
+    names = labels or load_labels(DEFAULT_LANGUAGE)
+    kind = "received" if view == "received" else "executed"
+    name = names(f"figure_trace_{kind}", layer=place.layer, head=views[0].head)
+    executed = _PartsMask(name, source, rows, views[0].head)
     declared: CellMask | None = None
     if spec is not None:
         kept = RuleMask("kept", lambda q, kv: kv >= rows.kv_offset[q])
@@ -90,8 +99,7 @@ def _mask_of_view(
             raise UsageError("No mask was declared in this run.", hint=hint)
         return declared, 0
     if view == "received":
-        name = executed.name.replace("executed mask", "received mask (blocks that are visited)")
-        mask = _ReceivedMask(name, executed)
+        mask = _ReceivedMask(executed.name, executed)
         return mask, mask.check()
     n_unknown = int((~executed.rows.known).sum())
     if n_unknown == len(executed.rows.known):
