@@ -73,6 +73,7 @@ def find_array(
     name = f"{stream!r} of step {step} of generation {generation} in {reader.path}"
     if form != "raw" or item not in arrays.STORED_DTYPES or min(shape, default=0) < 0:
         raise arrays.damaged_array(name, "it does not have the form of an array of numbers")
+    arrays.check_form(stream, arrays.STORED_DTYPES[item], shape, name)
     return StoredArray(name, (generation, branch, step, number), tuple(shape), dtype, item)
 
 
@@ -99,6 +100,7 @@ def read_equal_arrays(
         return None
     name = f"{stream!r} of steps {steps.start} to {steps.stop - 1} in {reader.path}"
     shape = arrays.parse_shape(first.shape, name)
+    arrays.check_form(stream, item, shape, name)
     if {len(one.data) for _, one in rows} != {math.prod(shape) * item.itemsize}:
         return None
     data = b"".join(arrays.checked_data(one, name) for _, one in rows)

@@ -7,6 +7,7 @@ import math
 import threading
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from msgspec import Struct
 
 from flexinspect.core.errors import TraceError, TraceWriteError
 from flexinspect.records.step import Array
+from flexinspect.trace.schema import STREAM_FORMS
 
 CHUNK_BYTES = 1 << 20  # bytes of stored data in one row at most
 MIN_COMPRESS_BYTES = 512  # packed bytes below which compressing costs more than it saves
@@ -35,6 +37,9 @@ _DTYPE_NAMES = {np.dtype(name): name for name in STORED_DTYPES}
 
 _thread = threading.local()
 """Holds each thread's compressor, which takes 20 µs to make and must not be shared."""
+
+MAX_DECODED_CELLS = 1 << 28
+"""Cells of a bool array that is decoded at once, at most: a few bytes may claim terabytes."""
 
 _MAX_DIMS = 32
 _MAX_BYTES = 1 << 40
@@ -79,10 +84,13 @@ def encode_array(
     return (dtype or item, item, str(list(array.shape)), codec), chunks
 
 
-def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, str]:
+def decode_array(
+    chunks: Sequence[ArrayChunk], array_name: str, stream: str = ""
+) -> tuple[Array, str]:
     """Return the array that `chunks` hold, and the name of its true type.
 
-    Raises `TraceError` with `array_name` when a part is missing or a checksum or length is wrong.
+    Raises `TraceError` with `array_name` when a part is missing, a checksum or length is wrong, or
+    the array has not the form of its `stream`.
     """
     first = chunks[0]
     if [chunk.number for chunk in chunks] != list(range(len(chunks))):
@@ -91,6 +99,7 @@ def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, 
     item = STORED_DTYPES.get(first.item)
     if item is None or first.codec not in CODECS:
         raise damaged_array(array_name, f"its type is {first.item!r} and its codec {first.codec!r}")
+    check_form(stream, item, shape, array_name)
     data = b"".join(checked_data(chunk, array_name) for chunk in chunks)
     if first.codec != "raw":
         return _decode_bits(data, first.codec, shape, array_name), first.dtype
@@ -98,6 +107,14 @@ def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, 
         raise damaged_array(array_name, f"{len(data)} bytes are not {list(shape)} of {item.name}")
     array = np.frombuffer(data, item).reshape(shape)
     return array.astype(item.newbyteorder("="), copy=False), first.dtype
+
+
+def check_form(stream: str, item: np.dtype[Any], shape: Sequence[int], array_name: str) -> None:
+    """Raise `TraceError` if an array has not the dimensions and the type of its stream."""
+    kinds, n_dims = STREAM_FORMS.get(stream, (item.kind, len(shape)))
+    if item.kind not in kinds or len(shape) != n_dims:
+        reason = f"it is {item.name} {list(shape)}; {stream!r} has {n_dims} dimensions of '{kinds}'"
+        raise damaged_array(array_name, reason)
 
 
 def checked_data(chunk: ArrayChunk, array_name: str) -> bytes:
@@ -138,8 +155,9 @@ def parse_shape(text: str, where: str) -> tuple[int, ...]:
 def _decode_bits(data: bytes, codec: str, shape: tuple[int, ...], where: str) -> Array:
     n_cells = math.prod(shape)
     n_bytes = -(-n_cells // 8)
-    if n_bytes > _MAX_BYTES:
-        raise damaged_array(where, f"its shape {list(shape)} is larger than any recorded array")
+    if n_cells > MAX_DECODED_CELLS:
+        what = f"The trace holds more cells than can be read at once: {where} has {list(shape)}."
+        raise TraceError(what, hint="The mask panel reads such masks in parts.")
     if codec == "bits+zstd":
         try:
             if zstandard.frame_content_size(data) != n_bytes:

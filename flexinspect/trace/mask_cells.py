@@ -200,7 +200,7 @@ def read_mask_arrays(
         sql = _MASK_ARRAYS_SQL.format(", ".join("?" * len(some)))
         for name, group in groupby(reader._read(make, sql, (*some, stream)), key=itemgetter(0)):
             where = f"{stream!r} of mask {name!r} in {reader.path}"
-            yield name, arrays.decode_array([chunk for _, chunk in group], where)[0]
+            yield name, arrays.decode_array([chunk for _, chunk in group], where, stream)[0]
 
 
 def max_mask_heads(reader: TraceReader, fingerprints: Sequence[str]) -> int:

@@ -705,7 +705,7 @@ def read_arrays(
     rows = reader._read(make, schema.READ_ARRAYS.format(where), params)
     for (step, stream, layer, owner, _), group in itertools.groupby(rows, key=itemgetter(0)):
         name = f"{stream!r} of step {step} of generation {generation} in {reader.path}"
-        array, dtype = arrays.decode_array([chunk for _, chunk in group], name)
+        array, dtype = arrays.decode_array([chunk for _, chunk in group], name, stream)
         true_dtype = None if dtype == array.dtype.name else dtype
         yield step, owner, records.ArrayRecord(stream, array, layer, true_dtype)
 

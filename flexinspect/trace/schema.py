@@ -258,6 +258,23 @@ INDEXES = (
     ),
 )
 
+STREAM_FORMS: Mapping[str, tuple[str, int]] = {
+    **dict.fromkeys(("mask.cells", "mask.partial", "mask.full"), ("b", 3)),
+    "mask.uniform_rows": ("b", 2),
+    "mask.mask_mod_blocks": ("u", 3),
+    "attention.mass": ("f", 3),
+    **dict.fromkeys(("attention.lse", "attention.entropy", "attention.slots"), ("f", 2)),
+    "logits.row": ("f", 1),
+    **dict.fromkeys(("inputs.ids", "inputs.positions"), ("iu", 2)),
+    "inputs.mask": ("b", 2),
+    **dict.fromkeys(("q", "k", "v"), ("fiu", 3)),
+    "hidden": ("fiu", 2),
+    "grads.tokens": ("f", 2),
+    "grads.layers": ("f", 1),
+}
+"""By stream: the kinds of numpy dtypes that it may have, and its number of dimensions. A bfloat16
+is stored as the unsigned integer of its bits. Streams of other programs are not listed."""
+
 FIRST_GRADIENT_ARRAY = 1 << 20
 """Number of the first of a step's arrays that are written after the step: its gradients."""
 

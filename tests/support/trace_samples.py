@@ -88,8 +88,8 @@ def mask(fingerprint: str, heads: int = 1, rows: int = 3, keys: int = 13) -> Mas
 def arrays() -> tuple[ArrayRecord, ...]:
     return (
         ArrayRecord("attention.mass", np.arange(24, dtype=np.float32).reshape(2, 3, 4)),
-        ArrayRecord("q", np.array([[1.5, NAN], [INF, -0.0]], np.float16), 0),
-        ArrayRecord("k", np.array([0x3F80, 0xC000, 0x7FC0], np.uint16), 1, "bfloat16"),
+        ArrayRecord("q", np.array([[[1.5, NAN], [INF, -0.0]]], np.float16), 0),
+        ArrayRecord("k", np.array([[[0x3F80, 0xC000, 0x7FC0]]], np.uint16), 1, "bfloat16"),
         ArrayRecord("empty", np.zeros((0, 3), np.float64)),
         ArrayRecord("scalar", np.array(7, np.int64)),
         ArrayRecord("flags", np.array([True, False, True])),

@@ -24,12 +24,12 @@ BORDER = CHUNK_BYTES // 4
 def write(path: Path, array: Array, dtype: str | None = None) -> Path:
     with TraceWriter.create(path, {"model": "parts"}) as writer:
         writer.begin_generation(samples.generation())
-        writer.write_step(samples.step(0, arrays=(ArrayRecord("k", array, 3, dtype),)))
+        writer.write_step(samples.step(0, arrays=(ArrayRecord("parts", array, 3, dtype),)))
     return path
 
 
 def stored(reader: TraceReader) -> StoredArray:
-    found = find_array(reader, 0, 0, "k", 3, 0)
+    found = find_array(reader, 0, 0, "parts", 3, 0)
     assert found is not None
     return found
 
@@ -56,7 +56,7 @@ def test_bfloat16_is_widened(tmp_path: Path) -> None:
 def test_a_damaged_chunk_does_not_matter_to_the_others(tmp_path: Path) -> None:
     path = write(tmp_path / "t.flextrace", np.zeros(N_ITEMS, np.float32))
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE stream = 'k' AND chunk = 1")
+        db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE stream = 'parts' AND chunk = 1")
     reader = open_trace(path)
     found = stored(reader)
     assert not found.read(reader, 0, BORDER).any()
@@ -67,11 +67,11 @@ def test_a_damaged_chunk_does_not_matter_to_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sql", "message"),
     [
-        ("DELETE FROM arrays WHERE stream = 'k' AND chunk = 1", "a part of it is missing"),
-        ("UPDATE arrays SET shape = '[9000000]' WHERE stream = 'k'", "a part of it is missing"),
-        ("UPDATE arrays SET item = 'object' WHERE stream = 'k'", "form of an array of numbers"),
-        ("UPDATE arrays SET codec = 'bits' WHERE stream = 'k'", "form of an array of numbers"),
-        ("UPDATE arrays SET shape = '[-4]' WHERE stream = 'k'", "form of an array of numbers"),
+        ("DELETE FROM arrays WHERE stream = 'parts' AND chunk = 1", "a part of it is missing"),
+        ("UPDATE arrays SET shape = '[9000000]' WHERE stream = 'parts'", "a part of it is missing"),
+        ("UPDATE arrays SET item = 'object' WHERE stream = 'parts'", "form of an array of numbers"),
+        ("UPDATE arrays SET codec = 'bits' WHERE stream = 'parts'", "form of an array of numbers"),
+        ("UPDATE arrays SET shape = '[-4]' WHERE stream = 'parts'", "form of an array of numbers"),
     ],
 )
 def test_an_array_that_cannot_be_read_is_a_sentence(tmp_path: Path, sql: str, message: str) -> None:
@@ -85,8 +85,8 @@ def test_an_array_that_cannot_be_read_is_a_sentence(tmp_path: Path, sql: str, me
 
 def test_an_array_that_was_not_recorded_is_not_found(tmp_path: Path) -> None:
     reader = open_trace(write(tmp_path / "t.flextrace", np.zeros(4, np.float32)))
-    assert find_array(reader, 0, 0, "k", 2, 0) is None
-    assert find_array(reader, 0, 1, "k", 3, 0) is None
+    assert find_array(reader, 0, 0, "parts", 2, 0) is None
+    assert find_array(reader, 0, 1, "parts", 3, 0) is None
 
 
 def write_steps(path: Path, *shapes: tuple[int, ...] | None) -> Path:
@@ -94,7 +94,7 @@ def write_steps(path: Path, *shapes: tuple[int, ...] | None) -> Path:
     with TraceWriter.create(path, {"model": "parts"}) as writer:
         writer.begin_generation(samples.generation())
         for number, shape in enumerate(shapes):
-            one = () if shape is None else (ArrayRecord("k", filled(number, shape), 3),)
+            one = () if shape is None else (ArrayRecord("parts", filled(number, shape), 3),)
             writer.write_step(samples.step(number, arrays=(*one, ArrayRecord("q", np.ones(2), 3))))
     return path
 
@@ -105,7 +105,7 @@ def filled(number: int, shape: tuple[int, ...]) -> Array:
 
 def test_equal_arrays_of_steps_are_read_at_once(tmp_path: Path) -> None:
     reader = open_trace(write_steps(tmp_path / "t.flextrace", *[(2, 1, 3)] * 5))
-    found = read_equal_arrays(reader, (0, 0), range(1, 4), "k", 3)
+    found = read_equal_arrays(reader, (0, 0), range(1, 4), "parts", 3)
     expected = np.stack([filled(number, (2, 1, 3)) for number in (1, 2, 3)])
     assert found is not None
     np.testing.assert_array_equal(found, expected)
@@ -120,12 +120,12 @@ def test_other_arrays_are_not_read_at_once(
     tmp_path: Path, shapes: tuple[tuple[int, ...] | None, ...]
 ) -> None:
     reader = open_trace(write_steps(tmp_path / "t.flextrace", *shapes))
-    assert read_equal_arrays(reader, (0, 0), range(3), "k", 3) is None
+    assert read_equal_arrays(reader, (0, 0), range(3), "parts", 3) is None
 
 
 def test_damage_in_one_of_equal_arrays_is_a_sentence(tmp_path: Path) -> None:
     path = write_steps(tmp_path / "t.flextrace", (4,), (4,))
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE stream = 'k' AND step = 1")
+        db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE stream = 'parts' AND step = 1")
     with pytest.raises(TraceError, match="checksum"):
-        read_equal_arrays(open_trace(path), (0, 0), range(2), "k", 3)
+        read_equal_arrays(open_trace(path), (0, 0), range(2), "parts", 3)

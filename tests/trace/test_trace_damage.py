@@ -14,12 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from support.trace_samples import generation, step
 
 import flexinspect.trace
 from flexinspect.core.errors import TraceError, TraceWriteError
 from flexinspect.records.step import ArrayRecord
-from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.file import connections
+from flexinspect.trace.file.writer import RuleReview, TraceWriter, append_reviews
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.schema import APPLICATION_ID
 from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
@@ -139,7 +141,7 @@ def test_a_trace_without_a_table(copy: Path) -> None:
         ("UPDATE arrays SET data = zeroblob(length(data) + 1)", "a checksum does not match"),
         ("UPDATE arrays SET shape = '[1' WHERE owner IS NOT NULL", "its shape is not a list"),
         ("UPDATE arrays SET shape = '[-1]' WHERE owner IS NOT NULL", "that is not a length"),
-        ("UPDATE arrays SET shape = '[99]' WHERE owner IS NOT NULL", "bytes are not"),
+        ("UPDATE arrays SET shape = '[1, 9, 99]' WHERE owner IS NOT NULL", "bytes are not"),
         ("UPDATE arrays SET item = 'object' WHERE owner IS NOT NULL", "its type is"),
         ("UPDATE arrays SET codec = 'pickle' WHERE owner IS NOT NULL", "its codec 'pickle'"),
         ("UPDATE arrays SET chunk = 1 WHERE owner IS NOT NULL", "a part of it is missing"),
@@ -157,6 +159,59 @@ def test_a_trace_without_a_table(copy: Path) -> None:
 )
 def test_a_changed_value_is_noticed(copy: Path, sql: str, sentence: str) -> None:
     change(copy, sql)
+    assert_refused(copy, sentence)
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT "
+
+
+@pytest.mark.parametrize("name", ["run", "steps", "Findings"])
+def test_a_view_in_place_of_a_table_is_never_read(copy: Path, name: str) -> None:
+    change(copy, f"DROP TABLE {name}")
+    change(copy, f"CREATE VIEW {name} AS {ENDLESS} i AS key, i AS value FROM n")
+    assert_refused(copy, f"is damaged: '{name}' is not a table of a trace")
+
+
+def test_a_computed_column_is_never_read(copy: Path) -> None:
+    change(copy, "DROP TABLE output")
+    change(copy, "CREATE TABLE output (number INT, text TEXT AS (hex(zeroblob(400000000))))")
+    assert_refused(copy, "is damaged: table 'output' has computed columns")
+
+
+def test_a_query_ends_after_its_time(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_QUERY_S", 0.05)
+    with open_trace(copy) as reader, pytest.raises(TraceError, match="a query was stopped"):
+        reader._query(f"{ENDLESS} count(*) FROM n")
+
+
+def test_findings_are_not_written_to_a_file_that_runs_its_own_sql(copy: Path) -> None:
+    change(copy, f"CREATE TRIGGER t BEFORE INSERT ON reviews BEGIN {ENDLESS} count(*) FROM n; END")
+    with pytest.raises(TraceWriteError, match="it has triggers"):
+        append_reviews(copy, [RuleReview("odd", 0, (), (), 0.0, 0.0)])
+
+
+def test_a_few_bytes_cannot_claim_terabytes_of_cells(copy: Path) -> None:
+    zeros = zstandard.ZstdCompressor().compress(bytes(1 << 27))
+    with closing(sqlite3.connect(copy)) as db, db:
+        values = ("[1, 32768, 32768]", "bits+zstd", zlib.crc32(zeros), zeros)
+        sql = "UPDATE arrays SET shape = ?, codec = ?, checksum = ?, data = ? "
+        db.execute(f"{sql} WHERE stream = 'mask.cells' AND chunk = 0", values)
+    assert len(zeros) < 10_000
+    assert_refused(copy, "more cells than can be read at once")
+
+
+@pytest.mark.parametrize(
+    ("change_sql", "sentence"),
+    [
+        ("shape = '[24]' WHERE stream = 'attention.mass'", "has 3 dimensions"),
+        ("item = 'int32' WHERE stream = 'attention.mass'", "has 3 dimensions of 'f'"),
+        ("stream = 'hidden' WHERE stream = 'k'", "'hidden' has 2 dimensions"),
+    ],
+)
+def test_an_array_without_the_form_of_its_stream(
+    copy: Path, change_sql: str, sentence: str
+) -> None:
+    change(copy, f"UPDATE arrays SET {change_sql}")
     assert_refused(copy, sentence)
 
 

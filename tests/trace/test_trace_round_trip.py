@@ -254,18 +254,18 @@ def test_bfloat16_comes_back_as_float32(tmp_path: Path) -> None:
     back = reader.array(0, 0, "k", layer=1)
     assert back is not None
     assert back.dtype == np.float32
-    np.testing.assert_array_equal(back, [1.0, -2.0, NAN])
+    np.testing.assert_array_equal(back, [[[1.0, -2.0, NAN]]])
 
 
 def test_arrays_are_found_by_stream_and_layer(tmp_path: Path) -> None:
-    both = tuple(ArrayRecord("q", np.full(2, layer, np.int8), layer) for layer in (3, 4))
+    both = tuple(ArrayRecord("norms", np.full(2, layer, np.int8), layer) for layer in (3, 4))
     reader = written(tmp_path / "a.flextrace", replace(step(0), arrays=both))
-    assert same(reader.array(0, 0, "q", 4), np.full(2, 4, np.int8))
-    assert reader.array(0, 0, "q") is None
-    assert reader.array(0, 0, "q", 5) is None
+    assert same(reader.array(0, 0, "norms", 4), np.full(2, 4, np.int8))
+    assert reader.array(0, 0, "norms") is None
+    assert reader.array(0, 0, "norms", 5) is None
     assert [(a.stream, a.layer, a.shape, a.dtype) for a in reader.arrays(0, 0)] == [
-        ("q", 3, (2,), "int8"),
-        ("q", 4, (2,), "int8"),
+        ("norms", 3, (2,), "int8"),
+        ("norms", 4, (2,), "int8"),
     ]
 
 

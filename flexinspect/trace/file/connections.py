@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ ReviewKey = tuple[str, int]  # a rule and a generation that it has reviewed
 Overlay = Mapping[ReviewKey, Sequence[Statement]]
 """By review, the statements that would write it and its findings."""
 
+MAX_QUERY_S = 60.0  # a query of a damaged or hostile file ends after this time
+_OPS_PER_CHECK = 1_000_000  # instructions of SQLite (some ms) between two looks at the clock
 READ_BUSY_S = 2.0  # how long a query waits for a program that has locked the file exclusively
 _NO_OVERLAY: Overlay = {}
 HEADER_BYTES = 100  # bytes at the start of the first page: the header of a SQLite file
@@ -37,6 +40,18 @@ class _ThreadConnection:
         self.db: sqlite3.Connection | None = None
         self.epoch = -1
         self.in_snapshot = False
+        self._deadline = [0.0]
+
+    def open(self, path: Path, overlay: Overlay) -> sqlite3.Connection:
+        """Connect to a trace; queries run up to the deadline. Raises `sqlite3.Error`."""
+        self.db = connect(path, overlay)
+        deadline = self._deadline  # not `self`: a cycle would keep the connection open
+        self.db.set_progress_handler(lambda: time.monotonic() > deadline[0], _OPS_PER_CHECK)
+        return self.db
+
+    def extend_deadline(self) -> None:
+        """Let the next query run for `MAX_QUERY_S` seconds."""
+        self._deadline[0] = time.monotonic() + MAX_QUERY_S
 
     def close(self) -> None:
         if self.db is not None:
@@ -169,14 +184,14 @@ class TraceConnections:
         return handle
 
     def _open_connection(self, handle: _ThreadConnection) -> sqlite3.Connection:
+        handle.extend_deadline()
         if handle.db is not None and (handle.epoch == self._epoch or handle.in_snapshot):
             return handle.db
         handle.close()
         self._close_after_query = self._close_after_query and in_wal_mode(self.path)
         self._saw_wal = self._saw_wal or in_wal_mode(self.path)
         handle.epoch = self._epoch
-        handle.db = connect(self.path, self._overlay)
-        return handle.db
+        return handle.open(self.path, self._overlay)
 
 
 def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
@@ -379,6 +394,8 @@ def trace_errors(path: Path) -> Iterator[None]:
         elif name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and wal_bytes(path):
             what = f"{path} was not finished, and its -wal file cannot be read in this folder."
             hint = "Copy both files to a writable folder and open the copy."
+        elif name == "SQLITE_INTERRUPT":
+            what = f"{path} is damaged: a query was stopped after {MAX_QUERY_S:.0f} s."
         elif name == "SQLITE_READONLY_ROLLBACK":
             what = f"{path} was being changed; its -journal file cannot be used in this folder."
             hint = "Copy both files to a writable folder and open the copy."

@@ -7,6 +7,7 @@ to columns, values and JSON keys. Earlier names are listed here and nowhere else
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Mapping
 
@@ -96,12 +97,29 @@ _DEFAULT_LITERALS = {"int": "0", "bool": "0", "text": "''", "object": "'{}'"}
 _DEFAULT_LITERALS |= dict.fromkeys(("texts", "ints", "floats", "runs"), "'[]'")
 
 
+def check_tables(db: sqlite3.Connection) -> None:
+    """Raise `sqlite3.DatabaseError` if a table of a trace is a view or has computed columns.
+
+    Reading those runs SQL that came with the file, which may never end.
+    """
+    names = {table.name for table in schema.TABLES}
+    for name, kind, sql in db.execute("SELECT name, type, sql FROM main.sqlite_schema").fetchall():
+        if kind == "index" or str(name).lower() not in names:
+            continue
+        if kind != "table" or not re.match(r"\s*CREATE\s+TABLE\b", str(sql), re.IGNORECASE):
+            raise sqlite3.DatabaseError(f"'{name}' is not a table of a trace")
+        columns = db.execute("SELECT hidden FROM pragma_table_xinfo(?, 'main')", (name,))
+        if any(hidden for (hidden,) in columns):
+            raise sqlite3.DatabaseError(f"table '{name}' has computed columns")
+
+
 def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
     """Return for each table with differences, by name, the SELECT that gives it today's form."""
     is_old = db.execute("PRAGMA main.user_version").fetchone()[0] < schema.VERSION
     stored_sql = {sql for (sql,) in db.execute("SELECT sql FROM main.sqlite_schema")}
     if not is_old and stored_sql.issuperset(each.create_sql() for each in schema.TABLES):
         return {}
+    check_tables(db)
     columns: dict[str, set[str]] = {}
     for table, column in db.execute(_COLUMNS_SQL):
         columns.setdefault(table, set()).add(column)

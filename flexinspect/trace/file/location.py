@@ -183,7 +183,7 @@ def move_to_target(recorded: Path, path: Path) -> None:
 def recording_pid(path: Path) -> int | None:
     """Return the id of the process that is recording a trace now, None when there is none."""
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        with closing(connections.connect(path.absolute())) as db:
             rows = db.execute("SELECT key, value FROM run").fetchall()
         run = {key: codec.from_json(value) for key, value in rows}
     except (sqlite3.Error, ValueError, OSError):

@@ -25,6 +25,7 @@ from flexinspect.records.prompt import Segment
 from flexinspect.trace import codec, schema
 from flexinspect.trace.codec import Statement, bindable
 from flexinspect.trace.file import connections, location
+from flexinspect.trace.file.earlier_versions import check_tables
 from flexinspect.trace.file.salvage import is_repaired_copy
 
 WAL_TIDY_BYTES = 4 << 20  # size of the WAL above which it is folded in between two generations
@@ -398,6 +399,9 @@ def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
         db = sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
         with closing(db):
             db.execute("PRAGMA trusted_schema = OFF")
+            if db.execute("SELECT 1 FROM sqlite_schema WHERE type = 'trigger'").fetchone():
+                raise _append_error(path, "it has triggers, which a trace never has")
+            check_tables(db)
             with connections.transaction(db):
                 done = set(db.execute("SELECT rule, generation FROM reviews"))
                 for key, statements in review_statements(reviews).items():
