@@ -19,6 +19,7 @@ from support.warm_python import Popen
 
 from flexinspect.core.errors import TraceError
 from flexinspect.trace.file import connections
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 
 CHILD = """
@@ -139,3 +140,23 @@ def test_a_change_that_cannot_be_undone_is_refused_with_what_to_do(
         open_trace(half_changed)
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("Copy both files")
+
+
+KILLED_WHILE_CREATING = """
+import os, pathlib, signal, sys
+from flexinspect.trace.file.writer import TraceWriter
+pathlib.Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+TraceWriter.create(sys.argv[1], {})
+"""
+
+
+def test_a_process_killed_while_it_creates_a_trace_leaves_no_part_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.flextrace"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = Popen([sys.executable, "-c", KILLED_WHILE_CREATING, path], env=environ)
+    assert child.wait() == -signal.SIGKILL
+    assert path.read_bytes() == b""
+    with pytest.raises(TraceError, match="is empty"):
+        open_trace(path)
+    TraceWriter.create(path, {}, overwrite=True).close("finished")
+    assert [each.name for each in tmp_path.iterdir()] == ["run.flextrace"]

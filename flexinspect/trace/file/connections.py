@@ -409,6 +409,6 @@ def trace_errors(path: Path) -> Iterator[None]:
         raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY_HINT) from error
 
 
-def printable_error(error: sqlite3.Error) -> str:
+def printable_error(error: Exception) -> str:
     """Return the message of an error of SQLite, which may quote a damaged file."""
     return "".join(char if char.isprintable() else "?" for char in str(error))

@@ -38,7 +38,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )
 """File systems on which the shared memory or the locks of WAL cannot be relied on."""
 
-COMPANION_SUFFIXES = ("-wal", "-shm", "-journal", LAST_CALL_SUFFIX, STOP_SUFFIX)
+PART_SUFFIX = ".part"  # of a trace that has not taken its place yet
+COMPANION_SUFFIXES = ("-wal", "-shm", "-journal", PART_SUFFIX, LAST_CALL_SUFFIX, STOP_SUFFIX)
 """Suffixes of files that SQLite and a recording process put beside a trace; they belong to it."""
 
 
@@ -166,7 +167,7 @@ def move_to_target(recorded: Path, path: Path) -> None:
 
     Raises `TraceWriteError`, which names where the trace is, when that fails.
     """
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART_SUFFIX)
     try:
         shutil.copyfile(recorded, part)
         part.replace(path)

@@ -7,6 +7,7 @@ the last steps but never the file. Also here: what is added to a trace after its
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import threading
@@ -303,13 +304,18 @@ class TraceWriter:
 def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
     """Open the empty file `path` as a trace with the manifest `run`.
 
-    Raises `TraceWriteError`, with the file removed, when that fails.
+    The whole trace takes the place of the empty file at once, so a process that is killed here
+    leaves no file that is only partly a trace. Raises `TraceWriteError`, with the file removed,
+    when that fails.
     """
     if sqlite3.sqlite_version_info < (3, 37):
         what = f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer."
         raise TraceWriteError(what, hint="Use a Python of 2022 or later.")
     db = None
+    part = path.with_name(path.name + location.PART_SUFFIX)
     try:
+        part.write_bytes(_empty_trace(run))
+        part.replace(path)
         db = sqlite3.connect(
             f"{path.as_uri()}?mode=rw",
             uri=True,
@@ -318,30 +324,29 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
             check_same_thread=False,
             cached_statements=512,
         )
-        _create_tables(db, run)
-    except sqlite3.Error as error:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
+    except (sqlite3.Error, OSError) as error:
         if db is not None:
             db.close()
         with suppress(OSError):
             path.unlink()
+            part.unlink(missing_ok=True)
         reason, remedy = write_problem(error)  # nothing has run yet
         what = f"The trace {path} cannot be created: {reason}."
         raise TraceWriteError(what, hint=remedy or None) from error
     return db
 
 
-def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
-    # Without a journal: nothing is lost if this fails, and the file itself (not only its WAL) is
-    # recognizable as a trace from the first moment.
-    db.execute("PRAGMA journal_mode = OFF")
-    db.execute("PRAGMA synchronous = OFF")
-    with connections.transaction(db):
-        for sql in schema.create_statements():
-            db.execute(sql)
-        connections.execute_all(db, codec.encode_run_facts(run))
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = NORMAL")
-    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
+def _empty_trace(run: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a trace that holds its manifest alone."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        with connections.transaction(db):
+            for sql in schema.create_statements():
+                db.execute(sql)
+            connections.execute_all(db, codec.encode_run_facts(run))
+        return db.serialize()
 
 
 _PROBLEMS = (
@@ -357,9 +362,19 @@ _PROBLEMS = (
 """Errors of SQLite by the beginning of their names: the reason, and what the user can do."""
 
 
-def write_problem(error: sqlite3.Error) -> tuple[str, str]:
+_SQLITE_NAMES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "SQLITE_FULL"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "SQLITE_READONLY"),
+    errno.EIO: "SQLITE_IOERR",
+}
+"""The errors of SQLite that mean the same as an error of the operating system."""
+
+
+def write_problem(error: sqlite3.Error | OSError) -> tuple[str, str]:
     """Return the reason, and what the user can do about it (empty when unknown)."""
     name = getattr(error, "sqlite_errorname", "")
+    if isinstance(error, OSError):
+        name = _SQLITE_NAMES.get(error.errno or 0, "")
     for names, reason, remedy in _PROBLEMS:
         if name.startswith(names):
             return reason.format(error), remedy
