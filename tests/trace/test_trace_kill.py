@@ -105,6 +105,10 @@ def test_reading_a_killed_recording_leaves_no_new_files(tmp_path: Path) -> None:
     assert path.with_name(path.name + "-wal").stat().st_size == before[path.name + "-wal"]
 
 
+def raise_full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 CHANGE_AND_DIE = """
 import os, signal, sqlite3, sys
 db = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -132,10 +136,29 @@ def test_a_change_that_a_kill_cut_off_is_undone(finished: Path, half_changed: Pa
     assert [file.name for file in half_changed.parent.iterdir()] == ["run.flextrace"]
 
 
+def in_a_read_only_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roll_back = connections.roll_back
+    is_copy = lambda file: file.parent != path.parent  # noqa: E731
+    monkeypatch.setattr(connections, "roll_back", lambda file: is_copy(file) and roll_back(file))
+
+
+def test_a_change_that_a_kill_cut_off_is_undone_in_a_copy_if_the_folder_is_read_only(
+    finished: Path, half_changed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_read_only_folder(half_changed, monkeypatch)
+    before = half_changed.read_bytes()
+    with open_trace(half_changed) as reader, open_trace(finished) as whole:
+        assert reader.tokens(0) == whole.tokens(0)
+        (folder,) = {Path(reader._connections._source).parent}
+    assert folder != half_changed.parent
+    assert half_changed.read_bytes() == before
+
+
 def test_a_change_that_cannot_be_undone_is_refused_with_what_to_do(
     half_changed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "roll_back", lambda path: None)  # as in a read-only folder
+    in_a_read_only_folder(half_changed, monkeypatch)
+    monkeypatch.setattr(connections.shutil, "copyfile", raise_full_disk)
     with pytest.raises(TraceError, match="its -journal file cannot be used") as caught:
         open_trace(half_changed)
     assert caught.value.hint is not None

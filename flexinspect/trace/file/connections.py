@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,9 +82,36 @@ class TraceConnections:
         self._saw_wal = False
         self._overlay: Overlay = {}
         self._overlaid_state: object = None
+        self._source = path
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
         roll_back(path)
         self.version = check_header(path)
-        self.changed()
+        try:
+            self.changed()
+        except TraceError:
+            if not self._copy_unfinished():
+                raise
+            self.changed()
+
+    def _copy_unfinished(self) -> bool:
+        """Read a copy of an unfinished file, whose folder lets nobody finish it.
+
+        SQLite needs to write beside a file that has a WAL or a rollback journal. Returns whether
+        there was one, and the copy was made.
+        """
+        if not (journal_bytes(self.path) or wal_bytes(self.path)):
+            return False
+        self._copy = tempfile.TemporaryDirectory(prefix="flexinspect-")
+        self._source = Path(self._copy.name, self.path.name)
+        try:
+            for suffix in ("", "-journal", "-wal"):
+                with suppress(FileNotFoundError):
+                    beside = self.path.with_name(self.path.name + suffix)
+                    shutil.copyfile(beside, f"{self._source}{suffix}")
+        except OSError:
+            return False
+        roll_back(self._source)
+        return True
 
     def query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
         """Return all rows of a query made in this thread."""
@@ -172,7 +201,7 @@ class TraceConnections:
                         handle.close()
                 finally:
                     handle.lock.release()
-        if self._saw_wal:
+        if self._saw_wal and self._copy is None:
             remove_stray_wal(self.path)
 
     def _thread_connection(self) -> _ThreadConnection:
@@ -191,7 +220,7 @@ class TraceConnections:
         self._close_after_query = self._close_after_query and in_wal_mode(self.path)
         self._saw_wal = self._saw_wal or in_wal_mode(self.path)
         handle.epoch = self._epoch
-        return handle.open(self.path, self._overlay)
+        return handle.open(self._source, self._overlay)
 
 
 def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
