@@ -14,6 +14,7 @@ from flexinspect.control import messages
 from flexinspect.control.discovery import Address
 from flexinspect.control.messages import CommandResponse, StatusResponse
 from flexinspect.core.errors import ControlError
+from flexinspect.core.parsing import parse_json
 
 TIMEOUT_S = 10.0
 """How long to wait for a response. Commands never wait for the model, so a response is immediate
@@ -150,7 +151,7 @@ class ControlClient:
 
 def _parse_response(status: int, data: bytes) -> Any:
     try:
-        payload = json.loads(data)
+        payload = parse_json(data)
     except ValueError as error:
         raise ControlError(f"The response is not from a capture: {data[:80]!r}.") from error
     if status < 400:

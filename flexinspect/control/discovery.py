@@ -25,6 +25,7 @@ from flexinspect.control.messages import Kind, Message, from_json, to_json
 from flexinspect.core.addresses import is_loopback, parse_address
 from flexinspect.core.environment import replace_file
 from flexinspect.core.errors import ControlError, UsageError
+from flexinspect.core.parsing import parse_json
 
 LONGEST_SOCKET = 100  # longest path of a socket in bytes: Linux accepts 108, macOS 104
 TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
@@ -134,7 +135,7 @@ def running() -> Sequence[CaptureEntry]:
 def _read_entry(file: Path) -> CaptureEntry | None:
     """Return the entry of a file, None if it is damaged or its socket is gone."""
     try:
-        entry = from_json(CaptureEntry, json.loads(file.read_text("utf-8")), str(file))
+        entry = from_json(CaptureEntry, parse_json(file.read_text("utf-8")), str(file))
     except (OSError, ValueError, ControlError):
         return None
     return entry if Path(entry.address.socket).exists() else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -13,6 +11,7 @@ import msgspec
 
 from flexinspect.core.environment import read_text
 from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.parsing import parse_json, parse_toml
 from flexinspect.core.text import did_you_mean
 
 T = TypeVar("T")
@@ -44,8 +43,8 @@ def read_data(file: Path, what: str) -> Any:
     """
     text, is_json = read_text(file, what), file.suffix.lower() == ".json"
     try:
-        return json.loads(text) if is_json else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text) if is_json else parse_toml(text)
+    except ValueError as error:
         form, reason = "JSON" if is_json else "TOML", re.sub(r"\s+", " ", str(error))
         hint = f"A {what} is TOML, or JSON in a file whose name ends in .json."
         raise UsageError(f"{file} is not valid {form} ({reason}).", hint=hint) from error

@@ -103,8 +103,10 @@ def read_text(file: Path, what: str) -> str:
     """Return the text of a file that the user wrote. Raises `UsageError`; `what` names the file."""
     try:
         return file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason if is_text else "it is not UTF-8 text"
         raise UsageError(f"The {what} {file} cannot be read: {reason}.") from error
 
 

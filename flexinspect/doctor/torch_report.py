@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from flexinspect.core.environment import command_output
+from flexinspect.core.parsing import parse_json
 from flexinspect.doctor.check import Check, error, note, ok, warning
 from flexinspect.doctor.packages import torch_build
 from flexinspect.inputs.model_sizes import human_bytes
@@ -61,7 +61,7 @@ class TorchReport:
 
 def _parse(line: str) -> Facts:
     try:
-        facts = json.loads(line)
+        facts = parse_json(line)
     except ValueError:  # something that a library printed
         return {}
     return facts if isinstance(facts, dict) else {}

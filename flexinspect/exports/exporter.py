@@ -19,6 +19,7 @@ from msgspec import Struct
 from flexinspect.core import __version__, plugins
 from flexinspect.core.environment import check_free
 from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
+from flexinspect.core.parsing import parse_json
 from flexinspect.core.text import did_you_mean
 from flexinspect.trace.reader import TraceReader
 
@@ -186,7 +187,7 @@ def _check_target(exporter: Exporter, trace: Path, target: Path, *, overwrite: b
 def _is_earlier_export(folder: Path) -> bool:
     """Whether a folder has a manifest of an export, and no file besides those that it lists."""
     try:
-        listed = {*json.loads((folder / MANIFEST).read_text("utf-8"))["files"], MANIFEST}
+        listed = {*parse_json((folder / MANIFEST).read_text("utf-8"))["files"], MANIFEST}
     except (OSError, ValueError, TypeError, KeyError):
         return False
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())

@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from flexinspect.core.environment import read_text, user_folder
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import LANGUAGE_VARIABLE, Labels, languages, load_labels
+from flexinspect.core.parsing import parse_toml
 from flexinspect.core.text import did_you_mean
 from flexinspect.inputs.model_sizes import canonical_dtype
 
@@ -161,14 +162,13 @@ def user_config_file() -> Path | None:
 
 def _load_settings(file: Path, *path: str) -> _SettingsFile:
     """Read the table at a path of names in a TOML file, and check the names of its sections."""
-    import tomllib
-
     text = read_text(file, "settings file")
     try:
-        settings: Any = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        settings: Any = parse_toml(text)
+    except ValueError as error:
         line = re.search(r"at line (\d+)", str(error))
-        where = f"{file}:{line[1]}" if line else f"{file}, at its end"
+        end = ", at its end" if "end of document" in str(error) else ""
+        where = f"{file}:{line[1]}" if line else f"{file}{end}"
         what = re.sub(r" \(at .*\)$", "", str(error))
         hint = "Correct that line."
         raise UsageError(f"{where}: this is not valid TOML ({what}).", hint=hint) from error

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +33,7 @@ from msgspec import Struct
 from flexinspect.core import plugins
 from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable, require_library
 from flexinspect.core.errors import DatasetError, FlexInspectError, UsageError, summarize_error
+from flexinspect.core.parsing import parse_json
 from flexinspect.core.text import did_you_mean
 from flexinspect.inputs.samples import Sample, check_object, check_texts, sample_from
 from flexinspect.inputs.user_datasets import user_samples
@@ -166,7 +166,7 @@ def _jsonl(path: Path) -> Iterator[DatasetRow]:
 
 def _parse_json(text: str | bytes, what: str, hint: str | None = None) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise DatasetError(f"{what} is not valid JSON ({error}).", hint=hint) from error
 
@@ -205,7 +205,7 @@ def _parse_list_cell(text: str) -> Any:
     if not text.lstrip().startswith("["):
         return [part.strip() for part in text.split("|")]
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         # pandas writes the repr of a list, or of an array, which has no commas.
         return [_unescape(single or double) for single, double in _QUOTED.findall(text)]

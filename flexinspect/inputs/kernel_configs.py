@@ -6,7 +6,6 @@ what kernels get wrong most often; a TOML file adds configurations and kernels o
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from msgspec.structs import asdict, replace
 
 from flexinspect.core.environment import read_text
 from flexinspect.core.errors import UsageError
+from flexinspect.core.parsing import parse_toml
 from flexinspect.core.text import did_you_mean
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -160,8 +160,8 @@ def read_table(file: Path | None) -> KernelTable:
         return KernelTable(BUILT_IN)
     hint = "docs/kernels.md describes the tables [[config]] and [[kernel]]."
     try:
-        table = msgspec.convert(tomllib.loads(read_text(file, "table of kernels")), KernelTable)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        table = msgspec.convert(parse_toml(read_text(file, "table of kernels")), KernelTable)
+    except ValueError as error:
         raise UsageError(f"{file} is not a table of kernels: {error}.", hint=hint) from error
     for what, names in (
         ("configuration", [each.name for each in table.config]),

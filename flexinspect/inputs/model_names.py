@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.environment import PACKAGE_DATA
 from flexinspect.core.errors import ModelError
+from flexinspect.core.parsing import parse_json
 from flexinspect.inputs.config import Config, ModelAlias, expand_user
 from flexinspect.inputs.model_sizes import parameter_count, stored_parameter_count, weight_files
 
@@ -165,7 +165,7 @@ def read_config(source: ModelSource) -> dict[str, Any] | None:
 def read_config_file(file: Path) -> dict[str, Any]:
     """Return a model's configuration. Raises `ModelError` if it is unreadable."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         what = f"The model configuration {file} cannot be read."
         raise ModelError(what, hint="Fetch the file again.") from error

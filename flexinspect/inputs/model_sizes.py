@@ -6,7 +6,6 @@ for other architectures the count comes from the headers of the weight files, or
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from flexinspect.core.errors import ModelError, UsageError
+from flexinspect.core.parsing import parse_json
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32"}
@@ -172,7 +172,7 @@ def read_header(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header: Any = json.loads(file.read(length)) if length <= _MAX_HEADER else None
+            header: Any = parse_json(file.read(length)) if length <= _MAX_HEADER else None
         # The shapes are computed so that a header without valid ones is refused here.
         ends = [(int(t["data_offsets"][1]), math.prod(t["shape"])) for t in _tensors(header)]
         if path.stat().st_size < 8 + length + max(ends, default=(0, 0))[0]:
@@ -199,7 +199,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if not index.is_file():
         return (folder / SINGLE_FILE,)
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         return tuple(folder / Path(name).name for name in sorted(names))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"The weight index {index} cannot be read."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import zlib
@@ -15,6 +14,7 @@ import zstandard
 from msgspec import Struct
 
 from flexinspect.core.errors import TraceError, TraceWriteError
+from flexinspect.core.parsing import parse_json
 from flexinspect.records.step import Array
 from flexinspect.trace.schema import STREAM_FORMS
 
@@ -142,8 +142,8 @@ def damaged_array(array_name: str, reason: str) -> TraceError:
 def parse_shape(text: str, where: str) -> tuple[int, ...]:
     """Return a stored shape. Raises `TraceError` for anything else."""
     try:
-        shape = json.loads(text)
-    except (ValueError, RecursionError):
+        shape = parse_json(text)
+    except ValueError:
         shape = None
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
         raise damaged_array(where, "its shape is not a list of lengths")

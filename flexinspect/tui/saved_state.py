@@ -17,6 +17,7 @@ from msgspec.structs import fields, replace
 
 from flexinspect.core.environment import replace_file, user_folder
 from flexinspect.core.errors import TraceError, TruncatedTraceError
+from flexinspect.core.parsing import parse_json
 from flexinspect.trace.file.connections import check_header
 
 N_RECENT = 12
@@ -56,8 +57,8 @@ def load_state() -> InterfaceState:
     file = state_file()
     data: Any = {}
     if file is not None:
-        with suppress(OSError, ValueError, RecursionError):
-            data = json.loads(file.read_text("utf-8"))
+        with suppress(OSError, ValueError):
+            data = parse_json(file.read_text("utf-8"))
     values: dict[str, Any] = {}
     for one in fields(InterfaceState) if isinstance(data, dict) else ():
         with suppress(KeyError, ValidationError):

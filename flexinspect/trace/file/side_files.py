@@ -23,6 +23,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from flexinspect.core.environment import is_recorder_alive, replace_file
+from flexinspect.core.parsing import parse_json
 
 LAST_CALL_SUFFIX = "-last-call"
 
@@ -170,7 +171,7 @@ def read_stop(trace: Path) -> DebuggerStop | None:
     removed.
     """
     try:
-        stop = DebuggerStop(**json.loads(stop_path(trace).read_text(encoding="utf-8")))
+        stop = DebuggerStop(**parse_json(stop_path(trace).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     if is_recorder_alive({"pid": stop.pid, "started_at": stop.since}):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from flexinspect.analysis.kernel_report import KernelEvaluation
 from flexinspect.analysis.kernel_speed import SpeedReport
 from flexinspect.core.errors import UsageError
+from flexinspect.core.parsing import parse_json
 from flexinspect.inputs.kernel_configs import (
     KernelConfig,
     KernelRequest,
@@ -118,7 +118,7 @@ def _kernel_options(texts: tuple[str, ...]) -> dict[str, Any]:
         if not equals or not key:
             raise UsageError(f"--kernel-option {text} is not KEY=VALUE.")
         try:
-            options[key] = json.loads(value)
-        except json.JSONDecodeError:
+            options[key] = parse_json(value)
+        except ValueError:
             options[key] = {"True": True, "False": False}.get(value, value)
     return options

@@ -21,6 +21,7 @@ from flexinspect_hooks.loading import placement
 from flexinspect_hooks.loading.library_output import quiet_libraries
 from flexinspect_hooks.loading.tokenizers import IdTokenizer
 
+MAX_LAYERS = 10_000  # of a configuration; building a million takes minutes
 WEIGHTS = ("pretrained", "random")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -366,6 +367,7 @@ def _require_known_architecture(folder: Path, source: ModelSource, *, trusted: b
     from transformers import CONFIG_MAPPING, __version__
 
     config = read_config_file(folder / "config.json")
+    _check_values(config, source, trusted=trusted)
     kind = config.get("model_type")
     own_code = bool(config.get("auto_map"))
     if kind in CONFIG_MAPPING or (own_code and trusted):
@@ -382,6 +384,25 @@ def _require_known_architecture(folder: Path, source: ModelSource, *, trusted: b
         else f"The configuration in {folder} has no model_type.",
         hint="A newer transformers may know it: pip install -U transformers.",
     )
+
+
+def _check_values(config: Mapping[str, Any], source: ModelSource, *, trusted: bool) -> None:
+    """Raise `ModelError` for a kernel from the hub unless trusted, and for absurd sizes.
+
+    Parts of a model (text, vision) have configurations of their own inside of `config`.
+    """
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_values(value, source, trusted=trusted)
+        elif "attn_implementation" in name and "/" in str(value) and not trusted:
+            raise ModelError(
+                f"The model {source.name} asks for the attention kernel {value!a} from the hub, "
+                "and flexinspect does not run remote code by default.",
+                hint="Read that code; if you trust it, add --trust-remote-code.",
+            )
+        elif "layer" in name and isinstance(value, int) and value > MAX_LAYERS:
+            what = f"The configuration of {source.name} is not usable: {name} is {value}."
+            raise ModelError(what, hint=f"Models of up to {MAX_LAYERS} layers can be loaded.")
 
 
 def require_causal_lm(config: Any, source: ModelSource) -> None:

@@ -19,6 +19,7 @@ import flexinspect_hooks.training_debuggers.measurements as measurements
 import flexinspect_hooks.training_debuggers.pytorch_debugger as pytorch_debugger
 import flexinspect_hooks.training_debuggers.switch_board as switch_board
 from flexinspect.core.errors import UsageError
+from flexinspect.core.parsing import parse_json
 from flexinspect.records import training_step
 from flexinspect.records.debug_switches import DebugLevel, DictDataclass
 from flexinspect.records.training_step import LOSS_REPORTED, is_warming_up
@@ -262,7 +263,7 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         now = self.get_training_summary()
         rates = [name for name in now if name.endswith("_rate")]
         try:
-            file = json.loads(Path(path).read_text("utf-8"))
+            file = parse_json(Path(path).read_text("utf-8"))
             before = {name: float(file[name]) for name in rates}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not a baseline: save_baseline writes one.") from error

@@ -299,6 +299,20 @@ def test_remote_code_does_not_run_by_default(tmp_path: Path) -> None:
     assert "--trust-remote-code" in str(error.hint)
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_kernel_of_the_hub_does_not_run_by_default(tmp_path: Path, key: str) -> None:
+    parts = {"model_type": "llama", "text_config": {key: "some/repo"}, **TINY}
+    error = assert_refused(folder_of(tmp_path, parts), weights="random")
+    assert "the attention kernel 'some/repo' from the hub" in error.message
+    assert "--trust-remote-code" in str(error.hint)
+
+
+def test_a_configuration_with_a_billion_layers_is_refused_at_once(tmp_path: Path) -> None:
+    source = folder_of(tmp_path, {"model_type": "llama", **TINY, "num_hidden_layers": 10**9})
+    error = assert_refused(source, weights="random")
+    assert "num_hidden_layers is 1000000000" in error.message
+
+
 def test_remote_code_runs_when_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
