@@ -263,14 +263,25 @@ class _EmbeddedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self.logger = _NULL_LOGGER
         self._idle_timer: asyncio.TimerHandle | None = None
+        self.idle_since = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no response is in progress."""
+        cycle = self.cycle
+        return cycle is None or bool(cycle.more_body) or bool(cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, or abort if `MOST_CONNECTIONS` are open."""
+        """Wait for a request. Beyond `MOST_CONNECTIONS` the one that is idle longest is closed.
+
+        Connections that send nothing therefore keep nobody out.
+        """
         super().connection_made(transport)
+        self._wait_for_request()
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._wait_for_request()
+            others = (each for each in self.connections if each is not self)
+            idle = [each for each in others if isinstance(each, _EmbeddedProtocol) and each.is_idle]
+            min(idle, key=lambda each: each.idle_since, default=self).transport.abort()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -286,12 +297,11 @@ class _EmbeddedProtocol(H11Protocol):
     def _wait_for_request(self) -> None:
         if self._idle_timer is not None:
             self._idle_timer.cancel()
+        self.idle_since = self.loop.time()
         self._idle_timer = self.loop.call_later(IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        cycle = self.cycle
-        is_responding = cycle is not None and not cycle.more_body and not cycle.response_complete
-        if not is_responding:  # `on_response_complete` restarts the timer
+        if self.is_idle:  # else `on_response_complete` restarts the timer
             self.transport.abort()
 
 
