@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -86,8 +87,15 @@ def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
     return 0
 
 
+CLOSE_TIMEOUT_S = 1.0
+"""How long the end of --web waits for browsers and viewers before it cuts them off."""
+
+
 def _server_class() -> type:
     require_library("textual_serve.server", "web", "--web")
+    import asyncio
+
+    import psutil  # type: ignore[import-untyped, unused-ignore]
     from aiohttp import web
     from textual_serve.server import Server
 
@@ -99,7 +107,37 @@ def _server_class() -> type:
         return response
 
     class LocalServer(Server):  # type: ignore[misc,unused-ignore]
-        """Answers pages of this machine only: browsers let any page connect to any WebSocket."""
+        """Answers pages of this machine only: browsers let any page connect to any WebSocket.
+
+        At its end every viewer is told to quit, and ended if it does not.
+        """
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._viewers: dict[asyncio.Task[Any], web.Request] = {}
+
+        async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+            task = asyncio.current_task()
+            assert task is not None
+            self._viewers[task] = request
+            try:
+                response: web.WebSocketResponse = await super().handle_websocket(request)
+                return response
+            finally:
+                del self._viewers[task]
+
+        async def on_shutdown(self, app: web.Application) -> None:
+            viewers = dict(self._viewers)
+            for task in viewers:
+                task.cancel()  # quits the viewer, then closes the web socket
+            if viewers:
+                await asyncio.wait(viewers, timeout=CLOSE_TIMEOUT_S)
+            for request in self._viewers.values():
+                if request.transport is not None:
+                    request.transport.abort()
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.terminate()
 
         async def _make_app(self) -> web.Application:
             app: web.Application = await super()._make_app()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.browser import CHROMIUM, Page, open_browser
 from support.terminal_screen import TerminalScreen
@@ -82,9 +83,14 @@ async def test_the_interface_works_in_a_browser(trace: Path, tmp_path: Path) -> 
             await page.press("ArrowRight")
             await page.until_shown("token 2 of 6")
             assert (await page.screenshot()).startswith(b"\x89PNG")
+            viewers = psutil.Process(server.pid).children(recursive=True)
+            assert viewers
+            server.send_signal(signal.SIGINT)  # while the browser is connected
+            await asyncio.to_thread(server.wait, 10)
+            assert psutil.wait_procs(viewers, timeout=5)[1] == []
     finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(timeout=10)
+        server.kill()
+        server.wait()
 
 
 def test_a_bad_trace_is_refused_before_anything_is_served(tmp_path: Path) -> None:
