@@ -16,7 +16,7 @@ from msgspec.structs import astuple, replace
 from flexinspect.cli.output import errors_as_json, print_lines
 from flexinspect.cli.run_flags import configure
 from flexinspect.core.addresses import format_address, is_loopback
-from flexinspect.core.environment import check_free, git_state
+from flexinspect.core.environment import SHARE_VARIABLE, check_free, git_state
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import capitalize, print_message
 from flexinspect.records import job as jobs
@@ -53,7 +53,7 @@ examples:
 
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
-    *("--declare", "--level", "--layers", "--out", "--overwrite", "--max-size"),
+    *("--declare", "--level", "--layers", "--out", "--overwrite", "--share", "--max-size"),
     *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
     "--low-bandwidth",
     *("--break", "--wait", "--interactive"),
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
         check_log_file(args.log_file)
+        if args.share:
+            os.environ[SHARE_VARIABLE] = "1"  # for the process that records
         if job.serving is not None:
             _print_serve_address(*job.serving)
     is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))

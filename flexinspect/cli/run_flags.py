@@ -129,6 +129,7 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     add_switches(
         group,
         overwrite="replace an existing trace",
+        share="let other users of this machine read the trace (default: only you can)",
         no_ui="print plain output instead of opening the interface",
         json="print a summary as JSON on stdout",
         verbose="print the mask, its isolation, and the shapes, kernel path and candidates of each "

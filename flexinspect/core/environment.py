@@ -99,6 +99,10 @@ def offline_if_unreachable() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
+SHARE_VARIABLE = "FLEXINSPECT_SHARE"
+"""Environment variable: "1" lets other users read new traces, as far as the umask does."""
+
+
 def read_text(file: Path, what: str) -> str:
     """Return the text of a file that the user wrote. Raises `UsageError`; `what` names the file."""
     try:

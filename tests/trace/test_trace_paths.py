@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -283,3 +284,19 @@ def test_only_the_trace_of_the_dead_process_is_closed(tmp_path: Path) -> None:
     with open_trace(path) as reader:
         assert (reader.state, reader.run()["reason"]) == ("failed", "it died")
     assert not close_dead_trace(path, "again", 2**30)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no permissions like that here")
+@pytest.mark.parametrize(("share", "mode"), [("", 0o600), ("1", 0o644)])
+def test_only_its_user_can_read_a_trace_unless_it_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str, mode: int
+) -> None:
+    monkeypatch.setenv("FLEXINSPECT_SHARE", share)
+    before = os.umask(0o022)
+    try:
+        with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
+            writer.begin_generation(generation())
+            modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == dict.fromkeys(("a.flextrace", "a.flextrace-wal", "a.flextrace-shm"), mode)

@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from operator import itemgetter
 from pathlib import Path
 
-from flexinspect.core.environment import is_recorder_alive
+from flexinspect.core.environment import SHARE_VARIABLE, is_recorder_alive
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
@@ -66,6 +66,16 @@ def _mounts() -> list[tuple[Path, str]]:
 
 def _unescape(point: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
+
+
+def write_private(file: Path, data: bytes) -> None:
+    """Write a file that only this user can read, unless `SHARE_VARIABLE` says otherwise.
+
+    A trace holds prompts. SQLite gives the files beside it the same permissions.
+    """
+    mode = 0o666 if os.environ.get(SHARE_VARIABLE) == "1" else 0o600
+    with open(file, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as out:
+        out.write(data)
 
 
 def create_trace_file(path: Path, *, overwrite: bool) -> None:
@@ -170,6 +180,8 @@ def move_to_target(recorded: Path, path: Path) -> None:
     part = path.with_name(path.name + PART_SUFFIX)
     try:
         shutil.copyfile(recorded, part)
+        with suppress(OSError):  # a file system without permissions
+            part.chmod(stat.S_IMODE(recorded.stat().st_mode))
         part.replace(path)
     except OSError as error:
         with suppress(OSError):

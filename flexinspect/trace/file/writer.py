@@ -314,7 +314,7 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
     db = None
     part = path.with_name(path.name + location.PART_SUFFIX)
     try:
-        part.write_bytes(_empty_trace(run))
+        location.write_private(part, _empty_trace(run))
         part.replace(path)
         db = sqlite3.connect(
             f"{path.as_uri()}?mode=rw",
