@@ -83,6 +83,7 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "object": format_text,
     "text": format_text,
     "int": str,
+    "length": str,
     "bool": lambda value: "true" if value else "false",
     "real": _format_real,
 }

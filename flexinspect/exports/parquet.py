@@ -73,6 +73,7 @@ def _is_nullable(kind: str) -> bool:
 def _arrow_type(pyarrow: Any, kind: str) -> Any:
     types = {
         "int": pyarrow.int64(),
+        "length": pyarrow.int64(),
         "bool": pyarrow.bool_(),
         "real": pyarrow.float64(),
         "ints": pyarrow.list_(pyarrow.int64()),

@@ -132,6 +132,8 @@ SqlRow = Sequence[Any]
 E = TypeVar("E", bound=Enum)
 R = TypeVar("R")
 
+MAX_POSITION = 1 << 40
+"""Positions beyond this are damage, not a sequence."""
 MAX_ROWS_PER_INSERT = 128
 """Rows in one statement at most; keeps the number of parameters below SQLite's limit."""
 
@@ -185,6 +187,12 @@ def _read_real(value: Any) -> float:
     raise ValueError(f"a {type(value).__name__}")
 
 
+def _read_length(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= schema.MAX_LENGTH:
+        raise ValueError(f"{value!a:.40} is not a length")
+    return value
+
+
 def _read_bool(value: Any) -> bool:
     if value not in (0, 1):
         raise ValueError("neither 0 nor 1")
@@ -226,6 +234,8 @@ def _or_none(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _READERS_BY_KIND: dict[str, Callable[[Any], Any]] = {
     "int": _reader_of_types(int),
     "int?": _reader_of_types(int, type(None)),
+    "length": _read_length,
+    "length?": lambda value: None if value is None else _read_length(value),
     "bool": _read_bool,
     "real": lambda value: math.nan if value is None else _read_real(value),
     "real?": lambda value: None if value is None else _read_real(value),
@@ -565,6 +575,18 @@ def decode_generation(row: SqlRow) -> query_results.GenerationRow:
     names = ("state", "answer", "stop_reason", "ended_at")
     of_branch = {name: getattr(branch, name) for name in names}
     return GENERATION_ROWS.decode(row[:n_columns], **of_branch)
+
+
+def check_segments(segments: Sequence[Segment]) -> None:
+    """Raise `DamagedValueError` unless segments follow each other, each owned by one of them."""
+    end = 0
+    for each in segments:
+        if not end <= each.start <= each.stop <= MAX_POSITION:
+            what = f"the segment {each.label!a:.40} at {each.start} to {each.stop} is out of order"
+            raise DamagedValueError(what)
+        if not 0 <= each.owner < len(segments):
+            raise DamagedValueError(f"a segment belongs to segment {each.owner}, which is missing")
+        end = each.stop
 
 
 def decode_step(row: SqlRow) -> query_results.StepRow:

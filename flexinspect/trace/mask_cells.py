@@ -237,7 +237,7 @@ def read_step_calls(
     If a layer has several calls in a step, the first one counts.
     """
     found: list[StepCalls] = []
-    kinds = ("int", "int", "int", "int", "int?", "text?", "int?")
+    kinds = ("int", *("length",) * 3, "int?", "text?", "length?")
     rows = reader._read_values(kinds, _STEP_CALLS_SQL, (generation, branch, start, stop), "calls")
     for step, q_len, before, after, layer, mask, kv_len in rows:
         if not found or found[-1].step != step:

@@ -205,7 +205,10 @@ class TraceReader:
     def segments(self, generation: int, branch: int = 0) -> list[Segment]:
         """Return the segments of a branch, in order."""
         rest = f"{WHERE_BRANCH} ORDER BY segment"
-        return self._records(codec.SEGMENT_ROWS, rest, (generation, branch))
+        found = self._records(codec.SEGMENT_ROWS, rest, (generation, branch))
+        with self._damage_as_error():
+            codec.check_segments(found)
+        return found
 
     def tokens(
         self,
@@ -822,6 +825,7 @@ def _find_library(library: Library | None) -> Any:
 def _pandas_array(pandas: Any, kind: str, values: list[Any]) -> Any:
     import numpy as np
 
+    kind = kind.replace("length", "int")
     if kind == "real?":  # pandas.array would take NaN for a missing value
         none = np.array([value is None for value in values], np.bool_)
         floats = np.array([0.0 if value is None else value for value in values], np.float64)
@@ -832,4 +836,6 @@ def _pandas_array(pandas: Any, kind: str, values: list[Any]) -> Any:
 
 def _polars_series(polars: Any, kind: str, values: list[Any]) -> Any:
     dtypes = {"int": polars.Int64, "real": polars.Float64, "bool": polars.Boolean}
-    return polars.Series(values, dtype=dtypes.get(kind.removesuffix("?"), polars.String))
+    return polars.Series(
+        values, dtype=dtypes.get(kind.removesuffix("?").replace("length", "int"), polars.String)
+    )

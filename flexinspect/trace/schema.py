@@ -18,9 +18,14 @@ or pairs of integers."""
 NULLABLE_KINDS = ("bool", "object", "ints")
 """Kinds whose form that may be NULL is written and read as the kind itself."""
 
+MAX_LENGTH = 1 << 26
+"""Positions, rows or heads beyond this are damage; their reader would run out of memory."""
+
 SQL_TYPES = {
     "int": "INTEGER NOT NULL",
     "int?": "INTEGER",
+    "length": "INTEGER NOT NULL",
+    "length?": "INTEGER",
     "bool": "INTEGER NOT NULL",
     "real": "REAL",
     "real?": "ANY",
@@ -32,7 +37,8 @@ SQL_TYPES = {
     **dict.fromkeys(("object?", "ints?"), "TEXT"),
 }
 """SQL type by kind of a column. SQLite cannot store NaN, so NULL stands for it in a "real" column.
-In a "real?" column NULL means "none", and NaN is the text 'nan'."""
+In a "real?" column NULL means "none", and NaN is the text 'nan'. A "length" is an integer from 0 to
+`MAX_LENGTH`."""
 
 
 # by identity: a table is a cache key per step
@@ -136,10 +142,10 @@ TOKENS = define_table(
 STEPS = define_table(
     "steps",
     "generation branch step",
-    "phase text, q_len int, kv_before int, kv_after int, started_at real, wall_ms real, "
-    "capture_ms real, first_pos int?, last_pos int?, entropy real, margin real, chosen_id int?, "
-    "chosen_rank int?, chosen_logprob real, n_nan int?, n_inf int?, histogram_min real, "
-    "histogram_max real, histogram ints?",
+    "phase text, q_len length, kv_before length, kv_after length, started_at real, "
+    "wall_ms real, capture_ms real, first_pos length?, last_pos length?, entropy real, "
+    "margin real, chosen_id int?, chosen_rank int?, chosen_logprob real, n_nan int?, n_inf int?, "
+    "histogram_min real, histogram_max real, histogram ints?",
 )
 CANDIDATES = define_table(
     "candidates",
@@ -149,21 +155,21 @@ CANDIDATES = define_table(
 INPUTS = define_table(
     "inputs",
     "generation branch step",
-    "batch int, positions runs, cached_before ints, cached_after ints",
+    "batch length, positions runs, cached_before ints, cached_after ints",
 )
 CALLS = define_table(
     "calls",
     "generation branch step call",
-    "call int, layer int, path text, backend text, mask text?, batch int, q_heads int, "
-    "kv_heads int, q_len int, kv_len int, head_dim int, dtype text, scale real?, lse_error real?, "
-    "check_kind text?, softcap real?, mask_passed_to_layer text?, suppressed_exception text?, "
-    "causal bool?, window int?",
+    "call int, layer int, path text, backend text, mask text?, batch length, q_heads length, "
+    "kv_heads length, q_len length, kv_len length, head_dim length, dtype text, scale real?, "
+    "lse_error real?, check_kind text?, softcap real?, mask_passed_to_layer text?, "
+    "suppressed_exception text?, causal bool?, window int?",
 )
 BUILDS = define_table(
     "builds",
     "generation branch step build",
-    "build int, layer int?, batch int?, heads int?, q_len int, kv_len int, mask_mod text, "
-    "wall_ms real, peak_growth int",
+    "build int, layer int?, batch length?, heads length?, q_len length, kv_len length, "
+    "mask_mod text, wall_ms real, peak_growth int",
 )
 LAYER_STATS = define_table(
     "layer_stats",
@@ -202,9 +208,9 @@ TRAINING_STEPS = define_table(
 MASKS = define_table(
     "masks",
     "generation branch step fingerprint",
-    "fingerprint text, kind text, batch int, heads int, q_len int, kv_len int, q_offset int, "
-    "kv_offset int, block_q int?, block_kv int?, mask_mod text?, mask_mod_source text?, "
-    "compiled bool, mask_mod_code object?",
+    "fingerprint text, kind text, batch length, heads length, q_len length, kv_len length, "
+    "q_offset int, kv_offset length, block_q length?, block_kv length?, mask_mod text?, "
+    "mask_mod_source text?, compiled bool, mask_mod_code object?",
 )
 ARRAYS = define_table(
     "arrays",

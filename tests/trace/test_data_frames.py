@@ -27,6 +27,8 @@ from flexinspect.trace.reader import Library, TraceReader, open_trace
 LIBRARIES: tuple[Library, ...] = ("pandas", "polars")
 PANDAS = {
     "int": "int64",
+    "length": "int64",
+    "length?": "Int64",
     "int?": "Int64",
     "bool": "bool",
     "bool?": "boolean",
@@ -35,6 +37,8 @@ PANDAS = {
 }
 POLARS = {
     "int": polars.Int64,
+    "length": polars.Int64,
+    "length?": polars.Int64,
     "int?": polars.Int64,
     "bool": polars.Boolean,
     "bool?": polars.Boolean,
