@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-flexinspect
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check format bench demo-model screenshots dist clean
+.PHONY: help setup demo test test-fast torture check format bench demo-model screenshots dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -33,6 +33,10 @@ test: setup ## run the test suite
 
 test-fast: setup ## run the quick tests that load no torch and start no process
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --fast
+
+MINUTES ?= 10
+torture: setup ## damage traces for MINUTES (10), read them with every command, and list what fails
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.torture --minutes $(MINUTES)
 
 check: setup ## formatting, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -40,6 +40,7 @@ examples:
   flexinspect doctor
   flexinspect fetch --model llama3.2_3b_it
   flexinspect export run.flextrace --to perfetto
+  flexinspect redact run.flextrace
   flexinspect import debug_tree/ -o run.flextrace
   flexinspect mask small --verify
   flexinspect models
@@ -71,6 +72,7 @@ COMMANDS = {
     "doctor": "check this machine: packages, FlexAttention, GPU, memory, disk and the hub",
     "fetch": "download models and datasets, and look after the cache",
     "export": "write a trace for Perfetto, TensorBoard, DuckDB, spreadsheets or Jupyter",
+    "redact": "write a copy of a trace without its texts, for a public report",
     "import": "make a trace of what transformers' debugger, SGLang or your own code has dumped",
     "mask": "draw, analyse and verify a mask: a preset, an expression, your code, or a trace",
     "models": "list the models: size, and whether they are local, cached or need a download",
