@@ -38,14 +38,13 @@ class PerfettoExporter:
     ) -> Mapping[str, int]:
         """Write the timeline, generation by generation; see `Exporter`."""
         chosen = [reader.generation(number) for number in options.generations(reader)]
-        starts = [nanoseconds(row.started_at) for row in chosen]
-        pid = reader.run().get("pid")
+        starts = [row.started_at for row in chosen]
+        starts += [row.event.at for row in reader.events(generation=options.generation)]
         with target.open("wb") as out:
             timeline = TimelineWriter(
                 out,
-                process_name=f"flexinspect {reader.path.name}",
-                pid=pid if isinstance(pid, int) and 0 < pid < 1 << 31 else 1,
-                start_ns=min(filter(None, starts), default=0),
+                name=f"flexinspect {reader.path.name}",
+                start_ns=min(filter(None, map(nanoseconds, starts)), default=0),
             )
             bounds = [(row, branch) for row in chosen for branch in reader.branches(row.generation)]
             total = sum(reader.n_steps(row.generation, branch.branch) for row, branch in bounds)
@@ -83,6 +82,7 @@ class _BranchTracks:
         self._spans: dict[int, tuple[int, int]] = {}
         started = nanoseconds(row.started_at, timeline.start_ns)
         self._start_ns = self._now = nanoseconds(branch.started_at, started)
+        self._has_steps = False
         self._finding_steps = {finding.step for finding in self._findings}
         self._ends: dict[int | None, int] = {}
 
@@ -99,7 +99,7 @@ class _BranchTracks:
         for value in step_values(step, self._groups):
             if math.isfinite(value.value):
                 track = self._child("counters", value.name, unit=value.unit)
-                self._timeline.counter(track, stop, value.value)
+                self._timeline.counter(track, start, value.value)
         if step.step in self._finding_steps:
             self._ends[step.step] = stop
 
@@ -127,6 +127,9 @@ class _BranchTracks:
         set back.
         """
         own = nanoseconds(step.started_at, self._now)
+        if not self._has_steps:  # a branch begins with a step that may be older than its row
+            self._start_ns = self._now = min(self._now, own)
+            self._has_steps = True
         start = max(own, self._now)
         duration = nanoseconds(step.wall_ms / 1e3)
         self._now = max(own + duration, start)

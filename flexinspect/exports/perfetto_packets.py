@@ -25,19 +25,19 @@ _MAX_NS = 1 << 62
 
 
 class TimelineWriter:
-    """Writes the packets of a timeline of one process to `out`, in any order of time.
+    """Writes the packets of a timeline to `out`, in any order of time.
 
-    Times are nanoseconds since the epoch, from `start_ns` on. `n_events` counts slices, instants
-    and counter values.
+    Times are nanoseconds since the epoch; those before `start_ns` count as `start_ns`, at which the
+    axis of the viewer begins. `n_events` counts slices, instants and counter values.
     """
 
-    def __init__(self, out: BinaryIO, process_name: str, pid: int, start_ns: int) -> None:
+    def __init__(self, out: BinaryIO, name: str, start_ns: int) -> None:
         self._out, self.start_ns = out, start_ns
         self._ranks: dict[int, int] = {}
         self.n_events = 0
         self._write_clocks(start_ns)
-        process = int_field(1, pid) + text_field(6, process_name)
-        self.root = self._describe(0, ("process",), bytes_field(3, process))
+        # The viewer sorts the tracks of a process by name; those of another track keep their order.
+        self.root = self._describe(0, ("root",), text_field(2, name))
 
     def track(self, parent: int, key: str, name: str, *, unit: str | None = None) -> int:
         """Add a track below `parent` and return its id; `key` tells it from its siblings.
@@ -77,7 +77,7 @@ class TimelineWriter:
 
     def _write_event(self, track: int, at_ns: int, kind: int, rest: bytes) -> None:
         event = int_field(9, kind) + int_field(11, track) + rest
-        self._write(int_field(8, at_ns) + bytes_field(11, event))
+        self._write(int_field(8, max(at_ns - self.start_ns, 0)) + bytes_field(11, event))
 
     def _describe(self, parent: int, key: tuple[str, ...], body: bytes) -> int:
         digest = blake2b(repr(key).encode("utf-8", "backslashreplace"), digest_size=8)
@@ -87,13 +87,13 @@ class TimelineWriter:
         return uuid
 
     def _write_clocks(self, start_ns: int) -> None:
-        """Make the default clock (boot time) tell the time of day, which the viewer can show."""
+        """Tell the time of day at which the default clock (boot time) begins."""
         clocks = b"".join(
-            bytes_field(1, int_field(1, clock) + int_field(2, start_ns))
-            for clock in (_BOOTTIME, _REALTIME)
+            bytes_field(1, int_field(1, clock) + int_field(2, now))
+            for clock, now in ((_BOOTTIME, 0), (_REALTIME, start_ns))
         )
         snapshot = bytes_field(6, clocks + int_field(2, _BOOTTIME))
-        self._write(_STATE_CLEARED + int_field(8, start_ns) + snapshot)
+        self._write(_STATE_CLEARED + int_field(8, 0) + snapshot)
 
     def _write(self, packet: bytes) -> None:
         self._out.write(bytes_field(1, packet + _SEQUENCE))

@@ -85,8 +85,8 @@ def test_counters_have_the_recorded_values(path: Path, timeline: Timeline) -> No
     assert found["logits/entropy"] == [step.entropy for step in steps]
     probabilities = [math.exp(step.chosen_logprob or 0) for step in steps]
     assert found["logits/chosen_probability"] == probabilities
-    ends = [one.stop for one in timeline.on("generation 0: sample-0/steps")]
-    assert [at for at, _ in timeline.counters[next(iter(timeline.counters))]] == ends
+    starts = [one.start for one in timeline.on("generation 0: sample-0/steps")]
+    assert [at for at, _ in timeline.counters[next(iter(timeline.counters))]] == starts
 
 
 def test_counters_of_memory_have_the_unit_bytes(timeline: Timeline) -> None:
@@ -188,7 +188,7 @@ ARGS = st.recursive(
 def test_arguments_survive(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     file = tmp_path_factory.getbasetemp() / "args.perfetto-trace"
     with file.open("wb") as out:
-        writer = TimelineWriter(out, "test", 1, 0)
+        writer = TimelineWriter(out, "test", 0)
         writer.instant(writer.track(writer.root, "a", "a"), 5, "event", {"value": value})
     assert Timeline(file).instants[0].args == {"value": value}
 
@@ -209,6 +209,17 @@ def trace_processor() -> str | None:
     return os.environ.get("TRACE_PROCESSOR") or shutil.which("trace_processor_shell") or cached
 
 
+def test_a_branch_that_begins_before_its_row_loses_no_time(tmp_path: Path) -> None:
+    path = unpack("branches", tmp_path)
+    timeline = Timeline(export(path, "perfetto"))
+    with open_trace(path) as reader:
+        for branch in reader.branches(0)[1:]:
+            sample = reader.generation(0).sample_id
+            steps = timeline.on(f"generation 0, branch {branch.branch}: {sample}/steps")
+            recorded = [round(step.wall_ms * 1e6) for step in reader.steps(0, branch.branch)]
+            assert [one.duration for one in steps][:1] == recorded[:1]
+
+
 @pytest.mark.skipif(trace_processor() is None, reason="trace_processor_shell is not installed")
 def test_the_trace_processor_reads_the_timeline_without_errors(path: Path, tmp_path: Path) -> None:
     from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
@@ -216,7 +227,7 @@ def test_the_trace_processor_reads_the_timeline_without_errors(path: Path, tmp_p
     file = export(Path(shutil.copy(path, tmp_path)), "perfetto")
     config = TraceProcessorConfig(bin_path=trace_processor())
     with TraceProcessor(trace=str(file), config=config) as processor:
-        sql = "SELECT count(*) AS n, min(dur) AS least FROM slice"
+        sql = "SELECT count(*) AS n, min(dur) AS least FROM slice WHERE dur > 0"
         (row,) = processor.query(sql)
         assert (row.n, row.least) == (len(Timeline(file).slices), 12_500_000)
         errors = "SELECT name FROM stats WHERE severity IN ('error', 'data_loss') AND value > 0"

@@ -58,15 +58,18 @@ class Timeline:
         self._last: dict[int, int] = defaultdict(int)
         for packet in trace.packet:
             assert packet.trusted_packet_sequence_id == 1
-            if packet.HasField("track_descriptor"):
+            if packet.HasField("clock_snapshot"):
+                now = {one.clock_id: one.timestamp for one in packet.clock_snapshot.clocks}
+                began = now[1] - now[6]  # the time of day at boot time 0
+            elif packet.HasField("track_descriptor"):
                 self._describe(packet.track_descriptor)
             elif packet.HasField("track_event"):
-                self._add(packet.timestamp, packet.track_event)
+                self._add(began + packet.timestamp, packet.track_event)
         assert not any(self._open.values()), "a slice has no end"
 
     def _describe(self, track: Any) -> None:
         assert track.uuid not in self.paths, "a track is described twice"
-        name = track.process.process_name if track.HasField("process") else track.name
+        name = track.name
         parent = f"{self.paths[track.parent_uuid]}/" if track.parent_uuid else ""
         self.paths[track.uuid] = parent + name
 
