@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sqlite3
@@ -16,6 +17,7 @@ import zstandard
 from flexinspect.trace.schema import TABLES
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+MAX_MILLIONS = 50  # instructions of SQLite that one change takes at most
 NUMBERS = (0, 1, -1, 2, 7, 255, 2**31, -(2**31), 2**53 + 1, 2**63 - 1, -(2**63))
 REALS = (0.0, -0.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), 0.5)
 TEXTS = (
@@ -45,6 +47,8 @@ def mutate(path: Path, seed: int) -> str:
 def _edit(path: Path, edit: Callable[[sqlite3.Connection], str]) -> str:
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("PRAGMA ignore_check_constraints = ON")
+        calls = itertools.count()  # an earlier change may have made a view that never ends
+        db.set_progress_handler(lambda: next(calls) > MAX_MILLIONS, 1_000_000)
         return edit(db)
 
 
