@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--traces", metavar="WHICH", help=f"{traces} (default: none)")
     run_flags.add_model_flags(parser)
     group = parser.add_argument_group("data", argument_default=argparse.SUPPRESS)
-    run_flags.add_dataset_flags(group)
+    run_flags.add_dataset_flags(group, "demo")
     group.add_argument("--max-samples", type=positive_int, help="default: all")
     run_flags.add_text_flags(group)
     run_flags.add_attention_flags(parser)

@@ -44,7 +44,7 @@ def write_files(
     that cannot be written.
     """
     answers = folder / "answers.csv"
-    save_file(answers, _csv(settings, results, lemmatizer).encode(), UsageError)
+    save_file(answers, answers_csv(settings, results, lemmatizer).encode(), UsageError)
     file = folder / "summary.json"
     data = msgspec.json.format(msgspec.json.encode(summary(settings, comparison)), indent=2)
     save_file(file, data + b"\n", UsageError)
@@ -81,11 +81,13 @@ def figure_of(settings: Mapping[str, Any], comparison: Comparison) -> tuple[Any,
         )
         series.append(AccuracySeries(method, points))
     job = settings["job"]
-    title = f"Exact match on {job['dataset']}, {comparison.n_scored} samples, {job['model']}"
+    title = f"Exact match on {job['dataset']}, {comparison.n_scored} samples, model {job['model']}"
     return tuple(series), f"{title}, mask {job['mask']}"
 
 
-def _csv(settings: Mapping[str, Any], results: Sequence[LabResult], lemmatizer: Lemmatizer) -> str:
+def answers_csv(
+    settings: Mapping[str, Any], results: Sequence[LabResult], lemmatizer: Lemmatizer
+) -> str:
     """Return a row for each answer; those to one paraphrase alone have its number from 1."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -302,12 +304,13 @@ def print_sample(result: LabResult, settings: Mapping[str, Any], *, as_json: boo
     console.print()
     console.print(_answer_table(result, methods, count, flags))
     if result.orders:
-        console.print("\nother orders, flex", style="bold")
+        n = len(result.orders[0].order)
+        console.print(f"\nflex, other orders of {n} paraphrases", style="bold")
         for one in result.orders:
             order = " ".join(str(index + 1) for index in one.order)
             console.print(escape_unprintable(f"{order}  {one.text}"), soft_wrap=True)
     for answer in result.answers:
-        if answer.count == count:
+        if answer.count == count and answer.method in methods:
             console.print(f"\n{answer.method}, token by token", style="bold")
             console.print(_vote_table(answer))
     if result.trace:
