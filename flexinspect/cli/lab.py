@@ -19,7 +19,7 @@ from flexinspect.cli.flags import add_switches, n_threads, non_negative_int, pos
 from flexinspect.cli.output import errors_as_json, print_json
 from flexinspect.core.environment import check_free
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import plural, print_message
+from flexinspect.core.text import format_ranges, plural, print_message
 
 if TYPE_CHECKING:
     from flexinspect.lab.lab_result import LabResult
@@ -276,12 +276,12 @@ def _report(
     from flexinspect.lab.scoring import load_lemmatizer
 
     stored = msgspec.to_builtins(stored)
-    if args.sample is not None:
-        lab_output.print_sample(find_sample(results, args.sample), stored, as_json=args.json)
-        return 0
     if not results:
         what = f"{folder} has no result yet."
         raise UsageError(what, hint="Run the command that made it again to continue.")
+    if args.sample is not None:
+        lab_output.print_sample(find_sample(results, args.sample), stored, as_json=args.json)
+        return 0
     lemmatizer = load_lemmatizer(args.lemmatizer)
     comparison = compare(results, stored["methods"], stored["counts"], lemmatizer)
     files = lab_output.write_files(folder, stored, results, comparison, lemmatizer, args.figure)
@@ -301,6 +301,6 @@ def find_sample(results: Sequence[LabResult], text: str) -> LabResult:
     for one in results:
         if text == one.sample_id or (text.isdecimal() and int(text) == one.index):
             return one
-    ids = f"0 to {results[-1].index}" if results else "none"
     what = f"There is no result of a sample {text!r}."
-    raise UsageError(what, hint=f"The stored samples are {ids}; --sample takes an id, too.")
+    hint = f"The stored samples are {format_ranges(one.index for one in results)}; "
+    raise UsageError(what, hint=f"{hint}--sample takes an id, too.")

@@ -239,4 +239,4 @@ def test_a_sample_that_is_not_there_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lab", str(folder), "--sample", "99"]) == 2
-    assert f"The stored samples are 0 to {N - 1}" in capsys.readouterr().err
+    assert f"The stored samples are 0-{N - 1};" in capsys.readouterr().err

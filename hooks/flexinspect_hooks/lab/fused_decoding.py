@@ -131,6 +131,7 @@ def fuse(method: str, logits: Tensor, weights: Tensor | None = None) -> Tensor:
         highest = logits.softmax(-1).amax(0)
         return highest / highest.sum()
     assert weights is not None
+    weights = weights.to(logits.device)
     if method == "weighted_avg":
         return (logits * (weights / weights.sum())[:, None]).sum(0).softmax(-1)
     return logits[int(weights.argmax())].softmax(-1)
