@@ -17,7 +17,6 @@ from flexinspect.cli import run as run_command
 from flexinspect.cli import run_flags
 from flexinspect.cli.flags import add_switches, n_threads, non_negative_int, positive_int
 from flexinspect.cli.output import errors_as_json, print_json
-from flexinspect.core.environment import check_free
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_ranges, plural, print_message
 
@@ -134,6 +133,9 @@ def _selected(args: argparse.Namespace, stored: dict[str, Any]) -> dict[str, Any
     """
     from flexinspect.lab.settings import parse_counts, parse_methods
 
+    if not {"methods", "counts", "job"} <= stored.keys():
+        what = f"{Path(args.results) / RESULTS} has no results of flexinspect lab."
+        raise UsageError(what, hint="Name a folder that it has written.")
     given = vars(args)
     wanted: dict[str, Sequence[Any]] = {}
     if "methods" in given:
@@ -164,7 +166,7 @@ def prepare(args: argparse.Namespace) -> tuple[LabSettings, list[SampleJob], Pat
     given = vars(args)
     options = run_command.generation_options(args)
     options.setdefault("max_samples", None)
-    job = Job(out="", threads=args.threads, **options)
+    job = Job(out="", threads=args.threads, argv=tuple(sys.argv), **options)
     methods = labs.parse_methods(given.get("methods", "all"))
     traces = given.get("traces", "none")
     labs.check_traces(traces, methods)
@@ -180,7 +182,7 @@ def prepare(args: argparse.Namespace) -> tuple[LabSettings, list[SampleJob], Pat
         samples = [replace(one, paraphrases=one.paraphrases[: counts[-1]]) for one in samples]
     folder = Path(args.out or _default_folder(job))
     if folder.exists() and not folder.is_dir():
-        check_free(folder, overwrite=False)
+        raise UsageError(f"{folder} is a file.", hint="Name a folder by --out.")
     orders = given.get("orders", 2) if labs.FLEX in methods and counts[-1] > 1 else 0
     settings = labs.LabSettings(
         job=job,
