@@ -1,0 +1,1 @@
+"""The ensemble laboratory without torch: settings, stored results, scores and statistics."""
