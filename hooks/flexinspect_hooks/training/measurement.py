@@ -113,6 +113,22 @@ class GradientMeter:
             group[1] += size * weight * weight
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
+    @torch.no_grad()
+    def sum_weight_bits(self) -> Tensor:
+        """Return for each group the sum of the bits of its weights as integers, int64 (groups,).
+
+        Equal weights have equal sums on all ranks; parameters of which each rank has a part do not
+        count.
+        """
+        sums: dict[str, list[Tensor]] = {}
+        for one in self.named:
+            if not hasattr(one.parameter, "placements"):
+                sums.setdefault(one.group, []).append(_sum_bits(one.parameter))
+        device = next(iter(self.named)).parameter.device
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        parts = (sums.get(group, [zero]) for group in self.groups)
+        return torch.stack([torch.stack([each.to(device) for each in own]).sum() for own in parts])
+
     def measure(
         self, step: int, detail: Detail, scale: float, is_warming: bool, norms: ClippingNorms | None
     ) -> training_step.TrainingStepRecord | None:
@@ -164,6 +180,17 @@ class GradientMeter:
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
+
+
+def _sum_bits(parameter: Tensor) -> Tensor:
+    """Return the sum of a tensor's values with their bits read as integers, modulo 2^64."""
+    values = parameter.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of a number of bytes."""
 
 
 def _sample_rows(parameter: Tensor) -> Tensor:

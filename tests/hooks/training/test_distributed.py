@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from flexinspect.core.errors import UsageError
+from flexinspect.core.ranks import Rank, rank_path
 from flexinspect.trace.reader import open_trace
-from flexinspect_hooks.capture.ranks import Rank, current_rank, rank_path
+from flexinspect_hooks.capture.ranks import current_rank
 from flexinspect_hooks.user_code.watch_trace import free_path
 
 PROGRAM = """
@@ -67,7 +68,7 @@ def test_a_rank_is_known_from_torchrun_before_there_is_a_process_group(
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert current_rank() == Rank(3, 16)
-    assert rank_path(Path("x/a.flextrace")) == Path("x/a-rank03.flextrace")
+    assert rank_path(Path("x/a.flextrace"), current_rank()) == Path("x/a-rank03.flextrace")
     own = free_path(tmp_path / "a.flextrace", "")
     own.write_text("")
     with pytest.raises(UsageError, match=r"a-rank03\.flextrace exists already"):
