@@ -17,12 +17,11 @@ torch.manual_seed(0)
 split = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=split)
 prompt = torch.tensor([[1, 17, 42, 9]])
+if dist.get_rank() == 1 and "differ" in sys.argv:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output + 0.01)
 
 
 def main():
-    if dist.get_rank() == 1 and "differ" in sys.argv:
-        with torch.no_grad():  # a norm is a whole parameter on each rank
-            model.model.layers[1].post_attention_layernorm.weight[3] += 0.5
     model.generate(prompt, max_new_tokens=5, do_sample=False)
 
 
@@ -35,7 +34,7 @@ else:
     main()
 dist.destroy_process_group()
 """
-"""Arguments: the model's folder, then words: `watch`, `differ` (rank 1 changes a norm)."""
+"""Arguments: the model's folder, then words: `watch`, `differ` (layer 1 of rank 1)."""
 
 TRAIN = """
 import os, signal, sys, time
