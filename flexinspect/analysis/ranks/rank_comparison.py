@@ -73,12 +73,12 @@ class RankComparison(Struct, frozen=True):
         has_rounding = any(each.verdict == ROUNDING for one in comparable for each in _parts(one))
         return ROUNDING if has_rounding else SAME
 
-    def differing_steps(self, rank: int, generation: int) -> tuple[int, ...]:
-        """Return the steps in which a rank differs from the reference beyond noise."""
+    def differing_steps(self, rank: int, generation: int) -> Mapping[int, str]:
+        """Return the steps in which a rank differs from the reference beyond noise, with what."""
         if rank not in self.pairs:
-            return ()
+            return {}
         parts = _parts(self.pairs[rank])
-        return next((one.beyond for one in parts if one.generation == generation), ())
+        return next((one.beyond for one in parts if one.generation == generation), {})
 
 
 def compare_ranks(

@@ -60,7 +60,7 @@ class RankRun(Struct, frozen=True):
     def stopped(self) -> tuple[RankTrace, ...]:
         """Ranks that ended without finishing, those with the fewest steps first."""
         ended = [one for one in self.traces if one.state not in ("finished", "recording")]
-        return tuple(sorted(ended, key=lambda one: one.last or (-1, -1)))
+        return tuple(sorted(ended, key=lambda one: (one.last or (-1, -1), one.state, one.rank)))
 
     @property
     def hostnames(self) -> tuple[str, ...]:

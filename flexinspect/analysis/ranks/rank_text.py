@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from msgspec import to_builtins
@@ -13,7 +14,7 @@ from flexinspect.analysis.ranks.side_by_side import Cell, SideBySide
 from flexinspect.analysis.ranks.waiting import OtherCalls, Waiting
 from flexinspect.analysis.run_diff.generations import DIFFERENT, ROUNDING, Place
 from flexinspect.analysis.run_diff.quantities import QUANTITIES
-from flexinspect.core.text import format_ranges, plural, printable
+from flexinspect.core.text import format_ranges, plural, printable, truncate
 
 JSON_VERSION = 1
 _MAX_COLUMN = 22
@@ -54,18 +55,21 @@ def verdict_text(found: RankComparison) -> str:
     if not found.pairs:
         return "No two ranks have steps, so nothing is compared."
     sentence = _SENTENCES.get(found.verdict, _SAME)
-    return sentence if found.first is None else f"{sentence} First: {first_text(found.first)}"
+    return (
+        sentence if found.first is None else f"{sentence} First: {first_text(found, found.first)}."
+    )
 
 
-def first_text(first: RankPlace) -> str:
-    """Return where ranks differ first: step, layer, quantity, and which ranks."""
+def first_text(found: RankComparison, first: RankPlace) -> str:
+    """Return where ranks differ first: step, layer, quantity, and which ranks from which."""
     place = first.place
+    alike = sorted({*found.pairs, first.reference} - {*first.ranks, *found.own_inputs})
     generation = f"generation {first.generation}, " if first.generation else ""
     layer = "" if place.layer is None else f", layer {place.layer}"
     what = f"{generation}step {place.step}{layer}: {_quantity_text(place)}"
     who = ranks_text(first.ranks)
     verb = "differs" if len(first.ranks) == 1 else "differ"
-    return f"{what}: {who} {verb} from {ranks_text([first.reference])}"
+    return f"{what}: {who} {verb} from {ranks_text(alike)}"
 
 
 def _quantity_text(place: Place) -> str:
@@ -109,8 +113,7 @@ def state_lines(found: RankComparison) -> Iterator[str]:
     run = found.run
     if run.missing:
         yield f"No trace of {ranks_text(run.missing)} is in the folder."
-    for one in run.stopped:
-        yield f"Rank {one.rank} {_end_text(one)} {_last_text(one)}.{_error_text(one)}"
+    yield from _stopped_lines(run.stopped)
     if found.own_inputs:
         others = ranks_text(found.own_inputs)
         yield f"Each rank has its own prompts, as {others}: their steps are not compared."
@@ -119,20 +122,29 @@ def state_lines(found: RankComparison) -> Iterator[str]:
     yield from _clock_lines(found.waiting)
 
 
-def _end_text(one: RankTrace) -> str:
-    endings = {STOPPED: "stopped: its process ended without finishing the trace,"}
-    return endings.get(one.state, "was interrupted" if one.state == "interrupted" else "failed")
+def _stopped_lines(stopped: Sequence[RankTrace]) -> Iterator[str]:
+    """Yield which ranks ended without finishing, the first to end first, with their errors."""
+    for (state, last), group in groupby(stopped, key=lambda one: (one.state, one.last)):
+        own = [*group]
+        errors = (one.error.splitlines()[0] for one in own if one.error)
+        error = printable(next(errors, ""))
+        text = _ENDINGS.get(state, f"failed {_last_text(last)}")
+        text = text.format(last=_last_text(last), their="its" if len(own) == 1 else "their")
+        shown = f" {truncate(error, _MAX_ERROR)}" if error else ""
+        yield f"{ranks_text([one.rank for one in own]).capitalize()} {text}.{shown}"
 
 
-def _last_text(one: RankTrace) -> str:
-    if one.last is None:
+_ENDINGS = {
+    STOPPED: "stopped {last}: {their} process ended without finishing the trace",
+    "interrupted": "was interrupted {last}",
+}
+_MAX_ERROR = 100
+
+
+def _last_text(last: tuple[int, int] | None) -> str:
+    if last is None:
         return "before its first step"
-    generation = f" of generation {one.last[0]}" if one.last[0] else ""
-    return f"after step {one.last[1]}{generation}"
-
-
-def _error_text(one: RankTrace) -> str:
-    return f" {printable(one.error.splitlines()[0])[:160]}" if one.error else ""
+    return f"after step {last[1]}" + (f" of generation {last[0]}" if last[0] else "")
 
 
 def _other_calls_text(other: OtherCalls, n: int) -> str:

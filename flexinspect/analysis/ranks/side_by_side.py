@@ -14,7 +14,8 @@ from flexinspect.trace.reader import TraceReader
 class Cell(Struct, frozen=True):
     """One step of one rank: the chosen token, or loss and gradient norm (None: not recorded).
 
-    `differs` is whether it differs from the reference beyond noise in what must be equal.
+    `differs` names what differs first from the reference beyond noise, of what must be equal; "" if
+    nothing does.
     """
 
     rank: int
@@ -24,7 +25,7 @@ class Cell(Struct, frozen=True):
     wall_ms: float | None = None
     waited_s: float | None = None
     late_s: float | None = None
-    differs: bool = False
+    differs: str = ""
 
 
 class SideBySide(Struct, frozen=True):
@@ -55,12 +56,12 @@ def load_steps_of_ranks(
         if _has(reader, generation):
             load = _training_cells if found.is_training else _token_cells
             columns[trace.rank] = load(reader, trace.rank, generation, start, stop)
-    differing = {rank: frozenset(found.differing_steps(rank, generation)) for rank in found.pairs}
+    differing = {rank: found.differing_steps(rank, generation) for rank in found.pairs}
     rows = []
     for step in range(start, stop):
         waits = found.waiting.steps.get((generation, step))
         cells = {
-            rank: _with_waits(cells[step], found, waits, differs=step in differing.get(rank, ()))
+            rank: _with_waits(cells[step], found, waits, differing.get(rank, {}).get(step, ""))
             for rank, cells in columns.items()
             if step in cells
         }
@@ -101,9 +102,7 @@ def _token_cells(
     }
 
 
-def _with_waits(
-    cell: Cell, found: RankComparison, waits: StepWaits | None, *, differs: bool
-) -> Cell:
+def _with_waits(cell: Cell, found: RankComparison, waits: StepWaits | None, differs: str) -> Cell:
     if waits is None and not differs:
         return cell
     at = [one.rank for one in found.run.traces].index(cell.rank)

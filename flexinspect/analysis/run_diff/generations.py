@@ -80,8 +80,8 @@ class GenerationDifference(step_diff.RunDifference, frozen=True):
     not computed again (a replayed graph, a stale buffer). `missing` says which trace alone has the
     generation. `begins` is the first place where a number differs at all, `first` the first one
     beyond `noise`, `compared` and `not_compared` (with the
-    reason) are the quantities, `left_out` the steps of A and of B without a partner. `beyond` are
-    the steps of A that differ beyond noise.
+    reason) are the quantities, `left_out` the steps of A and of B without a partner. `beyond` has
+    what differs first in each step of A that differs beyond noise.
     """
 
     generation: int = 0
@@ -100,7 +100,7 @@ class GenerationDifference(step_diff.RunDifference, frozen=True):
     left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     compared: Mapping[str, Compared] = {}
     not_compared: Mapping[str, str] = {}
-    beyond: tuple[int, ...] = ()
+    beyond: Mapping[int, str] = {}
 
     @property
     def verdict(self) -> str:
@@ -192,7 +192,7 @@ class Walk:
         self, a: Side, b: Side, noise: Noise | None, own: Mapping[str, str] = NOTHING
     ) -> None:
         self._sides, self._own = (a, b), own
-        self._beyond: list[int] = []
+        self._beyond: dict[int, str] = {}
         self._watched = (_WatchedSteps(a), _WatchedSteps(b))
         self._same_segments = alignment.have_same_segments(a, b)
         self.noise = noise
@@ -232,7 +232,7 @@ class Walk:
             "left_out": tuple(map(tuple, self._left_out)),
             "compared": self.compared,
             "not_compared": self._not_compared(),
-            "beyond": tuple(self._beyond),
+            "beyond": self._beyond,
         }
 
     def _leave_out(self, one: StepRecord | None, other: StepRecord | None) -> None:
@@ -259,7 +259,8 @@ class Walk:
         place = self._find_place(found, differences, pair.a, pair.b)
         self.first = self.first or place
         if place is not None:
-            self._beyond.append(found.step)
+            layer = "" if place.layer is None else f"layer {place.layer}: "
+            self._beyond[found.step] = f"{layer}{place.quantity}"
         if found.is_diverged:
             texts = ("".join(t.text or t.token for t in step.tokens) for step in (one, other))
             self._words = (next(texts), next(texts))

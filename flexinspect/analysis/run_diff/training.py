@@ -51,7 +51,7 @@ class TrainingDifference(Struct, frozen=True):
     `first` is the first place beyond `noise`, `first_difference` the first step in which anything
     differs, `worst` the largest difference by quantity and group. `groups` are those that only A
     and only B has, `left_out` the steps likewise. `missing` says which trace alone has it. `beyond`
-    are the steps that differ beyond noise.
+    has what differs first in each step that differs beyond noise.
     """
 
     generation: int = 0
@@ -66,7 +66,7 @@ class TrainingDifference(Struct, frozen=True):
     groups: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     missing: str = ""
-    beyond: tuple[int, ...] = ()
+    beyond: Mapping[int, str] = {}
 
     @property
     def verdict(self) -> str:
@@ -190,7 +190,7 @@ class _TrainingWalk:
         self._sides = a, b
         self.noise = noise
         self._own = own
-        self._beyond: list[int] = []
+        self._beyond: dict[int, str] = {}
         self.limits: dict[int, Mapping[tuple[str, str], float]] = {}
         self._first: Place | None = None
         self._first_step: int | None = None
@@ -228,7 +228,7 @@ class _TrainingWalk:
             not_compared=self._not_compared(),
             groups=(groups[0], groups[1]),
             left_out=(tuple(alone[0]), tuple(alone[1])),
-            beyond=tuple(self._beyond),
+            beyond=self._beyond,
         )
 
     def _compare_step(self, number: int, one: Values, other: Values) -> None:
@@ -245,8 +245,8 @@ class _TrainingWalk:
             if change and self._first_step is None:
                 self._first_step = number
             limit = self._limit(number, key)
-            if change > limit and self._beyond[-1:] != [number]:
-                self._beyond.append(number)
+            if change > limit:
+                self._beyond.setdefault(number, f"{name} of {group}" if group else name)
             if change > limit and self._first is None:
                 values = f"{one[key]:.6g} against {other[key]:.6g}" if name != WEIGHTS else ""
                 text = ", ".join(filter(None, (values, group)))
