@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from msgspec.structs import replace
 from rich.color import Color, ColorParseError
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
@@ -181,6 +182,8 @@ class InspectorApp(App[None]):
             pair = found.pairs[rank]
             part = next(one for one in pair.generations if one.generation == place.generation)
             names = (f"rank {found.reference}", f"rank {rank}")
+            if part.first is not None and part.first.step == place.step:
+                place = replace(place, layer=part.first.layer or 0)
             self._push_comparison(pair, part, names, place)
 
         readers = tuple(TraceReader(path) for path in paths.values())

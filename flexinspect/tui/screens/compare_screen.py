@@ -98,8 +98,10 @@ class PairView(LoadedCanvas):
             room = max(width, 1), cells_that_fit(width, height)
             if (found := self._found) is None:
                 return load_pair(self._sides, request[0], *room)
-            known = found.noise, found.layers, tuple(found.not_compared)
-            return load_pair(self._sides, request[0], *room, *known)
+            skipped = tuple(found.not_compared)
+            return load_pair(
+                self._sides, request[0], *room, found.noise, found.layers, skipped=skipped
+            )
         except Missing as missing:
             return " ".join(missing.lines())
         except FlexInspectError as error:
