@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import asdict
 
 from flexinspect.analysis.ranks.rank_comparison import ComparedPart, RankComparison, RankPlace
 from flexinspect.analysis.ranks.rank_run import STOPPED, RankTrace
@@ -264,7 +265,7 @@ def comparison_json(found: RankComparison, rows: Sequence[SideBySide]) -> dict[s
     run, waits = found.run, found.waiting
     ranks = [
         {
-            **to_builtins(one, builtin_types=()),
+            **asdict(one),
             "path": str(one.path),
             "waited_s": waits.waited_s[at] if waits.n_calls else None,
             "late_s": waits.late_s[at] if waits.n_calls else None,
