@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.warm_python import Popen
+
 PROGRAM = """
 import os, signal, sys, time
 import torch, flexinspect
@@ -91,15 +93,15 @@ def torchrun(
     )
 
 
-def start_ranks(folder: Path, n_ranks: int, words: Sequence[str]) -> list[subprocess.Popen[str]]:
-    """Start the program by processes without a launcher, which would end the others with one."""
+def start_ranks(folder: Path, n_ranks: int, words: Sequence[str]) -> list[Popen]:
+    """Start the program by forked processes, without a launcher that ends them all with one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     script = _write_program(folder)
     return [
-        subprocess.Popen(
+        Popen(
             [sys.executable, script, *words],
             cwd=folder,
             env={**os.environ, **_ALONE, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
