@@ -18,17 +18,27 @@ from flexinspect.panels.timeline import StepWindow
 BLOCKS = "▁▂▃▄▅▆▇█"
 MEASURES = ("differences", "late")
 """What a strip shows: which steps differ, or how late the rank is."""
+MIN_TABLE = 5
+"""Lines from which the table of steps is drawn."""
+STEP_WIDTH = 8
 N_DETAILS = 3
 """Lines about the current step, below the ranks."""
+COLUMN_WIDTH = 17
+"""Columns of a rank in the table of steps."""
 _VALUES_WIDTH = {True: 32, False: 28}
 """Columns of the numbers of the current step: of a training, and of a generation."""
 
 
 class RanksData(Struct, frozen=True):
-    """The steps of a strip, and the current one of all ranks."""
+    """The steps of a strip, and those around the current one with the values of all ranks."""
 
     window: StepWindow
-    row: SideBySide
+    rows: Sequence[SideBySide]
+
+    @property
+    def row(self) -> SideBySide:
+        """The current step."""
+        return next(row for row in self.rows if row.step == self.window.current)
 
 
 def head_lines(found: RankComparison, pen: Pen) -> list[Strip]:
@@ -53,7 +63,9 @@ def draw_ranks(
         for place in range(len(found.run.traces))[shown]
     ]
     title = _title_line(found, data, measure, pen)
-    return [*head, pen.line(), title, *rows, pen.line(), *_detail_lines(found, data, at, pen)]
+    details = _detail_lines(found, data, at, pen)
+    lines = [*head, pen.line(), title, *rows, pen.line(), *details]
+    return [*lines, *_step_table(found, data, at, pen, height - len(lines) - 1)]
 
 
 def strip_width(found: RankComparison, width: int) -> int:
@@ -140,14 +152,17 @@ def _late_signs(found: RankComparison, data: RanksData, place: int) -> Sequence[
     """Return a bar for how late the rank is in each step, of the longest in the window."""
     steps, generation = found.waiting.steps, data.row.generation
     shown = [steps.get((generation, step)) for step in data.window.steps]
-    top = max((max(one.late_s) for one in shown if one is not None), default=0.0)
+    # The first step waits for ranks that start later.
+    counted = [one for step, one in zip(data.window.steps, shown, strict=True) if one and step]
+    top = max((max(one.late_s) for one in counted or filter(None, shown)), default=0.0)
     signs = []
     for one in shown:
         late = 0.0 if one is None else one.late_s[place]
         if one is None or not late:
             signs.append((" " if one is None else "·", "muted"))
         else:
-            signs.append((BLOCKS[min(int(late / top * len(BLOCKS)), len(BLOCKS) - 1)], "warn"))
+            height = int(late / (top or late) * len(BLOCKS))
+            signs.append((BLOCKS[min(height, len(BLOCKS) - 1)], "warn"))
     return signs
 
 
@@ -198,3 +213,28 @@ def _detail_lines(found: RankComparison, data: RanksData, at: int, pen: Pen) -> 
         pen.line((late, "text")),
         pen.line((escape_unprintable(about), "muted")),
     ]
+
+
+def _step_table(
+    found: RankComparison, data: RanksData, at: int, pen: Pen, height: int
+) -> list[Strip]:
+    """Draw the steps around the current one, a column per rank, in what room is left."""
+    if height < MIN_TABLE:
+        return []
+    ranks = [one.rank for one in found.run.traces]
+    n_columns = max((pen.width - STEP_WIDTH) // COLUMN_WIDTH, 1)
+    columns = ranks[visible(at, min(n_columns, len(ranks)), len(ranks))]
+    current = next(n for n, row in enumerate(data.rows) if row.step == data.window.current)
+    rows = data.rows[visible(current, min(height - 2, len(data.rows)), len(data.rows))]
+    heads = [(clip_text(f"rank {rank}", COLUMN_WIDTH), "title") for rank in columns]
+    lines = [pen.line(), pen.line((clip_text("step", STEP_WIDTH), "title"), *heads)]
+    for row in rows:
+        number = f"{align_right(str(row.step), STEP_WIDTH - 2)}  "
+        spans: list[NamedSpan] = [(number, "cursor" if row is data.row else "muted")]
+        for rank in columns:
+            cell = row.cells.get(rank)
+            text = rank_text.cell_text(cell, is_training=found.is_training)
+            style = "bad" if cell is not None and cell.differs else "text"
+            spans.append((clip_text(text, COLUMN_WIDTH - 1) + " ", style))
+        lines.append(pen.line(*spans))
+    return lines

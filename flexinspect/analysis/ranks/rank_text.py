@@ -203,7 +203,7 @@ def step_table(found: RankComparison, rows: Sequence[SideBySide]) -> Iterator[st
     """Yield one line per step with a column per rank."""
     ranks = [one.rank for one in found.run.traces]
     texts = [
-        [_cell_text(row.cells.get(rank), is_training=found.is_training) for rank in ranks]
+        [cell_text(row.cells.get(rank), is_training=found.is_training) for rank in ranks]
         for row in rows
     ]
     heads = [f"rank {rank}" for rank in ranks]
@@ -223,7 +223,8 @@ def step_table(found: RankComparison, rows: Sequence[SideBySide]) -> Iterator[st
     yield f"  ({what}; ≠ differs from rank {found.reference} in what must be equal)"
 
 
-def _cell_text(cell: Cell | None, *, is_training: bool) -> str:
+def cell_text(cell: Cell | None, *, is_training: bool) -> str:
+    """Return the loss and the gradient norm, or the token, and whether it differs."""
     if cell is None:
         return "-"
     mark = " ≠" if cell.differs else ""

@@ -89,11 +89,12 @@ class RanksView(LoadedCanvas):
             step = min(place.step, max(n_steps - 1, 0))
             width = ranks_view.strip_width(self._found, max(self.app.size.width, 1))
             window = step_window(step, 0, max(n_steps - 1, 0), width)
-            bounds = (place.generation, step, step + 1)
-            (row,) = load_steps_of_ranks(self._found, self._readers, *bounds)
+            radius = self.app.size.height
+            bounds = (max(step - radius, 0), min(step + radius + 1, max(n_steps, 1)))
+            rows = load_steps_of_ranks(self._found, self._readers, place.generation, *bounds)
         except FlexInspectError as error:
             return error.sentence()
-        return RanksData(window, row)
+        return RanksData(window, rows)
 
     def _show_loaded(self, request: PlaceLoadRequest, loaded: RanksData | str) -> None:
         self._data = loaded
