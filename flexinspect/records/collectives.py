@@ -27,7 +27,11 @@ TIMES_STREAM = "collectives.times"
 """float64 (calls, 2): when this rank entered and left the call, in seconds since the epoch."""
 
 WEIGHTS_STREAM = "training.weights"
-"""int64 (groups,): the sum of the bits of each group's weights, as integers, after the step."""
+"""int64 (groups,): the sum of the bits of a sample of each group's weights, as integers, after the
+step: of rows with up to 65,536 values of each parameter, all of them in smaller ones."""
+
+ALL_WEIGHTS_STREAM = "training.all_weights"
+"""The same of all weights, in each 10th step at level basic, in each at higher ones."""
 
 
 def group_number(ranks: Iterable[int]) -> int:

@@ -23,7 +23,7 @@ from flexinspect.analysis.run_diff.generations import (
 )
 from flexinspect.analysis.run_diff.quantities import QUANTITIES
 from flexinspect.analysis.run_diff.traces import Comparison, compare_traces, is_training
-from flexinspect.analysis.run_diff.training import TrainingDifference
+from flexinspect.analysis.run_diff.training import WEIGHTS, TrainingDifference
 from flexinspect.core.errors import UsageError
 from flexinspect.trace.reader import TraceReader
 
@@ -31,7 +31,7 @@ OWN_HEADS = "each rank has its own heads"
 OWN_BATCH = "each rank has its own batch"
 OWN_PART = "each rank has a part of each weight"
 _OF_HEADS = ("q", "k", "v", "scores", "attention")
-_OF_WEIGHTS = ("gradient norm", "total gradient norm", "update ratio", "weights")
+_OF_WEIGHTS = ("gradient norm", "total gradient norm", "update ratio", *WEIGHTS)
 
 Progress = Callable[[int, int], None]
 ComparedPart = GenerationDifference | TrainingDifference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
@@ -23,17 +23,19 @@ from flexinspect.analysis.run_diff.quantities import (
 )
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_ranges
-from flexinspect.records.collectives import WEIGHTS_STREAM
+from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
+from flexinspect.records.step import Array
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.stream_ranges import arrays_by_step
 
 STEPS_PER_READ = 512
-WEIGHTS = "weights"
+WEIGHTS = {"weights": WEIGHTS_STREAM, "all weights": ALL_WEIGHTS_STREAM}
+"""Sums of the bits of weights: of a sample of each parameter, and of all of it."""
 QUANTITIES = (
     *("loss", "gradient norm", "total gradient norm", "norm before clipping", "learning rate"),
-    *("update ratio", "loss scale", "skipped step", WEIGHTS),
+    *("update ratio", "loss scale", "skipped step", *WEIGHTS),
 )
 """What is compared of a step, in the order in which it is computed."""
 UNRECORDED = {"activations": "no level records them"}
@@ -122,14 +124,13 @@ def _steps(reader: TraceReader, row: GenerationRow) -> Iterator[tuple[int, Value
     for start in range(0, 0 if last is None else last + 1, STEPS_PER_READ):
         bounds = (start, start + STEPS_PER_READ)
         steps = reader.training_steps(row.generation, 0, *bounds)
-        sums = arrays_by_step(reader, row.generation, [WEIGHTS_STREAM], *bounds)
+        sums = arrays_by_step(reader, row.generation, [*WEIGHTS.values()], *bounds)
         for number, step in sorted(steps.items()):
-            weights = sums.get(number, {}).get(WEIGHTS_STREAM)
-            yield number, dict(_values(step, names, [] if weights is None else weights.tolist()))
+            yield number, dict(_values(step, names, sums.get(number, {})))
 
 
 def _values(
-    step: TrainingStepRecord, groups: tuple[str, ...], weights: Sequence[int]
+    step: TrainingStepRecord, groups: tuple[str, ...], sums: Mapping[str, Array]
 ) -> Iterator[tuple[tuple[str, str], float]]:
     if step.has_loss:
         yield ("loss", ""), step.loss
@@ -137,8 +138,11 @@ def _values(
     for name, values in of_group.items():
         for group, value in zip(groups, values, strict=False):
             yield (name, group), value
-    for group, total in zip(groups, weights, strict=False):
-        yield (WEIGHTS, group), float(total % EXACT_INTEGERS)
+    for name, stream in WEIGHTS.items():
+        for group, total in zip(
+            groups, sums[stream].tolist() if stream in sums else (), strict=False
+        ):
+            yield (name, group), float(total % EXACT_INTEGERS)
     of_step = {
         "total gradient norm": step.total_norm,
         "norm before clipping": step.norm_before_clip,
@@ -238,7 +242,7 @@ class _TrainingWalk:
             if name in self._own:
                 continue
             change = _relative_change(one[key], other[key])
-            if name == WEIGHTS and change:
+            if name in WEIGHTS and change:
                 change = math.inf  # sums of bits: equal or not
             compared = self._compared.setdefault(name, Compared())
             compared.add(number, QuantityDifference(None, name, change))
@@ -248,13 +252,13 @@ class _TrainingWalk:
             if change > limit:
                 self._beyond.setdefault(number, f"{name} of {group}" if group else name)
             if change > limit and self._first is None:
-                values = f"{one[key]:.6g} against {other[key]:.6g}" if name != WEIGHTS else ""
+                values = f"{one[key]:.6g} against {other[key]:.6g}" if name not in WEIGHTS else ""
                 text = ", ".join(filter(None, (values, group)))
                 finite = change if math.isfinite(change) else None
                 self._first = Place(number, None, name, "value", finite, limit, text)
 
     def _limit(self, number: int, key: tuple[str, str]) -> float:
-        if key[0] in ("learning rate", "loss scale", "skipped step", WEIGHTS):
+        if key[0] in ("learning rate", "loss scale", "skipped step", *WEIGHTS):
             return 1e-12  # computed from the step's number, not from tensors
         if self.noise.is_measured:
             return NOISE_FACTOR * self.limits.get(number, {}).get(key, 0.0)

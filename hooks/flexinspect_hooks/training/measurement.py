@@ -114,16 +114,17 @@ class GradientMeter:
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
     @torch.no_grad()
-    def sum_weight_bits(self) -> Tensor:
+    def sum_weight_bits(self, *, sampled: bool) -> Tensor:
         """Return for each group the sum of the bits of its weights as integers, int64 (groups,).
 
         Equal weights have equal sums on all ranks; parameters of which each rank has a part do not
-        count.
+        count. With `sampled`, only the sample of each parameter counts.
         """
         sums: dict[str, list[Tensor]] = {}
         for one in self.named:
             if not hasattr(one.parameter, "placements"):
-                sums.setdefault(one.group, []).append(_sum_bits(one.parameter))
+                values = _sample_rows(one.parameter) if sampled else one.parameter.detach()
+                sums.setdefault(one.group, []).append(_sum_bits(values))
         device = next(iter(self.named)).parameter.device
         zero = torch.zeros((), dtype=torch.int64, device=device)
         parts = (sums.get(group, [zero]) for group in self.groups)
@@ -182,9 +183,8 @@ def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _sum_bits(parameter: Tensor) -> Tensor:
+def _sum_bits(values: Tensor) -> Tensor:
     """Return the sum of a tensor's values with their bits read as integers, modulo 2^64."""
-    values = parameter.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.records import training_step
-from flexinspect.records.collectives import WEIGHTS_STREAM
+from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
 from flexinspect.records.step import (
     ArrayRecord,
     EventRecord,
@@ -106,7 +106,8 @@ class TrainingStepDraft(StepPasses):
     reported_loss: Loss | None = None
     memory: MemoryRecord | None = None
     collectives: tuple[Any, ...] = ()
-    weights: Any = None  # the sums of their bits by group, on their device until `read`
+    weights: dict[str, Any] = field(default_factory=dict)
+    """By stream, the sums of their bits by group, on their device until `read`."""
     notes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
     def context(self) -> StepContext:
@@ -124,12 +125,13 @@ class TrainingStepDraft(StepPasses):
         loss, norm = self.reported_loss, self.norm_before_clip
         self.reported_loss = None if loss is None else float(loss)
         self.norm_before_clip = None if norm is None else float(norm)
-        if isinstance(self.weights, Tensor):
-            self.weights = self.weights.cpu().numpy()
+        for stream, sums in self.weights.items():
+            self.weights[stream] = sums.cpu().numpy() if isinstance(sums, Tensor) else sums
 
     def needs_wait(self) -> bool:
         """Whether `read` would wait for a device."""
-        values = [self.reported_loss, self.norm_before_clip, self.weights, *self.losses]
+        values = [self.reported_loss, self.norm_before_clip, *self.losses]
+        values += self.weights.values()
         values += [*self.output_gradient_norms, *(one.values for one in self.extremes)]
         tensors = (value for value in values if isinstance(value, Tensor))
         return self.pending is not None or any(map(is_remote, tensors))
@@ -191,8 +193,7 @@ class TrainingRecords(Hook):
         draft.memory = finished.memory
         draft.layer_stats += finished.stats
         draft.arrays += collective_arrays(finished.collectives)
-        if finished.weights is not None:
-            draft.arrays.append(ArrayRecord(WEIGHTS_STREAM, finished.weights))
+        draft.arrays += [ArrayRecord(stream, sums) for stream, sums in finished.weights.items()]
 
 
 class TrainingSession:
@@ -435,8 +436,11 @@ class TrainingSession:
         now.memory = self._memory.read()
         if self._collectives is not None:
             now.collectives = self._collectives.take()
-            if self._governor.detail.measures(now.number):
-                now.weights = self._meter.sum_weight_bits()
+            detail = self._governor.detail
+            if detail.measures(now.number):
+                now.weights[WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=True)
+            if now.number % detail.rows_every == 0:
+                now.weights[ALL_WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=False)
         if names := self._meter.take_unreached():
             text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
             facts = {"names": names[:100], "n": len(names)}
