@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   flexinspect findings run.flextrace --json | jq -r '.findings[].sentence'
   flexinspect findings run.flextrace --fail-on warning --junit > findings.xml
   flexinspect findings run.flextrace --sarif > findings.sarif
-  flexinspect findings traces/             # of all ranks of a run under torchrun, each once
+  flexinspect findings traces/         # of the ranks of a distributed run
 
 exit codes: 0 no finding as severe as --fail-on, 1 at least one,
             2 the trace could not be read or the request is invalid

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flexinspect.records import training_step
 from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.cost_governor import Detail
-from flexinspect_hooks.training.gradient_statistics import gradient_facts, tensor_norms
+from flexinspect_hooks.training.gradient_statistics import gradient_facts, local_part, tensor_norms
 from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
 MAX_SAMPLE = 1 << 16  # the most values of a parameter that are copied: rows, evenly spaced
@@ -195,7 +195,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _sample_rows(parameter: Tensor) -> Tensor:
     """A view of evenly spaced rows of a parameter, at most `MAX_SAMPLE` values together."""
-    values = parameter.detach()
+    values = local_part(parameter.detach())
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.numel() <= MAX_SAMPLE:
