@@ -29,6 +29,9 @@ below it, no rank is called late."""
 LATE_STEPS = 2 / 3
 """Of the steps, in which a rank is the latest one: below it, no rank is called late."""
 
+MIN_STEPS = 4
+"""Steps below which no rank is called late: it may have been by chance."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -272,5 +275,5 @@ def _late_rank(
     """Return the rank that is the latest in most steps, if that is worth a sentence."""
     row = int(late.argmax())
     excess = 2 * late[row] - late.sum()  # over all other ranks together
-    stands_out = n_last[row] >= LATE_STEPS * n_last.sum() and excess > LATE_SHARE * total_s
-    return run.traces[row].rank if stands_out else None
+    is_often = n_last[row] >= LATE_STEPS * n_last.sum() and n_last.sum() >= MIN_STEPS
+    return run.traces[row].rank if is_often and excess > LATE_SHARE * total_s else None

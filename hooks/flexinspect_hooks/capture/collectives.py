@@ -3,21 +3,24 @@
 While a log observes, the methods of `ProcessGroup` are replaced, for the whole process, by methods
 that do the same and note the time: every Python caller uses them, whatever it imported. A call ends
 when its `Work` was waited for. The gradients of `DistributedDataParallel` are reduced in C++; torch
-itself keeps the times of that. Collectives that C++ starts otherwise (those of
-`torch.distributed._functional_collectives`) are not seen.
+itself keeps the times of that. The functional collectives, which DTensor uses, start in C++ too:
+there the functions of their module are replaced.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -69,6 +72,18 @@ METHODS = {
     "send": _Method("send", 0),
     "recv": _Method("recv", 0),
 }
+
+
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_single": "all_gather",
+    "all_gather_tensor": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+"""Functional collectives and their kinds; the first argument is what they send."""
 
 
 class _Call:
@@ -142,7 +157,8 @@ class ReducerTimes:
 
 
 _logs: list[CollectiveLog] = []
-_waited: dict[int, _Call] = {}  # by the `id` of the `Work` that ends it
+_waited: dict[int, _Call] = {}  # by the `id` of the `Work`, or of the tensor, that ends it
+_inside = threading.local()  # `is_so` in a functional collective, which may call another
 _patches = ExitStack()
 
 
@@ -170,15 +186,19 @@ def _install() -> None:
         if (original := getattr(group, name, None)) is not None:
             _patches.callback(patch(group, name, _observed(original, method)))
     _patches.callback(patch(work, "wait", _observed_wait(work.wait)))
+    functional: Any = sys.modules.get("torch.distributed._functional_collectives")
+    for name, kind in FUNCTIONAL.items():
+        if (original := getattr(functional, name, None)) is not None:
+            _patches.callback(patch(functional, name, _observed_functional(original, kind)))
+    if (wait := getattr(functional, "wait_tensor", None)) is not None:
+        _patches.callback(patch(functional, "wait_tensor", _observed_wait(wait)))
 
 
 def _observed(original: Callable[..., Any], method: _Method) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         sent = args[method.sent] if len(args) > method.sent else None
-        noted = _Call(method.kind, _number_of(group), _count_bytes(sent), time.time())
-        for log in _logs:
-            log.add(noted)
+        noted = _note(method.kind, group, sent)
         work = None
         try:
             work = original(group, *args, **kwargs)
@@ -186,24 +206,68 @@ def _observed(original: Callable[..., Any], method: _Method) -> Callable[..., An
             if work is None:
                 noted.left = time.time()
         if work is not None:
-            if len(_waited) >= MAX_CALLS:
-                _waited.clear()
-            _waited[id(work)] = noted
+            _await_end(work, noted)
         return work
 
     return call
 
 
+def _observed_functional(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(_inside, "is_so", False):
+            return original(*args, **kwargs)
+        _inside.is_so, noted, result = True, None, None
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+            noted = _note(kind, _group_of(given.get("group")), args[0] if args else None)
+            result = original(*args, **kwargs)
+        finally:
+            _inside.is_so = False
+            if noted is not None and (elem := getattr(result, "elem", None)) is not None:
+                _await_end(elem, noted)  # an AsyncCollectiveTensor waits for this tensor
+            elif noted is not None:
+                noted.left = time.time()
+        return result
+
+    return call
+
+
+def _note(kind: str, group: Any, sent: Any) -> _Call:
+    noted = _Call(kind, _number_of(group), _count_bytes(sent), time.time())
+    for log in _logs:
+        log.add(noted)
+    return noted
+
+
+def _await_end(awaited: Any, noted: _Call) -> None:
+    """Let a call end when this `Work` or tensor was waited for."""
+    if len(_waited) >= MAX_CALLS:
+        _waited.clear()
+    _waited[id(awaited)] = noted
+
+
 def _observed_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+    def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(awaited, *args, **kwargs)
         try:
-            return original(work, *args, **kwargs)
+            return original(awaited, *args, **kwargs)
         finally:
-            if (noted := _waited.pop(id(work), None)) is not None:
+            if (noted := _waited.pop(id(awaited), None)) is not None:
                 noted.left = time.time()
 
     return wait
+
+
+def _group_of(group: Any) -> Any:
+    """Return the process group that a functional collective names as a mesh and its dimension."""
+    if isinstance(group, tuple):
+        return group[0].get_group(group[1])
+    return group.get_group() if hasattr(group, "get_group") else group
 
 
 def _number_of(group: Any) -> int:

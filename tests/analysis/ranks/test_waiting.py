@@ -34,14 +34,14 @@ def reduce_at(*entries: float, end: float) -> list[Call]:
 
 
 def test_the_rank_that_enters_last_in_most_steps_is_late(tmp_path: Path) -> None:
-    on_time = {step: reduce_at(10.0 * step, end=10.0 * step + 2.1) for step in range(4)}
-    late = {step: reduce_at(10.0 * step + 2.0, end=10.0 * step + 2.1) for step in range(4)}
+    on_time = {step: reduce_at(10.0 * step, end=10.0 * step + 2.1) for step in range(5)}
+    late = {step: reduce_at(10.0 * step + 2.0, end=10.0 * step + 2.1) for step in range(5)}
     found = measure(tmp_path, [on_time, late, on_time])
     assert found.late == 1
-    assert (found.n_calls, found.n_steps, found.n_last) == (4, 3, (0, 3, 0))
-    assert found.waited_s == pytest.approx((6.0, 0.0, 6.0))  # without the first step
-    assert found.late_s == pytest.approx((0.0, 6.0, 0.0))
-    assert found.total_s == pytest.approx(22.1)
+    assert (found.n_calls, found.n_steps, found.n_last) == (5, 4, (0, 4, 0))
+    assert found.waited_s == pytest.approx((8.0, 0.0, 8.0))  # without the first step
+    assert found.late_s == pytest.approx((0.0, 8.0, 0.0))
+    assert found.total_s == pytest.approx(32.1)
     assert found.steps[0, 0].late_s == pytest.approx((0.0, 2.0, 0.0))
     assert found.steps[0, 2].last_call == "all_reduce"
 
@@ -53,6 +53,11 @@ def test_no_rank_is_late_when_they_take_turns_or_only_the_start_was_late(tmp_pat
     found = measure(tmp_path, [early | start[0], other | start[1]])
     assert found.late is None
     assert found.n_last == (3, 3)
+
+
+def test_in_a_few_steps_no_rank_is_called_late(tmp_path: Path) -> None:
+    calls = [{n: reduce_at(n + 0.5 * rank, end=n + 0.6) for n in range(4)} for rank in range(2)]
+    assert measure(tmp_path, calls).late is None
 
 
 def test_calls_that_do_not_end_together_are_no_waits(tmp_path: Path) -> None:
@@ -77,16 +82,16 @@ def test_ranks_of_other_process_groups_do_not_wait_for_each_other(tmp_path: Path
 
 def test_the_clocks_of_two_machines_are_aligned_by_the_ends_of_their_calls(tmp_path: Path) -> None:
     ahead = 7.5
-    jitter = (0.0, 1e-4, -1e-4, 0.0)
-    first = {n: reduce_at(10.0 * n, end=10.0 * n + 3) for n in range(4)}
+    jitter = (0.0, 1e-4, -1e-4, 0.0, 0.0)
+    first = {n: reduce_at(10.0 * n, end=10.0 * n + 3) for n in range(5)}
     second = {
-        n: reduce_at(10.0 * n + 2 + ahead, end=10.0 * n + 3 + ahead + jitter[n]) for n in range(4)
+        n: reduce_at(10.0 * n + 2 + ahead, end=10.0 * n + 3 + ahead + jitter[n]) for n in range(5)
     }
     found = measure(tmp_path, [first, second], hostname=("a", "b"))
     assert found.clocks["b"].offset_s == pytest.approx(ahead, abs=1e-4)
-    assert (found.clocks["b"].n, found.clocks["b"].spread_s < 1e-3) == (4, True)
+    assert (found.clocks["b"].n, found.clocks["b"].spread_s < 1e-3) == (5, True)
     assert found.late == 1
-    assert found.late_s[1] == pytest.approx(6.0, abs=1e-3)
+    assert found.late_s[1] == pytest.approx(8.0, abs=1e-3)
 
 
 @given(st.lists(st.lists(st.floats(0, 100), min_size=3, max_size=3), min_size=1, max_size=5))

@@ -74,6 +74,35 @@ def test_an_asynchronous_call_ends_when_it_was_waited_for() -> None:
         assert math.isnan(lost.left)
 
 
+def test_collectives_of_dtensor_are_noted_once_each_and_end_when_their_tensor_is_used() -> None:
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, log, before = init_device_mesh("cpu", (1,)), CollectiveLog(), functional.all_reduce
+    with observe_collectives(log):
+        tensor = functional.all_reduce(torch.ones(6), "sum", (mesh, 0))
+        assert log.take() == ()
+        torch.testing.assert_close(tensor + 0, torch.ones(6))
+        functional.all_gather_tensor(torch.ones(6), 0, mesh).sum()
+    calls = log.take()
+    assert [(one.kind, one.n_bytes) for one in calls] == [("all_reduce", 24), ("all_gather", 24)]
+    assert all(one.left >= one.entered and one.group == group_number([0]) for one in calls)
+    assert functional.all_reduce is before
+
+
+def test_a_compiled_graph_contains_nothing_of_the_observation() -> None:
+    import torch.distributed._functional_collectives as functional
+
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(tensor * 2, "sum", [0]) + 1
+
+    log = CollectiveLog()
+    with observe_collectives(log):
+        compiled = torch.compile(double, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(torch.ones(3)), torch.full((3,), 3.0))
+    assert log.take() == ()
+
+
 def test_afterwards_torch_has_its_own_methods_and_results_are_unchanged() -> None:
     names = [name for name in METHODS if hasattr(dist.ProcessGroup, name)]
     before = [getattr(dist.ProcessGroup, name) for name in names]
