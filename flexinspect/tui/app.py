@@ -181,7 +181,7 @@ class InspectorApp(App[None]):
         def compare(rank: int, place: TracePlace) -> None:
             pair = found.pairs[rank]
             part = next(one for one in pair.generations if one.generation == place.generation)
-            names = (f"rank {found.reference}", f"rank {rank}")
+            names = (f"rank {found.reference_of(rank)}", f"rank {rank}")
             if part.first is not None and part.first.step == place.step:
                 place = replace(place, layer=part.first.layer or 0)
             self._push_comparison(pair, part, names, place)

@@ -197,7 +197,7 @@ def _detail_lines(found: RankComparison, data: RanksData, at: int, pen: Pen) -> 
         if cell.differs:
             by_what.setdefault(cell.differs, []).append(rank)
     texts = [f"rank {format_ranges(ranks)}: {what}" for what, ranks in by_what.items()]
-    other = f"rank {found.reference}"
+    other = f"rank {found.reference_of(trace.rank)}"
     differ = f"nothing differs from {other}"
     if texts:
         differ = f"differs from {other}: {'; '.join(texts)}"

@@ -49,6 +49,7 @@ class RankPlace(Struct, frozen=True):
 class RankComparison(Struct, frozen=True):
     """The ranks of a run, compared with one of them, the `reference`.
 
+    With several groups of tensor parallel ranks, each rank is compared with the first of its group.
     `tp_size` ranks share each layer, `shards` ranks each parameter (1: none). `pairs` has the
     comparison of the reference with each other rank, `own_inputs` the ranks with other prompts than
     the reference, which data parallel gives them. `first` is None if nothing differs beyond noise.
@@ -63,6 +64,17 @@ class RankComparison(Struct, frozen=True):
     first: RankPlace | None = None
     own_inputs: tuple[int, ...] = ()
     waiting: Waiting = Waiting()
+
+    @property
+    def dp_size(self) -> int:
+        """The number of groups that have a batch or a prompt of their own."""
+        return max(self.run.world_size // self.tp_size, 1)
+
+    def reference_of(self, rank: int) -> int:
+        """Return the rank that a rank is compared with; itself for a reference."""
+        ranks = [one.rank for one in self.run.traces]
+        row = _reference_row(self.run, ranks.index(rank), ranks.index(self.reference), self.tp_size)
+        return ranks[row]
 
     @property
     def verdict(self) -> str:
@@ -95,12 +107,14 @@ def compare_ranks(
         raise UsageError(what, hint="Record the same code on each rank.")
     tp_size, shards = split_sizes(readers)
     own = own_quantities(tp_size, shards, is_training=kinds[0])
-    pairs = _compare_with(run, readers, 0, own, progress)
-    reference, first = 0, _first_place(run, 0, pairs, tp_size)
+    references = [_reference_row(run, row, 0, tp_size) for row in range(len(readers))]
+    pairs = _compare_with(run, readers, references, own, progress)
+    reference, first = 0, _first_place(run, references, pairs, tp_size)
     if first is not None and len(first.ranks) == len(readers) - 1 > 1:
         # All differ from the first rank: do they differ from each other?
-        again = _compare_with(run, readers, 1, own, progress)
-        other = _first_place(run, 1, again, tp_size)
+        references = [1] * len(readers)
+        again = _compare_with(run, readers, references, own, progress)
+        other = _first_place(run, references, again, tp_size)
         if other is not None and other.ranks == (run.traces[0].rank,):
             reference, first, pairs = 1, other, again
     return RankComparison(
@@ -120,21 +134,33 @@ def own_quantities(tp_size: int, shards: int, *, is_training: bool) -> dict[str,
     """Return which quantities each rank has of its own, and why, by how the model is split."""
     if not is_training:
         return dict.fromkeys(_OF_HEADS, OWN_HEADS) if tp_size > 1 else {}
-    own = {} if tp_size > 1 else {"loss": OWN_BATCH}
+    own = {"loss": OWN_BATCH} if tp_size == 1 else {}
     return own | (dict.fromkeys(_OF_WEIGHTS, OWN_PART) if shards > 1 else {})
+
+
+def _reference_row(run: RankRun, row: int, reference: int, tp_size: int) -> int:
+    """Return the place of the rank that a rank is compared with.
+
+    Ranks that share layers have neighbouring numbers: a device mesh has them in its last dimension.
+    """
+    if not 1 < tp_size < run.world_size:
+        return reference
+    group = run.traces[row].rank // tp_size
+    own = (at for at, one in enumerate(run.traces) if one.rank // tp_size == group)
+    return next(own)
 
 
 def _compare_with(
     run: RankRun,
     readers: Sequence[TraceReader],
-    reference: int,
+    references: Sequence[int],
     own: Mapping[str, str],
     progress: Progress,
 ) -> dict[int, Comparison]:
-    """Compare one rank with each other one that has steps; the result is by rank."""
-    others = [row for row in range(len(readers)) if row != reference]
+    """Compare each rank that has steps with its reference, both by place; the result is by rank."""
+    others = [(row, reference) for row, reference in enumerate(references) if row != reference]
     pairs = {}
-    for n_done, row in enumerate(others):
+    for n_done, (row, reference) in enumerate(others):
         progress(n_done, len(others))
         if run.traces[row].last is not None and run.traces[reference].last is not None:
             pairs[run.traces[row].rank] = compare_traces(readers[reference], readers[row], own=own)
@@ -155,24 +181,28 @@ def _own_inputs(pairs: Mapping[int, Comparison]) -> tuple[int, ...]:
 
 
 def _first_place(
-    run: RankRun, reference: int, pairs: Mapping[int, Comparison], tp_size: int
+    run: RankRun, references: Sequence[int], pairs: Mapping[int, Comparison], tp_size: int
 ) -> RankPlace | None:
-    """Return the first place in which ranks differ, with all ranks that differ in it."""
+    """Return the first place in which ranks differ, with all ranks of a group that differ in it."""
     places: dict[tuple[float, ...], list[tuple[int, int, Place]]] = {}
     unfinished = {one.rank for one in run.traces if one.state != "finished"}
-    own = run.traces[reference].rank
+    ranks = [one.rank for one in run.traces]
+    reference_of = {rank: ranks[row] for rank, row in zip(ranks, references, strict=True)}
     for rank, pair in pairs.items():
+        own = reference_of[rank]
         is_cut = bool(unfinished & {rank, own})
         for part in _parts(pair):
             place = _place_of(part, tp_size, is_cut=is_cut)
             if place is not None:
                 found = (rank, part.generation, place)
-                places.setdefault(_order(part.generation, place), []).append(found)
+                order = (*_order(part.generation, place), own)
+                places.setdefault(order, []).append(found)
     if not places:
         return None
     first = places[min(places)]
-    _, generation, place = first[0]
-    return RankPlace(generation, tuple(rank for rank, _, _ in first), own, place)
+    rank, generation, place = first[0]
+    differing = tuple(rank for rank, _, _ in first)
+    return RankPlace(generation, differing, reference_of[rank], place)
 
 
 def _place_of(part: ComparedPart, tp_size: int, *, is_cut: bool) -> Place | None:

@@ -40,7 +40,10 @@ def title_text(found: RankComparison) -> str:
     kind = "training" if found.is_training else "generation"
     n_hosts = len(run.hostnames)
     where = f" on {plural(n_hosts, 'machine')}" if n_hosts > 1 else ""
-    split = f"tensor parallel over {found.tp_size}" if found.tp_size > 1 else "whole layers"
+    split = "the whole model on each"
+    if found.tp_size > 1:
+        groups = f"{found.dp_size} groups of " if found.dp_size > 1 else "over "
+        split = f"tensor parallel, {groups}{found.tp_size}"
     if found.shards > 1 and found.tp_size == 1:
         split = f"weights in {found.shards} parts"
     elif found.is_training and found.tp_size == 1:
@@ -64,7 +67,8 @@ def verdict_text(found: RankComparison) -> str:
 def first_text(found: RankComparison, first: RankPlace) -> str:
     """Return where ranks differ first: step, layer, quantity, and which ranks from which."""
     place = first.place
-    alike = sorted({*found.pairs, first.reference} - {*first.ranks, *found.own_inputs})
+    others = {*found.pairs, first.reference} - {*first.ranks, *found.own_inputs}
+    alike = sorted(rank for rank in others if found.reference_of(rank) == first.reference)
     generation = f"generation {first.generation}, " if first.generation else ""
     layer = "" if place.layer is None else f", layer {place.layer}"
     what = f"{generation}step {place.step}{layer}: {_quantity_text(place)}"
@@ -117,7 +121,8 @@ def state_lines(found: RankComparison) -> Iterator[str]:
     yield from _stopped_lines(run.stopped)
     if found.own_inputs:
         others = ranks_text(found.own_inputs)
-        yield f"Each rank has its own prompts, as {others}: their steps are not compared."
+        prompts = f"whose prompts are not those of rank {found.reference}"
+        yield f"Not compared: the steps of {others}, {prompts}."
     for other in found.waiting.others[:1]:
         yield _other_calls_text(other, len(found.waiting.others))
     yield from _clock_lines(found.waiting)
@@ -220,7 +225,12 @@ def step_table(found: RankComparison, rows: Sequence[SideBySide]) -> Iterator[st
         late = _late_cell(row)
         yield f"  {row.step:4}  {line}{late}".rstrip()
     what = "loss, gradient norm" if found.is_training else "token"
-    yield f"  ({what}; ≠ differs from rank {found.reference} in what must be equal)"
+    yield f"  ({what}; ≠ differs from {_reference_text(found)} in what must be equal)"
+
+
+def _reference_text(found: RankComparison) -> str:
+    is_grouped = found.dp_size > 1 and found.tp_size > 1
+    return "the first rank of its group" if is_grouped else f"rank {found.reference}"
 
 
 def cell_text(cell: Cell | None, *, is_training: bool) -> str:
@@ -286,6 +296,7 @@ def comparison_json(found: RankComparison, rows: Sequence[SideBySide]) -> dict[s
         "kind": "training" if found.is_training else "generation",
         "world_size": run.world_size,
         "tp_size": found.tp_size,
+        "dp_size": found.dp_size,
         "shards": found.shards,
         "reference": found.reference,
         "missing": run.missing,

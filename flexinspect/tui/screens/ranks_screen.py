@@ -218,8 +218,8 @@ class RanksScreen(Screen[None]):
         rank = self._found.run.traces[self.rank_at].rank
         if self._found.is_training:
             self._open_trace(rank, self.place)
-        elif rank == self._found.reference or rank not in self._found.pairs:
-            others = [one for one in self._found.pairs if one != self._found.reference]
+        elif rank not in self._found.pairs:
+            others = [one for one in self._found.pairs if self._found.reference_of(one) == rank]
             if others:
                 self._compare(others[0], self.place)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -41,3 +42,12 @@ def split_facts(model: nn.Module) -> dict[str, Any]:
         tp_size = 1 if is_gathered else shards
     facts = {"tp_size": tp_size, "shards": shards}
     return {name: n for name, n in facts.items() if n > 1}
+
+
+def parallel_facts(model_facts: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of tensor and data parallel for the manifest; none in a single process."""
+    rank = current_rank()
+    if rank is None:
+        return {}
+    tp_size = int(model_facts.get("tp_size", 1))
+    return {"tp_size": tp_size, "dp_size": max(rank.world_size // tp_size, 1)}

@@ -33,7 +33,7 @@ from flexinspect_hooks.breakpoints import actions
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.new_trace import create_trace
-from flexinspect_hooks.capture.ranks import current_rank
+from flexinspect_hooks.capture.ranks import current_rank, parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
@@ -92,7 +92,7 @@ class WatchedTrace(ABC, Generic[S]):
 
         facts: dict[str, Any] = {"model": model_facts(self._model), **self._facts}
         facts["threads"] = torch.get_num_threads()
-        facts |= rank_facts(current_rank())
+        facts |= rank_facts(current_rank()) | parallel_facts(facts["model"])
         writer = create_trace(self.path, sys.argv, self._level, git_state(Path.cwd()), **facts)
         try:
             self._session = self._begin(writer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.rank_traces import unpack, write_training
-from support.traces import sample_trace
+from support.traces import RUN, sample_trace
 
 from flexinspect.analysis.ranks.rank_comparison import (
     RankComparison,
@@ -134,18 +134,44 @@ def test_ranks_with_own_prompts_are_not_compared_without_tensor_parallel(tmp_pat
         _set_facts(tmp_path / f"t-rank{rank}.flextrace", rank, own_prompt=rank == 1)
     found = compare(tmp_path)
     assert (found.own_inputs, found.verdict) == ((1,), "same")
+    sentence = "Not compared: the steps of rank 1, whose prompts are not those of rank 0."
+    assert sentence in [*comparison_lines(found, ())]
     with open_trace(tmp_path / "t-rank1.flextrace") as reader:
         assert reader.run()["rank"] == 1
 
 
-def _set_facts(path: Path, rank: int, *, own_prompt: bool) -> None:
+def _set_facts(
+    path: Path, rank: int, *, own_prompt: bool, world_size: int = 2, tp_size: int = 1
+) -> None:
+    import json
     import sqlite3
 
+    model = json.dumps({**RUN["model"], "tp_size": tp_size})  # type: ignore[dict-item]
     with sqlite3.connect(path) as db:
-        db.executemany("INSERT INTO run VALUES (?, ?)", [("rank", str(rank)), ("world_size", "2")])
+        db.executemany(
+            "INSERT INTO run VALUES (?, ?)", [("rank", str(rank)), ("world_size", str(world_size))]
+        )
+        db.execute("UPDATE run SET value = ? WHERE key = 'model'", (model,))
         if own_prompt:
             db.execute("UPDATE tokens SET token_id = token_id + 1 WHERE pos = 3")
     db.close()
+
+
+def test_ranks_are_compared_within_their_tensor_parallel_group(tmp_path: Path) -> None:
+    """Ranks 0 and 1 answer one prompt, ranks 2 and 3 another; rank 3 differs from rank 2."""
+    for rank in range(4):
+        path = sample_trace(
+            tmp_path / f"t-rank{rank}.flextrace", nan_at=(2, 1) if rank == 3 else None
+        )
+        _set_facts(path, rank, own_prompt=rank >= 2, world_size=4, tp_size=2)
+    found = compare(tmp_path)
+    assert ({*found.pairs}, found.dp_size, found.own_inputs) == ({1, 3}, 2, ())
+    assert found.first is not None
+    assert (found.first.ranks, found.first.reference) == ((3,), 2)
+    assert (found.first.place.step, found.first.place.layer) == (2, 1)
+    assert "rank 3 differs from rank 2" in verdict_text(found)
+    lines = [*comparison_lines(found, ())]
+    assert lines[0] == "t: generation of 4 ranks, tensor parallel, 2 groups of 2"
 
 
 def test_a_training_beside_a_generation_gets_a_sentence(tmp_path: Path) -> None:

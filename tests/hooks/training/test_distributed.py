@@ -67,6 +67,8 @@ def test_each_rank_of_a_torchrun_writes_its_traces_with_its_place_in_the_world(
         rank = int(path.stem[-1])
         assert (run["rank"], run["world_size"], run["local_rank"]) == (rank, 2, rank)
         assert (run["state"], bool(run["hostname"])) == ("finished", True)
+        sizes = (2, 1) if "program" in path.name else (1, 2)
+        assert (run["tp_size"], run["dp_size"]) == sizes
         launches.add(run["launch"])
     assert len(launches) == 1
 
