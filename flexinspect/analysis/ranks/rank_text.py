@@ -117,7 +117,7 @@ def state_lines(found: RankComparison) -> Iterator[str]:
     """Yield which ranks stopped, failed or have no trace, and what that leaves out."""
     run = found.run
     if run.missing:
-        yield f"No trace of {ranks_text(run.missing)} is in the folder."
+        yield f"The folder has no readable trace of {ranks_text(run.missing)}."
     yield from _stopped_lines(run.stopped)
     if found.own_inputs:
         others = ranks_text(found.own_inputs)

@@ -80,6 +80,14 @@ def test_a_rank_that_died_is_compared_up_to_its_last_step(tmp_path: Path) -> Non
     assert "Rank 0 failed after step 3. RuntimeError: Connection closed by peer" in text
 
 
+def test_ranks_without_a_readable_trace_are_named_and_the_others_compared(tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path, {}, {}, {})
+    (folder / "t-rank1.flextrace").write_bytes(b"no trace")
+    found = compare(folder)
+    assert ({*found.pairs}, found.verdict) == ({2}, "same")
+    assert "The folder has no readable trace of rank 1." in [*comparison_lines(found, ())]
+
+
 def test_a_rank_that_finished_after_fewer_steps_differs(tmp_path: Path) -> None:
     found = compare(write_ranks(tmp_path, {"n_steps": 4}, {"n_steps": 3}))
     assert found.first is not None
