@@ -12,6 +12,7 @@ from flexinspect.cli.output import print_json, stdout_console
 from flexinspect.records.finding import Severity
 
 if TYPE_CHECKING:
+    from flexinspect.analysis.reports.collect import FindingFilter, Report
     from flexinspect.trace.reader import TraceReader
 
 DESCRIPTION = """Print the findings of a trace, most severe first, with the evidence, why
@@ -25,6 +26,7 @@ EXAMPLES = """examples:
   flexinspect findings run.flextrace --json | jq -r '.findings[].sentence'
   flexinspect findings run.flextrace --fail-on warning --junit > findings.xml
   flexinspect findings run.flextrace --sarif > findings.sarif
+  flexinspect findings traces/         # of the ranks of a distributed run
 
 exit codes: 0 no finding as severe as --fail-on, 1 at least one,
             2 the trace could not be read or the request is invalid
@@ -34,7 +36,8 @@ exit codes: 0 no finding as severe as --fail-on, 1 at least one,
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     severities = [str(severity) for severity in Severity]
-    add("trace", metavar="TRACE", type=Path, help="the trace file")
+    trace = "the trace file, or a folder with the traces of the ranks of a distributed run"
+    add("trace", metavar="TRACE", type=Path, help=trace)
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print one JSON object")
     forms.add_argument("--sarif", action="store_true", help="print a SARIF 2.1.0 log")
@@ -54,19 +57,14 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `UsageError` for a generation that does not exist, and `TraceError`.
     """
-    from flexinspect.analysis.reports.collect import FindingFilter, collect_report
-    from flexinspect.rules.engine import load_rules
-    from flexinspect.trace.reader import open_trace
+    from flexinspect.analysis.reports.collect import FindingFilter
 
     selection = FindingFilter(args.generation, tuple(args.id), tuple(map(Severity, args.severity)))
     threshold = None if args.fail_on == "never" else Severity(args.fail_on)
-    rules = load_rules()
-    with open_trace(args.trace) as reader:
-        notes = [f"The rule '{name}' could not run: {why}" for name, why in rules.failed.items()]
-        notes += _state_notes(reader)
-        if not args.no_review:
-            notes += run_missing_rules(reader, rules.rules)
-        report = collect_report(reader, selection, rules.rules, notes)
+    if args.trace.is_dir():
+        report = _report_on_ranks(args, selection)
+    else:
+        report = _report_on_trace(args.trace, selection, reviews=not args.no_review)
     from flexinspect.analysis.reports import machine_formats, plain_text
 
     if args.json or args.sarif:
@@ -76,6 +74,34 @@ def run(args: argparse.Namespace) -> int:
     else:
         plain_text.print_report(report, stdout_console())
     return 1 if report.reaches(threshold) else 0
+
+
+def _report_on_trace(trace: Path, selection: FindingFilter, *, reviews: bool) -> Report:
+    """Return the report on a trace; with `reviews`, rules that have not checked it run now."""
+    from flexinspect.analysis.reports.collect import collect_report
+    from flexinspect.rules.engine import load_rules
+    from flexinspect.trace.reader import open_trace
+
+    rules = load_rules()
+    with open_trace(trace) as reader:
+        notes = [f"The rule '{name}' could not run: {why}" for name, why in rules.failed.items()]
+        notes += _state_notes(reader)
+        if reviews:
+            notes += run_missing_rules(reader, rules.rules)
+        return collect_report(reader, selection, rules.rules, notes)
+
+
+def _report_on_ranks(args: argparse.Namespace, selection: FindingFilter) -> Report:
+    """Return one report on all ranks of the newest run in a folder."""
+    from flexinspect.analysis.ranks.rank_run import find_run
+    from flexinspect.analysis.reports.collect import merge_reports
+
+    run, notes = find_run(args.trace)
+    reports = {
+        one.rank: _report_on_trace(one.path, selection, reviews=not args.no_review)
+        for one in run.traces
+    }
+    return merge_reports(args.trace.absolute(), reports, notes)
 
 
 def _state_notes(reader: TraceReader) -> list[str]:

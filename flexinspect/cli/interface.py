@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.low_bandwidth import choose_bandwidth
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, print_message
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,6 +57,26 @@ def open_comparison(one: Path, other: Path, generation: int) -> int:
                 hint="Leave --ui out: their steps are compared as text.",
             )
     return _run_app(_make_app(compare=(one, other, generation)))
+
+
+def open_ranks_of(folder: Path, name: str | None = None) -> int:
+    """Show the ranks of a distributed run side by side, and return the exit code.
+
+    Raises `UsageError` for a folder without traces of ranks and without a terminal, and
+    `TraceError`.
+    """
+    from flexinspect.analysis.ranks.rank_comparison import compare_ranks
+    from flexinspect.analysis.ranks.rank_run import find_run, open_ranks
+    from flexinspect.cli.progress import progress_bar
+
+    run, notes = find_run(folder, name)
+    check_terminal(f"Without one: flexinspect ranks {folder}.")
+    with open_ranks(run) as readers, progress_bar("comparing the ranks") as update:
+        found = compare_ranks(run, readers, update)
+    code = _run_app(_make_app(ranks=found))
+    for note in notes:
+        print_message(note)
+    return code
 
 
 def check_terminal(hint: str) -> None:

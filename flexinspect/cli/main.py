@@ -34,6 +34,7 @@ examples:
   flexinspect report run.flextrace -o run.html
   flexinspect flowchart --trace run.flextrace
   flexinspect diff a.flextrace b.flextrace
+  flexinspect ranks traces                (of a run under torchrun)
   flexinspect prove isolation --model demo --dataset demo
   flexinspect lab --max-samples 100 --num-paraphrases 1-5 --out lab-demo
   flexinspect kernels --kernel my_kernel:attention --config all
@@ -67,6 +68,7 @@ COMMANDS = {
     "report": "write a run to one HTML file that opens offline in any browser",
     "flowchart": "draw the way from a question to an answer, also with the numbers of a run",
     "diff": "print the first place where two runs differ beyond noise (alias: compare)",
+    "ranks": "compare the ranks of a distributed run: what differs, who is late, who stopped",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "lab": "compare ways to use paraphrases on a dataset: accuracy, whose token won, order",
     "kernels": "compare attention kernels with float64, explain differences, and time them",

@@ -17,7 +17,7 @@ from flexinspect.cli.flags import (
     add_switches,
     non_negative_int,
 )
-from flexinspect.cli.interface import open_trace_file
+from flexinspect.cli.interface import open_ranks_of, open_trace_file
 from flexinspect.core.addresses import LOOPBACK, bind_problem
 from flexinspect.core.environment import require_library
 from flexinspect.core.errors import UsageError
@@ -25,6 +25,7 @@ from flexinspect.core.text import escape_unprintable
 
 DESCRIPTION = (
     "Open a trace, finished or still being recorded, and step through its tokens. "
+    "Of a folder with the traces of a distributed run, the ranks are shown side by side. "
     "'?' shows the keys."
 )
 EXAMPLES = """\
@@ -32,6 +33,7 @@ examples:
   flexinspect open run.flextrace
   flexinspect open run.flextrace --step 12 --layer 3
   flexinspect open run.flextrace --web
+  flexinspect open traces/                 # the ranks of a run under torchrun
 """
 
 WEB_PORT = 8422
@@ -39,7 +41,9 @@ WEB_PORT = 8422
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
+    parser.add_argument(
+        "trace", metavar="TRACE", type=Path, help="the trace file, or a folder of ranks"
+    )
     add_number_flags(
         parser,
         generation="begin in this generation",
@@ -59,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
     given = {name: n for name in names if (n := getattr(args, name)) is not None}
     if args.web:
         return serve(args.trace, args.port, [f"--{name}={n}" for name, n in given.items()])
+    if args.trace.is_dir():
+        if given:
+            what = f"--{next(iter(given))} is a place in one trace, and {args.trace} is a folder."
+            raise UsageError(what, hint="Name the trace of a rank.")
+        return open_ranks_of(args.trace)
     return open_trace_file(args.trace, given)
 
 
@@ -68,9 +77,13 @@ def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
     `place` are flags of `flexinspect open`. Raises `TraceError` for a trace that cannot be read,
     and `UsageError` without textual-serve and for a port that is not available.
     """
+    from flexinspect.analysis.ranks.rank_run import find_run
     from flexinspect.trace.reader import open_trace
 
-    open_trace(trace).close()
+    if trace.is_dir():
+        find_run(trace)
+    else:
+        open_trace(trace).close()
     server_class = _server_class()
     if not 0 < port < 65536:
         raise UsageError(f"--port {port} is not a port number; use one from 1 to 65535.")

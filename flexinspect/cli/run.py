@@ -18,6 +18,7 @@ from flexinspect.cli.run_flags import configure
 from flexinspect.core.addresses import format_address, is_loopback
 from flexinspect.core.environment import SHARE_VARIABLE, check_free, git_state
 from flexinspect.core.errors import UsageError
+from flexinspect.core.ranks import rank_of_environment, rank_path
 from flexinspect.core.text import capitalize, print_message
 from flexinspect.records import job as jobs
 from flexinspect.records.job import DebuggerOptions, Job, ScriptJob
@@ -142,7 +143,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
         job = Job(out="", **generation_options(args), **capture, hold=args.hold)
         check_job(job)
         stem = f"{Path(job.model).name}-{job.mask}"
-    job = replace(job, out=_new_trace(stem) if args.out is None else args.out)
+    job = replace(job, out=_new_trace(stem) if args.out is None else _own_path(args.out))
     check_trace(job)
     return replace(job, debugger=_debugger_of(args))
 
@@ -278,9 +279,18 @@ def _new_trace(stem: str) -> str:
     stem = re.sub(r"[^\w.-]+", "-", stem).strip("-")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
-    while (path := Path.cwd() / f"{name}{f'-{number}' if number > 1 else ''}.flextrace").exists():
+    while (path := Path(_own_path(_numbered(name, number)))).exists():
         number += 1
     return str(path)
+
+
+def _numbered(name: str, number: int) -> str:
+    return str(Path.cwd() / f"{name}{f'-{number}' if number > 1 else ''}.flextrace")
+
+
+def _own_path(out: str) -> str:
+    """Return the trace of this process: under `torchrun` each rank writes its own."""
+    return str(rank_path(Path(out), rank_of_environment())) if out else out
 
 
 def check_job(job: Job) -> None:

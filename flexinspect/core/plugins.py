@@ -25,6 +25,7 @@ EXPORTS, IMPORTERS = "flexinspect.exports", "flexinspect.importers"
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HOOKS: {
         "attention": "flexinspect_hooks.observers.attention.attention_hook:AttentionHook",
+        "collectives": "flexinspect_hooks.observers.collectives_hook:CollectivesHook",
         "inputs": "flexinspect_hooks.observers.inputs_hook:InputsHook",
         "modules": "flexinspect_hooks.observers.modules_hook:ModuleHook",
         "logits": "flexinspect_hooks.observers.logits_hook:LogitsHook",

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from msgspec.structs import replace
 from rich.color import Color, ColorParseError
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from textual.notifications import SeverityLevel
 
+    from flexinspect.analysis.ranks.rank_comparison import RankComparison
+    from flexinspect.analysis.run_diff.generations import GenerationDifference
+    from flexinspect.analysis.run_diff.traces import Comparison
     from flexinspect.records.job import Job, ScriptJob
     from flexinspect.tui.screens.start_screen import JobFactory
 
@@ -51,7 +55,7 @@ class InspectorApp(App[None]):
     `keymap` maps ids of `flexinspect.core.keyboard` to keys, separated by commas; `make_job`
     returns the job of a command line of the start screen. With `has_tour` a guided tour leads
     through the trace. `compare` are two traces and the generation of which both are shown side by
-    side.
+    side, `ranks` those of a distributed run.
     """
 
     CSS_PATH = "app.tcss"
@@ -70,6 +74,7 @@ class InspectorApp(App[None]):
         make_job: JobFactory | None = None,
         has_tour: bool = False,
         compare: tuple[Path, Path, int] | None = None,
+        ranks: RankComparison | None = None,
     ) -> None:
         super().__init__()
         # Sixteen colours are the terminal's own, so no pair of them is surely readable.
@@ -78,7 +83,7 @@ class InspectorApp(App[None]):
         self._trace, self._job, self._place = trace, job, place
         self._keymap_overrides = dict(keymap or {})
         self._has_tour = has_tour
-        self._compare = compare
+        self._compare, self._ranks = compare, ranks
         self.session: TraceSession | None = None
         self.trace_error: TraceError | None = None
         self._messages: deque[tuple[str, str]] = deque(maxlen=MAX_MESSAGES)
@@ -97,6 +102,8 @@ class InspectorApp(App[None]):
             self.inspect_run(self._job)
         elif self._compare is not None:
             self._compare_traces(*self._compare)
+        elif self._ranks is not None:
+            self._show_ranks(self._ranks)
         elif self._trace is not None:
             self.inspect_trace(self._trace, self._place)
         else:
@@ -151,33 +158,80 @@ class InspectorApp(App[None]):
             self.pop_screen()
         self._open_target(path)
 
+    def leave_trace(self) -> None:
+        """Close the screen of a trace: go back to the ranks that it is one of, or quit."""
+        if self._ranks is None:
+            self.exit()
+            return
+        self.pop_screen()
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def _show_ranks(self, found: RankComparison) -> None:
+        """Show the ranks of a distributed run, and open their traces from there."""
+        from flexinspect.trace.reader import TraceReader
+        from flexinspect.tui.screens.ranks_screen import RanksScreen
+
+        paths = {one.rank: one.path for one in found.run.traces}
+
+        def open_rank(rank: int, place: TracePlace) -> None:
+            self.inspect_trace(paths[rank], place)
+
+        def compare(rank: int, place: TracePlace) -> None:
+            pair = found.pairs[rank]
+            part = next(one for one in pair.generations if one.generation == place.generation)
+            names = (f"rank {found.reference_of(rank)}", f"rank {rank}")
+            if part.first is not None and part.first.step == place.step:
+                place = replace(place, layer=part.first.layer or 0)
+            self._push_comparison(pair, part, names, place)
+
+        readers = tuple(TraceReader(path) for path in paths.values())
+        self.push_screen(RanksScreen(found, readers, open_rank, compare))
+        self.call_after_refresh(start_gc)
+
     def _compare_traces(self, one: Path, other: Path, generation: int) -> None:
         """Show a generation of two traces side by side, from its first difference on."""
-        from flexinspect.analysis.run_diff.difference_text import short_place_text, verdict_text
         from flexinspect.analysis.run_diff.traces import compare_traces
+        from flexinspect.trace.reader import open_trace
+
+        with open_trace(one) as a, open_trace(other) as b:
+            comparison = compare_traces(a, b, generation=generation)
+        found = comparison.generations[0]
+        names = (f"A {one.stem}", f"B {other.stem}")
+        places = (found.first, found.divergence, found.first_difference)
+        step = next((each.step for each in places if each is not None), 0)
+        layer = (found.first and found.first.layer) or 0
+        place = TracePlace(generation, step=step, layer=layer)
+        self._push_comparison(comparison, found, names, place)
+        self.call_after_refresh(start_gc)
+
+    def _push_comparison(
+        self,
+        comparison: Comparison,
+        found: GenerationDifference,
+        names: tuple[str, str],
+        place: TracePlace,
+    ) -> None:
+        """Show a generation of two traces side by side at a place."""
+        from flexinspect.analysis.run_diff.difference_text import short_place_text, verdict_text
         from flexinspect.panels.panel_source import Source
         from flexinspect.trace.reader import TraceReader
         from flexinspect.tui.comparison_data import Side
         from flexinspect.tui.screens.compare_screen import CompareScreen
 
-        readers = TraceReader(one), TraceReader(other)
-        comparison = compare_traces(*readers, generation=generation)
-        found = comparison.generations[0]
-        places = (found.first, found.divergence, found.first_difference)
-        step = next((each.step for each in places if each is not None), 0)
-        layer = (found.first and found.first.layer) or 0
+        readers = TraceReader(comparison.a), TraceReader(comparison.b)
         partner, layers = found.partner, dict(found.layers.pairs)
         sides = (
-            Side(Source(readers[0]), 0, f"A {one.stem}"),
-            Side(Source(readers[1]), 0, f"B {other.stem}", partner, layers),
+            Side(Source(readers[0]), 0, names[0]),
+            Side(Source(readers[1]), 0, names[1], partner, layers),
         )
-        place = TracePlace(generation, step=step, layer=layer)
         verdict = verdict_text(comparison)
         if found.first is not None:
             verdict += f" First: {short_place_text(found.first)}"
-        open_place = partial(self.inspect_trace, one)
+        is_over_ranks = self._ranks is not None
+        open_place = None if is_over_ranks else partial(self.inspect_trace, Path(comparison.a))
         self.push_screen(CompareScreen(sides, verdict, place, open_place, found))
-        self.call_after_refresh(start_gc)
 
     def _open_target(
         self,

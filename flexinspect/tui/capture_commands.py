@@ -127,7 +127,7 @@ class CaptureCommands:
     async def quit(self) -> None:
         """Close the interface; ask first what a run that it started shall do."""
         if await self._may_leave("quit"):
-            self._screen.app.exit()
+            self._screen.app.leave_trace()
 
     async def open_instead(self, path: Path) -> None:
         """Open another trace in place of this one, once a run that is to be stopped has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 from msgspec import Struct
@@ -108,12 +108,13 @@ def load_pair(
     cells: tuple[int, int],
     noise: Noise | None = None,
     layers: LayerAlignment | None = None,
+    skipped: Collection[str] = (),
 ) -> PairData:
     """Read both sides at a place, with `cells` (rows, keys) around the difference of the masks.
 
     Numbers are compared with `noise`, by default with that of the dtypes, and under the alignment
-    `layers` of the runs, by default that of the step. Raises `Missing` if a side has no steps, and
-    `TraceError`.
+    `layers` of the runs, by default that of the step; quantities that are `skipped` are not. Raises
+    `Missing` if a side has no steps, and `TraceError`.
     """
     bounds = [step_bounds_of(side, place.generation) for side in sides]
     first, last = max(low for low, _ in bounds), max(high for _, high in bounds)
@@ -128,7 +129,7 @@ def load_pair(
         differences=find_differences(sides, place.generation),
         cells=around,
         n_only=(n_only[0], n_only[1]),
-        numbers=_load_numbers(sides, place, noise, layers),
+        numbers=_load_numbers(sides, place, noise, layers, skipped),
     )
 
 
@@ -137,6 +138,7 @@ def _load_numbers(
     place: TracePlace,
     noise: Noise | None,
     layers: LayerAlignment | None,
+    skipped: Collection[str],
 ) -> StepNumbers | None:
     """Compare the quantities of a step; None where a side does not have it."""
     steps = []
@@ -152,7 +154,8 @@ def _load_numbers(
     found = compare_steps(pair.a, pair.b, pair.finds, real=real)
     owners = [(side.source.reader, side.number(place.generation)) for side in sides]
     same = have_same_segments(owners[0], owners[1])
-    differences = quantities.compare_quantities(pair, found, real, same_segments=same)
+    every = quantities.compare_quantities(pair, found, real, same_segments=same)
+    differences = [one for one in every if one.quantity not in skipped]
     return StepNumbers(differences, noise or quantities.noise_of_dtypes(pair.a, pair.b))
 
 

@@ -15,6 +15,13 @@ import pytest
 from support.paths import DOCS
 from support.trace_samples import generation, small_step, step
 
+from flexinspect.records.collectives import (
+    ALL_WEIGHTS_STREAM,
+    CALLS_STREAM,
+    KINDS,
+    TIMES_STREAM,
+    WEIGHTS_STREAM,
+)
 from flexinspect.records.step import MASK_ARRAYS, Candidate
 from flexinspect.trace import codec, schema
 from flexinspect.trace.arrays import CODECS
@@ -50,7 +57,12 @@ STREAMS = (
     *("attention.mass", "attention.lse", "attention.entropy", "attention.slots", "logits.row"),
     *("inputs.ids", "inputs.positions", "inputs.mask", "q", "k", "v", "hidden"),
     *("grads.tokens", "grads.layers"),
+    *(CALLS_STREAM, TIMES_STREAM, WEIGHTS_STREAM, ALL_WEIGHTS_STREAM),
 )
+
+
+def test_the_page_lists_the_kinds_of_collectives_in_the_order_of_their_numbers() -> None:
+    assert f"Kinds from 0: {', '.join(KINDS)} |" in PAGE.read_text("utf-8")
 
 
 def test_the_page_explains_every_table_column_stream_and_codec() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import groupby
 from operator import attrgetter
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
+from flexinspect.core.text import format_ranges
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
 from flexinspect.records.imported import imported_facts
@@ -77,7 +78,8 @@ class Report(Struct, frozen=True):
     `position_texts` are the token texts of the first positions of each of `findings`, in the same
     order. `rules` are those that ran and `kinds` the findings that they can report;
     `disabled_rules` are the messages of rules that failed, `notes` remarks for the user.
-    `is_undeclared` says that a mask could not be compared with the intended one.
+    `is_undeclared` says that a mask could not be compared with the intended one. `ranks` are those
+    on which each of `findings` holds, in a report on a run of several; `trace` is their folder.
     """
 
     trace: Path
@@ -89,6 +91,7 @@ class Report(Struct, frozen=True):
     disabled_rules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_undeclared: bool = False
+    ranks: tuple[tuple[int, ...], ...] = ()
 
     def count(self, severity: Severity) -> int:
         """Return the number of findings of a severity."""
@@ -158,6 +161,47 @@ def collect_report(
         notes=tuple(notes),
         is_undeclared=is_undeclared(reader),
     )
+
+
+def merge_reports(trace: Path, reports: Mapping[int, Report], notes: Iterable[str]) -> Report:
+    """Return one report on the ranks of a run: each finding once, with the ranks it holds for.
+
+    Findings of several ranks are one if they have the same id and place; its sentence and evidence
+    are those of the first rank.
+    """
+    merged: dict[tuple[object, ...], tuple[Finding, PositionTexts, list[int]]] = {}
+    for rank, report in reports.items():
+        for finding, texts in zip(report.findings, report.position_texts, strict=True):
+            place = (finding.generation, finding.branch, finding.step, finding.layer, finding.head)
+            key = (finding.id, finding.severity, *place)
+            merged.setdefault(key, (finding, texts, []))[2].append(rank)
+    by_id = {id(finding): (texts, ranks) for finding, texts, ranks in merged.values()}
+    findings = _sort(finding for finding, _, _ in merged.values())
+    every = [*reports.values()]
+    states = dict.fromkeys(report.state for report in every)
+    rules = {rule.name: rule for report in every for rule in report.rules}
+    return Report(
+        trace=trace,
+        state=", ".join(states),
+        findings=findings,
+        position_texts=tuple(by_id[id(finding)][0] for finding in findings),
+        rules=tuple(rules.values()),
+        kinds={id_: kind for report in every for id_, kind in report.kinds.items()},
+        disabled_rules=tuple(dict.fromkeys(t for report in every for t in report.disabled_rules)),
+        notes=(*notes, *_notes_of_ranks(reports)),
+        is_undeclared=any(report.is_undeclared for report in every),
+        ranks=tuple(tuple(dict.fromkeys(by_id[id(finding)][1])) for finding in findings),
+    )
+
+
+def _notes_of_ranks(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Yield each note once, with the ranks that it is about unless these are all."""
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, report in reports.items():
+        for note in report.notes:
+            ranks[note].append(rank)
+    for note, own in ranks.items():
+        yield note if len(own) == len(reports) else f"Rank {format_ranges(own)}: {note}"
 
 
 UNDECLARED = (

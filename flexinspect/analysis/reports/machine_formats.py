@@ -10,7 +10,7 @@ from xml.etree import ElementTree as Xml
 
 from flexinspect.analysis.reports import collect
 from flexinspect.core import __version__
-from flexinspect.core.text import escape_unprintable
+from flexinspect.core.text import escape_unprintable, format_ranges
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.rules.engine import FindingKind
 from flexinspect.trace.codec import float_name, simplify
@@ -28,7 +28,10 @@ def as_json(report: collect.Report) -> dict[str, Any]:
         "rules": [rule.name for rule in report.rules],
         "ids": sorted(report.kinds),
         "counts": {str(severity): report.count(severity) for severity in Severity},
-        "findings": [_finding_dict(finding, texts) for finding, texts in pairs],
+        "findings": [
+            _finding_dict(finding, texts) | _ranks_dict(report, at)
+            for at, (finding, texts) in enumerate(pairs)
+        ],
         "rules_off": list(report.disabled_rules),
         "notes": list(report.notes),
     }
@@ -40,6 +43,11 @@ def _finding_dict(finding: Finding, texts: collect.PositionTexts) -> dict[str, A
     fields = {**simplify(finding, float_name), "positions": positions}
     del fields["series"]
     return {**fields, "page": collect.finding_page(finding.id)}
+
+
+def _ranks_dict(report: collect.Report, at: int) -> dict[str, list[int]]:
+    """Return the ranks on which a finding holds, in a report on several."""
+    return {"ranks": list(report.ranks[at])} if report.ranks else {}
 
 
 def as_junit(report: collect.Report, threshold: Severity | None) -> str:
@@ -58,14 +66,16 @@ def as_junit(report: collect.Report, threshold: Severity | None) -> str:
     for id_, found in by_id.items():
         rule = rule_of.get(id_, "unknown")
         case = Xml.SubElement(suite, "testcase", classname=f"flexinspect.{rule}", name=id_)
+        ranks = dict(zip(map(id, report.findings), report.ranks, strict=False))
         bad = [finding for finding in found if finding.severity in failing]
         others = [finding for finding in found if finding.severity not in failing]
         if bad:
             message = escape_unprintable(bad[0].sentence)
             failure = Xml.SubElement(case, "failure", type=str(bad[0].severity), message=message)
-            failure.text = "\n\n".join(map(_failure_text, bad))
+            failure.text = "\n\n".join(_failure_text(one, ranks.get(id(one))) for one in bad)
         if others:
-            Xml.SubElement(case, "system-out").text = "\n\n".join(map(_failure_text, others))
+            texts = (_failure_text(one, ranks.get(id(one))) for one in others)
+            Xml.SubElement(case, "system-out").text = "\n\n".join(texts)
     suite.set("tests", str(len(by_id)))
     suite.set("failures", str(len(suite.findall("testcase/failure"))))
     suites = Xml.Element("testsuites", {k: v for k, v in suite.attrib.items() if k != "skipped"})
@@ -74,8 +84,9 @@ def as_junit(report: collect.Report, threshold: Severity | None) -> str:
     return Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _failure_text(finding: Finding) -> str:
+def _failure_text(finding: Finding, ranks: tuple[int, ...] | None = None) -> str:
     lines = [f"{finding.severity}: {finding.sentence}", f"at {collect.describe_place(finding)}"]
+    lines += [f"on ranks {format_ranges(ranks)}"] if ranks else []
     texts = {name: getattr(finding, name) for name in ("why", "confirm", "fix", "query")}
     lines += [f"{name}: {text}" for name, text in texts.items() if text]
     return "\n".join(map(escape_unprintable, [*lines, f"see {collect.finding_page(finding.id)}"]))
@@ -91,6 +102,8 @@ def as_sarif(report: collect.Report) -> dict[str, Any]:
     kinds, places = {**others, **report.kinds}, _LogicalLocations()
     ids, trace = list(kinds), report.trace.as_uri()
     results = [_result_dict(one, ids.index(one.id), places, trace) for one in report.findings]
+    for at, result in enumerate(results):
+        result["properties"] |= _ranks_dict(report, at)
     messages = ({"text": escape_unprintable(text)} for text in report.disabled_rules)
     off = [{"level": "warning", "message": message} for message in messages]
     rules = [_rule_dict(id_, kind) for id_, kind in kinds.items()]

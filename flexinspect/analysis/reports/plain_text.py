@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from flexinspect.analysis.reports import collect
 from flexinspect.analysis.reports.collect import describe_place, format_thousands
-from flexinspect.core.text import escape_unprintable, plural
+from flexinspect.core.text import escape_unprintable, format_ranges, plural
 from flexinspect.records.finding import Finding, Severity
 
 MAX_OTHER_SENTENCES = 4  # sentences of a group that are printed besides the first
@@ -21,6 +21,7 @@ _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity
 def print_report(report: collect.Report, console: Console) -> None:
     """Print all groups, worst first, with their explanation, and the counts at the end."""
     texts = dict(zip(map(id, report.findings), report.position_texts, strict=True))
+    ranks = dict(zip(map(id, report.findings), report.ranks, strict=False))
     for group in report.groups():
         heading = Text.assemble(
             (str(group.severity), _STYLES[group.severity]),
@@ -28,7 +29,8 @@ def print_report(report: collect.Report, console: Console) -> None:
             (f"  {escape_unprintable(group.describe_extent())}", "dim"),
         )
         _print_paragraph(console, heading)
-        for text in _group_lines(group, texts.get(id(group.findings[0]), ())):
+        own_ranks = [ranks.get(id(finding), ()) for finding in group.findings]
+        for text in _group_lines(group, texts.get(id(group.findings[0]), ()), own_ranks):
             _print_paragraph(console, text, indent=2)
         console.print()
     for remark in (*report.disabled_rules, *report.notes):
@@ -45,9 +47,13 @@ def _print_paragraph(console: Console, text: Text, *, indent: int = 0) -> None:
         console.print(Text(" " * indent) + line, soft_wrap=True)
 
 
-def _group_lines(group: collect.ReportGroup, texts: collect.PositionTexts) -> Iterator[Text]:
+def _group_lines(
+    group: collect.ReportGroup, texts: collect.PositionTexts, ranks: Sequence[tuple[int, ...]]
+) -> Iterator[Text]:
     first = group.findings[0]
     yield Text(escape_unprintable(first.sentence))
+    if on_ranks := {rank for own in ranks for rank in own}:
+        yield _labelled_line("ranks", format_ranges(on_ranks))
     yield from (_labelled_line(name, text) for name, text in _evidence_lines(first, texts))
     yield from _other_sentences(group)
     for name in ("why", "confirm", "fix", "query"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 
 import numpy as np
 from msgspec import Struct
@@ -79,7 +80,8 @@ class GenerationDifference(step_diff.RunDifference, frozen=True):
     not computed again (a replayed graph, a stale buffer). `missing` says which trace alone has the
     generation. `begins` is the first place where a number differs at all, `first` the first one
     beyond `noise`, `compared` and `not_compared` (with the
-    reason) are the quantities, `left_out` the steps of A and of B without a partner.
+    reason) are the quantities, `left_out` the steps of A and of B without a partner. `beyond` has
+    what differs first in each step of A that differs beyond noise.
     """
 
     generation: int = 0
@@ -98,6 +100,7 @@ class GenerationDifference(step_diff.RunDifference, frozen=True):
     left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     compared: Mapping[str, Compared] = {}
     not_compared: Mapping[str, str] = {}
+    beyond: Mapping[int, str] = {}
 
     @property
     def verdict(self) -> str:
@@ -112,8 +115,16 @@ Side = tuple[TraceReader, int]
 """A generation of a trace."""
 
 
-def compare_generations(a: Side, b: Side, noise: Noise | None = None) -> GenerationDifference:
-    """Compare a generation of A with one of B; by default the noise is that of their dtypes."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def compare_generations(
+    a: Side, b: Side, noise: Noise | None = None, own: Mapping[str, str] = NOTHING
+) -> GenerationDifference:
+    """Compare a generation of A with one of B; by default the noise is that of their dtypes.
+
+    Quantities of `own` are not compared, for the reason that it gives.
+    """
     prompts = [[t for t in reader.tokens(number) if t.step is None] for reader, number in (a, b)]
     result = GenerationDifference(
         generation=a[1],
@@ -123,7 +134,7 @@ def compare_generations(a: Side, b: Side, noise: Noise | None = None) -> Generat
     )
     if result.prompt is not None:
         return result
-    walk = Walk(a, b, noise)
+    walk = Walk(a, b, noise, own)
     walk.run()
     return replace(result, texts=_read_texts(a, walk.steps), **walk.fields())
 
@@ -177,8 +188,11 @@ class Walk:
     has the largest finite difference of each quantity and layer.
     """
 
-    def __init__(self, a: Side, b: Side, noise: Noise | None) -> None:
-        self._sides = (a, b)
+    def __init__(
+        self, a: Side, b: Side, noise: Noise | None, own: Mapping[str, str] = NOTHING
+    ) -> None:
+        self._sides, self._own = (a, b), own
+        self._beyond: dict[int, str] = {}
         self._watched = (_WatchedSteps(a), _WatchedSteps(b))
         self._same_segments = alignment.have_same_segments(a, b)
         self.noise = noise
@@ -218,6 +232,7 @@ class Walk:
             "left_out": tuple(map(tuple, self._left_out)),
             "compared": self.compared,
             "not_compared": self._not_compared(),
+            "beyond": self._beyond,
         }
 
     def _leave_out(self, one: StepRecord | None, other: StepRecord | None) -> None:
@@ -238,12 +253,14 @@ class Walk:
         found = step_diff.compare_steps(pair.a, pair.b, pair.finds, real=real)
         found = replace(found, rows=pair.rows)
         self.steps.append(found)
-        differences = quantities.compare_quantities(
-            pair, found, real, same_segments=self._same_segments
-        )
+        every = quantities.compare_quantities(pair, found, real, same_segments=self._same_segments)
+        differences = [one for one in every if one.quantity not in self._own]
         self._count(found.step, differences)
-        if self.first is None:
-            self.first = self._find_place(found, differences, pair.a, pair.b)
+        place = self._find_place(found, differences, pair.a, pair.b)
+        self.first = self.first or place
+        if place is not None:
+            layer = "" if place.layer is None else f"layer {place.layer}: "
+            self._beyond[found.step] = f"{layer}{place.quantity}"
         if found.is_diverged:
             texts = ("".join(t.text or t.token for t in step.tokens) for step in (one, other))
             self._words = (next(texts), next(texts))
@@ -354,6 +371,9 @@ class Walk:
         reasons = {}
         for name in quantities.QUANTITIES:
             if name in self.compared:
+                continue
+            if name in self._own:
+                reasons[name] = self._own[name]
                 continue
             has = [name in own for own in self._recorded]
             which = {(True, False): "only A has it", (False, True): "only B has it"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct, to_builtins
@@ -12,6 +12,7 @@ from flexinspect.analysis.run_diff import alignment, quantities
 from flexinspect.analysis.run_diff.alignment import GenerationPair
 from flexinspect.analysis.run_diff.generations import (
     DIFFERENT,
+    NOTHING,
     ROUNDING,
     SAME,
     GenerationDifference,
@@ -78,10 +79,12 @@ def compare_traces(
     *,
     generation: int | None = None,
     repeat: TraceReader | None = None,
+    own: Mapping[str, str] = NOTHING,
 ) -> Comparison:
     """Compare two traces, or one generation of A with that of B which has the same prompt.
 
-    `repeat` is another recording of A's run, whose differences from A are noise. Raises
+    `repeat` is another recording of A's run, whose differences from A are noise. Quantities of
+    `own` are not compared, for the reason that it gives. Raises
     `UsageError` for a generation that neither trace has, for traces without generations, for a
     training and a generation, and for a `repeat` of something else; `TraceError` for a damaged
     trace.
@@ -98,9 +101,9 @@ def compare_traces(
         which = "" if generation is None else f" {generation}"
         raise UsageError(f"Neither {names[0]} nor {names[1]} has a generation{which} of a model.")
     if is_training(a):
-        trainings = (compare_trainings((a, one), (b, other), repeat) for one, other in pairs)
+        trainings = (compare_trainings((a, one), (b, other), repeat, own) for one, other in pairs)
         return Comparison(*names, identical, trainings=tuple(trainings))
-    found = tuple(_compare_pair(a, b, pair, repeat) for pair in pairs)
+    found = tuple(_compare_pair(a, b, pair, repeat, own) for pair in pairs)
     if repeat is not None and not any(one.noise and one.noise.is_measured for one in found):
         what = f"{repeat.path} repeats none of the compared generations of {a.path}."
         raise UsageError(what, hint="--noise takes another recording of the same run as A.")
@@ -108,7 +111,11 @@ def compare_traces(
 
 
 def _compare_pair(
-    a: TraceReader, b: TraceReader, pair: GenerationPair, repeat: TraceReader | None
+    a: TraceReader,
+    b: TraceReader,
+    pair: GenerationPair,
+    repeat: TraceReader | None,
+    own: Mapping[str, str],
 ) -> GenerationDifference:
     one, other = pair
     if one is None or other is None:
@@ -117,7 +124,7 @@ def _compare_pair(
         missing = f"only {(b if one is None else a).path} has it"
         return GenerationDifference(generation=present.generation, missing=missing)
     sides = (a, one.generation), (b, other.generation)
-    return compare_generations(*sides, _repeats_noise(*sides, repeat))
+    return compare_generations(*sides, _repeats_noise(*sides, repeat), own)
 
 
 # -- the noise of repeats -------------------------------------------------------------------------

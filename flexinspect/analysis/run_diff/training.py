@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from flexinspect.analysis.run_diff.generations import DIFFERENT, ROUNDING, SAME, Compared, Place
+from flexinspect.analysis.run_diff.generations import (
+    DIFFERENT,
+    NOTHING,
+    ROUNDING,
+    SAME,
+    Compared,
+    Place,
+)
 from flexinspect.analysis.run_diff.quantities import (
     FLOORS,
     NOISE_FACTOR,
@@ -16,17 +23,25 @@ from flexinspect.analysis.run_diff.quantities import (
 )
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_ranges
+from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
+from flexinspect.records.step import Array
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.stream_ranges import arrays_by_step
 
 STEPS_PER_READ = 512
+WEIGHTS = {"weights": WEIGHTS_STREAM, "all weights": ALL_WEIGHTS_STREAM}
+"""Sums of the bits of weights: of a sample of each parameter, and of all of it."""
 QUANTITIES = (
     *("loss", "gradient norm", "total gradient norm", "norm before clipping", "learning rate"),
-    *("update ratio", "loss scale", "skipped step"),
+    *("update ratio", "loss scale", "skipped step", *WEIGHTS),
 )
 """What is compared of a step, in the order in which it is computed."""
-UNRECORDED = {"weights": "no level records them", "activations": "no level records them"}
+UNRECORDED = {"activations": "no level records them"}
+
+EXACT_INTEGERS = 1 << 53
+"""Up to here floats hold each integer."""
 
 Values = dict[tuple[str, str], float]
 """Of one step, by quantity and group of parameters (empty: of the step)."""
@@ -37,7 +52,8 @@ class TrainingDifference(Struct, frozen=True):
 
     `first` is the first place beyond `noise`, `first_difference` the first step in which anything
     differs, `worst` the largest difference by quantity and group. `groups` are those that only A
-    and only B has, `left_out` the steps likewise. `missing` says which trace alone has it.
+    and only B has, `left_out` the steps likewise. `missing` says which trace alone has it. `beyond`
+    has what differs first in each step that differs beyond noise.
     """
 
     generation: int = 0
@@ -52,6 +68,7 @@ class TrainingDifference(Struct, frozen=True):
     groups: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     left_out: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     missing: str = ""
+    beyond: Mapping[int, str] = {}
 
     @property
     def verdict(self) -> str:
@@ -64,8 +81,12 @@ class TrainingDifference(Struct, frozen=True):
 Side = tuple[TraceReader, GenerationRow | None]
 
 
-def compare_trainings(a: Side, b: Side, repeat: TraceReader | None = None) -> TrainingDifference:
+def compare_trainings(
+    a: Side, b: Side, repeat: TraceReader | None = None, own: Mapping[str, str] = NOTHING
+) -> TrainingDifference:
     """Compare two trainings; `repeat` is another recording of A's, whose differences are noise.
+
+    Quantities of `own` are not compared, for the reason that it gives.
 
     Noise that is measured grows with the steps: the limit of a step is `NOISE_FACTOR` times the
     largest difference between A and the repeat up to it. Raises `UsageError` for a repeat without
@@ -76,7 +97,7 @@ def compare_trainings(a: Side, b: Side, repeat: TraceReader | None = None) -> Tr
         present, path = (other, other_reader.path) if one is None else (one, reader.path)
         assert present is not None
         return TrainingDifference(present.generation, missing=f"only {path} has it")
-    walk = _TrainingWalk(_steps(reader, one), _steps(other_reader, other), _noise(a, b))
+    walk = _TrainingWalk(_steps(reader, one), _steps(other_reader, other), _noise(a, b), own)
     if repeat is not None:
         walk.limits = dict(_measured(reader, one, repeat))
         source = f"differences between A and {repeat.path}, times {NOISE_FACTOR:g}"
@@ -101,13 +122,15 @@ def _steps(reader: TraceReader, row: GenerationRow) -> Iterator[tuple[int, Value
     names = reader.parameter_groups(row.generation)
     last = reader.last_step(row.generation)
     for start in range(0, 0 if last is None else last + 1, STEPS_PER_READ):
-        steps = reader.training_steps(row.generation, 0, start, start + STEPS_PER_READ)
+        bounds = (start, start + STEPS_PER_READ)
+        steps = reader.training_steps(row.generation, 0, *bounds)
+        sums = arrays_by_step(reader, row.generation, [*WEIGHTS.values()], *bounds)
         for number, step in sorted(steps.items()):
-            yield number, dict(_values(step, names))
+            yield number, dict(_values(step, names, sums.get(number, {})))
 
 
 def _values(
-    step: TrainingStepRecord, groups: tuple[str, ...]
+    step: TrainingStepRecord, groups: tuple[str, ...], sums: Mapping[str, Array]
 ) -> Iterator[tuple[tuple[str, str], float]]:
     if step.has_loss:
         yield ("loss", ""), step.loss
@@ -115,6 +138,11 @@ def _values(
     for name, values in of_group.items():
         for group, value in zip(groups, values, strict=False):
             yield (name, group), value
+    for name, stream in WEIGHTS.items():
+        for group, total in zip(
+            groups, sums[stream].tolist() if stream in sums else (), strict=False
+        ):
+            yield (name, group), float(total % EXACT_INTEGERS)
     of_step = {
         "total gradient norm": step.total_norm,
         "norm before clipping": step.norm_before_clip,
@@ -161,9 +189,12 @@ class _TrainingWalk:
         a: Iterator[tuple[int, Values]],
         b: Iterator[tuple[int, Values]],
         noise: Noise,
+        own: Mapping[str, str],
     ) -> None:
         self._sides = a, b
         self.noise = noise
+        self._own = own
+        self._beyond: dict[int, str] = {}
         self.limits: dict[int, Mapping[tuple[str, str], float]] = {}
         self._first: Place | None = None
         self._first_step: int | None = None
@@ -201,26 +232,33 @@ class _TrainingWalk:
             not_compared=self._not_compared(),
             groups=(groups[0], groups[1]),
             left_out=(tuple(alone[0]), tuple(alone[1])),
+            beyond=self._beyond,
         )
 
     def _compare_step(self, number: int, one: Values, other: Values) -> None:
         rank = {name: n for n, name in enumerate(QUANTITIES)}
         for key in sorted(one.keys() & other.keys(), key=lambda key: (rank[key[0]], key[1])):
             name, group = key
+            if name in self._own:
+                continue
             change = _relative_change(one[key], other[key])
+            if name in WEIGHTS and change:
+                change = math.inf  # sums of bits: equal or not
             compared = self._compared.setdefault(name, Compared())
             compared.add(number, QuantityDifference(None, name, change))
             if change and self._first_step is None:
                 self._first_step = number
             limit = self._limit(number, key)
+            if change > limit:
+                self._beyond.setdefault(number, f"{name} of {group}" if group else name)
             if change > limit and self._first is None:
-                text = f"{one[key]:.6g} against {other[key]:.6g}"
-                text += f", {group}" if group else ""
+                values = f"{one[key]:.6g} against {other[key]:.6g}" if name not in WEIGHTS else ""
+                text = ", ".join(filter(None, (values, group)))
                 finite = change if math.isfinite(change) else None
                 self._first = Place(number, None, name, "value", finite, limit, text)
 
     def _limit(self, number: int, key: tuple[str, str]) -> float:
-        if key[0] in ("learning rate", "loss scale", "skipped step"):
+        if key[0] in ("learning rate", "loss scale", "skipped step", *WEIGHTS):
             return 1e-12  # computed from the step's number, not from tensors
         if self.noise.is_measured:
             return NOISE_FACTOR * self.limits.get(number, {}).get(key, 0.0)
@@ -238,7 +276,9 @@ class _TrainingWalk:
     def _not_compared(self) -> dict[str, str]:
         reasons = {}
         for name in QUANTITIES:
-            if name not in self._compared:
+            if name in self._own:
+                reasons[name] = self._own[name]
+            elif name not in self._compared:
                 has = [any(key[0] == name for key in own) for own in self._keys]
                 which = {(True, False): "only A has it", (False, True): "only B has it"}
                 reasons[name] = which.get((has[0], has[1]), "recorded in neither run")

@@ -80,7 +80,7 @@ class PairView(LoadedCanvas):
     ) -> None:
         super().__init__(id="pair")
         self._sides, self._verdict = sides, verdict
-        self._known = (None, None) if found is None else (found.noise, found.layers)
+        self._found = found
         self.loader = Loader(pool, self.place_request, self._load, self._show_loaded)
         self._data: PairData | str = ""
 
@@ -96,7 +96,12 @@ class PairView(LoadedCanvas):
         try:
             width, height = self.app.size
             room = max(width, 1), cells_that_fit(width, height)
-            return load_pair(self._sides, request[0], *room, *self._known)
+            if (found := self._found) is None:
+                return load_pair(self._sides, request[0], *room)
+            skipped = tuple(found.not_compared)
+            return load_pair(
+                self._sides, request[0], *room, found.noise, found.layers, skipped=skipped
+            )
         except Missing as missing:
             return " ".join(missing.lines())
         except FlexInspectError as error:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from flexinspect_hooks.capture.ranks import split_facts
+
 
 def attention_layers(model: nn.Module) -> dict[int, int]:
     """Return the `id` of each attention module and its layer index.
@@ -51,5 +53,6 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "hidden": getattr(config, "hidden_size", None),
         "vocabulary": getattr(config, "vocab_size", None),
+        **split_facts(model),
     }
     return {name: fact for name, fact in facts.items() if isinstance(fact, (int, str))}

@@ -1,37 +1,53 @@
-"""The rank of this process in a distributed run, so that each rank writes a trace of its own."""
+"""The rank of this process in a distributed run, and how a model is split over the ranks."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-
-class Rank(NamedTuple):
-    """The number of this process, from 0, and how many there are."""
-
-    rank: int
-    world_size: int
+from flexinspect.core.ranks import Rank, rank_of_environment
 
 
 def current_rank() -> Rank | None:
     """Return the rank in the default process group, or as `torchrun` set it; None if alone."""
-    if dist.is_available() and dist.is_initialized():
-        found = Rank(dist.get_rank(), dist.get_world_size())
-    else:
-        rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-        if not (rank.isdecimal() and size.isdecimal()):
-            return None
-        found = Rank(int(rank), int(size))
-    return found if found.world_size > 1 else None
+    set_by_launcher = rank_of_environment()
+    if not (dist.is_available() and dist.is_initialized()):
+        return set_by_launcher
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if set_by_launcher is not None and set_by_launcher[:2] == (rank, size):
+        return set_by_launcher
+    return Rank(rank, size) if size > 1 else None
 
 
-def rank_path(path: Path) -> Path:
-    """Return the path for this rank: "run.flextrace" becomes "run-rank1.flextrace" on rank 1."""
-    found = current_rank()
-    if found is None:
-        return path
-    width = len(str(found.world_size - 1))  # so that names sort by rank
-    return path.with_name(f"{path.stem}-rank{found.rank:0{width}}{path.suffix}")
+def split_facts(model: nn.Module) -> dict[str, Any]:
+    """Return over how many ranks a model's layers and its parameters are split; none if not at all.
+
+    `tp_size` is the number of ranks that share each layer (tensor parallel). `shards` is the number
+    of ranks that share each parameter: those of tensor parallelism, or of FSDP, whose layers see
+    whole parameters.
+    """
+    split: list[Any] = [
+        one
+        for one in model.parameters()
+        if any(placement.is_shard() for placement in getattr(one, "placements", ()))
+    ]
+    shards = max((math.prod(one.device_mesh.shape) for one in split), default=1)
+    tp_size = getattr(model, "tp_size", None)
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool):
+        is_gathered = any(type(one).__name__.startswith("FSDP") for one in model.modules())
+        tp_size = 1 if is_gathered else shards
+    facts = {"tp_size": tp_size, "shards": shards}
+    return {name: n for name, n in facts.items() if n > 1}
+
+
+def parallel_facts(model_facts: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of tensor and data parallel for the manifest; none in a single process."""
+    rank = current_rank()
+    if rank is None:
+        return {}
+    tp_size = int(model_facts.get("tp_size", 1))
+    return {"tp_size": tp_size, "dp_size": max(rank.world_size // tp_size, 1)}

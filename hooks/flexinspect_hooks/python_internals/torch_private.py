@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
 _DYNAMO_UTILS = "torch._dynamo.utils"
+_DDP = "torch.nn.parallel"
 _FLEX = "torch.nn.attention.flex_attention"
 
 _numbers = itertools.count()
@@ -46,6 +47,11 @@ NAMES = {
     (_FLEX, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"): "FlexAttention itself is differentiated",
     ("torch._C", "_current_graph_task_id"): "a backward pass through several forwards counts once",
     ("torch.autograd", "Variable._execution_engine.queue_callback"): "backward passes are timed",
+    (_DDP, "DistributedDataParallel._get_active_ddp_module"): "reductions of gradients are timed",
+    (_DDP, "DistributedDataParallel._get_ddp_logging_data"): "reductions of gradients are timed",
+    (_DDP, "DistributedDataParallel._set_ddp_runtime_logging_sample_rate"): (
+        "reductions of gradients are timed"
+    ),
     ("transformers", "PreTrainedModel._init_weights"): "norms and rotary tables are initialised",
 }
 """Module and name of each private name, and the feature that needs it."""
@@ -248,3 +254,32 @@ def _without_own_hooks(state: dict[str, Any]) -> dict[str, Any]:
             others = {key: hook for key, hook in hooks.items() if key not in own_ids}
             state = {**state, name: type(hooks)(others)}
     return state
+
+
+def active_data_parallel() -> Module | None:
+    """Return the DistributedDataParallel model whose forward is running; None without one."""
+    parallel: Any = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
+    get_active = getattr(parallel, "_get_active_ddp_module", None)
+    return None if get_active is None else get_active()
+
+
+def gradient_reduction_times(model: Module) -> Callable[[], tuple[float, float] | None] | None:
+    """Let a DistributedDataParallel model time each reduction of gradients; None for other models.
+
+    The function returned gives when that of the newest backward pass began and ended, in seconds
+    since the epoch; None before the first. On CUDA it waits for the backward pass.
+    """
+    set_rate = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
+    read = getattr(model, "_get_ddp_logging_data", None)
+    update = getattr(getattr(model, "logger", None), "set_runtime_stats_and_log", None)
+    if set_rate is None or read is None or update is None:
+        return None
+    set_rate(1)  # by default torch times each 100th
+
+    def times() -> tuple[float, float] | None:
+        update()  # torch does so when the next forward begins
+        facts = read()
+        began, ended = (facts.get(f"backward_comm_time_{end}", 0) for end in ("start", "end"))
+        return (began / 1e9, ended / 1e9) if began and ended else None
+
+    return times

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flexinspect.control import messages
 from flexinspect.control.discovery import ServeOptions
 from flexinspect.core.errors import FlexInspectError, TraceWriteError
+from flexinspect.core.ranks import rank_facts, rank_of_environment
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.records.step import EventRecord
@@ -52,7 +53,7 @@ class CapturedRun:
         self._size_limit: SizeLimit | None = None
         self.generation = 0
         """The generation that runs, for findings about what ended it."""
-        facts = {**facts, "graphs_counted": True}
+        facts = {**facts, "graphs_counted": True, **rank_facts(rank_of_environment())}
         self.writer = create_trace(
             job.out, job.argv, job.level, git, overwrite=job.overwrite, **facts
         )

@@ -193,9 +193,19 @@ def gradient_facts(
     return Gradients([one for one, _ in pairs], norms, maxima, counts)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that FSDP or tensor parallelism split, else the tensor.
+
+    Nothing may be sent to other ranks here: they may not be at the same place.
+    """
+    to_local: Any = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 @torch.no_grad()
 def reduce_batched(tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Tensor]) -> list[Any]:
     """Reduce each tensor to a number, or a row of numbers, with one transfer for each kind."""
+    tensors = [*map(local_part, tensors)]
     numbers: list[Any] = [None] * len(tensors)
     for indices in indices_by_kind(tensors):
         values = call([tensors[index] for index in indices]).tolist()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flexinspect.records import training_step
 from flexinspect_hooks.training import gradient_statistics
 from flexinspect_hooks.training.cost_governor import Detail
-from flexinspect_hooks.training.gradient_statistics import gradient_facts, tensor_norms
+from flexinspect_hooks.training.gradient_statistics import gradient_facts, local_part, tensor_norms
 from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
 MAX_SAMPLE = 1 << 16  # the most values of a parameter that are copied: rows, evenly spaced
@@ -113,6 +113,23 @@ class GradientMeter:
             group[1] += size * weight * weight
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
+    @torch.no_grad()
+    def sum_weight_bits(self, *, sampled: bool) -> Tensor:
+        """Return for each group the sum of the bits of its weights as integers, int64 (groups,).
+
+        Equal weights have equal sums on all ranks; parameters of which each rank has a part do not
+        count. With `sampled`, only the sample of each parameter counts.
+        """
+        sums: dict[str, list[Tensor]] = {}
+        for one in self.named:
+            if not hasattr(one.parameter, "placements"):
+                values = _sample_rows(one.parameter) if sampled else one.parameter.detach()
+                sums.setdefault(one.group, []).append(_sum_bits(values))
+        device = next(iter(self.named)).parameter.device
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        parts = (sums.get(group, [zero]) for group in self.groups)
+        return torch.stack([torch.stack([each.to(device) for each in own]).sum() for own in parts])
+
     def measure(
         self, step: int, detail: Detail, scale: float, is_warming: bool, norms: ClippingNorms | None
     ) -> training_step.TrainingStepRecord | None:
@@ -166,9 +183,19 @@ def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
+def _sum_bits(values: Tensor) -> Tensor:
+    """Return the sum of a tensor's values with their bits read as integers, modulo 2^64."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of a number of bytes."""
+
+
 def _sample_rows(parameter: Tensor) -> Tensor:
     """A view of evenly spaced rows of a parameter, at most `MAX_SAMPLE` values together."""
-    values = parameter.detach()
+    values = local_part(parameter.detach())
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.numel() <= MAX_SAMPLE:

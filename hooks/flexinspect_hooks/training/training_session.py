@@ -22,17 +22,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.records import training_step
-from flexinspect.records.step import EventRecord, GenerationEnd, GenerationRecord, MemoryRecord
+from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
+from flexinspect.records.step import (
+    ArrayRecord,
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    MemoryRecord,
+)
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.collectives import (
+    CollectiveLog,
+    collective_arrays,
+    observe_collectives,
+)
 from flexinspect_hooks.capture.hook import Hook, StepDraft, built_in_rules
+from flexinspect_hooks.capture.ranks import current_rank
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
-from flexinspect_hooks.python_internals.torch_private import hide_hooks
+from flexinspect_hooks.python_internals.torch_private import active_data_parallel, hide_hooks
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.forward_passes import ForwardWatch, StepPasses, is_remote
@@ -92,6 +105,9 @@ class TrainingStepDraft(StepPasses):
     detail: str = ""
     reported_loss: Loss | None = None
     memory: MemoryRecord | None = None
+    collectives: tuple[Any, ...] = ()
+    weights: dict[str, Any] = field(default_factory=dict)
+    """By stream, the sums of their bits by group, on their device until `read`."""
     notes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
     def context(self) -> StepContext:
@@ -109,10 +125,13 @@ class TrainingStepDraft(StepPasses):
         loss, norm = self.reported_loss, self.norm_before_clip
         self.reported_loss = None if loss is None else float(loss)
         self.norm_before_clip = None if norm is None else float(norm)
+        for stream, sums in self.weights.items():
+            self.weights[stream] = sums.cpu().numpy() if isinstance(sums, Tensor) else sums
 
     def needs_wait(self) -> bool:
         """Whether `read` would wait for a device."""
         values = [self.reported_loss, self.norm_before_clip, *self.losses]
+        values += self.weights.values()
         values += [*self.output_gradient_norms, *(one.values for one in self.extremes)]
         tensors = (value for value in values if isinstance(value, Tensor))
         return self.pending is not None or any(map(is_remote, tensors))
@@ -173,6 +192,8 @@ class TrainingRecords(Hook):
         draft.training, finished = kept
         draft.memory = finished.memory
         draft.layer_stats += finished.stats
+        draft.arrays += collective_arrays(finished.collectives)
+        draft.arrays += [ArrayRecord(stream, sums) for stream, sums in finished.weights.items()]
 
 
 class TrainingSession:
@@ -203,6 +224,7 @@ class TrainingSession:
         self._step_started: float | None = None
         self._step_own_s = self._writer_s = self._passes_before_s = 0.0
         self._scaler_step: int | None = None
+        self._collectives = CollectiveLog() if current_rank() is not None else None
         self._is_off = False
 
     def begin(self) -> None:
@@ -224,6 +246,9 @@ class TrainingSession:
         calls = (self._on_clipped, self._before_scaler_step, self._after_scaler_step)
         observing = torch_calls.observe_training(torch_calls.TrainingObserver(*calls))
         self._hooks.enter_context(observing)
+        if self._collectives is not None:
+            self._hooks.enter_context(observe_collectives(self._collectives))
+            self._collectives.watch_reducer(self._model)
         self._hooks.callback(hide_hooks())
         self._hooks.callback(self._memory.close)
 
@@ -375,6 +400,8 @@ class TrainingSession:
         if self._step_started is None:
             self._step_started = time.perf_counter()
         self._clip_norms = None  # do not keep gradients alive that the program may drop
+        if self._collectives is not None and (parallel := active_data_parallel()) is not None:
+            self._collectives.watch_reducer(parallel)  # of a Trainer, whose model is inside it
         self._flush()
 
     def _measure(self, scale: float = 1.0) -> None:
@@ -407,6 +434,13 @@ class TrainingSession:
         now = self._current
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
         now.memory = self._memory.read()
+        if self._collectives is not None:
+            now.collectives = self._collectives.take()
+            detail = self._governor.detail
+            if detail.measures(now.number):
+                now.weights[WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=True)
+            if now.number % detail.rows_every == 0:
+                now.weights[ALL_WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=False)
         if names := self._meter.take_unreached():
             text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
             facts = {"names": names[:100], "n": len(names)}

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 
 from flexinspect.analysis.summary import summarize_trace
 from flexinspect.core.errors import TraceError, UsageError
+from flexinspect.core.ranks import rank_path
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.records.step import EventRecord
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.capture.ranks import current_rank
 from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.training.cost_governor import Governor
@@ -38,7 +40,8 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     `out`, `level` and `band` are those of `watch_training`. A second training by the same trainer
     gets its own trace only if `out` is None; one that starts again before its end (as with
     `auto_find_batch_size`) gets a numbered file. `watch` is the handle of the latest training. In
-    distributed training only the first process records; `watch` stays None in the others.
+    a distributed training each rank writes its own trace, with "-rankN" in the name; only the first
+    process of each machine prints the summary.
     """
 
     def __init__(
@@ -53,16 +56,23 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
     ) -> None:
         """Start recording; an interrupted training of the same model ends as failed."""
-        if not getattr(state, "is_world_process_zero", True):
-            return
-        out = self._out
-        if self._model_id is not None:
+        is_again = self._model_id is not None
+        if is_again:
             self._abandon()
-            out = None if self._out is None else watch_trace.numbered_path(Path(self._out))
         if id(model) in _active_callbacks:
             _active_callbacks[id(model)]._abandon()
-        path = watch_trace.free_path(out, "training", each_rank=False)
-        self.watch = _training_watch(model, optimizer, path, level=self._level, band=self._band)
+        if is_again and self._out is not None:
+            path = watch_trace.numbered_path(rank_path(Path(self._out), current_rank()))
+        else:
+            path = watch_trace.free_path(self._out, "training")
+        self.watch = _training_watch(
+            model,
+            optimizer,
+            path,
+            level=self._level,
+            band=self._band,
+            quiet=not getattr(state, "is_local_process_zero", True),
+        )
         self.watch.__enter__()
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
         _active_callbacks[self._model_id] = self

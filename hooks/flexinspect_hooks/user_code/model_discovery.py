@@ -25,6 +25,7 @@ from torch import nn
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
+from flexinspect_hooks.capture.ranks import parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.control.control_protocols import chosen_layers
@@ -159,7 +160,8 @@ class ModelFinder:
             if session is not None:
                 self._facts.append({**model_facts(model), "name": session.model_name})
                 with suppress(TraceWriteError):
-                    self.writer.update_run(model=self._facts[0], models=self._facts)
+                    sizes = parallel_facts(self._facts[0])
+                    self.writer.update_run(model=self._facts[0], models=self._facts, **sizes)
         return session
 
     def _with_hooks(self, model: nn.Module, session: FoundSession | None) -> FoundSession | None:

@@ -23,6 +23,7 @@ from flexinspect.analysis.summary import TraceSummary, summarize_trace
 from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.core.ranks import rank_facts, rank_path
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records.finding import Finding
@@ -32,7 +33,7 @@ from flexinspect_hooks.breakpoints import actions
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.new_trace import create_trace
-from flexinspect_hooks.capture.ranks import current_rank, rank_path
+from flexinspect_hooks.capture.ranks import current_rank, parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
@@ -91,8 +92,7 @@ class WatchedTrace(ABC, Generic[S]):
 
         facts: dict[str, Any] = {"model": model_facts(self._model), **self._facts}
         facts["threads"] = torch.get_num_threads()
-        if (rank := current_rank()) is not None:
-            facts |= rank._asdict()
+        facts |= rank_facts(current_rank()) | parallel_facts(facts["model"])
         writer = create_trace(self.path, sys.argv, self._level, git_state(Path.cwd()), **facts)
         try:
             self._session = self._begin(writer)
@@ -159,19 +159,19 @@ class WatchedTrace(ABC, Generic[S]):
             return reader.findings()
 
 
-def free_path(out: str | Path | None, prefix: str, *, each_rank: bool = True) -> Path:
+def free_path(out: str | Path | None, prefix: str) -> Path:
     """Return the path of a new trace: `out`, or PREFIX-DATE-TIME.flextrace, numbered if it exists.
 
-    In a distributed run the name ends with the rank, if `each_rank` writes a trace. Raises
-    `UsageError` for an `out` that exists.
+    In a distributed run the name ends with the rank. Raises `UsageError` for an `out` that exists.
     """
-    own_path = rank_path if each_rank else Path
+    rank = current_rank()
     if out is not None:
-        path = own_path(Path(out))
+        path = rank_path(Path(out), rank)
         if path.exists():
             raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
         return path
-    return numbered_path(own_path(Path(time.strftime(f"{prefix}-%Y%m%d-%H%M%S.flextrace"))))
+    name = time.strftime(f"{prefix}-%Y%m%d-%H%M%S.flextrace")
+    return numbered_path(rank_path(Path(name), rank))
 
 
 def numbered_path(path: Path) -> Path:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import VOCAB, make_model
-from transformers import TrainerState
 
 import flexinspect
 from flexinspect.core.errors import UsageError
@@ -122,18 +121,6 @@ def test_a_training_that_tries_a_smaller_batch_gets_a_numbered_trace(tmp_path: P
         assert (reader.state, len(reader.training_steps(0))) == ("finished", 4)
     with flexinspect.open_trace(tmp_path / "a.flextrace") as reader:
         assert reader.state == "failed"
-
-
-def test_only_the_first_of_several_processes_records(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    callback = TrainerCallback(tmp_path / "a.flextrace")
-    other = TrainerState(is_world_process_zero=False)
-    callback.on_train_begin(None, other, None, model=model, optimizer=optimizer)
-    callback.on_train_end(None, other, None)
-    assert callback.watch is None
-    assert not model._forward_hooks
-    assert not (tmp_path / "a.flextrace").exists()
 
 
 def test_invalid_arguments_are_refused_before_the_training_begins() -> None:

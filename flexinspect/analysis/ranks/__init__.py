@@ -1,0 +1,1 @@
+"""The traces of the ranks of one distributed run: which belong together, and what differs."""
