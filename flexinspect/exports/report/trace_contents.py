@@ -27,7 +27,7 @@ from flexinspect.exports.report.branch_columns import BranchSpan, branch_span
 from flexinspect.exports.report.mask_planes import read_masks
 from flexinspect.exports.report.size_budget import essential_size
 from flexinspect.exports.report.training_columns import training_columns
-from flexinspect.panels.base import TracePlace, import_hint, training_facts
+from flexinspect.panels.base import Missing, TracePlace, import_hint, training_facts
 from flexinspect.panels.findings_of_place import FindingSummary
 from flexinspect.panels.findings_panel import describe_coverage, load_coverage
 from flexinspect.panels.panel_source import Source
@@ -272,7 +272,9 @@ class _Collector:
             return read()
         except TraceError as error:
             self.left_out.append(printable(error.message))
-            return None
+        except Missing as error:  # a step between the first and the last
+            self.left_out.append(printable(error.reason))
+        return None
 
     def _head(self, row: GenerationRow, segments: Sequence[Segment]) -> contents.GenerationHead:
         source, reader = self._source, self._source.reader
