@@ -47,6 +47,8 @@ class StepDraft(Struct):
     tokens: tuple[step_records.TokenRecord, ...] = ()
     calls: list[step_records.CallRecord] = field(default_factory=list)
     builds: list[step_records.BuildRecord] = field(default_factory=list)
+    gpus: list[step_records.GpuRecord] = field(default_factory=list)
+    lens: list[step_records.LensRecord] = field(default_factory=list)
     layer_stats: list[step_records.LayerStatRecord] = field(default_factory=list)
     masks: list[step_records.MaskRecord] = field(default_factory=list)
     arrays: list[step_records.ArrayRecord] = field(default_factory=list)
