@@ -48,6 +48,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "gradstrip": "flexinspect.panels.training_panel:GradientStripPanel",
         "code": "flexinspect.panels.code_panel:CodePanel",
         "tensors": "flexinspect.panels.tensors_panel:TensorsPanel",
+        "lens": "flexinspect.panels.lens_panel:LensPanel",
     },
     RULES: {
         "prompt": "flexinspect.rules.prompt.segments:PromptRule",

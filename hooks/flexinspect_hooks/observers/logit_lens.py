@@ -8,6 +8,7 @@ the model's own logits, so that a readout of another form is reported, not drawn
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,10 +22,23 @@ from flexinspect_hooks.capture.step_clock import StepContext
 
 TOP_K = 5
 LENS_EVENT = "logit-lens-off"
+SPARSE_EVENT = "logit-lens-sparse"
+
+N_FIRST = 8
+"""The first steps of a run, which are read whatever it costs."""
+MAX_SHARE = 0.1
+"""Share of the model's time that the lens may take in later steps: the head of a large vocabulary
+costs as much as several layers, once per layer that is read."""
 
 _NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm")
 """The last norm, as transformers names it beside the list of decoder layers."""
 _HEAD_NAMES = ("lm_head", "embed_out", "output")
+
+
+_SPARSE = (
+    "From step {} on the logit lens reads some steps only, because it takes more than a tenth of "
+    "the model's time; with fewer --layers it reads more steps."
+)
 
 
 class LogitLens:
@@ -34,6 +48,8 @@ class LogitLens:
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
+        self._n_read, self._spent_s, self._model_s = 0, 0.0, 0.0
+        self._has_skipped = False
         head = output_head(model)
         self.reason = "" if head is not None and blocks else "the model has no output head"
         if head is None or not blocks:
@@ -51,12 +67,33 @@ class LogitLens:
         step: StepContext,
         buffer: StepBuffer,
     ) -> list[int]:
-        """Reduce the newest row of `outputs` (batch, rows, hidden) of `layers`; return these.
+        """Read the newest row of these layers, unless the lens has taken too much time so far.
 
-        The last layer is always among them, for the comparison with the model's logits.
+        `outputs` are (batch, rows, hidden) by layer. Returns the layers that were read. On an
+        accelerator the time is that in which the work was submitted.
         """
+        started = time.perf_counter()
+        self._model_s += step.wall_ms / 1e3
         if self.reason:
             return []
+        if self._n_read >= N_FIRST and self._spent_s > MAX_SHARE * self._model_s:
+            if not self._has_skipped:
+                self._has_skipped = True
+                step.events.append((SPARSE_EVENT, _SPARSE.format(step.step)))
+            return []
+        self._n_read += 1
+        read = self._reduce(outputs, layers, step, buffer)
+        self._spent_s += time.perf_counter() - started
+        return read
+
+    def _reduce(
+        self,
+        outputs: Sequence[tuple[int, Tensor]],
+        layers: Sequence[int],
+        step: StepContext,
+        buffer: StepBuffer,
+    ) -> list[int]:
+        """Reduce the newest rows; the last layer's too, to compare it with the model's logits."""
         chosen = {*layers, self._last}
         kept = {layer: output[0, -1] for layer, output in outputs if layer in chosen}
         if not kept:
@@ -103,7 +140,12 @@ class LogitLens:
         error = float(values["lens.error"]) if "lens.error" in values else None
         ids, logprobs = values["lens.ids"].tolist(), values["lens.logprobs"].tolist()
         for number, layer in enumerate(layers):
-            rank, logprob = chosen[number] if chosen else (-1, math.nan)
+            rank, logprob = (-1, math.nan)
+            if chosen:
+                rank, logprob = chosen[number]
+            elif step.token_id in ids[number]:  # of a program, whose choice became known later
+                rank = ids[number].index(step.token_id)
+                logprob = logprobs[number][rank]
             found.append(
                 LensRecord(
                     layer,
