@@ -25,6 +25,7 @@ EXPORTS, IMPORTERS = "flexinspect.exports", "flexinspect.importers"
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HOOKS: {
         "attention": "flexinspect_hooks.observers.attention.attention_hook:AttentionHook",
+        "gpu": "flexinspect_hooks.observers.gpu_hook:GpuHook",
         "inputs": "flexinspect_hooks.observers.inputs_hook:InputsHook",
         "modules": "flexinspect_hooks.observers.modules_hook:ModuleHook",
         "logits": "flexinspect_hooks.observers.logits_hook:LogitsHook",
@@ -49,6 +50,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "code": "flexinspect.panels.code_panel:CodePanel",
         "tensors": "flexinspect.panels.tensors_panel:TensorsPanel",
         "lens": "flexinspect.panels.lens_panel:LensPanel",
+        "gpu": "flexinspect.panels.gpu_panel:GpuPanel",
     },
     RULES: {
         "prompt": "flexinspect.rules.prompt.segments:PromptRule",

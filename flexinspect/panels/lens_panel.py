@@ -22,13 +22,12 @@ from flexinspect.panels.base import (
     import_hint,
 )
 from flexinspect.panels.panel_source import Source
-from flexinspect.records.step import LensRecord
+from flexinspect.records.step import LENS_EVENT, SPARSE_LENS_EVENT, LensRecord
 from flexinspect.trace.queries import branch_of_step
 from flexinspect.trace.reader import TraceReader
 
 MAX_ERROR = 0.05
 """Difference of log-probabilities up to which the lens is that of the model: bfloat16 rounds."""
-LENS_EVENTS = ("logit-lens-off", "logit-lens-sparse")
 _TOKEN_WIDTH = 14
 _LEVEL_HINT = "Record it with --level extreme; --layers chooses the layers."
 
@@ -120,7 +119,11 @@ class LensPanel(Panel[LensData, NoOptions]):
 
 def _missing_hint(reader: TraceReader) -> str:
     """Return why a step has no lens: the last event about it, or the level."""
-    found = [row.event.text for row in reader.events() if row.event.kind in LENS_EVENTS]
+    found = [
+        row.event.text
+        for row in reader.events()
+        if row.event.kind in (LENS_EVENT, SPARSE_LENS_EVENT)
+    ]
     return escape_unprintable(found[-1]) if found else _LEVEL_HINT
 
 

@@ -311,6 +311,10 @@ class ArrayRecord(Struct, frozen=True):
     dtype: str | None = None
 
 
+GPU_EVENT, LENS_EVENT, SPARSE_LENS_EVENT = "gpu", "logit-lens-off", "logit-lens-sparse"
+"""Kinds of events that say why there are no GPU figures, no logit lens, or not in each step."""
+
+
 class EventRecord(Struct, frozen=True):
     """An event of a run: a phase ("loading"), a hook switched off, an error, a warning."""
 

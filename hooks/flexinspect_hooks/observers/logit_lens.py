@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records.step import LensRecord
+from flexinspect.records.step import SPARSE_LENS_EVENT, LensRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.step_clock import StepContext
 
 TOP_K = 5
-LENS_EVENT = "logit-lens-off"
-SPARSE_EVENT = "logit-lens-sparse"
 
 N_FIRST = 8
 """The first steps of a run, which are read whatever it costs."""
@@ -79,7 +77,7 @@ class LogitLens:
         if self._n_read >= N_FIRST and self._spent_s > MAX_SHARE * self._model_s:
             if not self._has_skipped:
                 self._has_skipped = True
-                step.events.append((SPARSE_EVENT, _SPARSE.format(step.step)))
+                step.events.append((SPARSE_LENS_EVENT, _SPARSE.format(step.step)))
             return []
         self._n_read += 1
         read = self._reduce(outputs, layers, step, buffer)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexinspect.records.step import CallRecord, LayerStatRecord
+from flexinspect.records.step import LENS_EVENT, CallRecord, LayerStatRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.observers.logit_lens import LENS_EVENT, LogitLens
+from flexinspect_hooks.observers.logit_lens import LogitLens
 
 NO_WEIGHTS = "not-attention-weights"
 
