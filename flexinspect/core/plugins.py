@@ -30,6 +30,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "modules": "flexinspect_hooks.observers.modules_hook:ModuleHook",
         "logits": "flexinspect_hooks.observers.logits_hook:LogitsHook",
         "memory": "flexinspect_hooks.observers.memory_hook:MemoryHook",
+        "selected": "flexinspect_hooks.observers.selected_modules:SelectedModulesHook",
         "weights": "flexinspect_hooks.observers.modules_hook:WeightsHook",
     },
     PANELS: {
