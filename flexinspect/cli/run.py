@@ -54,7 +54,8 @@ examples:
 
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
-    *("--declare", "--level", "--layers", "--out", "--overwrite", "--share", "--max-size"),
+    *("--declare", "--level", "--layers", "--select", "--out", "--overwrite", "--share"),
+    "--max-size",
     *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
     "--low-bandwidth",
     *("--break", "--wait", "--interactive"),
@@ -125,6 +126,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     """Return the job of parsed flags. Raises `FlexInspectError` for anything wrong with them."""
     capture: dict[str, Any] = {
         **{name: getattr(args, name) for name in _CAPTURE_FLAGS},
+        "select": tuple(args.select),
         "breakpoints": _breakpoints_of(args),
         "on_break": _on_break(args),
         "interactive": _is_interactive(args),
@@ -319,10 +321,17 @@ def check_job(job: Job) -> None:
 
 
 def check_trace(job: Job | ScriptJob) -> None:
-    """Raise `UsageError` for --layers without level extreme, and for an existing trace file."""
+    """Raise `UsageError` for --layers or --select without extreme, and for an existing trace."""
     if job.layers and job.level != "extreme":
         text = "--layers selects whose activations are stored, and only level extreme stores any."
         raise UsageError(text, hint="Add --level extreme, or leave --layers out.")
+    if job.select:
+        from flexinspect.inputs.module_selectors import parse_selectors
+
+        parse_selectors(job.select)
+        if job.level != "extreme":
+            text = "--select selects modules whose outputs level extreme stores."
+            raise UsageError(text, hint="Add --level extreme, or leave --select out.")
     if not job.out:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
     check_free(Path(job.out), overwrite=job.overwrite)

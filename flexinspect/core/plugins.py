@@ -26,10 +26,12 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HOOKS: {
         "attention": "flexinspect_hooks.observers.attention.attention_hook:AttentionHook",
         "collectives": "flexinspect_hooks.observers.collectives_hook:CollectivesHook",
+        "gpu": "flexinspect_hooks.observers.gpu_hook:GpuHook",
         "inputs": "flexinspect_hooks.observers.inputs_hook:InputsHook",
         "modules": "flexinspect_hooks.observers.modules_hook:ModuleHook",
         "logits": "flexinspect_hooks.observers.logits_hook:LogitsHook",
         "memory": "flexinspect_hooks.observers.memory_hook:MemoryHook",
+        "selected": "flexinspect_hooks.observers.selected_modules:SelectedModulesHook",
         "weights": "flexinspect_hooks.observers.modules_hook:WeightsHook",
     },
     PANELS: {
@@ -49,6 +51,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "gradstrip": "flexinspect.panels.training_panel:GradientStripPanel",
         "code": "flexinspect.panels.code_panel:CodePanel",
         "tensors": "flexinspect.panels.tensors_panel:TensorsPanel",
+        "lens": "flexinspect.panels.lens_panel:LensPanel",
+        "gpu": "flexinspect.panels.gpu_panel:GpuPanel",
     },
     RULES: {
         "prompt": "flexinspect.rules.prompt.segments:PromptRule",

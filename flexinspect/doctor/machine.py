@@ -29,6 +29,7 @@ EARLIEST_CLOCK = 1_700_000_000
 def check_machine(folder: Path) -> Iterator[Check]:
     """Check the machine; `folder` is where traces are written."""
     yield check_memory()
+    yield check_threads(os.environ)
     yield check_disk(folder)
     yield check_trace_folder(folder)
     yield from check_caches()
@@ -49,6 +50,22 @@ def check_memory(free: int | None = None) -> Check:
         fix = "A model of 3 B parameters needs 6.5 GB in bfloat16, 13 GB in float32."
         return warning("RAM", found, fix)
     return ok("RAM", found)
+
+
+def check_threads(environment: Mapping[str, str], cores: int | None = None) -> Check:
+    """Check how many threads torch will start on the CPU, from the variable of OpenMP."""
+    if cores is None:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    given = environment.get("OMP_NUM_THREADS", "")
+    if not given.isdecimal() or not int(given):
+        found = f"{cores} cores; flexinspect uses one less, your own program all of them"
+        return note("threads", found, "", "OMP_NUM_THREADS, or --threads, sets another number")
+    found = f"{given} on {cores} cores, by OMP_NUM_THREADS"
+    if int(given) > cores:
+        fix = f"More threads than cores wait for each other: export OMP_NUM_THREADS={cores}."
+        return warning("threads", found, fix)
+    return note("threads", found)
 
 
 def check_disk(folder: Path, free: int | None = None) -> Check:

@@ -23,6 +23,7 @@ OPTIONAL = {
     "datasets": ("the datasets of the hub (--dataset webqa)", "datasets"),
     "matplotlib": ("pictures of masks as PNG, SVG and PDF", "figures"),
     "resvg-py": ("saving a panel as PNG", "png"),
+    "nvidia-ml-py": ("the GPU panel", "gpu"),
     "textual-serve": ("the interface in a browser (--web)", "web"),
     "pandas": ("tables of a trace as data frames", "frames"),
 }

@@ -105,6 +105,18 @@ def _cuda_check(facts: Facts) -> Iterator[Check]:
         version = facts["built"] or f"ROCm {facts['hip']}"
         yield ok("CUDA", f"{version}, driver {driver or 'unknown'}")
     yield from map(_device_check, devices)
+    if devices:
+        yield _gpu_settings(facts)
+
+
+def _gpu_settings(facts: Facts) -> Check:
+    """Tell what torch's settings for speed are; docs/installation.md has a table of them."""
+    precision = facts.get("precision", "highest")
+    products = "float32" if precision == "highest" else "TF32 (less exact)"
+    found = f"float32 products in {products}, allocator {facts.get('allocator') or 'default'}"
+    faster = "faster float32 products: torch.set_float32_matmul_precision('high')"
+    memory = "memory in pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return note("GPU settings", found, "", faster, memory)
 
 
 def _device_check(device: Facts) -> Check:

@@ -117,6 +117,7 @@ class CaptureJob(Struct, frozen=True, kw_only=True):
     out: str
     level: str = "advanced"
     layers: str | None = None
+    select: tuple[str, ...] = ()
     max_size: int | None = None
     threads: int | None = None
     overwrite: bool = False

@@ -211,6 +211,47 @@ class MemoryRecord(Struct, frozen=True):
     cuda_peak: int | None = None
 
 
+class GpuRecord(Struct, frozen=True):
+    """What NVML says of a GPU, read at most a few times a second; None or NaN where it cannot tell.
+
+    `utilization` is the share of the last sample period in which a kernel ran, in percent.
+    `memory_used` and `memory_total` are bytes of the device, `memory_own` those of this process,
+    `processes` the (process id, bytes) of all that hold memory. `power` is in watts.
+    """
+
+    device: int
+    name: str
+    utilization: float
+    memory_used: int
+    memory_total: int
+    memory_own: int | None = None
+    temperature: int | None = None
+    power: float | None = None
+    processes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def memory_other(self) -> int | None:
+        """Bytes that other processes (and the driver) hold, None where the own part is unknown."""
+        return None if self.memory_own is None else max(self.memory_used - self.memory_own, 0)
+
+
+class LensRecord(Struct, frozen=True):
+    """The logit lens of one layer: final norm and output head on its newest row.
+
+    The best tokens come first. `chosen_rank` and `chosen_logprob` are those of the token that the
+    step chose (-1 and NaN if it is unknown). `error` is how far the lens of the last layer is from
+    the model's own logits, as the largest difference of a log-probability; None for other layers.
+    """
+
+    layer: int
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    chosen_rank: int
+    chosen_logprob: float
+    error: float | None = None
+
+
 class MaskRecord(Struct, frozen=True):
     """A mask as a layer received it, stored once per fingerprint.
 
@@ -270,6 +311,10 @@ class ArrayRecord(Struct, frozen=True):
     dtype: str | None = None
 
 
+GPU_EVENT, LENS_EVENT, SPARSE_LENS_EVENT = "gpu", "logit-lens-off", "logit-lens-sparse"
+"""Kinds of events that say why there are no GPU figures, no logit lens, or not in each step."""
+
+
 class EventRecord(Struct, frozen=True):
     """An event of a run: a phase ("loading"), a hook switched off, an error, a warning."""
 
@@ -322,6 +367,8 @@ class StepRecord(Struct, frozen=True):
     builds: tuple[BuildRecord, ...] = ()
     layer_stats: tuple[LayerStatRecord, ...] = ()
     memory: MemoryRecord | None = None
+    gpus: tuple[GpuRecord, ...] = ()
+    lens: tuple[LensRecord, ...] = ()
     masks: tuple[MaskRecord, ...] = ()
     arrays: tuple[ArrayRecord, ...] = ()
     training: TrainingStepRecord | None = None

@@ -362,6 +362,8 @@ CALL_ROWS = RowFormat(step_records.CallRecord, schema.CALLS, skip=4)
 BUILD_ROWS = RowFormat(step_records.BuildRecord, schema.BUILDS, skip=4)
 LAYER_STAT_ROWS = RowFormat(step_records.LayerStatRecord, schema.LAYER_STATS, skip=4)
 MEMORY_ROWS = RowFormat(step_records.MemoryRecord, schema.MEMORY, skip=3)
+GPU_ROWS = RowFormat(step_records.GpuRecord, schema.GPUS, skip=3)
+LENS_ROWS = RowFormat(step_records.LensRecord, schema.LENS, skip=3)
 MASK_ROWS = RowFormat(step_records.MaskRecord, schema.MASKS, skip=3)
 GRADIENT_ROWS = RowFormat(step_records.GradientRecord, schema.GRADIENTS)
 GRADIENT_STAT_ROWS = RowFormat(step_records.GradientStat, schema.GRADS, skip=3)
@@ -425,6 +427,8 @@ def encode_step(record: step_records.StepRecord, known_masks: Collection[str]) -
         (BUILD_ROWS, record.builds),
         (LAYER_STAT_ROWS, record.layer_stats),
         (MEMORY_ROWS, (record.memory,) if record.memory else ()),
+        (GPU_ROWS, record.gpus),
+        (LENS_ROWS, record.lens),
         (TRAINING_ROWS, (training,) if training else ()),
         (_PARAMETER_ROWS, training.gradients if training else ()),
     ):

@@ -21,6 +21,7 @@ from flexinspect.records.prompt import SegmentKind
 from flexinspect.records.step import (
     CallRecord,
     Candidate,
+    GpuRecord,
     LayerStatRecord,
     MemoryRecord,
     TokenRecord,
@@ -413,6 +414,14 @@ def memory_range(
     for place in _branch_ranges(reader, generation, start, stop, branch):
         found.update(reader._records_by_step(codec.MEMORY_ROWS, rest, place))
     return found
+
+
+def gpus_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[int, list[GpuRecord]]:
+    """Return the figures of the GPUs in each step `start <= step < stop` that has them."""
+    rest = f"{WHERE_STEPS} ORDER BY step, device"
+    return _lists_by_step(reader, codec.GPU_ROWS, rest, (generation, start, stop, branch))
 
 
 def candidates_range(

@@ -103,6 +103,8 @@ _ROWS_OF_STEP: Mapping[str, RowFormat[Any]] = {
     "builds": codec.BUILD_ROWS,
     "layer_stats": codec.LAYER_STAT_ROWS,
     "memory": codec.MEMORY_ROWS,
+    "gpus": codec.GPU_ROWS,
+    "lens": codec.LENS_ROWS,
     "masks": codec.MASK_ROWS,
 }
 _ARRAY_KEY_KINDS = ("int", "text", "int?", "text?", "int")
@@ -294,6 +296,14 @@ class TraceReader:
     def memory(self, generation: int, step: int, branch: int = 0) -> records.MemoryRecord | None:
         """Return the memory at the end of a step, None when not captured."""
         return next(iter(self._records_of_step(codec.MEMORY_ROWS, generation, step, branch)), None)
+
+    def gpus(self, generation: int, step: int, branch: int = 0) -> list[records.GpuRecord]:
+        """Return the figures of the GPUs, empty in a step in which they were not read."""
+        return self._records_of_step(codec.GPU_ROWS, generation, step, branch)
+
+    def lens(self, generation: int, step: int, branch: int = 0) -> list[records.LensRecord]:
+        """Return the logit lens of each layer, by layer; empty below level extreme."""
+        return self._records_of_step(codec.LENS_ROWS, generation, step, branch)
 
     def gradients(
         self, generation: int, step: int, branch: int = 0

@@ -182,6 +182,18 @@ MEMORY = define_table(
     "generation branch step",
     "rss int, model int, kv_cache int, cuda_allocated int?, cuda_reserved int?, cuda_peak int?",
 )
+GPUS = define_table(
+    "gpus",
+    "generation branch step device",
+    "device int, name text, utilization real, memory_used int, memory_total int, memory_own int?, "
+    "temperature int?, power real?, processes runs",
+)
+LENS = define_table(
+    "lens",
+    "generation branch step layer",
+    "layer int, token_ids ints, texts texts, logprobs floats, chosen_rank int, "
+    "chosen_logprob real, error real?",
+)
 # The gradients of a generated token or of a training step.
 GRADS = define_table(
     "grads",

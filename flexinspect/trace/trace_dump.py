@@ -196,6 +196,8 @@ def _step_dict(reader: TraceReader, row: StepRow) -> dict[str, Any]:
         "builds": list(map(_fields, reader.builds(*key))),
         "layer_stats": list(map(_fields, reader.layer_stats(*key))),
         "memory": memory and _fields(memory),
+        "gpus": list(map(_fields, reader.gpus(*key))),
+        "lens": list(map(_fields, reader.lens(*key))),
         "gradients": gradient_fields,
         "training": training and to_builtins(training),
         "arrays": list(map(_fields, reader.arrays(*key))),
@@ -304,6 +306,8 @@ _CALL_NAMES = (
     "lse_error check_kind mask_passed_to_layer suppressed_exception causal window"
 )
 _BUILD_NAMES = "layer batch heads q_len kv_len wall_ms peak_growth mask_mod"
+_GPU_NAMES = "device utilization memory_used memory_own memory_total temperature power name"
+_LENS_NAMES = "layer chosen_rank chosen_logprob error token_ids logprobs texts"
 _STAT_NAMES = "layer module n_nan n_inf bad_row min max mean std norm"
 
 
@@ -322,6 +326,8 @@ def _step_lines(reader: TraceReader, row: StepRow) -> Iterator[str]:
         yield from _record_table("candidates", names, logits.candidates, indent=6)
     if memory := reader.memory(*key):
         yield _fill(_MEMORY_LINE, memory)
+    yield from _record_table("gpus", _GPU_NAMES, reader.gpus(*key), indent=6)
+    yield from _record_table("lens", _LENS_NAMES, reader.lens(*key), indent=6)
     if inputs := reader.inputs(*key):
         yield from _inputs_lines(inputs)
     if row.phase == TRAIN and (training := reader.training_step(*key)):
@@ -425,6 +431,9 @@ def _field_cell(name: str, value: Any) -> Any:
             return datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
     if name == "shape":
         return " × ".join(map(str, value)) or "scalar"
+    if isinstance(value, tuple):
+        cells = (_format_cell(_field_cell("text", v) if isinstance(v, str) else v) for v in value)
+        return " ".join(cells) or "-"
     if name == "special":
         return "special" if value else "-"
     return escape_unprintable(value) if isinstance(value, str) else value

@@ -22,6 +22,19 @@ def test_little_memory_is_a_warning_with_what_runs_in_it(free: int, status: Stat
     assert check.found == f"{free / 1e9:.1f} GB free"
 
 
+def test_more_threads_than_cores_are_a_warning_with_the_variable_to_set() -> None:
+    check = machine.check_threads({"OMP_NUM_THREADS": "16"}, 4)
+    assert (check.status, check.found) == (Status.WARNING, "16 on 4 cores, by OMP_NUM_THREADS")
+    assert "export OMP_NUM_THREADS=4" in check.fix
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": ""}, {"OMP_NUM_THREADS": "0"}])
+def test_without_the_variable_the_cores_are_a_fact(given: dict[str, str]) -> None:
+    check = machine.check_threads(given, 4)
+    assert check.status is Status.NOTE
+    assert check.found.startswith("4 cores")
+
+
 def test_a_full_disk_is_a_warning_that_names_the_variable_to_move_the_cache(tmp_path: Path) -> None:
     assert machine.check_disk(tmp_path, 50_000_000_000).status is Status.OK
     full = machine.check_disk(tmp_path, 3_000_000_000)

@@ -74,12 +74,26 @@ def test_who_holds_the_memory_of_a_gpu_is_named(
 ) -> None:
     nvidia_smi(tmp_path, monkeypatch, "570.12", "4242, python, 61000 MiB\\n")
     device = {"name": "H100", "capability": "9.0", "free": 10 * GIB, "total": 80 * GIB}
-    cuda, memory = checks_of(fact="cuda", devices=[device], built="12.8", hip=None)
+    cuda, memory, _ = checks_of(fact="cuda", devices=[device], built="12.8", hip=None)
     assert cuda.found == "12.8, driver 570.12"
     assert memory.status is Status.WARNING
     assert memory.details == ("process 4242, python, 61000 MiB",)
     roomy = {**device, "free": 79 * GIB}
     assert checks_of(fact="cuda", devices=[roomy], built="12.8", hip=None)[1].status is Status.OK
+
+
+def test_the_settings_for_speed_of_a_gpu_are_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(tmp_path, monkeypatch, "570.12", "")
+    device = {"name": "H100", "capability": "9.0", "free": 70 * GIB, "total": 80 * GIB}
+    facts = {"fact": "cuda", "devices": [device], "built": "12.8", "hip": None}
+    plain = checks_of(**facts, precision="highest", allocator="")[-1]
+    assert plain.found == "float32 products in float32, allocator default"
+    assert any("set_float32_matmul_precision" in line for line in plain.details)
+    assert any("PYTORCH_CUDA_ALLOC_CONF" in line for line in plain.details)
+    fast = checks_of(**facts, precision="high", allocator="expandable_segments:True")[-1]
+    assert fast.found == "float32 products in TF32 (less exact), allocator expandable_segments:True"
 
 
 def test_without_a_gpu_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -75,9 +75,11 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_batches_have_every_row_once_in_the_order_of_the_key(name: str, tmp_path: Path) -> None:
     path = unpack(name, tmp_path)
     with closing(sqlite3.connect(path)) as db, open_trace(path) as reader:
+        stored = {name for (name,) in db.execute("SELECT name FROM sqlite_schema")}
         for table in schema.TABLES:
-            key = ", ".join(table.key)
-            expected = db.execute(f"SELECT {key} FROM {table.name} ORDER BY {key}").fetchall()
+            key, expected = ", ".join(table.key), list[tuple[Any, ...]]()
+            if table.name in stored:  # the recorded traces lack tables that came later
+                expected = db.execute(f"SELECT {key} FROM {table.name} ORDER BY {key}").fetchall()
             found: list[tuple[Any, ...]] = []
             for batch in read_batches(reader, table, n_rows=3):
                 assert len(batch[table.key[0]]) <= 3
@@ -193,6 +195,9 @@ def unescaped(text: str) -> str:
     return text.removeprefix("'")
 
 
+NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
 def as_csv(value: Any, kind: str) -> str:
     """Return what the CSV file has for a value, after `unescaped`."""
     if value is None:
@@ -200,9 +205,10 @@ def as_csv(value: Any, kind: str) -> str:
     if kind == "bool":
         return "true" if value else "false"
     if kind == "real":
-        names = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
-        return names.get(repr(value), repr(value))
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | tuple) else str(value)
+        return NAMES.get(repr(value), repr(value))
+    if isinstance(value, list | tuple):
+        return json.dumps([NAMES.get(repr(one), one) for one in value], ensure_ascii=False)
+    return str(value)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,10 @@ from flexinspect.records.step import (
     EventRecord,
     GenerationEnd,
     GenerationRecord,
+    GpuRecord,
     InputsRecord,
     LayerStatRecord,
+    LensRecord,
     LogitsRecord,
     MaskRecord,
     MemoryRecord,
@@ -132,6 +134,16 @@ def step(number: int = 0, generation: int = 0, **changes: Any) -> StepRecord:
             LayerStatRecord(0, "mlp", 3, 1, -INF, INF, NAN, NAN, INF, 2),
         ),
         "memory": MemoryRecord(10**9, 5 * 10**12, 10**6, 11, 12, 13),
+        "gpus": (
+            GpuRecord(
+                0, "H100 \u202e", 87.0, 5 * 10**10, 8 * 10**10, 10**10, 61, 412.5, ((17, 3),)
+            ),
+            GpuRecord(1, "H100", NAN, 1, 2),
+        ),
+        "lens": (
+            LensRecord(0, (7, 5), (" Rome", " Paris"), (-0.5, NAN), 1, -1.25),
+            LensRecord(1, (5,), ("\x07",), (-0.25,), -1, NAN, 1e-6),
+        ),
         "masks": (mask(fingerprint),),
         "arrays": arrays(),
         "findings": (

@@ -49,6 +49,8 @@ def read_by_methods(reader: TraceReader, generation: int, number: int, branch: i
         "builds": tuple(reader.builds(*key)),
         "layer_stats": tuple(reader.layer_stats(*key)),
         "memory": reader.memory(*key),
+        "gpus": tuple(reader.gpus(*key)),
+        "lens": tuple(reader.lens(*key)),
         "masks": tuple(masks),
         "arrays": tuple(reader.array_records(*key)),
         "training": reader.training_step(*key) if row.phase == TRAIN else None,

@@ -23,7 +23,10 @@ def _pairs(text: str) -> Names:
     return dict(pair.split(": ") for pair in text.split(", "))
 
 
-ADDED_TABLES = ("inputs", "builds", "gradients", "training_steps", "reviews", "output")
+ADDED_TABLES = (
+    *("inputs", "builds", "gradients", "training_steps", "reviews", "output"),
+    *("gpus", "lens"),
+)
 """Tables that the first traces did not have; the others are in every trace."""
 
 OLD_COLUMNS: Mapping[str, Names] = {

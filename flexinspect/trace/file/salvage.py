@@ -128,6 +128,8 @@ _WORDS = {
     "builds": ("mask that was built", "masks that were built"),
     "layer_stats": ("statistic of a layer", "statistics of layers"),
     "memory": ("memory measurement", "memory measurements"),
+    "gpus": ("measurement of a GPU", "measurements of GPUs"),
+    "lens": ("layer with a logit lens", "layers with a logit lens"),
     "grads": ("gradient of a parameter", "gradients of parameters"),
     "gradients": ("token with gradients", "tokens with gradients"),
     "training_steps": ("training step", "training steps"),

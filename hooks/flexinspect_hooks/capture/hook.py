@@ -25,6 +25,7 @@ from torch import nn
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError
+from flexinspect.inputs.module_selectors import ModuleSelector
 from flexinspect.records import step as step_records
 from flexinspect.records.prompt import Segment
 from flexinspect.records.training_step import TrainingStepRecord
@@ -47,6 +48,8 @@ class StepDraft(Struct):
     tokens: tuple[step_records.TokenRecord, ...] = ()
     calls: list[step_records.CallRecord] = field(default_factory=list)
     builds: list[step_records.BuildRecord] = field(default_factory=list)
+    gpus: list[step_records.GpuRecord] = field(default_factory=list)
+    lens: list[step_records.LensRecord] = field(default_factory=list)
     layer_stats: list[step_records.LayerStatRecord] = field(default_factory=list)
     masks: list[step_records.MaskRecord] = field(default_factory=list)
     arrays: list[step_records.ArrayRecord] = field(default_factory=list)
@@ -100,6 +103,8 @@ class CaptureContext(Struct, eq=False):
     layers: tuple[int, ...]
     """Layers whose activations are stored at level extreme."""
     text_of: Callable[[int], str]
+    selectors: tuple[ModuleSelector, ...] = ()
+    """Which further modules store their outputs at level extreme."""
     segments: tuple[Segment, ...] = ()
     thread: int = 0
     """The identifier of the thread whose forward is running, 0 for none."""

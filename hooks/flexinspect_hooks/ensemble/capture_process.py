@@ -197,13 +197,16 @@ class CaptureRun(CapturedRun):
 
     def _make_session(self, loaded: LoadedModel) -> CaptureSession:
         from flexinspect_hooks.loading.tokenizers import Vocabulary
+        from flexinspect_hooks.observers.selected_modules import check_selectors
         from flexinspect_hooks.sessions.capture_session import CaptureSession
 
+        check_selectors(loaded.model, self.job.select)
         session = CaptureSession(
             loaded.model,
             self.writer,
             level=self.job.level,
             layers=parse_layers(self.job.layers, int(loaded.model.config.num_hidden_layers)),
+            select=self.job.select,
             text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
             copy_logits=False,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -70,7 +71,12 @@ def _cuda_facts() -> Facts:
         devices.append(
             {"name": properties.name, "capability": capability, "free": free, "total": total}
         )
-    return {"built": torch.version.cuda, "hip": torch.version.hip, "devices": devices}
+    settings = {
+        "precision": torch.get_float32_matmul_precision(),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+    }
+    built = {"built": torch.version.cuda, "hip": torch.version.hip}
+    return {**built, "devices": devices, **settings}
 
 
 def _mps_facts() -> Facts:

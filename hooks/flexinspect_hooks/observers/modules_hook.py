@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexinspect.records.step import CallRecord, LayerStatRecord
+from flexinspect.records.step import LENS_EVENT, CallRecord, LayerStatRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.observers.logit_lens import LogitLens
 
 NO_WEIGHTS = "not-attention-weights"
 
@@ -25,11 +26,19 @@ TOLERANCE = 0.05
 """Largest deviation of a row's sum from 1: rounding of bfloat16 over many keys."""
 
 
+class _Layers(NamedTuple):
+    """The layers whose outputs were reduced, and those that the logit lens has read."""
+
+    reduced: Sequence[int] = ()
+    lens: Sequence[int] = ()
+
+
 class ModuleHook(Hook):
     """Keeps each decoder layer's output during the forward and reduces them together.
 
     At level basic only layers with NaN/Inf are recorded, if the chosen logit is not finite; from
-    advanced on all of them. At extreme the rows of the chosen layers are stored as stream "hidden".
+    advanced on all of them. At extreme the rows of the chosen layers are stored as stream "hidden",
+    and read through the logit lens.
     """
 
     name = "modules"
@@ -40,6 +49,8 @@ class ModuleHook(Hook):
         self._outputs: list[tuple[int, Tensor]] = []
         blocks = context.blocks.items()
         self._names = {layer: name for layer, (name, _) in blocks}
+        self._lens: LogitLens | None = None
+        self._is_lens_made = False
         return [context.on_output(one, partial(self._keep, layer)) for layer, (_, one) in blocks]
 
     def _keep(self, layer: int, output: Any) -> None:
@@ -48,14 +59,14 @@ class ModuleHook(Hook):
     def open(self, step: StepContext) -> None:
         self._outputs.clear()
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> list[int]:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Layers:
         """Reduce the outputs (batch, rows, hidden) of all layers in one pass over their stack."""
         kept, self._outputs = self._outputs, []
         if not kept:
-            return []
+            return _Layers()
         on_cpu = kept[0][1].device.type == "cpu"
         if step.level == "basic" and on_cpu and _is_best_logit_finite(step):
-            return []
+            return _Layers()
         rows = [output[0] for _, output in kept]
         if step.q_len == 1:
             buffer.defer(partial(_statistics, on_cpu, 1), rows=torch.stack(rows).flatten(1).float())
@@ -67,13 +78,34 @@ class ModuleHook(Hook):
             for layer, output in kept:
                 if layer in self._context.layers:
                     buffer.put_activation(f"hidden.{layer}", output[0])
-        return [layer for layer, _ in kept]
+        lens = self._reduce_lens(kept, step, buffer) if step.level == "extreme" else []
+        return _Layers([layer for layer, _ in kept], lens)
 
-    def record(self, step: StepContext, kept: list[int], values: Values, draft: StepDraft) -> None:
+    def _reduce_lens(
+        self, kept: list[tuple[int, Tensor]], step: StepContext, buffer: StepBuffer
+    ) -> list[int]:
+        """Return the layers that the logit lens has read; a failure turns only the lens off."""
+        try:
+            if not self._is_lens_made:
+                self._is_lens_made = True
+                self._lens = LogitLens(self._context.model, self._context.blocks)
+                if reason := self._lens.reason:
+                    step.events.append((LENS_EVENT, f"There is no logit lens: {reason}."))
+            if self._lens is not None:
+                return self._lens.reduce(kept, self._context.layers, step, buffer)
+        except Exception as error:
+            self._lens = None
+            text = f"The logit lens failed at step {step.step} and is off: "
+            step.events.append((LENS_EVENT, f"{text}{type(error).__name__}: {error}"))
+        return []
+
+    def record(self, step: StepContext, kept: _Layers, values: Values, draft: StepDraft) -> None:
         """Write one `LayerStatRecord` per layer (at basic: per layer with NaN/Inf)."""
-        if not kept:
+        if not kept.reduced:
             return
-        for layer, row in zip(kept, values["modules.stats"].tolist(), strict=True):
+        if kept.lens and self._lens is not None:
+            draft.lens += self._lens.records(kept.lens, step, values, self._context.text_of)
+        for layer, row in zip(kept.reduced, values["modules.stats"].tolist(), strict=True):
             *statistics, n_nan, n_bad, first = row
             if step.level == "basic" and not n_bad:
                 continue

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flexinspect.control.messages import StepRef
 from flexinspect.core.errors import ControlError, UsageError
 from flexinspect.core.text import plural
+from flexinspect.inputs.module_selectors import parse_selectors
 from flexinspect.records import step as records
 from flexinspect.rules.engine import Rule, RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
@@ -50,11 +51,13 @@ class CaptureSession:
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
-    layers whose activations are stored at extreme (None: all). `text_of` decodes one token id.
+    layers whose activations are stored at extreme (None: all), `select` selects further modules
+    (see `flexinspect.inputs.module_selectors`). `text_of` decodes one token id.
     `copy_logits` copies each step's row of logits, because loops may modify it in place before it
     is recorded; a loop that does not do so can save the copy. `hooks` and `rules` default to the
     registered ones. A `recorder` passed in must be started, and may be shared with other sessions.
-    The session never keeps its model alive. Raises `UsageError` for an unknown level.
+    The session never keeps its model alive. Raises `UsageError` for an unknown level or a wrong
+    selector.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class CaptureSession:
         *,
         level: str = "advanced",
         layers: Sequence[int] | None = None,
+        select: Sequence[str] = (),
         text_of: Callable[[int], str] = str,
         hooks: Sequence[Hook] | None = None,
         rules: Sequence[Rule] | None = None,
@@ -95,6 +99,7 @@ class CaptureSession:
             blocks=decoder_blocks(model, layer_of),
             layers=tuple(sorted(set(layer_of.values()))) if layers is None else tuple(layers),
             text_of=text_of,
+            selectors=parse_selectors(select),
             record_event=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
         self.barrier = StepBarrier()

@@ -29,6 +29,8 @@ PROFILED_STEPS = 10  # steps in one window
 N_LOGGED_OPERATORS = 5
 PAUSE_FACTOR = 5  # a window is followed by a pause of this many times its own cost
 _NO_OPERATOR = re.compile(r"ProfilerStep|^<|\.py\(")  # the profiler's own events, Python frames
+_USER_FRAME = re.compile(r"(?!torch/|flexinspect_hooks/|.*/torch/|<).*\.py\(\d+\): ")
+"""The event of a Python function outside of torch and of these debuggers."""
 _COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
 _SYNC_OPERATORS = (
     *("aten::item", "aten::_local_scalar_dense"),
@@ -45,7 +47,9 @@ class OperatorCost(DictDataclass):
     """The cost of one operator over the profiled batches; times in ms, memory in bytes.
 
     `self_*` is without the operators it called; `share` is its share of all `self_*` time. `flops`
-    is 0 if torch has no formula for it.
+    is 0 if torch has no formula for it. `place` is the function, outside of torch, from which most
+    of its time was called, as "train.py(12): forward" with the line of its `def`; "" without
+    stacks.
     """
 
     name: str
@@ -57,6 +61,7 @@ class OperatorCost(DictDataclass):
     memory: int
     flops: int
     share: float
+    place: str = ""
 
 
 class ProfileSummary(DictDataclass):
@@ -212,7 +217,7 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
     events = [event for event in profiler.key_averages() if not _NO_OPERATOR.search(event.key)]
     cpu = sum(event.self_cpu_time_total for event in events)
     cuda = sum(event.self_device_time_total for event in events)
-    costs = []
+    places, costs = _call_places(profiler), []
     for event in events:
         own, own_cuda = event.self_cpu_time_total, event.self_device_time_total
         part, whole = (own_cuda, cuda) if cuda else (own, cpu)
@@ -226,9 +231,29 @@ def operator_costs(profiler: Any) -> list[OperatorCost]:
             memory=event.self_cpu_memory_usage + event.self_device_memory_usage,
             flops=int(event.flops or 0),
             share=part / whole if whole else 0.0,
+            place=places.get(event.key, ""),
         )
         costs.append(cost)
     return sorted(costs, key=lambda cost: -cost.share)
+
+
+def _call_places(profiler: Any) -> dict[str, str]:
+    """Return for each operator the Python function that most of its time was called from.
+
+    With stacks, the profiler's events of Python functions are the parents of those of operators.
+    """
+    times: dict[str, dict[str, float]] = {}
+    for event in profiler.events():
+        if _NO_OPERATOR.search(event.name):
+            continue
+        frame = event.cpu_parent
+        while frame is not None and not _USER_FRAME.match(frame.name):
+            frame = frame.cpu_parent
+        if frame is not None:
+            of = times.setdefault(event.name, {})
+            own = event.self_cpu_time_total + event.self_device_time_total
+            of[frame.name] = of.get(frame.name, 0.0) + own
+    return {name: max(of, key=of.__getitem__) for name, of in times.items()}
 
 
 def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
@@ -251,8 +276,8 @@ def _profile_advice(costs: list[OperatorCost], wall: float) -> Iterable[str]:
 class ProfilerWindows:
     """Profiles windows of steps for the profiler switches; each ends in a log line or an export.
 
-    Shapes, memory and FLOPs are recorded, and each step is an event `ProfilerStep#N`, by which
-    TensorBoard's plug-in tells steps apart. An export has the Python stack of each operator too.
+    Shapes, memory, FLOPs and stacks are recorded, and each step is an event `ProfilerStep#N`, by
+    which TensorBoard's plug-in tells steps apart.
     torch takes long to read a recording (0.1 ms for each operator call), so a pause of
     `PAUSE_FACTOR` times that follows each window. The thread that trains calls `on_step`.
     """
@@ -298,7 +323,7 @@ class ProfilerWindows:
             record_shapes=True,
             profile_memory=True,
             with_flops=True,
-            with_stack=exports,
+            with_stack=True,
             acc_events=True,
         )
         profiler.start()
@@ -307,10 +332,16 @@ class ProfilerWindows:
     def _end(self, profiler: Any) -> None:
         profiler.stop()
         costs = operator_costs(profiler)
-        top = ", ".join(f"{cost.name} {cost.share:.0%}" for cost in costs[:N_LOGGED_OPERATORS])
+        top = ", ".join(map(_cost_text, costs[:N_LOGGED_OPERATORS]))
         where = f", exported to {self._folder}" if self._exports else ""
         flops = sum(cost.flops for cost in costs)
         counted = f"; {human_count(flops)} FLOPs" if flops else ""
         facts = {"steps": self._n_profiled, "flops": flops, "operators": costs}
         text = "Profiler - %d steps: %s%s%s"
         log.debug(text, self._n_profiled, top, counted, where, extra={"facts": facts})
+
+
+def _cost_text(cost: OperatorCost) -> str:
+    """Return an operator with its share and where it was called: "aten::mm 31% (in f, a.py(3))"."""
+    file, _, function = cost.place.partition(": ")
+    return f"{cost.name} {cost.share:.0%}" + (f" (in {function}, {file})" if function else "")

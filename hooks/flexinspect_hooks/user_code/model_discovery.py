@@ -280,6 +280,7 @@ class FoundSession(WatchSession):
             DeclaredPrompt(IdAdapter(), finder.segments, declared.mask, declared.separators),
             level=finder.job.level,
             layers=chosen_layers(finder.job.layers, attention_layers(model).values()),
+            select=finder.job.select,
             recorder=finder.recorder,
             generation_numbers=finder.numbers,
             name=name,

@@ -72,12 +72,21 @@ class WatchSession(CaptureSession):
         *,
         level: str,
         layers: Sequence[int] | None = None,
+        select: Sequence[str] = (),
         recorder: Recorder | None = None,
         generation_numbers: Iterator[int] | None = None,
         name: str = "",
     ) -> None:
         decode = declared_prompt.tokenizer.text_of
-        super().__init__(model, sink, level=level, layers=layers, text_of=decode, recorder=recorder)
+        super().__init__(
+            model,
+            sink,
+            level=level,
+            layers=layers,
+            select=select,
+            text_of=decode,
+            recorder=recorder,
+        )
         self.context.sees_kernels = True
         self._declared_prompt = declared_prompt.with_config(model)
         self._names = ArgumentNames(model)

@@ -38,6 +38,7 @@ from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
 from flexinspect_hooks.loading.tokenizers import IdAdapter, TokenizerAdapter, Vocabulary
+from flexinspect_hooks.observers.selected_modules import check_selectors
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.user_code import generation_builder
 from flexinspect_hooks.user_code.program import end_state
@@ -194,6 +195,7 @@ def watch(
     segments: Iterable[generation_builder.SegmentArgument] | None = None,
     mask: str | MaskSpec | None = None,
     layers: Sequence[int] | None = None,
+    select: Iterable[str] = (),
     breakpoints: Iterable[str] = (),
     on_break: actions.OnBreakOption = None,
     control: bool = False,
@@ -204,7 +206,8 @@ def watch(
     folder); in a distributed run "-rankN" is added to its name. `segments` are spans (start, stop,
     label) of the prompt's positions, or texts, or (text, label), which are searched in the prompt.
     `mask` is the declared mask, a preset's name or a `MaskSpec`, to compare with the executed mask.
-    `layers` are those whose activations are stored at level extreme (default: all).
+    `layers` are those whose activations are stored at level extreme (default: all), `select` are
+    selectors of further modules, such as "module=layers.*.mlp op=Linear dtype=bfloat16".
 
     With `control` the `flexinspect ctl` command and other clients can pause the model, and change
     the level.
@@ -214,16 +217,20 @@ def watch(
     default the model pauses with `control`; without it, pdb opens if there is a terminal, else the
     hit is printed on stderr.
 
-    Raises `UsageError` for an unknown level, preset or layer, an `out` that exists, an invalid
-    segment, and a breakpoint that cannot be parsed.
+    Raises `UsageError` for an unknown level, preset or layer, a selector that is wrong or matches
+    no module, an `out` that exists, an invalid segment, and a breakpoint that cannot be parsed.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
     check_level(level)
     generation_builder.check_declared_mask(mask)
     specs, chosen = generation_builder.parse_segments(segments), _check_layers(layers, model)
+    selectors = tuple(select)
+    check_selectors(model, selectors)
     prompt = generation_builder.DeclaredPrompt(_tokenizer_adapter(tokenizer), specs, mask)
-    open_session = partial(WatchSession, model, declared_prompt=prompt, layers=chosen)
+    open_session = partial(
+        WatchSession, model, declared_prompt=prompt, layers=chosen, select=selectors
+    )
     on_hit = None if control and on_break is None else actions.hit_callback(on_break)
     watched = Watch(model, free_path(out, "watch"), level, open_session, on_hit, control=control)
     for text in breakpoints:

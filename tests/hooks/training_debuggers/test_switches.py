@@ -382,7 +382,10 @@ def test_the_profiler_switch_names_operators_and_the_other_exports(
     lines: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     (record, *_) = log_records("autograd_profiler", lines, profile_folder=tmp_path)
-    assert any(cost.name.startswith("aten::") for cost in record.facts["operators"])  # type: ignore[attr-defined]
+    costs = {cost.name: cost for cost in record.facts["operators"]}  # type: ignore[attr-defined]
+    assert costs["aten::addmm"].place.partition("(")[0].endswith(".py")
+    assert not costs["aten::addmm"].place.startswith(("torch/", "flexinspect_hooks/"))
+    assert " (in " in record.getMessage()
     assert list(tmp_path.iterdir()) == []
     lines.clear()
     (record, *_) = log_records("tensorboard_profiler", lines, profile_folder=tmp_path)
