@@ -24,6 +24,9 @@ from torch import nn
 
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
+from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.program_audit import AuditOptions
+from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -71,6 +74,9 @@ class ModelFinder:
         self._lock = threading.RLock()
         self._wrappers = ExitStack()
         self._is_over = False
+        self.audits: AuditBudget | None = None
+        if job.audit_seconds > 0 and job.level != "basic":
+            self.audits = AuditBudget(AuditOptions(job.audit_seconds, job.audit_dtype))
         self._standalone: StandaloneCalls | None = None
         run.attach_recorder(self.recorder)
         self.recorder.start()
@@ -197,10 +203,24 @@ class ModelFinder:
         self._open.remove(session)
         try:
             session.close("finished", None)
+            self._audit(session)
             session.__exit__()
         except Exception as failure:
             text = f"A model's recording could not be ended properly: {failure!r}"
             self.event("not-recorded", text)
+
+    def _audit(self, session: FoundSession) -> None:
+        """Audit the steps of a model that ended, without recording the forwards of the audit."""
+        store, before = session.context.evidence, getattr(self.local, "root", None)
+        if store is None or self.audits is None:
+            return
+        self.local.root = id(store)  # so that no forward is that of a found model
+        try:
+            if store.steps:
+                self.event("phase", "auditing the steps that ran")
+            audit_session(store, self.recorder, session.rule_runner, self.audits)
+        finally:
+            self.local.root = before
 
     # -- steps and events ------------------------------------------------------------------------
 
@@ -282,6 +302,8 @@ class FoundSession(WatchSession):
             generation_numbers=finder.numbers,
             name=name,
         )
+        if finder.audits is not None:
+            self.context.evidence = EvidenceStore()
 
     def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Otherwise the model is a part of another model.

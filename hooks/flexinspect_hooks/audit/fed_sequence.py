@@ -1,0 +1,163 @@
+"""Which tokens a program's forwards processed, and where each row stands in the committed text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from msgspec import Struct, field
+from torch import Tensor
+
+from flexinspect_hooks.audit.evidence import StepEvidence
+
+
+class FedStep(Struct):
+    """One forward: `kept` indexes the rows of its evidence, which stand at `positions`."""
+
+    evidence: StepEvidence
+    kept: Tensor
+    positions: Tensor
+
+    @property
+    def first_row(self) -> int:
+        """The position of the step's first kept row."""
+        return int(self.positions[0])
+
+
+class FedSequence(Struct):
+    """The tokens of one batch row without padding, and the steps that processed them.
+
+    `padding` are ids before the text that the program did not mask. `input_rows` are the input
+    columns of the tokens. `passed` are the position ids that the program passed, one per token,
+    None if it passed none. `stopped` says why later steps are not judged.
+    """
+
+    batch: int
+    ids: tuple[int, ...] = ()
+    steps: list[FedStep] = field(default_factory=list)
+    padding: tuple[int, ...] = ()
+    input_rows: tuple[int, ...] = ()
+    passed: tuple[int, ...] | None = None
+    stopped: str = ""
+
+    @property
+    def n_prompt(self) -> int:
+        """The tokens that the first forward processed."""
+        first = self.steps[0]
+        return int(first.positions[-1]) + 1
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the text does not begin at input column 0."""
+        return bool(self.input_rows) and self.input_rows[0] > 0
+
+    def passed_positions(self) -> Tensor | None:
+        """The program's position ids (1, rows) where they are not 0, 1, 2 …, else None."""
+        if self.passed is None or self.passed == tuple(range(len(self.ids))):
+            return None
+        return torch.tensor([self.passed])
+
+
+def read_sequence(steps: Sequence[StepEvidence], batch: int, config: Any) -> FedSequence:
+    """Return the sequence of one batch row; it ends where the inputs do not continue it."""
+    columns: list[int] = []
+    is_real: list[bool] = []
+    passed: list[int] | None = []
+    sequence = FedSequence(batch)
+    placed: list[tuple[StepEvidence, int, int]] = []
+    for evidence in steps:
+        n_new, reason = _new_rows(evidence, batch, columns)
+        if reason:
+            sequence.stopped = f"from step {evidence.step} on: {reason}"
+            break
+        assert evidence.ids is not None
+        row = evidence.ids[min(batch, len(evidence.ids) - 1)].tolist()[evidence.q_len - n_new :]
+        first = len(columns)
+        columns += row
+        is_real += _real(evidence, batch, n_new)
+        passed = _extend_passed(passed, evidence, batch, n_new)
+        placed.append((evidence, first, n_new))
+    if columns and all(is_real):
+        n_pads = _unmasked_padding(columns, batch, steps[0], config)
+        sequence.padding = tuple(columns[:n_pads])
+        is_real[:n_pads] = [False] * n_pads
+    position = torch.cumsum(torch.tensor(is_real, dtype=torch.long), 0) - 1
+    sequence.ids = tuple(id_ for id_, real in zip(columns, is_real, strict=True) if real)
+    sequence.input_rows = tuple(n for n, real in enumerate(is_real) if real)
+    if passed is not None and len(passed) == len(columns):
+        sequence.passed = tuple(passed[n] for n in sequence.input_rows)
+    for evidence, first, n_new in placed:
+        step = _placed_step(evidence, first, n_new, is_real, position)
+        if step is not None:
+            sequence.steps.append(step)
+    return sequence
+
+
+def _placed_step(
+    evidence: StepEvidence, first: int, n_new: int, is_real: list[bool], position: Tensor
+) -> FedStep | None:
+    assert evidence.rows is not None
+    begin = evidence.q_len - n_new  # the first new row of this forward
+    pairs = [
+        (kept, int(position[first + row - begin]))
+        for kept, row in enumerate(evidence.rows.tolist())
+        if row >= begin and is_real[first + row - begin]
+    ]
+    if not pairs:
+        return None
+    kept, positions = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    return FedStep(evidence, kept, positions)
+
+
+def _new_rows(evidence: StepEvidence, batch: int, known: Sequence[int]) -> tuple[int, str]:
+    """Return how many rows of a forward are new, or why it does not continue the sequence."""
+    if not known and evidence.kv_before:
+        what = f"{evidence.kv_before} keys were in the cache before the first recorded forward"
+        return 0, f"{what}, and their tokens are not known"
+    if not known or evidence.kv_before == len(known):
+        return evidence.q_len, ""
+    assert evidence.ids is not None
+    if not evidence.kv_before:
+        ids = evidence.ids[min(batch, len(evidence.ids) - 1)].tolist()
+        if ids[: len(known)] == list(known) and len(ids) > len(known):
+            return len(ids) - len(known), ""
+        return 0, "the forward does not continue the sequence"
+    what = f"the cache held {evidence.kv_before} keys where {len(known)} tokens had been fed"
+    return 0, f"{what}, and which ones is not known"
+
+
+def _real(evidence: StepEvidence, batch: int, n_new: int) -> list[bool]:
+    mask = evidence.padding
+    if mask is None or mask.shape[1] < n_new:
+        return [True] * n_new
+    row = mask[min(batch, len(mask) - 1)]
+    return [bool(one) for one in row[-n_new:].tolist()]
+
+
+def _extend_passed(
+    passed: list[int] | None, evidence: StepEvidence, batch: int, n_new: int
+) -> list[int] | None:
+    positions = evidence.positions
+    if passed is None or positions is None or positions.shape[1] < n_new:
+        return None
+    return passed + positions[min(batch, len(positions) - 1)].tolist()[-n_new:]
+
+
+def _unmasked_padding(columns: list[int], batch: int, first: StepEvidence, config: Any) -> int:
+    """Return the padding tokens at the beginning that no attention mask excludes."""
+    pad = getattr(config, "pad_token_id", None)
+    eos = getattr(config, "eos_token_id", None)
+    ends = {*(eos if isinstance(eos, list | tuple) else (eos,))}
+    fillers = ({pad} | ends) - {None}
+    head = columns[: first.q_len]
+    if first.padding is not None or first.has_dense_mask or not head or head[0] not in fillers:
+        return 0
+    n = sum(1 for _ in takewhile(lambda id_: id_ == head[0], head))
+    if n == len(head):
+        return 0
+    assert first.ids is not None
+    others = [row[0] for row in first.ids.tolist()]
+    is_batch = len(others) > 1 and any(other != head[0] for other in others)
+    return n if n > 1 or is_batch else 0

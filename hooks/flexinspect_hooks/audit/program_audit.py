@@ -1,0 +1,298 @@
+"""Audits the steps of a program that ran: compares them with the reference, explains the first fault.
+
+One forward of the reference over the committed text judges all steps of a generation at once: the
+row of a position is the row that the step of that position must have given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from msgspec import Struct, field
+
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.audit.clean_classes import replaced_names
+from flexinspect_hooks.audit.comparison import (
+    Comparison,
+    Divergence,
+    describe,
+    dtype_of,
+    noise_limits,
+)
+from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
+from flexinspect_hooks.audit.fed_sequence import FedSequence, read_sequence
+from flexinspect_hooks.audit.hypotheses import load_hypotheses
+from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.reference import Point, Reference, Run, Snapshot
+from flexinspect_hooks.audit.score_mods import additive_bias
+from flexinspect_hooks.audit.search import Search, SearchResult
+
+Report = Callable[[str, float | None], None]
+
+MAX_LOGIT_ROWS = 64
+"""Rows of logits that one forward of the reference gives."""
+MAX_TOKENS = 4096
+"""Longer sequences are not audited: eager attention needs memory for all pairs."""
+
+
+class AuditOptions(Struct, frozen=True):
+    """`seconds` is the budget of all audits of a run, `dtype` that of the reference."""
+
+    seconds: float = 10.0
+    dtype: str = "float32"
+
+
+class Verdict(Struct):
+    """What an audit found in one batch row of a generation.
+
+    `not_judged` are reasons, in sentences' ends; `pos` is the input column of the divergence, which
+    is the position that the trace has for it.
+    """
+
+    generation: int
+    batch: int
+    n_steps: int = 0
+    n_rows: int = 0
+    divergence: Divergence | None = None
+    search: SearchResult | None = None
+    mask_kind: str = "own"
+    not_judged: list[str] = field(default_factory=list)
+    largest: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    pos: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class ProgramAudit:
+    """Audits the generations of one model, while its weights are held."""
+
+    def __init__(
+        self,
+        store: EvidenceStore,
+        reader: TraceReader | None,
+        options: AuditOptions,
+        *,
+        deadline: float,
+        report: Report = lambda what, fraction: None,
+    ) -> None:
+        self._store, self._reader, self._options = store, reader, options
+        self._deadline, self._report = deadline, report
+        self._references: dict[torch.dtype, Reference] = {}
+        self._noise = torch.Generator().manual_seed(0)
+
+    def run(self) -> list[Verdict]:
+        """Return a verdict per generation and batch row, in order.
+
+        Raises `FlexInspectError` if there is no reference for this model, so that no step is judged.
+        """
+        source = self._store.snapshot
+        if source is None:
+            return []
+        if not source.is_unchanged:
+            raise FlexInspectError("The weights were modified after the steps ran.")
+        self._source = source
+        reference = self._reference(getattr(torch, self._options.dtype))
+        verdicts: list[Verdict] = []
+        for generation, steps in self._store.steps.items():
+            n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
+            for batch in range(n_batch):
+                if time.perf_counter() > self._deadline:
+                    verdicts.append(Verdict(generation, batch, not_judged=["the time was used up"]))
+                    continue
+                self._report(f"auditing generation {generation}", None)
+                verdicts.append(self._judge(reference, generation, batch))
+        return verdicts
+
+    def _reference(self, dtype: torch.dtype) -> Reference:
+        if dtype not in self._references:
+            self._references[dtype] = Reference(self._source, dtype)
+        return self._references[dtype]
+
+    # -- one sequence ----------------------------------------------------------------------------
+
+    def _judge(self, reference: Reference, generation: int, batch: int) -> Verdict:
+        verdict = Verdict(generation, batch)
+        skipped = self._store.skipped.get(generation)
+        if skipped:
+            verdict.not_judged.append(skipped)
+        steps = self._store.steps[generation]
+        if any(one.has_gradients and one.is_training for one in steps):
+            verdict.not_judged.append("a training step is not a generation")
+            return verdict
+        sequence = read_sequence(steps, batch, reference.config)
+        if sequence.stopped:
+            verdict.not_judged.append(sequence.stopped)
+        if not sequence.steps or len(sequence.ids) > MAX_TOKENS:
+            if sequence.steps:
+                verdict.not_judged.append(f"it has more than {MAX_TOKENS} tokens")
+            return verdict
+        masks = read_masks(self._reader, generation, sequence, reference)
+        if masks.unread:
+            verdict.not_judged.append(f"the executed masks: {masks.unread}")
+        if masks.kind != "own" and batch:
+            verdict.not_judged.append("the trace has the masks of batch row 0 only")
+            return verdict
+        verdict.mask_kind = masks.kind
+        biases = self._biases(reference, sequence, verdict)
+        self._compare(reference, sequence, masks, biases, verdict)
+        return verdict
+
+    def _biases(
+        self, reference: Reference, sequence: FedSequence, verdict: Verdict
+    ) -> dict[int, torch.Tensor]:
+        """Return what the program's score_mods add to the scores of each layer."""
+        heads = getattr(reference.config, "num_attention_heads", 1)
+        biases: dict[int, torch.Tensor] = {}
+        for layer, score_mod in sequence.steps[0].evidence.score_mods.items():
+            bias = additive_bias(score_mod, heads, len(sequence.ids), reference.device)
+            if bias is not None:
+                biases[layer] = bias[None]
+        if biases:
+            verdict.notes.append("the program's score_mod is taken as it is")
+        return biases
+
+    def _compare(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        biases: dict[int, torch.Tensor],
+        verdict: Verdict,
+    ) -> None:
+        ids = sequence.ids
+        positions = torch.arange(len(ids), device=reference.device)[None]
+        base = Run(positions, masks=masks.base, biases=biases)
+        last = [int(step.positions[-1]) for step in sequence.steps]
+        rows = sorted(set(last[: MAX_LOGIT_ROWS // 2] + last[-MAX_LOGIT_ROWS // 2 :]))
+        clean = reference.run(ids, base, rows)
+        dtype = dtype_of(sequence.steps)
+        noisy = [self._noisy(reference, ids, base, rows, dtype)]
+        if dtype != reference.dtype:
+            noisy.append(self._in_dtype(ids, base, rows, dtype))
+        limits = noise_limits(clean, noisy, dtype)
+        comparison = Comparison(sequence, limits, rows)
+        verdict.n_steps, verdict.n_rows = len(sequence.steps), len(ids)
+        verdict.largest = _largest(comparison, clean)
+        verdict.divergence = found = comparison.first(clean)
+        if found is None:
+            return
+        probe = self._probe(reference, sequence, masks, comparison, found)
+        hypotheses, failed = load_hypotheses()
+        verdict.notes += [f"the hypothesis {name} did not load: {why}" for name, why in failed.items()]
+        search = Search(
+            reference, comparison, base, probe, found,
+            deadline=self._deadline, report=self._report,
+        )
+        verdict.search = search.find(hypotheses)
+        verdict.pos = sequence.input_rows[found.row]
+        verdict.facts = self._facts(sequence, found)
+
+    def _noisy(
+        self, reference: Reference, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: Any
+    ) -> dict[Point, torch.Tensor]:
+        noise = torch.finfo(dtype).eps
+        run = Run(
+            base.positions.clone(), masks=base.masks, biases=base.biases, noise=noise,
+            generator=self._noise,
+        )
+        return reference.run(ids, run, rows)
+
+    def _in_dtype(
+        self, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: torch.dtype
+    ) -> dict[Point, torch.Tensor]:
+        run = Run(base.positions.clone(), masks=base.masks, biases=base.biases)
+        return self._reference(dtype).run(ids, run, rows)
+
+    def _probe(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        comparison: Comparison,
+        found: Divergence,
+    ) -> Probe:
+        step = comparison.step_of(found)
+        passed = sequence.passed_positions()
+        return Probe(
+            reference,
+            sequence.ids,
+            sequence.n_prompt,
+            found.point[1],
+            found.point[0],
+            step.first_row,
+            is_decode=step is not sequence.steps[0],
+            positions=None if passed is None else passed.to(reference.device),
+            masks=masks.base,
+            executed=masks.executed,
+            padding=sequence.padding,
+            is_training=step.evidence.is_training,
+            segment_starts=segment_starts(self._reader, self._generation_of(sequence)),
+            score_mods=step.evidence.score_mods,
+        )
+
+    def _generation_of(self, sequence: FedSequence) -> int:
+        return sequence.steps[0].evidence.generation
+
+    def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
+        """Return circumstances that belong to a divergence without an explanation."""
+        evidence = next(s.evidence for s in sequence.steps if s.evidence.step == found.step)
+        layer = found.point[1]
+        path = evidence.paths.get(layer) if layer is not None else None
+        return {
+            "training": evidence.is_training,
+            "dropout": _dropout(self._source),
+            "path": path or "",
+            "score_mod": layer in evidence.score_mods,
+            "replaced": replaced_names(self._source.model_class)[:8],
+        }
+
+
+def _dropout(source: Snapshot) -> float:
+    values = (
+        getattr(source.config, name, 0.0) or 0.0
+        for name in ("attention_dropout", "attn_pdrop", "hidden_dropout", "resid_pdrop", "embd_pdrop")
+    )
+    return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
+
+
+def _largest(comparison: Comparison, clean: dict[Point, torch.Tensor]) -> float:
+    return comparison.agreement(clean, comparison.sequence.steps, None)[0]
+
+
+def verdict_data(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as the data of an event, see docs/trace-format.md."""
+    data: dict[str, Any] = {
+        "batch": verdict.batch,
+        "steps": verdict.n_steps,
+        "rows": verdict.n_rows,
+        "largest": verdict.largest,
+        "mask": verdict.mask_kind,
+        "not_judged": verdict.not_judged,
+        "notes": verdict.notes,
+    }
+    if verdict.divergence is not None:
+        data |= describe(verdict.divergence) | {"facts": verdict.facts, "pos": verdict.pos}
+    if verdict.search is not None:
+        data |= {
+            "tried": list(verdict.search.tried),
+            "n_tried": verdict.search.n_tried,
+            "cut": verdict.search.is_cut,
+        }
+        found = verdict.search.explanation
+        if found is not None:
+            data["explanation"] = {
+                "names": [edit.name for edit in found.edits],
+                "sentences": [edit.sentence for edit in found.edits],
+                "layers": None if found.layers is None else list(found.layers),
+                "difference": found.difference,
+                "agree": found.agree,
+                "total": found.total,
+                "later": found.later,
+                "n_later": found.n_later,
+            }
+    return data

@@ -1,0 +1,118 @@
+"""Audits the sessions of a run when they end, and records what was found as events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from flexinspect.core.errors import FlexInspectError, summarize_error
+from flexinspect.core.text import plural
+from flexinspect.records.step import EventRecord
+from flexinspect.rules.engine import RuleRunner
+from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
+from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.program_audit import (
+    AuditOptions,
+    ProgramAudit,
+    Report,
+    Verdict,
+    verdict_data,
+)
+from flexinspect_hooks.capture.recorder import Recorder
+
+SHARE = 0.2
+"""The part of the run's time that audits may take, if that is more than the budget in seconds."""
+
+
+class AuditBudget:
+    """The time that the audits of a run may take; it is shared by all models of the run."""
+
+    def __init__(self, options: AuditOptions) -> None:
+        self.options = options
+        self._started = time.perf_counter()
+        self.used_s = 0.0
+
+    def deadline(self) -> float:
+        """Return the time of `time.perf_counter` at which an audit that begins now must end."""
+        now = time.perf_counter()
+        allowed = max(self.options.seconds, SHARE * (now - self._started))
+        return now + max(allowed - self.used_s, 0.0)
+
+
+def audit_session(
+    store: EvidenceStore,
+    recorder: Recorder,
+    rules: RuleRunner,
+    budget: AuditBudget,
+    report: Report = lambda what, fraction: None,
+) -> list[Verdict]:
+    """Audit the kept steps of one model, record events, and drop the steps.
+
+    Whatever fails in it becomes an event: the program's run is over and must end as it did.
+    """
+    if not store.steps and not store.problem:
+        return []
+    recorder.drain()
+    started, verdicts = time.perf_counter(), list[Verdict]()
+
+    def put(kind: str, text: str, generation: int | None, step: int | None, data: Any) -> None:
+        recorder.put_event(EventRecord(kind, text, time.time(), generation, step, data), rules)
+
+    first = next(iter(store.steps), 0)
+    store.is_busy = True
+    try:
+        if store.problem:
+            raise FlexInspectError(store.problem)
+        reader = open_trace(recorder.path) if recorder.path is not None else None
+        try:
+            audit = ProgramAudit(
+                store, reader, budget.options, deadline=budget.deadline(), report=report
+            )
+            verdicts = audit.run()
+        finally:
+            if reader is not None:
+                reader.close()
+        for verdict in verdicts:
+            step = verdict.divergence.step if verdict.divergence is not None else None
+            data = verdict_data(verdict)
+            put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
+    except Exception as error:  # a model may be of any kind
+        text = f"The steps were not audited: {_reason(error)}"
+        put(AUDIT_SKIPPED_EVENT, text, first, None, {"reason": _reason(error)})
+    finally:
+        budget.used_s += time.perf_counter() - started
+        store.clear()
+        store.is_busy = False
+    return verdicts
+
+
+def _reason(error: Exception) -> str:
+    return error.message if isinstance(error, FlexInspectError) else summarize_error(error)
+
+
+def describe_verdict(verdict: Verdict) -> str:
+    """Return what was judged and what was not, in a sentence or two."""
+    where = f"Generation {verdict.generation}"
+    if verdict.batch:
+        where += f", batch row {verdict.batch}"
+    rest = f" Not judged: {'; '.join(verdict.not_judged)}." if verdict.not_judged else ""
+    if not verdict.n_steps:
+        return f"{where}: no step was judged.{rest}"
+    judged = f"{plural(verdict.n_steps, 'step')}, {plural(verdict.n_rows, 'row')}"
+    if verdict.divergence is not None:
+        name, layer = verdict.divergence.point
+        at = "" if layer is None else f" of layer {layer}"
+        return (
+            f"{where}: {judged} compared with the untouched implementation; the {name}{at} "
+            f"differs from step {verdict.divergence.step} on.{rest}"
+        )
+    under = {
+        "declared": ", under the declared mask",
+        "executed": ", under the mask that was executed (none was declared, so it is not judged)",
+    }.get(verdict.mask_kind, "")
+    return (
+        f"{where}: {judged} agree with the untouched implementation{under}; the largest "
+        f"difference is {verdict.largest:.1g} of a row's norm.{rest}"
+    )
+
