@@ -104,7 +104,7 @@ def _reproduced(data: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         sentence += f" Of the step's {total} quantities {agree} agree with it; the rest has another cause."
     elif n and found["later"] == n:
         sentence += f" So are those of the {plural(n, 'later step')}."
-    elif n:
+    elif found["later"]:
         sentence += f" So are those of {found['later']} of the {plural(n, 'later step')}."
     return sentence
 

@@ -23,13 +23,19 @@ class GenerationMasks(Struct):
 
     `base` is what the reference runs under where it is not the architecture's own mask; `kind` says
     what it is: "own", "declared" or "executed". `executed` are those of the layers, if they differ
-    from the base.
+    from the base. Without a declared mask they may be what the program means, see `undeclared`.
     """
 
     kind: str = "own"
     base: dict[int, Tensor] = field(default_factory=dict)
     executed: dict[int, Tensor] = field(default_factory=dict)
     unread: str = ""
+
+    def undeclared(self) -> GenerationMasks | None:
+        """Return the executed masks as a base, if none is declared and they are others."""
+        if self.kind != "own" or not self.executed:
+            return None
+        return GenerationMasks("executed", self.executed)
 
 
 def read_masks(
@@ -58,7 +64,7 @@ def read_masks(
         return GenerationMasks("declared", base, found if differing else {})
     if all(_same(mask, own[layer]) for layer, mask in found.items()):
         return GenerationMasks()
-    return GenerationMasks("executed", own | found)
+    return GenerationMasks(executed=own | found)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -18,7 +18,8 @@ class Probe(Struct):
     of the diverging step. `positions` (1, rows) are the position ids that the program passed, None
     if they are 0, 1, 2 … . `masks` are the keys of each row under which the reference ran, where
     they are not the architecture's own, and `executed` those that the program's layers applied.
-    `padding` are ids before the text that the attention should not read.
+    `padding` are ids before the text that the attention should not read. `score_mods` are those of
+    the step's layers, and `has_bias` says whether the reference adds those of the prompt.
     """
 
     reference: Reference
@@ -35,6 +36,7 @@ class Probe(Struct):
     is_training: bool = False
     segment_starts: tuple[int, ...] = ()
     score_mods: Mapping[int, Any] = field(default_factory=dict)
+    has_bias: bool = False
 
     @property
     def config(self) -> Any:

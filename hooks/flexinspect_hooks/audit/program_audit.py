@@ -21,6 +21,7 @@ from flexinspect_hooks.audit.comparison import (
     Divergence,
     describe,
     dtype_of,
+    forward_order,
     noise_limits,
 )
 from flexinspect_hooks.audit.evidence import EvidenceStore
@@ -66,6 +67,15 @@ class Verdict(Struct):
     notes: list[str] = field(default_factory=list)
     pos: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+class _Attempt(Struct, frozen=True):
+    """A comparison under some masks: its base run, first divergence and largest difference."""
+
+    base: Run
+    comparison: Comparison
+    divergence: Divergence | None
+    largest: float
 
 
 class ProgramAudit:
@@ -134,10 +144,11 @@ class ProgramAudit:
         masks = read_masks(self._reader, generation, sequence, reference)
         if masks.unread:
             verdict.not_judged.append(f"the executed masks: {masks.unread}")
-        if masks.kind != "own" and batch:
+        if masks.kind == "declared" and batch:
             verdict.not_judged.append("the trace has the masks of batch row 0 only")
             return verdict
-        verdict.mask_kind = masks.kind
+        if batch:
+            masks = GenerationMasks()
         biases = self._biases(reference, sequence, verdict)
         self._compare(reference, sequence, masks, biases, verdict)
         return verdict
@@ -164,6 +175,39 @@ class ProgramAudit:
         biases: dict[int, torch.Tensor],
         verdict: Verdict,
     ) -> None:
+        first = self._attempt(reference, sequence, masks, biases)
+        undeclared = masks.undeclared()
+        if first.divergence is not None and undeclared is not None:
+            # Nobody said which mask is meant: the one under which more of the run agrees.
+            second = self._attempt(reference, sequence, undeclared, biases)
+            if _later(second.divergence, first.divergence):
+                first, masks = second, undeclared
+        comparison, found = first.comparison, first.divergence
+        verdict.mask_kind = masks.kind
+        verdict.n_steps, verdict.n_rows = len(sequence.steps), len(sequence.ids)
+        verdict.largest, verdict.divergence = first.largest, found
+        if found is None:
+            return
+        probe = self._probe(reference, sequence, masks, comparison, found)
+        probe.has_bias = bool(biases)
+        hypotheses, failed = load_hypotheses()
+        verdict.notes += [f"the hypothesis {name} did not load: {why}" for name, why in failed.items()]
+        search = Search(
+            reference, comparison, first.base, probe, found,
+            deadline=self._deadline, report=self._report,
+        )
+        verdict.search = search.find(hypotheses)
+        verdict.pos = sequence.input_rows[found.row]
+        verdict.facts = self._facts(sequence, found)
+
+    def _attempt(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        biases: dict[int, torch.Tensor],
+    ) -> _Attempt:
+        """Compare a sequence with the reference under some masks."""
         ids = sequence.ids
         positions = torch.arange(len(ids), device=reference.device)[None]
         base = Run(positions, masks=masks.base, biases=biases)
@@ -174,23 +218,9 @@ class ProgramAudit:
         noisy = [self._noisy(reference, ids, base, rows, dtype)]
         if dtype != reference.dtype:
             noisy.append(self._in_dtype(ids, base, rows, dtype))
-        limits = noise_limits(clean, noisy, dtype)
-        comparison = Comparison(sequence, limits, rows)
-        verdict.n_steps, verdict.n_rows = len(sequence.steps), len(ids)
-        verdict.largest = _largest(comparison, clean)
-        verdict.divergence = found = comparison.first(clean)
-        if found is None:
-            return
-        probe = self._probe(reference, sequence, masks, comparison, found)
-        hypotheses, failed = load_hypotheses()
-        verdict.notes += [f"the hypothesis {name} did not load: {why}" for name, why in failed.items()]
-        search = Search(
-            reference, comparison, base, probe, found,
-            deadline=self._deadline, report=self._report,
-        )
-        verdict.search = search.find(hypotheses)
-        verdict.pos = sequence.input_rows[found.row]
-        verdict.facts = self._facts(sequence, found)
+        comparison = Comparison(sequence, noise_limits(clean, noisy, dtype), rows)
+        largest = comparison.agreement(clean, sequence.steps, None)[0]
+        return _Attempt(base, comparison, comparison.first(clean), largest)
 
     def _noisy(
         self, reference: Reference, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: Any
@@ -260,8 +290,11 @@ def _dropout(source: Snapshot) -> float:
     return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
 
 
-def _largest(comparison: Comparison, clean: dict[Point, torch.Tensor]) -> float:
-    return comparison.agreement(clean, comparison.sequence.steps, None)[0]
+def _later(one: Divergence | None, other: Divergence) -> bool:
+    """Whether `one` lies after `other`, or there is none."""
+    if one is None:
+        return True
+    return (one.step, forward_order(one.point)) > (other.step, forward_order(other.point))
 
 
 def verdict_data(verdict: Verdict) -> dict[str, Any]:

@@ -172,7 +172,13 @@ class Reference:
     # -- building --------------------------------------------------------------------------------
 
     def _assign(self, source: Snapshot) -> None:
-        """Let the reference use the weights; buffers that are not stored are made again."""
+        """Let the reference use the weights; tables that are not stored are made again, first.
+
+        The order matters: the architecture's initialisation writes to parameters too, which are on
+        the meta device then, and never to the weights of the program.
+        """
+        device = source.parameters[0].device
+        self._make_tables(device)
         for name, module in source.grafts.items():
             parent, _, last = name.rpartition(".")
             if self._has_module(name):
@@ -181,27 +187,42 @@ class Reference:
             kinds = sorted({type(one).__name__ for one in source.grafts.values()})
             self.notes.append(f"modules of other libraries are used as they are: {kinds}")
         for name, tensor in list(self.model.named_parameters(remove_duplicate=False)):
-            if not tensor.is_meta:
-                continue
-            held = source.tensors.get(name)
-            if held is None or held.shape != tensor.shape:
-                raise FlexInspectError(f"The model has no weights {name} of the expected shape.")
-            self._set(name, nn.Parameter(self._convert(held), requires_grad=False))
-        device = source.parameters[0].device
+            if tensor.is_meta:
+                held = source.tensors.get(name)
+                if held is None or held.shape != tensor.shape:
+                    held = self._usual_value(name, tensor, device)
+                self._set(name, nn.Parameter(self._convert(held), requires_grad=False))
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
             if buffer.is_meta:
-                held = source.tensors.get(name)
-                fresh = torch.full(
-                    buffer.shape, torch.nan, device=device
-                ).to(buffer.dtype) if held is None else self._convert(held)
-                self._set(name, fresh, is_buffer=True)
-        with torch.no_grad():
-            for module in self.model.modules():
-                if module._non_persistent_buffers_set:
+                if name not in source.tensors:
+                    raise FlexInspectError(f"The table {name} of the architecture cannot be made.")
+                self._set(name, self._convert(source.tensors[name]), is_buffer=True)
+
+    def _make_tables(self, device: torch.device) -> None:
+        """Make the buffers that no checkpoint has, such as rotary frequencies."""
+        for module in self.model.modules():
+            own = module._non_persistent_buffers_set
+            for name in own:
+                old = module._buffers[name]
+                if old is not None:
+                    is_float = old.is_floating_point()
+                    fresh = torch.full(old.shape, torch.nan if is_float else 0, device=device)
+                    module._buffers[name] = fresh.to(old.dtype)
+            if own:
+                with torch.no_grad():
                     init_weights(self.model, module)
         for name, buffer in self.model.named_buffers():
-            if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            if not buffer.is_meta and buffer.is_floating_point() and bool(buffer.isnan().any()):
                 raise FlexInspectError(f"The table {name} of the architecture cannot be made.")
+
+    def _usual_value(self, name: str, like: Tensor, device: torch.device) -> Tensor:
+        """Return the initial value of a norm's weight or of a bias that the model does not have."""
+        module = self.model.get_submodule(name.rpartition(".")[0])
+        if "norm" not in type(module).__name__.lower() and not name.endswith(".bias"):
+            raise FlexInspectError(f"The model has no weights {name} of the expected shape.")
+        self.notes.append(f"the model has no {name}; the reference has its initial value")
+        value = 0.0 if name.endswith("bias") or "gemma" in type(module).__name__.lower() else 1.0
+        return torch.full(like.shape, value, device=device)
 
     def _convert(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.dtype) if tensor.is_floating_point() else tensor.detach()

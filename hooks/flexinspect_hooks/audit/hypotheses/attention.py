@@ -160,4 +160,28 @@ def no_softmax(probe: Probe) -> Edits:
     )
 
 
-HYPOTHESES = (scale, soft_cap_missing, sinks_missing, heads_tiled, precision, no_softmax)
+def score_mod_changed(probe: Probe) -> Edits:
+    """The program's score_mod is not applied, or a decode step evaluates it at row 0."""
+
+    def dropped(call: AttentionInput) -> AttentionInput:
+        return replace(call, bias=None)
+
+    def row_0(call: AttentionInput) -> AttentionInput:
+        bias = call.bias
+        return replace(call, bias=None if bias is None else bias[..., :1, :].expand_as(bias))
+
+    def head_0(call: AttentionInput) -> AttentionInput:
+        bias = call.bias
+        return replace(call, bias=None if bias is None else bias[:, :1])
+
+    if probe.score_mods or probe.has_bias:
+        name = "score-mod"
+        if probe.is_decode:
+            sentence = "whose decode rows have the score_mod of row 0 (no offset)"
+            yield Edit(name=name, sentence=sentence, attention=row_0)
+        yield Edit(name=name, sentence="without the score_mod", attention=dropped)
+        sentence = "in which all heads have the score_mod of head 0"
+        yield Edit(name=name, sentence=sentence, attention=head_0)
+
+
+HYPOTHESES = (score_mod_changed, scale, soft_cap_missing, sinks_missing, heads_tiled, precision, no_softmax)
