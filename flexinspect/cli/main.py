@@ -34,6 +34,7 @@ examples:
   flexinspect report run.flextrace -o run.html
   flexinspect flowchart --trace run.flextrace
   flexinspect diff a.flextrace b.flextrace
+  flexinspect audit my_generation.py
   flexinspect prove isolation --model demo --dataset demo
   flexinspect kernels --kernel my_kernel:attention --config all
   flexinspect dump run.flextrace --step 3
@@ -65,6 +66,7 @@ COMMANDS = {
     "report": "write a run to one HTML file that opens offline in any browser",
     "flowchart": "draw the way from a question to an answer, also with the numbers of a run",
     "diff": "print the first place where two runs differ beyond noise (alias: compare)",
+    "audit": "compare the steps of your program with an untouched copy of its model",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "kernels": "compare attention kernels with float64, explain differences, and time them",
     "dump": "print a trace as text or JSON",

@@ -31,7 +31,8 @@ class FedSequence(Struct):
 
     `padding` are ids before the text that the program did not mask. `input_rows` are the input
     columns of the tokens. `passed` are the position ids that the program passed, one per token,
-    None if it passed none. `stopped` says why later steps are not judged.
+    None if it passed none. `stopped` says why later steps are not judged. `crops` are steps before
+    which the cache had become shorter; its newest rows are taken to be the ones that are missing.
     """
 
     batch: int
@@ -41,12 +42,21 @@ class FedSequence(Struct):
     input_rows: tuple[int, ...] = ()
     passed: tuple[int, ...] | None = None
     stopped: str = ""
+    crops: list[int] = field(default_factory=list)
 
     @property
     def n_prompt(self) -> int:
         """The tokens that the first forward processed."""
         first = self.steps[0]
         return int(first.positions[-1]) + 1
+
+    def ends(self) -> Tensor:
+        """Return how many tokens there were when each row was computed, (rows,)."""
+        ends = torch.arange(1, len(self.ids) + 1)
+        for step in self.steps:
+            first, last = int(step.positions[0]), int(step.positions[-1])
+            ends[first : last + 1] = last + 1
+        return ends
 
     @property
     def is_padded(self) -> bool:
@@ -69,6 +79,14 @@ def read_sequence(steps: Sequence[StepEvidence], batch: int, config: Any) -> Fed
     placed: list[tuple[StepEvidence, int, int]] = []
     for evidence in steps:
         n_new, reason = _new_rows(evidence, batch, columns)
+        if len(placed) > 1 and _has_equal_prompts(steps[0]):
+            reason = "the batch rows have the same prompt, so they may be beams, which change places"
+        if not reason and 0 < evidence.kv_before < len(columns):
+            # The cache was cropped, as after rejected proposals: the newest rows are gone.
+            dropped = evidence.kv_before
+            columns, is_real = columns[:dropped], is_real[:dropped]
+            passed = None if passed is None else passed[:dropped]
+            sequence.crops.append(evidence.step)
         if reason:
             sequence.stopped = f"from step {evidence.step} on: {reason}"
             break
@@ -88,22 +106,34 @@ def read_sequence(steps: Sequence[StepEvidence], batch: int, config: Any) -> Fed
     sequence.input_rows = tuple(n for n, real in enumerate(is_real) if real)
     if passed is not None and len(passed) == len(columns):
         sequence.passed = tuple(passed[n] for n in sequence.input_rows)
-    for evidence, first, n_new in placed:
-        step = _placed_step(evidence, first, n_new, is_real, position)
+    stop = len(columns)
+    for evidence, first, n_new in reversed(placed):
+        step = _placed_step(evidence, first, n_new, stop, is_real, position)
+        stop = min(stop, first)  # rows that a later crop dropped are not those of the text
         if step is not None:
-            sequence.steps.append(step)
+            sequence.steps.insert(0, step)
     return sequence
 
 
+def _has_equal_prompts(first: StepEvidence) -> bool:
+    ids = first.ids
+    return ids is not None and len(ids) > 1 and bool((ids == ids[0]).all())
+
+
 def _placed_step(
-    evidence: StepEvidence, first: int, n_new: int, is_real: list[bool], position: Tensor
+    evidence: StepEvidence,
+    first: int,
+    n_new: int,
+    stop: int,
+    is_real: list[bool],
+    position: Tensor,
 ) -> FedStep | None:
     assert evidence.rows is not None
     begin = evidence.q_len - n_new  # the first new row of this forward
     pairs = [
         (kept, int(position[first + row - begin]))
         for kept, row in enumerate(evidence.rows.tolist())
-        if row >= begin and is_real[first + row - begin]
+        if row >= begin and first + row - begin < stop and is_real[first + row - begin]
     ]
     if not pairs:
         return None
@@ -116,7 +146,7 @@ def _new_rows(evidence: StepEvidence, batch: int, known: Sequence[int]) -> tuple
     if not known and evidence.kv_before:
         what = f"{evidence.kv_before} keys were in the cache before the first recorded forward"
         return 0, f"{what}, and their tokens are not known"
-    if not known or evidence.kv_before == len(known):
+    if not known or 0 < evidence.kv_before <= len(known):
         return evidence.q_len, ""
     assert evidence.ids is not None
     if not evidence.kv_before:
@@ -125,7 +155,7 @@ def _new_rows(evidence: StepEvidence, batch: int, known: Sequence[int]) -> tuple
             return len(ids) - len(known), ""
         return 0, "the forward does not continue the sequence"
     what = f"the cache held {evidence.kv_before} keys where {len(known)} tokens had been fed"
-    return 0, f"{what}, and which ones is not known"
+    return 0, f"{what}, and what the others are is not known"
 
 
 def _real(evidence: StepEvidence, batch: int, n_new: int) -> list[bool]:

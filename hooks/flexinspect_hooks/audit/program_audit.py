@@ -100,14 +100,16 @@ class ProgramAudit:
 
         Raises `FlexInspectError` if there is no reference for this model, so that no step is judged.
         """
-        source = self._store.snapshot
+        source, verdicts = self._store.snapshot, list[Verdict]()
+        for generation, why in self._store.skipped.items():
+            if generation not in self._store.steps:
+                verdicts.append(Verdict(generation, 0, not_judged=[why]))
         if source is None:
-            return []
+            return verdicts
         if not source.is_unchanged:
             raise FlexInspectError("The weights were modified after the steps ran.")
         self._source = source
         reference = self._reference(getattr(torch, self._options.dtype))
-        verdicts: list[Verdict] = []
         for generation, steps in self._store.steps.items():
             n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
             for batch in range(n_batch):
@@ -183,6 +185,10 @@ class ProgramAudit:
             if _later(second.divergence, first.divergence):
                 first, masks = second, undeclared
         comparison, found = first.comparison, first.divergence
+        if found is not None and sequence.crops and found.step >= sequence.crops[0]:
+            where = f"from step {sequence.crops[0]} on: the cache had become shorter"
+            verdict.not_judged.append(f"{where}, and which keys are missing is not known")
+            found = None
         verdict.mask_kind = masks.kind
         verdict.n_steps, verdict.n_rows = len(sequence.steps), len(sequence.ids)
         verdict.largest, verdict.divergence = first.largest, found
@@ -210,7 +216,8 @@ class ProgramAudit:
         """Compare a sequence with the reference under some masks."""
         ids = sequence.ids
         positions = torch.arange(len(ids), device=reference.device)[None]
-        base = Run(positions, masks=masks.base, biases=biases)
+        ends = sequence.ends().to(reference.device)
+        base = Run(positions, ends, masks.base, biases)
         last = [int(step.positions[-1]) for step in sequence.steps]
         rows = sorted(set(last[: MAX_LOGIT_ROWS // 2] + last[-MAX_LOGIT_ROWS // 2 :]))
         clean = reference.run(ids, base, rows)

@@ -94,12 +94,13 @@ class Run(Struct):
     """One forward of the reference.
 
     `masks` maps a layer to the keys that each row may attend to, bool (1 or heads, rows, keys); a
-    layer without one has the architecture's own mask. `noise` is the relative size of random
-    changes at every point. `stop_after` ends the forward after a layer.
+    layer without one has the architecture's own mask. `ends` (rows,) is how many keys there were
+    when the program computed each row: no mask opens later ones. `noise` is the relative size of
+    random changes at every point. `stop_after` ends the forward after a layer.
     """
 
     positions: Tensor
-    real: Tensor | None = None
+    ends: Tensor | None = None
     masks: Mapping[int, Tensor] = field(default_factory=dict)
     biases: Mapping[int, Tensor] = field(default_factory=dict)
     edits: Sequence[tuple[Edit, Scope]] = ()
@@ -505,6 +506,9 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
         for edit, scope in run.edits:
             if edit.attention is not None and scope.has(layer):
                 changed = edit.attention(copy.copy(plain))
+                if run.ends is not None:
+                    keys = torch.arange(changed.allowed.shape[-1], device=run.ends.device)
+                    changed.allowed = changed.allowed & (keys[None] < run.ends[:, None])
                 edited = reference.attend(original, changed)
                 output = mix_rows(output, edited, scope.first_row, 1)
         return output, None

@@ -51,7 +51,7 @@ def audit_session(
 
     Whatever fails in it becomes an event: the program's run is over and must end as it did.
     """
-    if not store.steps and not store.problem:
+    if not store.steps and not store.problem and not store.skipped:
         return []
     recorder.drain()
     started, verdicts = time.perf_counter(), list[Verdict]()
