@@ -1,4 +1,4 @@
-"""`flexinspect audit`: the steps of a program beside an untouched copy of the model's architecture."""
+"""`flexinspect audit`: a program's steps beside an untouched copy of the model's architecture."""
 
 from __future__ import annotations
 
@@ -98,8 +98,11 @@ def _run_program(args: argparse.Namespace) -> Path:
         raise UsageError("--seconds must be above 0.")
     options = run_command.program_options(args)
     job = ScriptJob(
-        out=args.out or "", threads=args.threads, audit_seconds=args.seconds,
-        audit_dtype=args.reference_dtype, **options,
+        out=args.out or "",
+        threads=args.threads,
+        audit_seconds=args.seconds,
+        audit_dtype=args.reference_dtype,
+        **options,
     )
     if not job.out:
         job = replace(job, out=run_command.new_trace(Path(job.program).stem))

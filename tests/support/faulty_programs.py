@@ -34,7 +34,10 @@ def heads_of(states, n):
     return states.view(*states.shape[:2], n, -1).transpose(1, 2)
 
 def dense(q, k, v, scale, mask=None, groups=1, cap=None, tiled=False):
-    k, v = ((s.repeat(1, groups, 1, 1) if tiled else s.repeat_interleave(groups, 1)) for s in (k, v))
+    if tiled:
+        k, v = (states.repeat(1, groups, 1, 1) for states in (k, v))
+    else:
+        k, v = (states.repeat_interleave(groups, 1) for states in (k, v))
     scores = q @ k.mT * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
@@ -188,7 +191,8 @@ model = make_model("llama")
 
 def forward(self, hidden_states, **kwargs):
     attended = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
-    hidden_states = attended if BROKEN and self.self_attn.layer_idx == 2 else hidden_states + attended
+    is_lost = BROKEN and self.self_attn.layer_idx == 2
+    hidden_states = attended if is_lost else hidden_states + attended
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 modeling_llama.LlamaDecoderLayer.forward = forward

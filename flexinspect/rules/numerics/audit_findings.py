@@ -12,7 +12,7 @@ from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 AUDIT_EVENT = "audit"
-"""The kind of the event of an audited generation. Its `data` is described in docs/trace-format.md."""
+"""The kind of the event of an audited generation; docs/trace-format.md describes its `data`."""
 AUDIT_SKIPPED_EVENT = "audit-skipped"
 
 REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
@@ -101,7 +101,9 @@ def _reproduced(data: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     )
     agree, total, n = found["agree"], found["total"], found["n_later"]
     if agree < total:
-        sentence += f" Of the step's {total} quantities {agree} agree with it; the rest has another cause."
+        sentence += (
+            f" Of the step's {total} quantities {agree} agree with it; the rest has another cause."
+        )
     elif n and found["later"] == n:
         sentence += f" So are those of the {plural(n, 'later step')}."
     elif found["later"]:

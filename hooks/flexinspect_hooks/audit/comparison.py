@@ -16,7 +16,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
-from flexinspect_hooks.audit.reference import (
+from flexinspect_hooks.audit.forward_run import (
     EMBEDDING,
     HIDDEN,
     KEY,
@@ -53,7 +53,8 @@ def relative(one: Tensor, other: Tensor) -> Tensor:
     distance = (one - other).norm(dim=-1)
     scale = other.norm(dim=-1)
     floor = scale.max().clamp_min(1e-30) * 1e-6
-    return (distance / torch.maximum(scale, floor)).nan_to_num(nan=torch.inf)
+    ratio: Tensor = distance / torch.maximum(scale, floor)
+    return ratio.nan_to_num(nan=torch.inf)
 
 
 def noise_limits(
@@ -125,8 +126,11 @@ class Comparison(Struct):
                 if len(beyond):
                     worst = int(beyond[0])
                     found[point] = Divergence(
-                        step.evidence.step, point, int(positions[worst]),
-                        float(differences.max()), limit,
+                        step.evidence.step,
+                        point,
+                        int(positions[worst]),
+                        float(differences.max()),
+                        limit,
                     )
             robust = next((point for point in found if point[0] in _ROBUST), None)
             if robust is not None:
@@ -151,8 +155,9 @@ class Comparison(Struct):
         for step in steps:
             for point, differences, _ in self.differences(step, values):
                 layer = point[1]
-                is_late = point[0] == LOGITS or (layer is not None and layers_up_to is not None
-                                                 and layer > layers_up_to)
+                is_late = point[0] == LOGITS or (
+                    layer is not None and layers_up_to is not None and layer > layers_up_to
+                )
                 if point[0] in _HEADWISE or (layers_up_to is not None and is_late):
                     continue
                 largest = float(differences.max())

@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.reference import (
+from flexinspect_hooks.audit.forward_run import (
     ATTENTION,
     EMBEDDING,
     HEADS,
@@ -24,10 +24,9 @@ from flexinspect_hooks.audit.reference import (
     QUERY,
     VALUE,
     Point,
-    Snapshot,
     output_projection,
-    snapshot,
 )
+from flexinspect_hooks.audit.weights import Snapshot, snapshot
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext

@@ -103,9 +103,7 @@ def _executed(
     return {layer: table[:, columns][:, :, columns] for layer, table in cells.items()}
 
 
-def _write(
-    cells: dict[int, Any], layer: int, part: Any, rows: slice, offset: int, n: int
-) -> None:
+def _write(cells: dict[int, Any], layer: int, part: Any, rows: slice, offset: int, n: int) -> None:
     table = cells.get(layer)
     heads = part.shape[0]
     if table is None:
@@ -127,4 +125,3 @@ def segment_starts(reader: TraceReader | None, generation: int) -> tuple[int, ..
     if reader is None:
         return ()
     return tuple(segment.start for segment in reader.segments(generation))
-

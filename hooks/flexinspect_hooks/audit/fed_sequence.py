@@ -80,7 +80,9 @@ def read_sequence(steps: Sequence[StepEvidence], batch: int, config: Any) -> Fed
     for evidence in steps:
         n_new, reason = _new_rows(evidence, batch, columns)
         if len(placed) > 1 and _has_equal_prompts(steps[0]):
-            reason = "the batch rows have the same prompt, so they may be beams, which change places"
+            reason = (
+                "the batch rows have the same prompt, so they may be beams, which change places"
+            )
         if not reason and 0 < evidence.kv_before < len(columns):
             # The cache was cropped, as after rejected proposals: the newest rows are gone.
             dropped = evidence.kv_before

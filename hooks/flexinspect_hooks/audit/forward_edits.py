@@ -51,8 +51,8 @@ class Rotation(Struct):
     tables: Callable[..., tuple[Tensor, Tensor]]
 
 
-ModuleEdit = Callable[[nn.Module, Any, Tensor, Tensor], Tensor]
-"""Takes the module, its input, its output and the input of its decoder layer; returns the output."""
+ModuleEdit = Callable[[Any, Any, Tensor, Tensor], Any]
+"""Takes the module, its input and output, and the input of its layer; returns the output."""
 
 
 class Edit(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Audits the steps of a program that ran: compares them with the reference, explains the first fault.
+"""Audits the steps of a program that ran: compares them with the reference, explains a divergence.
 
 One forward of the reference over the committed text judges all steps of a generation at once: the
 row of a position is the row that the step of that position must have given.
@@ -27,11 +27,13 @@ from flexinspect_hooks.audit.comparison import (
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.fed_sequence import FedSequence, read_sequence
+from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import Probe
-from flexinspect_hooks.audit.reference import Point, Reference, Run, Snapshot
+from flexinspect_hooks.audit.reference import Reference
 from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
+from flexinspect_hooks.audit.weights import Snapshot
 
 Report = Callable[[str, float | None], None]
 
@@ -66,6 +68,7 @@ class Verdict(Struct):
     largest: float = 0.0
     notes: list[str] = field(default_factory=list)
     pos: int = 0
+    seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -98,7 +101,7 @@ class ProgramAudit:
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
 
-        Raises `FlexInspectError` if there is no reference for this model, so that no step is judged.
+        Raises `FlexInspectError` if this model has no reference, so that no step is judged.
         """
         source, verdicts = self._store.snapshot, list[Verdict]()
         for generation, why in self._store.skipped.items():
@@ -117,7 +120,10 @@ class ProgramAudit:
                     verdicts.append(Verdict(generation, batch, not_judged=["the time was used up"]))
                     continue
                 self._report(f"auditing generation {generation}", None)
-                verdicts.append(self._judge(reference, generation, batch))
+                started = time.perf_counter()
+                verdict = self._judge(reference, generation, batch)
+                verdict.seconds = time.perf_counter() - started
+                verdicts.append(verdict)
         return verdicts
 
     def _reference(self, dtype: torch.dtype) -> Reference:
@@ -197,10 +203,17 @@ class ProgramAudit:
         probe = self._probe(reference, sequence, masks, comparison, found)
         probe.has_bias = bool(biases)
         hypotheses, failed = load_hypotheses()
-        verdict.notes += [f"the hypothesis {name} did not load: {why}" for name, why in failed.items()]
+        verdict.notes += [
+            f"the hypothesis {name} did not load: {why}" for name, why in failed.items()
+        ]
         search = Search(
-            reference, comparison, first.base, probe, found,
-            deadline=self._deadline, report=self._report,
+            reference,
+            comparison,
+            first.base,
+            probe,
+            found,
+            deadline=self._deadline,
+            report=self._report,
         )
         verdict.search = search.find(hypotheses)
         verdict.pos = sequence.input_rows[found.row]
@@ -234,7 +247,10 @@ class ProgramAudit:
     ) -> dict[Point, torch.Tensor]:
         noise = torch.finfo(dtype).eps
         run = Run(
-            base.positions.clone(), masks=base.masks, biases=base.biases, noise=noise,
+            base.positions.clone(),
+            masks=base.masks,
+            biases=base.biases,
+            noise=noise,
             generator=self._noise,
         )
         return reference.run(ids, run, rows)
@@ -292,7 +308,13 @@ class ProgramAudit:
 def _dropout(source: Snapshot) -> float:
     values = (
         getattr(source.config, name, 0.0) or 0.0
-        for name in ("attention_dropout", "attn_pdrop", "hidden_dropout", "resid_pdrop", "embd_pdrop")
+        for name in (
+            "attention_dropout",
+            "attn_pdrop",
+            "hidden_dropout",
+            "resid_pdrop",
+            "embd_pdrop",
+        )
     )
     return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
 

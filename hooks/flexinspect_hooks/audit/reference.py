@@ -7,139 +7,38 @@ layer, and its attention function, rotary embedding and modules can be edited; s
 from __future__ import annotations
 
 import copy
-import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
-from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.audit.clean_classes import clean_class
-from flexinspect_hooks.audit.forward_edits import AttentionInput, Edit, Rotation, Scope
+from flexinspect_hooks.audit.copied_functions import prepare
+from flexinspect_hooks.audit.forward_edits import AttentionInput
+from flexinspect_hooks.audit.forward_run import (
+    ATTENTION,
+    EMBEDDING,
+    HEADS,
+    HIDDEN,
+    LOGITS,
+    Point,
+    Run,
+    StopForwardError,
+    active_run,
+    mix_rows,
+    output_projection,
+    set_active_run,
+    window_mask,
+)
+from flexinspect_hooks.audit.weights import Snapshot
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.python_internals.torch_private import init_weights
 
-Point = tuple[str, int | None]
-"""What is compared, and its layer: see `QUANTITIES`."""
-
-EMBEDDING, LOGITS = "embedding", "logits"
-QUERY, KEY, VALUE = "query", "key", "value"
-HEADS, ATTENTION, HIDDEN = "attention of the heads", "attention output", "hidden state"
-QUANTITIES = (QUERY, KEY, VALUE, HEADS, ATTENTION, HIDDEN)
-"""The quantities of a layer, in the order of the forward. Queries and keys are rotated."""
-
-OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
-"""Names of the module that takes the attention of the heads."""
-
-
-class Snapshot(Struct):
-    """A model's class, configuration and weights, shared and not copied, as of one moment.
-
-    `grafts` are leaf modules of another library (adapters, quantised matrices), which the reference
-    uses as they are. `versions` is the sum of the weights' in-place modifications.
-    """
-
-    model_class: type
-    config: Any
-    tensors: dict[str, Tensor]
-    grafts: dict[str, nn.Module]
-    parameters: list[Tensor]
-    versions: int
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes of the weights."""
-        return sum(one.nbytes for one in self.parameters)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the weights were not modified in place since."""
-        return self.versions == _versions(self.parameters)
-
-
-def snapshot(model: nn.Module) -> Snapshot:
-    """Return the weights of a model, without copying them."""
-    parameters = list(model.parameters())
-    tensors = {name: one for name, one in model.state_dict(keep_vars=True).items()}
-    grafts = {
-        name: module
-        for name, module in model.named_modules()
-        if name and _is_foreign_leaf(module)
-    }
-    config = copy.deepcopy(getattr(model, "config", None))
-    return Snapshot(model.__class__, config, tensors, grafts, parameters, _versions(parameters))
-
-
-def _versions(tensors: Sequence[Tensor]) -> int:
-    return sum(0 if one.is_inference() else one._version for one in tensors)
-
-
-_FOREIGN = ("peft.", "bitsandbytes.", "quanto.", "optimum.", "torchao.", "hqq.", "gptqmodel.")
-
-
-def _is_foreign_leaf(module: nn.Module) -> bool:
-    name = f"{type(module).__module__}."
-    return name.startswith(_FOREIGN) and not hasattr(module, "config")
-
-
-# -- the run of a reference -------------------------------------------------------------------------
-
-
-class Run(Struct):
-    """One forward of the reference.
-
-    `masks` maps a layer to the keys that each row may attend to, bool (1 or heads, rows, keys); a
-    layer without one has the architecture's own mask. `ends` (rows,) is how many keys there were
-    when the program computed each row: no mask opens later ones. `noise` is the relative size of
-    random changes at every point. `stop_after` ends the forward after a layer.
-    """
-
-    positions: Tensor
-    ends: Tensor | None = None
-    masks: Mapping[int, Tensor] = field(default_factory=dict)
-    biases: Mapping[int, Tensor] = field(default_factory=dict)
-    edits: Sequence[tuple[Edit, Scope]] = ()
-    noise: float = 0.0
-    stop_after: int | None = None
-    generator: torch.Generator | None = None
-    values: dict[Point, Tensor] = field(default_factory=dict)
-    layer: int = -1
-    layer_input: Tensor | None = None
-
-    def perturb(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with relative changes of the size of `noise`."""
-        if not self.noise or not tensor.is_floating_point():
-            return tensor
-        random = torch.rand(tensor.shape, generator=self.generator, dtype=torch.float32)
-        scale = (2 * random - 1).to(tensor.device, tensor.dtype) * self.noise
-        return tensor * (1 + scale)
-
-
-class _StopForwardError(Exception):
-    """Ends a forward of the reference after the last layer that is needed."""
-
-
-_active = threading.local()
-
-
-def _active_run() -> tuple[Reference, Run] | None:
-    return getattr(_active, "run", None)
-
-
-class _Interface:
-    """Stands for transformers' registry of attention functions: it has only the eager one."""
-
-    def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Any:
-        """Return the architecture's own function."""
-        return default
-
-    def __getitem__(self, name: str) -> Any:
-        raise KeyError(name)
+BLOCKS = ("mlp", "feed_forward")
+"""Names of modules with children that an edit may change, besides the attention."""
 
 
 class Reference:
@@ -153,7 +52,7 @@ class Reference:
         if getattr(source.config, "is_encoder_decoder", False):
             raise FlexInspectError("Models with an encoder are not audited.")
         cls, self.namespace = clean_class(source.model_class)
-        _prepare(self.namespace)
+        prepare(self.namespace)
         self.dtype = dtype
         config = copy.deepcopy(source.config)
         config._attn_implementation = "eager"
@@ -242,9 +141,9 @@ class Reference:
         embedding = self.model.get_input_embeddings()
         embedding.register_forward_hook(self._on_embedding)
         prefixes = {f"{name}.": layer for layer, (name, _) in self.blocks.items()}
-        for layer, (_, block) in self.blocks.items():
-            block.register_forward_pre_hook(self._before_block(layer), with_kwargs=True)
-            block.register_forward_hook(self._after_block(layer))
+        for number, (_, block) in self.blocks.items():
+            block.register_forward_pre_hook(self._before_block(number), with_kwargs=True)
+            block.register_forward_hook(self._after_block(number))
         for name, module in self.model.named_modules():
             layer = next((n for p, n in prefixes.items() if name.startswith(p)), None)
             if id(module) in layer_of:
@@ -253,10 +152,9 @@ class Reference:
                 projection = output_projection(module)
                 if projection is not None:
                     projection.register_forward_pre_hook(self._before_projection(number))
-            if name and not any(True for _ in module.children()):
-                module.register_forward_hook(self._after_leaf(name.rpartition(".")[2], layer))
-            elif id(module) in layer_of or name.rpartition(".")[2] in ("mlp", "feed_forward"):
-                module.register_forward_hook(self._after_leaf(name.rpartition(".")[2], layer))
+            last, is_leaf = name.rpartition(".")[2], not any(True for _ in module.children())
+            if name and (is_leaf or id(module) in layer_of or last in BLOCKS):
+                module.register_forward_hook(self._after_module(last, layer))
 
     def _on_embedding(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         run = self._run_of()
@@ -266,7 +164,7 @@ class Reference:
         return run.perturb(output)
 
     def _run_of(self) -> Run | None:
-        active = _active_run()
+        active = active_run()
         return active[1] if active is not None and active[0] is self else None
 
     def _before_block(self, layer: int) -> Callable[..., Any]:
@@ -286,7 +184,7 @@ class Reference:
             rows = output[0] if isinstance(output, tuple) else output
             run.values[HIDDEN, layer] = rows.detach()
             if run.stop_after == layer:
-                raise _StopForwardError
+                raise StopForwardError
             if not run.noise:
                 return None
             noisy = run.perturb(rows)
@@ -313,7 +211,7 @@ class Reference:
 
         return before
 
-    def _after_leaf(self, last: str, layer: int | None) -> Callable[..., Any]:
+    def _after_module(self, last: str, layer: int | None) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             run = self._run_of()
             for edit, scope in run.edits if run is not None else ():
@@ -331,7 +229,9 @@ class Reference:
 
     # -- running ---------------------------------------------------------------------------------
 
-    def run(self, ids: Sequence[int], run: Run, logit_rows: Sequence[int] = ()) -> dict[Point, Tensor]:
+    def run(
+        self, ids: Sequence[int], run: Run, logit_rows: Sequence[int] = ()
+    ) -> dict[Point, Tensor]:
         """Return the values of one forward over `ids`: (1, rows, …) per point.
 
         The logits are those of `logit_rows`, (1, rows, vocabulary).
@@ -351,7 +251,7 @@ class Reference:
             try:
                 # `forward` itself: the root's own call may be watched.
                 output = self.model.forward(input_ids=table, **arguments)
-            except _StopForwardError:
+            except StopForwardError:
                 return run.values
         logits = output.logits
         if logits.shape[1] == len(ids) and len(logit_rows) != len(ids):
@@ -361,8 +261,8 @@ class Reference:
 
     @contextmanager
     def _active(self, run: Run) -> Iterator[None]:
-        before = getattr(_active, "run", None)
-        _active.run = (self, run)
+        before = active_run()
+        set_active_run((self, run))
         with ExitStack() as stack:
             for edit, _ in run.edits:
                 for name, value in edit.config.items():
@@ -371,7 +271,7 @@ class Reference:
             try:
                 yield
             finally:
-                _active.run = before
+                set_active_run(before)
 
     def layer_window(self, layer: int) -> int | None:
         """Return the sliding window of a layer, None without one."""
@@ -380,7 +280,9 @@ class Reference:
         if kinds is not None and layer < len(kinds):
             return window if kinds[layer] == "sliding_attention" else None
         uses = getattr(self.config, "use_sliding_window", True)
-        return window if "create_sliding_window_causal_mask" in vars(self.namespace) and uses else None
+        return (
+            window if "create_sliding_window_causal_mask" in vars(self.namespace) and uses else None
+        )
 
     def own_mask(self, layer: int, n: int) -> Tensor:
         """Return the architecture's own mask of a layer, bool (1, rows, keys)."""
@@ -398,164 +300,9 @@ class Reference:
         options = dict(call.options)
         if call.scaling is not None:
             options["scaling"] = call.scaling
-        output = original(call.module, call.query, call.key, call.value, mask, **options)[0]
+        args = (call.module, call.query, call.key, call.value, mask)
+        output: Tensor = original(*args, **options)[0]
         is_empty = ~call.allowed.any(-1)  # (1, heads, rows)
         if bool(is_empty.any()):
             output = output.masked_fill(is_empty.transpose(1, 2)[..., None], 0)
         return output
-
-
-def output_projection(attention: nn.Module) -> nn.Module | None:
-    """Return the module that takes the attention of the heads, None if it is not recognised."""
-    return next((m for n, m in attention.named_children() if n in OUTPUT_PROJECTIONS), None)
-
-
-def window_mask(n: int, window: int | None, device: torch.device | str) -> Tensor:
-    """Return the causal mask, bool (n, n), with a sliding window of keys if there is one."""
-    rows = torch.arange(n, device=device)[:, None]
-    keys = torch.arange(n, device=device)[None]
-    mask = keys <= rows
-    return mask if window is None else mask & (keys > rows - window)
-
-
-def mix_rows(plain: Tensor, edited: Tensor, first_row: int, dim: int) -> Tensor:
-    """Return `plain` with the rows from `first_row` on of `edited`."""
-    if first_row <= 0:
-        return edited
-    length = plain.shape[dim] - first_row
-    if length <= 0:
-        return plain
-    rest = edited.narrow(dim, first_row, length)
-    return torch.cat((plain.narrow(dim, 0, first_row), rest), dim)
-
-
-# -- the functions of the copied module ------------------------------------------------------------
-
-
-def _prepare(namespace: ModuleType) -> None:
-    """Replace masks, attention and rotary embedding in the copied module, once."""
-    if hasattr(namespace, "_flexinspect_prepared"):
-        return
-    names = vars(namespace)
-    names["_flexinspect_prepared"] = True
-    for name in [name for name in names if re.fullmatch(r"create_(\w+_)?causal_mask", name)]:
-        setattr(namespace, name, _mask_function(name, names[name]))
-    if "ALL_ATTENTION_FUNCTIONS" in names:
-        namespace.ALL_ATTENTION_FUNCTIONS = _Interface()  # type: ignore[attr-defined]
-    if "eager_attention_forward" in names:
-        original = names["eager_attention_forward"]
-        namespace.eager_attention_forward = _attention_function(original)  # type: ignore[attr-defined]
-    if "apply_rotary_pos_emb" in names:
-        rotate = names["apply_rotary_pos_emb"]
-        namespace.apply_rotary_pos_emb = _rope_function(rotate)  # type: ignore[attr-defined]
-
-
-def _mask_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        active = _active_run()
-        if active is None:
-            return original(*args, **kwargs)
-        reference, run = active
-        n = run.positions.shape[1]
-        config = kwargs.get("config", args[0] if args else reference.config)
-        window = getattr(config, "sliding_window", None) if "sliding" in name else None
-        allowed = window_mask(n, window, reference.device)
-        if "chunked" in name:
-            size = config.attention_chunk_size
-            chunks = torch.arange(n, device=reference.device) // size
-            allowed = allowed & (chunks[:, None] == chunks[None])
-        if run.masks.get(-1) is not None:  # for architectures whose attention cannot be edited
-            allowed = run.masks[-1][0]
-        closed = torch.finfo(reference.dtype).min
-        dense = torch.zeros(n, n, dtype=reference.dtype, device=reference.device)
-        return dense.masked_fill(~allowed, closed)[None, None]
-
-    return mask
-
-
-def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        active = _active_run()
-        if active is None:
-            options = kwargs if scaling is None else {"scaling": scaling, **kwargs}
-            return original(module, query, key, value, attention_mask, **options)
-        reference, run = active
-        layer, n = run.layer, query.shape[2]
-        rows = {QUERY: query, KEY: key, VALUE: value}
-        run.values |= {(name, layer): tensor.detach() for name, tensor in rows.items()}
-        if run.noise:
-            query, key, value = (run.perturb(one) for one in (query, key, value))
-        allowed = run.masks.get(layer)
-        if allowed is None and attention_mask is None:
-            allowed = reference.own_mask(layer, n)
-        if allowed is None and attention_mask is not None:
-            allowed = attention_mask[0] > torch.finfo(query.dtype).min / 2
-        assert allowed is not None
-        plain = AttentionInput(
-            module, layer, query, key, value, allowed[None], run.biases.get(layer), scaling, kwargs
-        )
-        output = reference.attend(original, plain)
-        for edit, scope in run.edits:
-            if edit.attention is not None and scope.has(layer):
-                changed = edit.attention(copy.copy(plain))
-                if run.ends is not None:
-                    keys = torch.arange(changed.allowed.shape[-1], device=run.ends.device)
-                    changed.allowed = changed.allowed & (keys[None] < run.ends[:, None])
-                edited = reference.attend(original, changed)
-                output = mix_rows(output, edited, scope.first_row, 1)
-        return output, None
-
-    return attention
-
-
-def _rope_function(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        def plain(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-            turned: tuple[Tensor, Tensor] = rotate(query, key, cos, sin, *args, **kwargs)
-            return turned
-
-        result = plain(q, k, cos, sin)
-        active = _active_run()
-        if active is None:
-            return result
-        reference, run = active
-        for edit, scope in run.edits:
-            if edit.rope is None or not scope.has(run.layer):
-                continue
-            turn = Rotation(plain, q, k, cos, sin, run.positions, _tables_of(reference, cos))
-            query, key = edit.rope(turn)
-            result = (
-                mix_rows(result[0], query, scope.first_row, q.dim() - 2),
-                mix_rows(result[1], key, scope.first_row, k.dim() - 2),
-            )
-        return result
-
-    return rope
-
-
-def _tables_of(reference: Reference, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    def tables(positions: Tensor, theta: float | None = None) -> tuple[Tensor, Tensor]:
-        module = next(
-            (m for m in reference.model.modules() if hasattr(m, "inv_freq")), None
-        )
-        frequencies = module.inv_freq.float() if module is not None else None
-        scale = float(getattr(module, "attention_scaling", 1.0))
-        if theta is not None or frequencies is None:
-            size = like.shape[-1]
-            steps = torch.arange(0, size, 2, device=like.device).float() / size
-            frequencies, scale = 1.0 / ((theta or 10000.0) ** steps), 1.0
-        angles = positions[..., None].float() * frequencies.to(like.device)
-        both = torch.cat((angles, angles), -1)
-        if like.shape[-1] == angles.shape[-1]:  # tables of half the size
-            both = angles
-        return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
-
-    return tables

@@ -8,7 +8,7 @@ counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor
 from flexinspect_hooks.audit.comparison import Comparison, Divergence
 from flexinspect_hooks.audit.fed_sequence import FedStep
 from flexinspect_hooks.audit.forward_edits import Edit, Scope
+from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
 from flexinspect_hooks.audit.hypotheses import Hypothesis, edits_of
 from flexinspect_hooks.audit.probe import Probe
-from flexinspect_hooks.audit.reference import LOGITS, Point, Reference, Run
+from flexinspect_hooks.audit.reference import Reference
 
 MIN_GAIN = 10
 """A hypothesis must come this many times closer to the numbers than the correct forward."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flexinspect.core.errors import FlexInspectError, summarize_error
@@ -73,9 +75,11 @@ def audit_session(
         finally:
             if reader is not None:
                 reader.close()
-        for verdict in verdicts:
+        for text, generation, data in _unjudged(verdicts):
+            put(AUDIT_EVENT, text, generation, None, data)
+        for verdict in (one for one in verdicts if one.n_steps):
             step = verdict.divergence.step if verdict.divergence is not None else None
-            data = verdict_data(verdict)
+            data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
     except Exception as error:  # a model may be of any kind
         text = f"The steps were not audited: {_reason(error)}"
@@ -85,6 +89,21 @@ def audit_session(
         store.clear()
         store.is_busy = False
     return verdicts
+
+
+def _unjudged(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield text, generation and data of one event for all generations with the same reason."""
+    by_reason: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        if not verdict.n_steps:
+            reason = "; ".join(verdict.not_judged)
+            by_reason.setdefault(re.sub(r"\d+", "#", reason), []).append(verdict)
+    for same in by_reason.values():
+        numbers = list(dict.fromkeys(verdict.generation for verdict in same))
+        first = describe_verdict(same[0])
+        more = f" The same holds for {plural(len(numbers) - 1, 'more generation')}."
+        text = first if len(numbers) == 1 else first + more
+        yield text, numbers[0], verdict_data(same[0]) | {"generations": numbers}
 
 
 def _reason(error: Exception) -> str:
@@ -115,4 +134,3 @@ def describe_verdict(verdict: Verdict) -> str:
         f"{where}: {judged} agree with the untouched implementation{under}; the largest "
         f"difference is {verdict.largest:.1g} of a row's norm.{rest}"
     )
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -134,14 +135,14 @@ def precision(probe: Probe) -> Edits:
         return
     for dtype in (torch.bfloat16, torch.float16):
 
-        def output(call: AttentionInput, dtype: torch.dtype = dtype) -> Tensor:
-            return _dense(call, dtype)
+        def attention(call: AttentionInput, dtype: torch.dtype = dtype) -> AttentionInput:
+            return replace(call, output=partial(_dense, dtype=dtype))
 
         name = str(dtype).removeprefix("torch.")
         yield Edit(
             name="precision",
             sentence=f"whose attention is computed in {name}",
-            attention=lambda call, output=output: replace(call, output=output),
+            attention=attention,
         )
 
 
@@ -184,4 +185,12 @@ def score_mod_changed(probe: Probe) -> Edits:
         yield Edit(name=name, sentence=sentence, attention=head_0)
 
 
-HYPOTHESES = (score_mod_changed, scale, soft_cap_missing, sinks_missing, heads_tiled, precision, no_softmax)
+HYPOTHESES = (
+    score_mod_changed,
+    scale,
+    soft_cap_missing,
+    sinks_missing,
+    heads_tiled,
+    precision,
+    no_softmax,
+)

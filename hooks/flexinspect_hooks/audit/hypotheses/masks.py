@@ -9,14 +9,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from flexinspect_hooks.audit.forward_edits import AttentionInput, Edit
+from flexinspect_hooks.audit.forward_run import window_mask
 from flexinspect_hooks.audit.probe import Probe
-from flexinspect_hooks.audit.reference import window_mask
 
 Edits = Iterator[Edit]
 
 
 def mask_edit(name: str, sentence: str, change: Callable[[AttentionInput], Tensor]) -> Edit:
-    """Return an edit of the cells: `change` returns the keys of each row, bool (1, …, rows, keys)."""
+    """Return an edit of the cells: `change` returns each row's keys, bool (1, …, rows, keys)."""
 
     def attention(call: AttentionInput) -> AttentionInput:
         return replace(call, allowed=change(call))
@@ -130,7 +130,7 @@ def window_of_layer(probe: Probe) -> Edits:
     reference = probe.reference
     windows = {layer: reference.layer_window(layer) for layer in reference.blocks}
     sizes = {size for size in windows.values() if size is not None}
-    known = {None: "without the sliding window"}
+    known: dict[int | None, str] = {None: "without the sliding window"}
     for size in sorted(sizes):
         known |= {
             size: f"with the sliding window of other layers ({size} keys)",
@@ -167,7 +167,9 @@ def padding_attended(probe: Probe) -> Edits:
     if probe.padding:
         n = len(probe.padding)
         sentence = f"that attends to the {n} padding tokens before the text"
-        yield Edit(name="padding.attended", sentence=sentence, prefix=probe.padding, whole_model=True)
+        yield Edit(
+            name="padding.attended", sentence=sentence, prefix=probe.padding, whole_model=True
+        )
 
 
 HYPOTHESES = (

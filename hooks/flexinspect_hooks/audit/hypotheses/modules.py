@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_edits import Edit
+from flexinspect_hooks.audit.forward_edits import Edit, ModuleEdit
 from flexinspect_hooks.audit.probe import Probe
 
 Edits = Iterator[Edit]
@@ -40,11 +40,11 @@ def norm_skipped(probe: Probe) -> Edits:
     modules = _names(probe, inside=True)
     modules |= {n: m for n, m in _names(probe, inside=False).items() if n in _FINAL_NORMS}
 
-    def unweighted(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+    def unweighted(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         variance = inputs.float().pow(2).mean(-1, keepdim=True)
         return (inputs.float() * torch.rsqrt(variance + _epsilon(module))).to(output.dtype)
 
-    def without_one(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+    def without_one(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return unweighted(module, inputs, output, before) * module.weight
 
     for name, module in modules.items():
@@ -68,7 +68,7 @@ def _epsilon(module: Any) -> float:
 def bias_skipped(probe: Probe) -> Edits:
     """The biases of a linear module are left out."""
 
-    def unbiased(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+    def unbiased(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return output - module.bias
 
     modules = _names(probe, inside=True)
@@ -77,7 +77,9 @@ def bias_skipped(probe: Probe) -> Edits:
     for name in linear:
         edit = {name: unbiased}
         yield Edit(name="bias.skipped", sentence=f"without the bias of {name}", modules=edit)
-    projections = {n: unbiased for n in ("q_proj", "k_proj", "v_proj") if n in linear}
+    projections: dict[str, ModuleEdit] = {
+        n: unbiased for n in ("q_proj", "k_proj", "v_proj") if n in linear
+    }
     if len(projections) > 1:
         sentence = "without the biases of q_proj, k_proj and v_proj"
         yield Edit(name="bias.skipped", sentence=sentence, modules=projections)
@@ -86,10 +88,10 @@ def bias_skipped(probe: Probe) -> Edits:
 def residual_skipped(probe: Probe) -> Edits:
     """The input of the layer is not added to the output of its attention."""
 
-    def minus(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+    def minus(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return output - before
 
-    def plus(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+    def plus(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return output + before
 
     def zero(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
@@ -113,10 +115,10 @@ def embedding_scale(probe: Probe) -> Edits:
     """The embeddings are scaled by the root of the hidden size, or not scaled though they are."""
     size = float(getattr(probe.config, "hidden_size", 1)) ** 0.5
 
-    def larger(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+    def larger(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return output * size
 
-    def smaller(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+    def smaller(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return output / size
 
     for name in ("embed_tokens", "wte", "embed_in", "word_embeddings"):
