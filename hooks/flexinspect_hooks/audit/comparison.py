@@ -139,6 +139,12 @@ class Comparison(Struct):
                 return found[next(inside, robust)]
         return None
 
+    def quantities(self, values: Mapping[Point, Tensor]) -> tuple[str, ...]:
+        """Return the names of what is compared in any step, in forward order."""
+        steps = self.sequence.steps[:2]
+        points = {point for step in steps for point, *_ in self.differences(step, values)}
+        return tuple(dict.fromkeys(point[0] for point in sorted(points, key=forward_order)))
+
     def step_of(self, divergence: Divergence) -> FedStep:
         """Return the step of a divergence."""
         return next(s for s in self.sequence.steps if s.evidence.step == divergence.step)

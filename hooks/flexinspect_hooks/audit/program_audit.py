@@ -7,7 +7,7 @@ row of a position is the row that the step of that position must have given.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class Verdict(Struct):
     not_judged: list[str] = field(default_factory=list)
     largest: float = 0.0
     notes: list[str] = field(default_factory=list)
+    quantities: tuple[str, ...] = ()
     pos: int = 0
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class _Attempt(Struct, frozen=True):
     """A comparison under some masks: its base run, first divergence and largest difference."""
 
     base: Run
+    clean: Mapping[Point, torch.Tensor]
     comparison: Comparison
     divergence: Divergence | None
     largest: float
@@ -139,7 +141,7 @@ class ProgramAudit:
         if skipped:
             verdict.not_judged.append(skipped)
         steps = self._store.steps[generation]
-        if any(one.has_gradients and one.is_training for one in steps):
+        if len(steps) == 1 and steps[0].has_gradients and steps[0].is_training:
             verdict.not_judged.append("a training step is not a generation")
             return verdict
         sequence = read_sequence(steps, batch, reference.config)
@@ -198,6 +200,7 @@ class ProgramAudit:
         verdict.mask_kind = masks.kind
         verdict.n_steps, verdict.n_rows = len(sequence.steps), len(sequence.ids)
         verdict.largest, verdict.divergence = first.largest, found
+        verdict.quantities = comparison.quantities(first.clean)
         if found is None:
             return
         probe = self._probe(reference, sequence, masks, comparison, found)
@@ -240,7 +243,7 @@ class ProgramAudit:
             noisy.append(self._in_dtype(ids, base, rows, dtype))
         comparison = Comparison(sequence, noise_limits(clean, noisy, dtype), rows)
         largest = comparison.agreement(clean, sequence.steps, None)[0]
-        return _Attempt(base, comparison, comparison.first(clean), largest)
+        return _Attempt(base, clean, comparison, comparison.first(clean), largest)
 
     def _noisy(
         self, reference: Reference, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: Any
@@ -334,6 +337,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "rows": verdict.n_rows,
         "largest": verdict.largest,
         "mask": verdict.mask_kind,
+        "quantities": list(verdict.quantities),
         "not_judged": verdict.not_judged,
         "notes": verdict.notes,
     }
