@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.cli import run as run_command
 from flexinspect.cli import run_flags
 from flexinspect.cli.flags import n_threads
 from flexinspect.cli.output import errors_as_json, print_json, stdout_console
@@ -88,6 +87,7 @@ def _run_program(args: argparse.Namespace) -> Path:
     """Run the program under capture, with its output, and return its trace."""
     from msgspec.structs import replace
 
+    from flexinspect.cli import run as run_command
     from flexinspect.cli.live_run import LiveRun, RunProgress
     from flexinspect.cli.output import stderr_console
     from flexinspect.launch.child_process import ScriptProcess, forward_signals

@@ -318,5 +318,38 @@ generate(model)
 """,
         "mask of row 0",
     ),
+    "rejected proposals stay in the cache": (
+        """
+model = make_model("llama")
+with torch.no_grad():
+    output = model(prompt(), use_cache=True)
+    past, best = output.past_key_values, output.logits[:, -1:].argmax(-1)
+    proposals = torch.tensor([[7, 8]])
+    output = model(torch.cat((best, proposals), 1), past_key_values=past)
+    if not BROKEN:
+        past.crop(-2)
+    output = model(output.logits[:, :1].argmax(-1), past_key_values=past)
+    model(output.logits[:, -1:].argmax(-1), past_key_values=past)
+""",
+        "2 rejected proposals stay in the cache",
+    ),
+    "positions follow the length of a thinned cache": (
+        """
+model = make_model("llama")
+with torch.no_grad():
+    output = model(prompt(20), use_cache=True)
+    past = output.past_key_values
+    for layer in past.layers:
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            setattr(layer, name, torch.cat((states[:, :, :2], states[:, :, -6:]), 2))
+    rows = output.logits[:, -1:].argmax(-1)
+    for step in range(3):
+        more = {} if BROKEN else {"position_ids": torch.tensor([[20 + step]])}
+        output = model(rows, past_key_values=past, **more)
+        rows = output.logits[:, -1:].argmax(-1)
+""",
+        "follow the length of the shortened cache",
+    ),
 }
 """Name: the program after `HEAD`, and words of the finding's sentence."""

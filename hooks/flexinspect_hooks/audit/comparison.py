@@ -79,12 +79,19 @@ def _rows(tensor: Tensor) -> Tensor:
 class Comparison(Struct):
     """Compares the steps of a sequence with values of the reference.
 
-    `logit_rows` are the positions whose logits the reference gave, in order.
+    `logit_rows` are the positions whose logits the reference gave, in order. Only the steps of
+    `generation` are judged; earlier ones may have filled its cache.
     """
 
     sequence: FedSequence
     limits: Mapping[Point, float]
     logit_rows: Sequence[int]
+    generation: int
+
+    @property
+    def steps(self) -> list[FedStep]:
+        """The steps that are judged."""
+        return [s for s in self.sequence.steps if s.evidence.generation == self.generation]
 
     def differences(
         self, step: FedStep, values: Mapping[Point, Tensor]
@@ -118,7 +125,7 @@ class Comparison(Struct):
 
     def first(self, values: Mapping[Point, Tensor]) -> Divergence | None:
         """Return the first divergence: the first step, and in it the first quantity."""
-        for step in self.sequence.steps:
+        for step in self.steps:
             found: dict[Point, Divergence] = {}
             for point, differences, positions in self.differences(step, values):
                 limit = self.limits.get(point, 0.0)
@@ -141,13 +148,13 @@ class Comparison(Struct):
 
     def quantities(self, values: Mapping[Point, Tensor]) -> tuple[str, ...]:
         """Return the names of what is compared in any step, in forward order."""
-        steps = self.sequence.steps[:2]
+        steps = self.steps[:2]
         points = {point for step in steps for point, *_ in self.differences(step, values)}
         return tuple(dict.fromkeys(point[0] for point in sorted(points, key=forward_order)))
 
     def step_of(self, divergence: Divergence) -> FedStep:
         """Return the step of a divergence."""
-        return next(s for s in self.sequence.steps if s.evidence.step == divergence.step)
+        return next(s for s in self.steps if s.evidence.step == divergence.step)
 
     def agreement(
         self, values: Mapping[Point, Tensor], steps: Sequence[FedStep], layers_up_to: int | None

@@ -7,13 +7,16 @@ the audit says so.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from msgspec import Struct, field
+from msgspec.structs import replace
 from torch import Tensor, nn
 
+from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.audit.forward_run import (
     ATTENTION,
     EMBEDDING,
@@ -40,6 +43,8 @@ MAX_BATCH = 4
 """Batch rows that are kept."""
 DETAILED_STEPS = 2
 """Steps of a generation whose queries, keys and values are kept, too."""
+MAX_HELD_SHARE = 0.25
+"""Weights that take more than this share of the free memory are not kept alive."""
 
 
 class StepEvidence(Struct):
@@ -48,6 +53,7 @@ class StepEvidence(Struct):
     `ids` (batch, q_len), `positions` and `padding` are the arguments, None if not passed. `rows`
     are the input rows whose `values` (batch, rows, …) are kept. Queries, keys and values are
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
+    `cache` is the identity of the cache that the forward received or made, 0 for none.
     """
 
     generation: int
@@ -64,7 +70,7 @@ class StepEvidence(Struct):
     values: dict[Point, Tensor] = field(default_factory=dict)
     score_mods: dict[int, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
-    kv_lengths: dict[int, int] = field(default_factory=dict)
+    cache: int = 0
 
 
 class EvidenceStore:
@@ -79,6 +85,9 @@ class EvidenceStore:
         """Why no step of this model can be judged."""
         self._max_bytes, self.n_bytes = max_bytes, 0
         self.is_busy = False
+        self.find_model: Callable[[], nn.Module | None] = lambda: None
+        """Returns the model if it is alive, for weights that are too large to be held."""
+        self._versions = 0
 
     def keep(self, evidence: StepEvidence, model: nn.Module) -> None:
         """Keep a step, unless the limit is reached."""
@@ -88,10 +97,47 @@ class EvidenceStore:
             text = f"from step {evidence.step} on: the steps before fill {self._max_bytes >> 20} MB"
             self.skipped.setdefault(generation, text)
             return
-        if self.snapshot is None:
-            self.snapshot = snapshot(model)
+        if not self.steps:
+            self._hold(model)
         self.n_bytes += size
         self.steps.setdefault(generation, []).append(evidence)
+
+    def with_earlier_steps(self, generation: int) -> list[StepEvidence]:
+        """Return the steps of a generation after those of earlier ones that filled its cache."""
+        steps = self.steps[generation]
+        first = steps[0]
+        if not first.kv_before or not first.cache:
+            return steps
+        earlier = [n for n, those in self.steps.items() if n < generation and those]
+        for number in reversed(earlier):
+            if self.steps[number][-1].cache == first.cache:
+                return [*self.with_earlier_steps(number), *steps]
+        return steps
+
+    def _hold(self, model: nn.Module) -> None:
+        """Hold the weights, unless they take so much memory that the program may miss it."""
+        held = snapshot(model)
+        self._versions = held.versions
+        if held.n_bytes <= MAX_HELD_SHARE * free_bytes(held.parameters[0].device):
+            self.snapshot = held
+
+    def take_snapshot(self) -> Snapshot | None:
+        """Return the weights as of the steps.
+
+        Raises `FlexInspectError` if they were modified since, or if the model, whose weights were
+        too large to be held, is gone.
+        """
+        found = self.snapshot
+        if found is None and self.steps:
+            model = self.find_model()
+            if model is None:
+                raise FlexInspectError(
+                    "The program deleted the model, whose weights are too large to be kept for it."
+                )
+            found = replace(snapshot(model), versions=self._versions)
+        if found is not None and not found.is_unchanged:
+            raise FlexInspectError("The weights were modified after the steps ran.")
+        return found
 
     def clear(self) -> None:
         """Drop everything that was kept."""
@@ -166,6 +212,7 @@ class EvidenceHook(Hook):
             is_training=bool(self._context.model.training),
             has_gradients=torch.is_grad_enabled(),
         )
+        self._pending.cache = _identity(arguments.get("past_key_values"))
 
     def add_calls(self, calls: Sequence[Any]) -> None:
         """Keep the queries, keys and values of a step's attention calls."""
@@ -174,7 +221,6 @@ class EvidenceHook(Hook):
             return
         for call in calls:
             pending.paths[call.layer] = call.path
-            pending.kv_lengths[call.layer] = int(call.key.shape[2])
             arguments = getattr(call.kernel, "arguments", None) or {}
             score_mod = arguments.get("score_mod")
             if score_mod is not None:
@@ -191,6 +237,7 @@ class EvidenceHook(Hook):
         self._values.clear()
         if pending is None or store is None or store.is_busy or pending.ids is None:
             return
+        pending.cache = pending.cache or _identity(getattr(step.output, "past_key_values", None))
         pending.rows = _kept_rows(pending.q_len, pending.ids.device)
         for point, (tensor, version) in values.items():
             if version is not None and _version(tensor) != version:
@@ -200,6 +247,20 @@ class EvidenceHook(Hook):
         if step.logits is not None:
             pending.values[LOGITS, None] = step.logits.detach().clone()[None, None]
         store.keep(pending, self._context.model)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a device in bytes; of the machine if it is not a GPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not known on every system
+        return 1 << 34
+
+
+def _identity(cache: Any) -> int:
+    return 0 if cache is None else id(cache)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -49,7 +49,7 @@ def read_masks(
         return GenerationMasks(unread=f"the sequence has more than {MAX_ROWS} tokens")
     columns = np.asarray(sequence.input_rows)
     declared = _declared(reader, generation, columns)
-    executed = _executed(reader, generation, sequence, columns)
+    executed = _executed(reader, sequence, columns)
     device = reference.device
     own = {layer: reference.own_mask(layer, n) for layer in reference.blocks}
     found = {
@@ -80,9 +80,7 @@ def _declared(reader: TraceReader, generation: int, columns: Any) -> Any:
     return spec.dense(n)[np.ix_(columns, columns)]
 
 
-def _executed(
-    reader: TraceReader, generation: int, sequence: FedSequence, columns: Any
-) -> dict[int, Any]:
+def _executed(reader: TraceReader, sequence: FedSequence, columns: Any) -> dict[int, Any]:
     """Return the executed cells of each layer; rows whose cells are not recorded are causal."""
     n_columns = int(columns[-1]) + 1
     cells: dict[int, Any] = {}
@@ -90,7 +88,7 @@ def _executed(
     for step in sequence.steps:
         evidence = step.evidence
         rows = slice(evidence.kv_before, evidence.kv_before + evidence.q_len)
-        for call in reader.calls(generation, evidence.step):
+        for call in reader.calls(evidence.generation, evidence.step):
             if call.mask is None or call.q_len != evidence.q_len:
                 continue
             if call.mask not in known:

@@ -33,6 +33,9 @@ class FedSequence(Struct):
     columns of the tokens. `passed` are the position ids that the program passed, one per token,
     None if it passed none. `stopped` says why later steps are not judged. `crops` are steps before
     which the cache had become shorter; its newest rows are taken to be the ones that are missing.
+    With `lost`, (step, keys that are left, tokens before it), its rows are all kept instead, and
+    some of the keys before the newest ones are missing. `has_default_positions` says that the
+    program passed no position ids, so that the model made them from the length of the cache.
     """
 
     batch: int
@@ -42,7 +45,9 @@ class FedSequence(Struct):
     input_rows: tuple[int, ...] = ()
     passed: tuple[int, ...] | None = None
     stopped: str = ""
-    crops: list[int] = field(default_factory=list)
+    crops: list[tuple[int, int]] = field(default_factory=list)
+    lost: tuple[int, int, int] | None = None
+    has_default_positions: bool = True
 
     @property
     def n_prompt(self) -> int:
@@ -70,8 +75,13 @@ class FedSequence(Struct):
         return torch.tensor([self.passed])
 
 
-def read_sequence(steps: Sequence[StepEvidence], batch: int, config: Any) -> FedSequence:
-    """Return the sequence of one batch row; it ends where the inputs do not continue it."""
+def read_sequence(
+    steps: Sequence[StepEvidence], batch: int, config: Any, *, keeps_rows: bool = False
+) -> FedSequence:
+    """Return the sequence of one batch row; it ends where the inputs do not continue it.
+
+    Where the cache has become shorter, its newest rows are dropped; `keeps_rows` keeps them.
+    """
     columns: list[int] = []
     is_real: list[bool] = []
     passed: list[int] | None = []
@@ -83,12 +93,19 @@ def read_sequence(steps: Sequence[StepEvidence], batch: int, config: Any) -> Fed
             reason = (
                 "the batch rows have the same prompt, so they may be beams, which change places"
             )
-        if not reason and 0 < evidence.kv_before < len(columns):
-            # The cache was cropped, as after rejected proposals: the newest rows are gone.
-            dropped = evidence.kv_before
-            columns, is_real = columns[:dropped], is_real[:dropped]
-            passed = None if passed is None else passed[:dropped]
-            sequence.crops.append(evidence.step)
+        n_cached, n_lost = evidence.kv_before, 0
+        if keeps_rows and sequence.lost is not None:
+            n_lost = sequence.lost[2] - sequence.lost[1]
+        if not reason and 0 < n_cached < len(columns) - n_lost:
+            if keeps_rows:
+                sequence.lost = (evidence.step, n_cached, len(columns))
+            else:
+                # The cache was cropped, as after rejected proposals: the newest rows are gone.
+                columns, is_real = columns[:n_cached], is_real[:n_cached]
+                passed = None if passed is None else passed[:n_cached]
+            sequence.crops.append((evidence.generation, evidence.step))
+            if keeps_rows and len(sequence.crops) > 1:
+                reason = "the cache became shorter again"
         if reason:
             sequence.stopped = f"from step {evidence.step} on: {reason}"
             break
@@ -98,6 +115,7 @@ def read_sequence(steps: Sequence[StepEvidence], batch: int, config: Any) -> Fed
         columns += row
         is_real += _real(evidence, batch, n_new)
         passed = _extend_passed(passed, evidence, batch, n_new)
+        sequence.has_default_positions &= evidence.positions is None
         placed.append((evidence, first, n_new))
     if columns and all(is_real):
         n_pads = _unmasked_padding(columns, batch, steps[0], config)
@@ -172,7 +190,12 @@ def _extend_passed(
     passed: list[int] | None, evidence: StepEvidence, batch: int, n_new: int
 ) -> list[int] | None:
     positions = evidence.positions
-    if passed is None or positions is None or positions.shape[1] < n_new:
+    if passed is None:
+        return None
+    if positions is None and evidence.padding is None:  # what the model makes by default
+        stop = evidence.kv_before + evidence.q_len
+        return [*passed, *range(stop - n_new, stop)]
+    if positions is None or positions.shape[1] < n_new:
         return None
     return passed + positions[min(batch, len(positions) - 1)].tolist()[-n_new:]
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
-from flexinspect.core.errors import FlexInspectError
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.audit.clean_classes import replaced_names
 from flexinspect_hooks.audit.comparison import (
@@ -26,13 +25,15 @@ from flexinspect_hooks.audit.comparison import (
 )
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
-from flexinspect_hooks.audit.fed_sequence import FedSequence, read_sequence
+from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import Probe
 from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
 from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
+from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.weights import Snapshot
 
 Report = Callable[[str, float | None], None]
@@ -105,14 +106,12 @@ class ProgramAudit:
 
         Raises `FlexInspectError` if this model has no reference, so that no step is judged.
         """
-        source, verdicts = self._store.snapshot, list[Verdict]()
+        source, verdicts = self._store.take_snapshot(), list[Verdict]()
         for generation, why in self._store.skipped.items():
             if generation not in self._store.steps:
                 verdicts.append(Verdict(generation, 0, not_judged=[why]))
         if source is None:
             return verdicts
-        if not source.is_unchanged:
-            raise FlexInspectError("The weights were modified after the steps ran.")
         self._source = source
         reference = self._reference(getattr(torch, self._options.dtype))
         for generation, steps in self._store.steps.items():
@@ -144,9 +143,12 @@ class ProgramAudit:
         if len(steps) == 1 and steps[0].has_gradients and steps[0].is_training:
             verdict.not_judged.append("a training step is not a generation")
             return verdict
+        steps = self._store.with_earlier_steps(generation)
         sequence = read_sequence(steps, batch, reference.config)
         if sequence.stopped:
             verdict.not_judged.append(sequence.stopped)
+        if not any(step.evidence.generation == generation for step in sequence.steps):
+            sequence.steps.clear()
         if not sequence.steps or len(sequence.ids) > MAX_TOKENS:
             if sequence.steps:
                 verdict.not_judged.append(f"it has more than {MAX_TOKENS} tokens")
@@ -185,23 +187,29 @@ class ProgramAudit:
         biases: dict[int, torch.Tensor],
         verdict: Verdict,
     ) -> None:
-        first = self._attempt(reference, sequence, masks, biases)
+        first = self._attempt(reference, sequence, masks, biases, verdict.generation)
         undeclared = masks.undeclared()
         if first.divergence is not None and undeclared is not None:
             # Nobody said which mask is meant: the one under which more of the run agrees.
-            second = self._attempt(reference, sequence, undeclared, biases)
+            second = self._attempt(reference, sequence, undeclared, biases, verdict.generation)
             if _later(second.divergence, first.divergence):
                 first, masks = second, undeclared
         comparison, found = first.comparison, first.divergence
-        if found is not None and sequence.crops and found.step >= sequence.crops[0]:
-            where = f"from step {sequence.crops[0]} on: the cache had become shorter"
-            verdict.not_judged.append(f"{where}, and which keys are missing is not known")
-            found = None
         verdict.mask_kind = masks.kind
-        verdict.n_steps, verdict.n_rows = len(sequence.steps), len(sequence.ids)
+        verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
+        crop = _crop_before(sequence, verdict.generation, found)
+        if crop is not None:
+            self._judge_shortened(reference, comparison, crop, verdict)
+            return
         if found is None:
+            rejected = None
+            if rows_of_proposals(sequence) and masks.kind == "own" and not biases:
+                rejected = find_rejected(reference, comparison, first.clean)
+            if rejected is not None:
+                verdict.divergence, verdict.search = rejected
+                verdict.pos = sequence.input_rows[rejected[0].row]
             return
         probe = self._probe(reference, sequence, masks, comparison, found)
         probe.has_bias = bool(biases)
@@ -228,6 +236,7 @@ class ProgramAudit:
         sequence: FedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
+        generation: int,
     ) -> _Attempt:
         """Compare a sequence with the reference under some masks."""
         ids = sequence.ids
@@ -235,15 +244,42 @@ class ProgramAudit:
         ends = sequence.ends().to(reference.device)
         base = Run(positions, ends, masks.base, biases)
         last = [int(step.positions[-1]) for step in sequence.steps]
-        rows = sorted(set(last[: MAX_LOGIT_ROWS // 2] + last[-MAX_LOGIT_ROWS // 2 :]))
+        proposals = rows_of_proposals(sequence)[:MAX_LOGIT_ROWS]
+        half = MAX_LOGIT_ROWS // 2
+        rows = sorted({*last[:half], *last[-half:], *proposals})
         clean = reference.run(ids, base, rows)
         dtype = dtype_of(sequence.steps)
         noisy = [self._noisy(reference, ids, base, rows, dtype)]
         if dtype != reference.dtype:
             noisy.append(self._in_dtype(ids, base, rows, dtype))
-        comparison = Comparison(sequence, noise_limits(clean, noisy, dtype), rows)
-        largest = comparison.agreement(clean, sequence.steps, None)[0]
+        comparison = Comparison(sequence, noise_limits(clean, noisy, dtype), rows, generation)
+        largest = comparison.agreement(clean, comparison.steps, None)[0]
         return _Attempt(base, clean, comparison, comparison.first(clean), largest)
+
+    def _judge_shortened(
+        self, reference: Reference, comparison: Comparison, crop: int, verdict: Verdict
+    ) -> None:
+        """Judge steps after a cache became shorter, if its first and newest keys were kept."""
+        steps = self._store.with_earlier_steps(verdict.generation)
+        batch = verdict.batch
+        whole = read_sequence(steps, batch, reference.config, keeps_rows=True)
+        attempt = self._attempt(reference, whole, GenerationMasks(), {}, verdict.generation)
+        result = explain_shortened(reference, attempt.comparison, self._deadline)
+        before = [step for step in comparison.steps if step.evidence.step < crop]
+        if result is None:
+            verdict.divergence = None
+            verdict.n_steps, verdict.n_rows = len(before), _n_rows(before)
+            verdict.largest = comparison.agreement(attempt.clean, before, None)[0]
+            verdict.not_judged.append(
+                f"from step {crop} on: the cache had become shorter, and which of its keys are "
+                "left is not known"
+            )
+            return
+        verdict.notes.append(result.kept)
+        verdict.divergence, verdict.search = result.divergence, result.search
+        verdict.largest = result.largest
+        if result.divergence is not None:
+            verdict.pos = whole.input_rows[result.divergence.row]
 
     def _noisy(
         self, reference: Reference, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: Any
@@ -320,6 +356,20 @@ def _dropout(source: Snapshot) -> float:
         )
     )
     return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
+
+
+def _n_rows(steps: Sequence[FedStep]) -> int:
+    return sum(len(step.positions) for step in steps)
+
+
+def _crop_before(sequence: FedSequence, generation: int, found: Divergence | None) -> int | None:
+    """Return the step of a shorter cache that a divergence comes after, if there is one."""
+    if found is None:
+        return None
+    crops = [crop for crop in sequence.crops if crop <= (generation, found.step)]
+    if not crops:
+        return None
+    return crops[0][1] if crops[0][0] == generation else 0
 
 
 def _later(one: Divergence | None, other: Divergence) -> bool:

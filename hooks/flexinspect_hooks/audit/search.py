@@ -79,7 +79,7 @@ class Search:
         self._probe, self._at = probe, divergence
         self._deadline, self._report = deadline, report
         self._step = comparison.step_of(divergence)
-        steps = comparison.sequence.steps
+        steps = comparison.steps
         self._later = steps[steps.index(self._step) + 1 :]
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> SearchResult:

@@ -116,6 +116,8 @@ def describe_verdict(verdict: Verdict) -> str:
     if verdict.batch:
         where += f", batch row {verdict.batch}"
     rest = f" Not judged: {'; '.join(verdict.not_judged)}." if verdict.not_judged else ""
+    if verdict.notes:
+        rest = f" Taken for granted: {'; '.join(verdict.notes)}.{rest}"
     if not verdict.n_steps:
         return f"{where}: no step was judged.{rest}"
     judged = f"{plural(verdict.n_steps, 'step')}, {plural(verdict.n_rows, 'row')}"

@@ -303,7 +303,8 @@ class FoundSession(WatchSession):
             name=name,
         )
         if finder.audits is not None:
-            self.context.evidence = EvidenceStore()
+            store = self.context.evidence = EvidenceStore()
+            store.find_model = self._model_ref
 
     def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Otherwise the model is a part of another model.

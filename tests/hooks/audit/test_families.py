@@ -40,7 +40,7 @@ FAMILIES = {
     "Bamba (state-space hybrid)": ("bamba", HYBRID),
     "T5": (
         "t5",
-        '"d_model": 32, "d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0, "num_decoder_layers": 2',
+        '"d_model": 32, "d_kv": 8, "num_decoder_layers": 2, "decoder_start_token_id": 0',
     ),
 }
 SCRIPT = """
