@@ -17,6 +17,8 @@ from flexinspect.core.errors import FlexInspectError
 
 _PACKAGE = "transformers.models."
 _MARK = "_flexinspect_"
+ORIGINALS = "_flexinspect_originals"
+"""The name under which a copied module keeps its own functions, after some were replaced."""
 
 
 def import_again(name: str) -> ModuleType:
@@ -78,7 +80,7 @@ def replaced_names(model_class: type) -> list[str]:
 
 
 def _differing(live: ModuleType, clean: ModuleType) -> Iterator[str]:
-    for name, value in vars(clean).items():
+    for name, value in vars(clean).get(ORIGINALS, vars(clean)).items():
         if name.startswith("_flexinspect"):
             continue
         ours, theirs = _code(value), _code(getattr(live, name, None))

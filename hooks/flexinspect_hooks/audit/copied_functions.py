@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexinspect_hooks.audit.clean_classes import ORIGINALS
 from flexinspect_hooks.audit.forward_edits import AttentionInput, Rotation
 from flexinspect_hooks.audit.forward_run import (
     KEY,
@@ -42,6 +43,7 @@ def prepare(namespace: ModuleType) -> None:
         return
     names = vars(namespace)
     names["_flexinspect_prepared"] = True
+    names[ORIGINALS] = dict(names)
     for name in [name for name in names if re.fullmatch(r"create_(\w+_)?causal_mask", name)]:
         setattr(namespace, name, _mask_function(name, names[name]))
     if "ALL_ATTENTION_FUNCTIONS" in names:

@@ -156,6 +156,7 @@ class EvidenceHook(Hook):
         self._context = context
         self._values: dict[Point, tuple[Tensor, int | None]] = {}
         self._pending: StepEvidence | None = None
+        self._rows: dict[int, Tensor] = {}
         if context.evidence is None:
             return
         context.keep_calls = self.add_calls
@@ -176,7 +177,9 @@ class EvidenceHook(Hook):
         def keep(output: Any) -> None:
             rows = output[0] if isinstance(output, tuple) else output
             if isinstance(rows, Tensor) and rows.dim() == 3:
-                self._values[quantity, layer] = (rows.detach(), _version(rows))
+                # One row is not worth the check, which costs more than all else here.
+                version = _version(rows) if rows.shape[1] > 1 else None
+                self._values[quantity, layer] = (rows, version)
 
         return keep
 
@@ -227,7 +230,8 @@ class EvidenceHook(Hook):
                 pending.score_mods[call.layer] = score_mod
             if pending.step < DETAILED_STEPS and call.query.shape[2] == pending.q_len:
                 for name, tensor in ((QUERY, call.query), (KEY, call.key), (VALUE, call.value)):
-                    newest = tensor[:, :, -pending.q_len :].transpose(1, 2)
+                    # A copy: a decode row is a part of all keys.
+                    newest = tensor[:, :, -pending.q_len :].transpose(1, 2).detach().clone()
                     self._values[name, call.layer] = (newest, None)
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
@@ -238,11 +242,17 @@ class EvidenceHook(Hook):
         if pending is None or store is None or store.is_busy or pending.ids is None:
             return
         pending.cache = pending.cache or _identity(getattr(step.output, "past_key_values", None))
-        pending.rows = _kept_rows(pending.q_len, pending.ids.device)
+        if pending.q_len not in self._rows:
+            self._rows[pending.q_len] = _kept_rows(pending.q_len, pending.ids.device)
+        pending.rows = self._rows[pending.q_len]
         for point, (tensor, version) in values.items():
             if version is not None and _version(tensor) != version:
                 continue  # modified in place after the module returned it
-            if tensor.shape[1] == pending.q_len:
+            if pending.q_len == 1 and tensor.shape[1] == 1:
+                # Small, and no part of a larger tensor: a reference is enough.
+                few = tensor.shape[0] <= MAX_BATCH
+                pending.values[point] = (tensor if few else tensor[:MAX_BATCH]).detach()
+            elif tensor.shape[1] == pending.q_len:
                 pending.values[point] = tensor[:MAX_BATCH].index_select(1, pending.rows)
         if step.logits is not None:
             pending.values[LOGITS, None] = step.logits.detach().clone()[None, None]

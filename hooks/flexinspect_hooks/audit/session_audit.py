@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from flexinspect.core.errors import FlexInspectError, summarize_error
 from flexinspect.core.text import plural
 from flexinspect.records.step import EventRecord
@@ -22,6 +24,7 @@ from flexinspect_hooks.audit.program_audit import (
     verdict_data,
 )
 from flexinspect_hooks.capture.recorder import Recorder
+from flexinspect_hooks.loading.library_output import quiet_libraries
 
 SHARE = 0.2
 """The part of the run's time that audits may take, if that is more than the budget in seconds."""
@@ -66,15 +69,7 @@ def audit_session(
     try:
         if store.problem:
             raise FlexInspectError(store.problem)
-        reader = open_trace(recorder.path) if recorder.path is not None else None
-        try:
-            audit = ProgramAudit(
-                store, reader, budget.options, deadline=budget.deadline(), report=report
-            )
-            verdicts = audit.run()
-        finally:
-            if reader is not None:
-                reader.close()
+        verdicts = _verdicts(store, recorder, budget, report)
         for text, generation, data in _unjudged(verdicts):
             put(AUDIT_EVENT, text, generation, None, data)
         for verdict in (one for one in verdicts if one.n_steps):
@@ -89,6 +84,21 @@ def audit_session(
         store.clear()
         store.is_busy = False
     return verdicts
+
+
+def _verdicts(
+    store: EvidenceStore, recorder: Recorder, budget: AuditBudget, report: Report
+) -> list[Verdict]:
+    reader = open_trace(recorder.path) if recorder.path is not None else None
+    try:
+        # The program may go on: its random numbers stay the same, and nothing is printed into it.
+        with torch.random.fork_rng(devices=[]), quiet_libraries(lambda what, data: None):
+            deadline = budget.deadline()
+            audit = ProgramAudit(store, reader, budget.options, deadline=deadline, report=report)
+            return audit.run()
+    finally:
+        if reader is not None:
+            reader.close()
 
 
 def _unjudged(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:
