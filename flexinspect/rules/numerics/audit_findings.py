@@ -9,7 +9,7 @@ from flexinspect.core.text import format_layers, plural
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
-from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
 
 AUDIT_EVENT = "audit"
 """The kind of the event of an audited generation; docs/trace-format.md describes its `data`."""
@@ -29,7 +29,9 @@ class AuditRule(Rule):
     def on_event(self, event: EventRecord) -> Findings:
         """Judge an audited generation."""
         if event.kind == AUDIT_EVENT and "quantity" in event.data:
-            yield self._finding(event)
+            found, causes = self._finding(event), event.data.get("causes")
+            # What a rule has found already explains the numbers: one cause, one finding.
+            yield as_consequence(found, causes[0]) if causes else found
 
     def _finding(self, event: EventRecord) -> Finding:
         data, facts = event.data, event.data.get("facts") or {}

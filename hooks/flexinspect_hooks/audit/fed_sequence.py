@@ -68,6 +68,17 @@ class FedSequence(Struct):
         """Whether the text does not begin at input column 0."""
         return bool(self.input_rows) and self.input_rows[0] > 0
 
+    def prompt_positions(self) -> Tensor | None:
+        """The program's position ids (1, rows), if it passed other ones than 0, 1, 2 … at first.
+
+        None for ids that only decode steps have otherwise: those continue a prompt wrongly.
+        """
+        first = self.steps[0].evidence
+        n = self.n_prompt
+        if self.passed is None or first.positions is None or self.passed[:n] == tuple(range(n)):
+            return None
+        return torch.tensor([self.passed])
+
     def passed_positions(self) -> Tensor | None:
         """The program's position ids (1, rows) where they are not 0, 1, 2 …, else None."""
         if self.passed is None or self.passed == tuple(range(len(self.ids))):

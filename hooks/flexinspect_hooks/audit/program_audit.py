@@ -187,13 +187,7 @@ class ProgramAudit:
         biases: dict[int, torch.Tensor],
         verdict: Verdict,
     ) -> None:
-        first = self._attempt(reference, sequence, masks, biases, verdict.generation)
-        undeclared = masks.undeclared()
-        if first.divergence is not None and undeclared is not None:
-            # Nobody said which mask is meant: the one under which more of the run agrees.
-            second = self._attempt(reference, sequence, undeclared, biases, verdict.generation)
-            if _later(second.divergence, first.divergence):
-                first, masks = second, undeclared
+        first, masks = self._best_attempt(reference, sequence, masks, biases, verdict)
         comparison, found = first.comparison, first.divergence
         verdict.mask_kind = masks.kind
         verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
@@ -230,6 +224,41 @@ class ProgramAudit:
         verdict.pos = sequence.input_rows[found.row]
         verdict.facts = self._facts(sequence, found)
 
+    def _best_attempt(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        biases: dict[int, torch.Tensor],
+        verdict: Verdict,
+    ) -> tuple[_Attempt, GenerationMasks]:
+        """Compare under what the program may mean, and return where most of the run agrees.
+
+        Nobody said which mask is meant if none is declared, nor which positions if the program
+        passed some of its own with the prompt.
+        """
+        own = sequence.prompt_positions()
+        undeclared = masks.undeclared()
+        choices: list[tuple[GenerationMasks, torch.Tensor | None]] = [(masks, None)]
+        choices += [(undeclared, None)] if undeclared is not None else []
+        if own is not None:
+            choices += [(one, own) for one, _ in list(choices)]
+        best: tuple[_Attempt, GenerationMasks, torch.Tensor | None] | None = None
+        for chosen, positions in choices:
+            now = self._attempt(
+                reference, sequence, chosen, biases, verdict.generation, positions=positions
+            )
+            before = best[0].divergence if best is not None else None
+            if best is None or (before is not None and _later(now.divergence, before)):
+                best = now, chosen, positions
+            if best[0].divergence is None:
+                break
+        assert best is not None
+        if best[2] is not None:
+            text = "the position ids that the program passed with the prompt are taken as they are"
+            verdict.notes.append(text)
+        return best[0], best[1]
+
     def _attempt(
         self,
         reference: Reference,
@@ -237,10 +266,14 @@ class ProgramAudit:
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
         generation: int,
+        *,
+        positions: torch.Tensor | None = None,
     ) -> _Attempt:
-        """Compare a sequence with the reference under some masks."""
+        """Compare a sequence with the reference under some masks and positions (1, rows)."""
         ids = sequence.ids
-        positions = torch.arange(len(ids), device=reference.device)[None]
+        if positions is None:
+            positions = torch.arange(len(ids))[None]
+        positions = positions.to(reference.device)
         ends = sequence.ends().to(reference.device)
         base = Run(positions, ends, masks.base, biases)
         last = [int(step.positions[-1]) for step in sequence.steps]

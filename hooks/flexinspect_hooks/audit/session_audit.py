@@ -11,6 +11,7 @@ import torch
 
 from flexinspect.core.errors import FlexInspectError, summarize_error
 from flexinspect.core.text import plural
+from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
@@ -75,6 +76,7 @@ def audit_session(
         for verdict in (one for one in verdicts if one.n_steps):
             step = verdict.divergence.step if verdict.divergence is not None else None
             data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
+            data["causes"] = _causes(recorder, verdict)
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
     except Exception as error:  # a model may be of any kind
         text = f"The steps were not audited: {_reason(error)}"
@@ -99,6 +101,26 @@ def _verdicts(
     finally:
         if reader is not None:
             reader.close()
+
+
+def _causes(recorder: Recorder, verdict: Verdict) -> list[str]:
+    """Return the ids of errors that rules found before a divergence, or at its place."""
+    found = verdict.divergence
+    if found is None or recorder.path is None:
+        return []
+    with open_trace(recorder.path) as reader:
+        errors = [
+            one
+            for one in reader.findings()
+            if one.severity is Severity.ERROR and one.generation == verdict.generation
+        ]
+    layer = found.point[1]
+    return [
+        one.id
+        for one in errors
+        if one.step is not None and one.step <= found.step
+        if one.layer is None or layer is None or one.layer <= layer
+    ]
 
 
 def _unjudged(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:
