@@ -77,6 +77,11 @@ class AuditRule(Rule):
             f"untouched implementation by {data['difference']:.2g} of the row's norm, where "
             f"rounding explains {data['limit']:.1g}."
         )
+        if data.get("nonfinite"):
+            sentence = (
+                f"{_place(data)}: from {self._row(data)} on the {data['quantity']} has NaN or Inf, "
+                "and the untouched implementation has none there."
+            )
         names = list(dict.fromkeys(data.get("tried", ())))
         listed = ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
         tried = plural(int(data.get("n_tried", 0)), "fault")

@@ -8,6 +8,7 @@ times what these runs differ by. Differences are relative to the norm of the row
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -201,11 +202,13 @@ def dtype_of(steps: Sequence[FedStep]) -> torch.dtype:
 def describe(divergence: Divergence) -> dict[str, Any]:
     """Return a divergence as the data of an event."""
     name, layer = divergence.point
+    is_finite = math.isfinite(divergence.difference)
     return {
+        "nonfinite": not is_finite,
         "step": divergence.step,
         "quantity": name,
         "layer": layer,
         "row": divergence.row,
-        "difference": divergence.difference,
+        "difference": divergence.difference if is_finite else 1e30,
         "limit": divergence.limit,
     }

@@ -7,7 +7,6 @@ the audit says so.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,6 +32,7 @@ from flexinspect_hooks.audit.weights import Snapshot, snapshot
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.loading.placement import free_memory
 from flexinspect_hooks.observers.inputs_hook import input_ids_of
 
 MAX_BYTES = 128 << 20
@@ -260,13 +260,8 @@ class EvidenceHook(Hook):
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; of the machine if it is not a GPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not known on every system
-        return 1 << 34
+    """Return the free memory of a device in bytes, a guess of 16 GB where it cannot be read."""
+    return free_memory(str(device)) or 1 << 34
 
 
 def _identity(cache: Any) -> int:

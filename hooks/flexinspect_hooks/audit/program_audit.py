@@ -23,7 +23,12 @@ from flexinspect_hooks.audit.comparison import (
     forward_order,
     noise_limits,
 )
-from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.evidence import (
+    MAX_HELD_SHARE,
+    EvidenceStore,
+    StepEvidence,
+    free_bytes,
+)
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
 from flexinspect_hooks.audit.forward_run import Point, Run
@@ -42,6 +47,10 @@ MAX_LOGIT_ROWS = 64
 """Rows of logits that one forward of the reference gives."""
 MAX_TOKENS = 4096
 """Longer sequences are not audited: eager attention needs memory for all pairs."""
+
+
+_N_FORWARDS, _CPU_RATE, _GPU_RATE = 3, 2e10, 1e13
+"""Forwards of a comparison, and operations per second, for an estimate of its time."""
 
 
 class AuditOptions(Struct, frozen=True):
@@ -100,6 +109,7 @@ class ProgramAudit:
         self._deadline, self._report = deadline, report
         self._references: dict[torch.dtype, Reference] = {}
         self._noise = torch.Generator().manual_seed(0)
+        self._dtype_note = ""
 
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
@@ -113,12 +123,12 @@ class ProgramAudit:
         if source is None:
             return verdicts
         self._source = source
-        reference = self._reference(getattr(torch, self._options.dtype))
+        reference = self._reference(self._affordable_dtype())
         for generation, steps in self._store.steps.items():
             n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
             for batch in range(n_batch):
-                if time.perf_counter() > self._deadline:
-                    verdicts.append(Verdict(generation, batch, not_judged=["the time was used up"]))
+                if problem := self._time_problem(steps):
+                    verdicts.append(Verdict(generation, batch, not_judged=[problem]))
                     continue
                 self._report(f"auditing generation {generation}", None)
                 started = time.perf_counter()
@@ -126,6 +136,32 @@ class ProgramAudit:
                 verdict.seconds = time.perf_counter() - started
                 verdicts.append(verdict)
         return verdicts
+
+    def _affordable_dtype(self) -> torch.dtype:
+        """Return the dtype of the reference: that of the weights where a copy would not fit."""
+        wanted: torch.dtype = getattr(torch, self._options.dtype)
+        first = self._source.parameters[0]
+        n_bytes = sum(one.numel() for one in self._source.parameters) * wanted.itemsize
+        if first.dtype == wanted or n_bytes <= MAX_HELD_SHARE * free_bytes(first.device):
+            return wanted
+        self._dtype_note = f"the weights are too large for a copy in {self._options.dtype}"
+        return first.dtype
+
+    def _time_problem(self, steps: Sequence[StepEvidence]) -> str:
+        """Return why a sequence cannot be judged in the time that is left; empty if it can."""
+        left = self._deadline - time.perf_counter()
+        if left <= 0:
+            return "the time was used up"
+        n_parameters = sum(one.numel() for one in self._source.parameters)
+        is_gpu = self._source.parameters[0].device.type == "cuda"
+        n_tokens = sum(one.q_len for one in steps)
+        seconds = _N_FORWARDS * 2 * n_parameters * n_tokens / (_GPU_RATE if is_gpu else _CPU_RATE)
+        if seconds <= left:
+            return ""
+        return (
+            f"the reference would take about {seconds:.0f} s, and {left:.0f} s are left "
+            "(flexinspect audit --seconds S has more)"
+        )
 
     def _reference(self, dtype: torch.dtype) -> Reference:
         if dtype not in self._references:
@@ -136,6 +172,7 @@ class ProgramAudit:
 
     def _judge(self, reference: Reference, generation: int, batch: int) -> Verdict:
         verdict = Verdict(generation, batch)
+        verdict.notes += [self._dtype_note] if self._dtype_note else []
         skipped = self._store.skipped.get(generation)
         if skipped:
             verdict.not_judged.append(skipped)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexinspect.core.errors import FlexInspectError, summarize_error
-from flexinspect.core.text import plural
+from flexinspect.core.text import plural, print_message
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import RuleRunner
@@ -29,6 +29,25 @@ from flexinspect_hooks.loading.library_output import quiet_libraries
 
 SHARE = 0.2
 """The part of the run's time that audits may take, if that is more than the budget in seconds."""
+
+
+PRINT_AFTER_S = 2.0
+"""An audit that takes longer says from time to time what it does."""
+
+
+class PrintedProgress:
+    """Prints what a long audit does, on stderr, at most every `PRINT_AFTER_S` seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def __call__(self, what: str, fraction: float | None) -> None:
+        """Report a step of the audit."""
+        now = time.perf_counter()
+        if now - self._last >= PRINT_AFTER_S:
+            self._last = now
+            share = "" if fraction is None else f", {fraction:.0%}"
+            print_message(f"audit: {what}{share} …")
 
 
 class AuditBudget:

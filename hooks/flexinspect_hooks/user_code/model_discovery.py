@@ -26,7 +26,7 @@ from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
-from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session
+from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -218,7 +218,8 @@ class ModelFinder:
         try:
             if store.steps:
                 self.event("phase", "auditing the steps that ran")
-            audit_session(store, self.recorder, session.rule_runner, self.audits)
+            progress = PrintedProgress()
+            audit_session(store, self.recorder, session.rule_runner, self.audits, progress)
         finally:
             self.local.root = before
 

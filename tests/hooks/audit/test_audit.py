@@ -200,3 +200,14 @@ def test_where_nothing_fits_the_finding_says_what_was_tried(audit: Audit) -> Non
     assert "the hidden state differs" in findings[0].sentence
     assert "gives these numbers (scale, " in findings[0].sentence
     assert describe_verdict(verdicts[0]) == events[0]
+
+
+def test_numbers_that_are_not_finite_are_a_divergence(audit: Audit) -> None:
+    model = make_model("llama")
+    handle = model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, output: output * float("nan")
+    )
+    _, findings, _ = audit(model, lambda: decode(model, 1))
+    handle.remove()
+    assert len(findings) == 1
+    assert "the hidden state has NaN or Inf" in findings[0].sentence
