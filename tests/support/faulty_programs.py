@@ -351,5 +351,29 @@ with torch.no_grad():
 """,
         "follow the length of the shortened cache",
     ),
+    "layers have the window of another model": (
+        """
+def attention(module, q, k, v, mask, scaling=None, **kwargs):
+    n, m = q.shape[2], k.shape[2]
+    rows, keys = torch.arange(m - n, m)[:, None], torch.arange(m)[None]
+    allowed = (keys <= rows) & (keys > rows - (5 if BROKEN else 9))
+    return dense(q, k, v, scaling, allowed, 2), None
+
+model = make_model("mistral")
+register(model, attention)
+loop(model, n=3)
+""",
+        "with a sliding window of 5 keys, not 9",
+    ),
+    "two faults in one run": (
+        """
+model = make_model("llama")
+if BROKEN:
+    modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q, k)
+    model.model.layers[2].mlp.forward = torch.zeros_like
+generate(model)
+""",
+        "without RoPE, and without mlp in layer 2",
+    ),
 }
 """Name: the program after `HEAD`, and words of the finding's sentence."""

@@ -105,16 +105,18 @@ class Search:
 
     def _combine(self, first: Explanation, edits: Sequence[Edit]) -> tuple[Explanation, bool]:
         """Add a second fault greedily where the first one explains a part of the step."""
-        best = first
+        best, scope_1 = first, self._scope(first.layers)
+        rest = self._comparison.first(self._run([(first.edits[0], scope_1)]))
         for number, edit in enumerate(edits):
             if time.perf_counter() > self._deadline:
                 return best, True
             self._report(f"trying {first.edits[0].name} with {edit.name}", number / len(edits))
             if edit.name == first.edits[0].name:
                 continue
-            for scope in self._scopes(edit):
-                run = [(first.edits[0], self._scope(first.layers)), (edit, scope)]
-                found = self._judge((first.edits[0], edit), run, None)
+            for scope in self._scopes(edit, None if rest is None else rest.point[1]):
+                run = [(first.edits[0], scope_1), (edit, scope)]
+                placed = replace(edit, sentence=edit.sentence + _where(scope))
+                found = self._judge((first.edits[0], placed), run, None)
                 if found is not None and _rank(found) > _rank(best):
                     best = found
             if best.is_complete:
@@ -136,8 +138,10 @@ class Search:
                 best = found
         return best
 
-    def _scopes(self, edit: Edit) -> list[Scope]:
-        layer, numbers = self._at.point[1], sorted(self._reference.blocks)
+    def _scopes(self, edit: Edit, layer: int | None = None) -> list[Scope]:
+        """Return the layers in which an edit may be: from that of the divergence, or another."""
+        layer = self._at.point[1] if layer is None else layer
+        numbers = sorted(self._reference.blocks)
         if edit.whole_model or layer is None:
             return [self._scope(None)]
         if layer == numbers[0]:
@@ -193,6 +197,13 @@ class Search:
     def _is_explained(self, values: dict[Point, Tensor], step: FedStep) -> bool:
         _, agree, total = self._comparison.agreement(values, [step], None)
         return agree == total
+
+
+def _where(scope: Scope) -> str:
+    layers = sorted(scope.layers or ())
+    if not layers:
+        return ""
+    return f" in layer {layers[0]}" if len(layers) == 1 else f" from layer {layers[0]} on"
 
 
 def _rank(found: Explanation | None) -> tuple[Any, ...]:

@@ -134,12 +134,33 @@ def _causes(recorder: Recorder, verdict: Verdict) -> list[str]:
             if one.severity is Severity.ERROR and one.generation == verdict.generation
         ]
     layer = found.point[1]
+    explanation = verdict.search.explanation if verdict.search is not None else None
+    name = explanation.edits[0].name if explanation is not None else ""
     return [
         one.id
         for one in errors
         if one.step is not None and one.step <= found.step
         if one.layer is None or layer is None or one.layer <= layer
+        if _may_cause(one.id, name)
     ]
+
+
+_CAUSES = {
+    "mask": ("mask", "decode", "segments", "path", "cache", "lengths"),
+    "padding": ("mask", "positions"),
+    "rope": ("positions", "cache", "lengths"),
+    "positions": ("positions", "cache", "lengths"),
+    "cache": ("cache", "decode", "lengths"),
+    "": ("mask", "decode", "segments", "path", "cache", "lengths", "positions", "numbers"),
+}
+"""Beginnings of the names of faults, and of the findings that may be their cause."""
+
+
+def _may_cause(finding: str, fault: str) -> bool:
+    """Whether a finding may say the same as a fault that gives the numbers ("" for none)."""
+    if finding == "mask.none":  # a program may apply a mask that its layers did not receive
+        return fault == "mask.none"
+    return finding.startswith(_CAUSES.get(fault.partition(".")[0], ("attention",)))
 
 
 def _unjudged(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:

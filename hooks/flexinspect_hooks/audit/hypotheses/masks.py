@@ -137,6 +137,9 @@ def window_of_layer(probe: Probe) -> Edits:
             size - 1: f"with a sliding window of {size - 1} keys, not {size}",
             size + 1: f"with a sliding window of {size + 1} keys, not {size}",
         }
+    if sizes:
+        for other in (*range(1, 17), 2 * max(sizes), max(sizes) // 2):
+            known.setdefault(other, f"with a sliding window of {other} keys, not {max(sizes)}")
     configured = getattr(probe.config, "sliding_window", None)
     if isinstance(configured, int):
         known.setdefault(configured, f"with a sliding window ({configured} keys)")
