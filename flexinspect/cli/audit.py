@@ -65,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
         path = _trace_of(args)
         if path is None:
             path = _run_program(args)
+    from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
     from flexinspect.trace.reader import open_trace
 
     with open_trace(path) as reader:
-        audits = [row.event for row in reader.events() if row.event.kind.startswith("audit")]
+        kinds = (AUDIT_EVENT, AUDIT_SKIPPED_EVENT)
+        audits = [row.event for row in reader.events() if row.event.kind in kinds]
         findings = [one for one in reader.findings() if one.id.startswith("audit.")]
         return _print(args, path, audits, findings, _reason(reader))
 

@@ -14,6 +14,8 @@ from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kin
 AUDIT_EVENT = "audit"
 """The kind of the event of an audited generation; docs/trace-format.md describes its `data`."""
 AUDIT_SKIPPED_EVENT = "audit-skipped"
+AUDITED_EVENT = "audited"
+"""The kind of the event that sums up the audit of a model."""
 
 REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
 _MAX_NAMES = 12

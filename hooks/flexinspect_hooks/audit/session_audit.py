@@ -14,7 +14,11 @@ from flexinspect.core.text import plural, print_message
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import RuleRunner
-from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
+from flexinspect.rules.numerics.audit_findings import (
+    AUDIT_EVENT,
+    AUDIT_SKIPPED_EVENT,
+    AUDITED_EVENT,
+)
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import (
@@ -97,6 +101,7 @@ def audit_session(
             data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
             data["causes"] = _causes(recorder, verdict)
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
+        put(AUDITED_EVENT, summarize_verdicts(verdicts), None, None, {})
     except Exception as error:  # a model may be of any kind
         text = f"The steps were not audited: {_reason(error)}"
         put(AUDIT_SKIPPED_EVENT, text, first, None, {"reason": _reason(error)})
@@ -180,6 +185,23 @@ def _unjudged(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str,
 
 def _reason(error: Exception) -> str:
     return error.message if isinstance(error, FlexInspectError) else summarize_error(error)
+
+
+def summarize_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """Return what was judged of a model in one sentence, and that something was not."""
+    if len(verdicts) == 1:
+        return describe_verdict(verdicts[0])
+    n_steps = sum(one.n_steps for one in verdicts)
+    n_differ = sum(one.divergence is not None for one in verdicts)
+    n_partly = sum(bool(one.not_judged) for one in verdicts)
+    text = (
+        f"{plural(n_steps, 'step')} of {plural(len(verdicts), 'sequence')} were compared with the "
+        "untouched implementation: "
+    )
+    text += f"{n_differ} of the sequences differ." if n_differ else "none differs."
+    if n_partly:
+        text += f" {n_partly} were not judged, or only in part (flexinspect audit TRACE lists why)."
+    return text
 
 
 def describe_verdict(verdict: Verdict) -> str:

@@ -13,6 +13,7 @@ from support.tiny import ids, make_model
 
 from flexinspect.core import plugins
 from flexinspect.records.finding import Finding
+from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.clean_classes import replaced_names
 from flexinspect_hooks.audit.evidence import EvidenceStore
@@ -29,6 +30,8 @@ from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
 from flexinspect_hooks.user_code.watch_session import WatchSession
 
 Audit = Callable[..., tuple[list[Verdict], list[Finding], list[str]]]
+
+KINDS = (AUDIT_EVENT, AUDIT_SKIPPED_EVENT)
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def audit(tmp_path: Path) -> Audit:
             verdicts = audit_session(store, session.recorder, session.rule_runner, budget)
         writer.close("finished")
         with open_trace(path) as reader:
-            events = [r.event.text for r in reader.events() if r.event.kind.startswith("audit")]
+            events = [r.event.text for r in reader.events() if r.event.kind in KINDS]
             findings = [one for one in reader.findings() if one.id.startswith("audit.")]
         return verdicts, findings, events
 

@@ -11,7 +11,10 @@ from support.paths import TESTS
 
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
+from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
 from flexinspect.trace.reader import open_trace
+
+KINDS = (AUDIT_EVENT, AUDIT_SKIPPED_EVENT)
 
 
 def audited(folder: Path, body: str, *, broken: bool) -> tuple[list[Finding], list[EventRecord]]:
@@ -21,7 +24,7 @@ def audited(folder: Path, body: str, *, broken: bool) -> tuple[list[Finding], li
     ran = capture(script, out)
     assert ran.code == 0, ran.err
     with open_trace(out) as reader:
-        events = [row.event for row in reader.events() if row.event.kind.startswith("audit")]
+        events = [row.event for row in reader.events() if row.event.kind in KINDS]
         findings = [one for one in reader.findings() if one.id.startswith("audit.")]
     return findings, events
 
