@@ -55,7 +55,7 @@ examples:
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--select", "--out", "--overwrite", "--share"),
-    "--max-size",
+    *("--max-size", "--audit-seconds"),
     *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
     "--low-bandwidth",
     *("--break", "--wait", "--interactive"),
@@ -137,7 +137,8 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     job: Job | ScriptJob
     if hasattr(args, "program") or hasattr(args, "module"):
         program = program_options(args, ["--hold"] if args.hold else [])
-        job = ScriptJob(out="", **program, **capture, git=git_state(Path.cwd()))
+        seconds = {"audit_seconds": args.audit_seconds}
+        job = ScriptJob(out="", **program, **capture, **seconds, git=git_state(Path.cwd()))
         jobs.parse_layers(job.layers, _MAX_LAYERS)
         stem = Path(job.program).stem
     else:
@@ -145,7 +146,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
         job = Job(out="", **generation_options(args), **capture, hold=args.hold)
         check_job(job)
         stem = f"{Path(job.model).name}-{job.mask}"
-    job = replace(job, out=_new_trace(stem) if args.out is None else _own_path(args.out))
+    job = replace(job, out=new_trace(stem) if args.out is None else _own_path(args.out))
     check_trace(job)
     return replace(job, debugger=_debugger_of(args))
 
@@ -276,7 +277,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _new_trace(stem: str) -> str:
+def new_trace(stem: str) -> str:
     """Return a new trace in the current folder: `stem`, the time, and a number if needed."""
     stem = re.sub(r"[^\w.-]+", "-", stem).strip("-")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -153,6 +153,11 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-size", type=trace_size, metavar="SIZE", help=size)
     log = "append what happens to this file, as lines of Python's logging"
     add("--log-file", metavar="FILE", help=log)
+    audit = (
+        "of a program: at its end, compare its steps with an untouched copy of the model, for up "
+    )
+    audit += "to S seconds or a fifth of the run (default: 10; 0: not at all)"
+    add("--audit-seconds", type=float, default=10.0, metavar="S", help=audit)
     threads = "CPU threads (default: one less than cores; for your own program: unchanged)"
     add("--threads", type=n_threads, help=threads)
     add_switches(

@@ -22,7 +22,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
-NO_NOTES = ("phase", "error", "source", "recompute-check")
+NO_NOTES = ("phase", "error", "source", "recompute-check", "audit")
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200
 MAX_QUESTION_CHARS = 120  # a prompt may have thousands; --json and the trace have all

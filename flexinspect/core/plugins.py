@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 HOOKS, PANELS, RULES = "flexinspect.hooks", "flexinspect.panels", "flexinspect.rules"
 CAPTURE = "flexinspect.capture"
 EXPORTS, IMPORTERS = "flexinspect.exports", "flexinspect.importers"
+HYPOTHESES = "flexinspect.hypotheses"
 
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HOOKS: {
         "attention": "flexinspect_hooks.observers.attention.attention_hook:AttentionHook",
         "collectives": "flexinspect_hooks.observers.collectives_hook:CollectivesHook",
         "gpu": "flexinspect_hooks.observers.gpu_hook:GpuHook",
+        "audit": "flexinspect_hooks.audit.evidence:EvidenceHook",
         "inputs": "flexinspect_hooks.observers.inputs_hook:InputsHook",
         "modules": "flexinspect_hooks.observers.modules_hook:ModuleHook",
         "logits": "flexinspect_hooks.observers.logits_hook:LogitsHook",
@@ -83,6 +85,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "batches": "flexinspect.rules.masks.heads_and_batches:BatchRowsRule",
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
+        "audit": "flexinspect.rules.numerics.audit_findings:AuditRule",
         "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
@@ -101,6 +104,13 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "transformers-debugger": (
             "flexinspect.importers.transformers_debugger:TransformersDebuggerImporter"
         ),
+    },
+    HYPOTHESES: {
+        "attention": "flexinspect_hooks.audit.hypotheses.attention:HYPOTHESES",
+        "cache": "flexinspect_hooks.audit.hypotheses.cache:HYPOTHESES",
+        "masks": "flexinspect_hooks.audit.hypotheses.masks:HYPOTHESES",
+        "modules": "flexinspect_hooks.audit.hypotheses.modules:HYPOTHESES",
+        "positions": "flexinspect_hooks.audit.hypotheses.positions:HYPOTHESES",
     },
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",

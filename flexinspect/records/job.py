@@ -184,13 +184,16 @@ class ScriptJob(CaptureJob, frozen=True, kw_only=True):
     """A user's program that is run under capture.
 
     `program` is a file, or the name of a module when `is_module`; `args` are its arguments.
-    `git` is the state of the current folder.
+    `git` is the state of the current folder. `audit_seconds` is the budget of the audit at the end,
+    0 for none, and `audit_dtype` the dtype of its reference.
     """
 
     program: str
     is_module: bool = False
     args: tuple[str, ...] = ()
     declaration: Declaration = field(default_factory=Declaration)
+    audit_seconds: float = 10.0
+    audit_dtype: str = "float32"
     git: Mapping[str, Any] | None = None
 
 

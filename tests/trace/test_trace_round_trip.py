@@ -295,6 +295,10 @@ floats = st.floats(allow_nan=True, allow_infinity=True)
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 ints = st.integers(-(2**63), 2**63 - 1)
 counts = st.integers(0, 2**40)
+lengths = st.integers(0, schema.MAX_LENGTH)
+LENGTHS = {
+    name for table in schema.TABLES for name, kind in table.kinds.items() if "length" in kind
+}
 KINDS = {"int": counts, "float": floats, "str": texts, "bool": st.booleans()}
 
 
@@ -305,7 +309,7 @@ def any_of(kind: type[Any], **fixed: st.SearchStrategy[Any]) -> st.SearchStrateg
         kinds = kind.__annotations__[name].split(" | ")
         if name in fixed or kinds[0] not in KINDS:
             continue
-        strategy = KINDS[kinds[0]]
+        strategy = lengths if name in LENGTHS else KINDS[kinds[0]]
         values[name] = st.none() | strategy if "None" in kinds else strategy
     return st.builds(kind, **(values | fixed))
 

@@ -118,6 +118,10 @@ class CaptureContext(Struct, eq=False):
     """Called with each `AttentionCall` when it returns, while a breakpoint needs it."""
     on_kernel: Callable[[Any], None] | None = None
     """Called with each `KernelCall`, while a breakpoint needs it and kernels are intercepted."""
+    evidence: Any = None
+    """The `EvidenceStore` of an audit; None if the run is not audited."""
+    keep_calls: Callable[[Sequence[Any]], None] | None = None
+    """Called with the `AttentionCall`s of each step when it is reduced, if the run is audited."""
     record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
 

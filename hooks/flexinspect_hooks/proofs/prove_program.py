@@ -25,6 +25,12 @@ from flexinspect_hooks.proofs.proof_subject import RunIds
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.user_code.program import TokenizerTracker, run_program
 
+_NOT_JUDGED = (
+    "These steps are those of a greedy loop of flexinspect with the program's model; the program's "
+    "own loop was not judged: flexinspect audit compares its steps."
+)
+"""What a proof of the cache says at a plain forward, after which it decodes by itself."""
+
 
 class _ProofMadeError(BaseException):
     """Ends the program after the proof; `except Exception` does not catch it."""
@@ -118,6 +124,9 @@ class _CallWatcher:
             listed = ",".join(map(str, call.ids[0].tolist())).encode()
             prompt_hash = hashlib.blake2b(listed, digest_size=8).hexdigest()
             facts = {**proof.facts, "program": program, "prompt_hash": prompt_hash}
+            if self._kind == "cache" and not call.generates:
+                proof = _limit_to_own_loop(proof)
+                facts["judged"] = "a greedy loop of flexinspect"
             head = f"{program}, call {self._call} of {type(call.model).__name__}"
             self.result = replace(proof, lines=(head, *proof.lines), facts=facts)
         except FlexInspectError as error:
@@ -139,6 +148,14 @@ class _CallWatcher:
             del options["run"]  # one forward pass has no decode steps: generate greedily instead
         of_subject, of_check = options_of(self._kind)
         return {name: options[name] for name in (*of_subject, *of_check) if name in options}
+
+
+def _limit_to_own_loop(proof: Proof) -> Proof:
+    """Say in a proof and in its findings that the program's own steps were not judged."""
+    findings = tuple(
+        replace(one, sentence=f"{one.sentence} {_NOT_JUDGED}") for one in proof.findings
+    )
+    return replace(proof, lines=(*proof.lines, _NOT_JUDGED), findings=findings)
 
 
 def _repeatable_call(

@@ -118,6 +118,11 @@ class CaptureSession:
         self.levels = levels
 
     @property
+    def rule_runner(self) -> RuleRunner:
+        """The runner of the session's rules, for events outside of its generations."""
+        return self._rule_runner
+
+    @property
     def is_model_deleted(self) -> bool:
         """Whether the model was garbage-collected."""
         return self._model_ref() is None

@@ -24,6 +24,9 @@ from torch import nn
 
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
+from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.program_audit import AuditOptions
+from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.ranks import parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder
@@ -72,6 +75,9 @@ class ModelFinder:
         self._lock = threading.RLock()
         self._wrappers = ExitStack()
         self._is_over = False
+        self.audits: AuditBudget | None = None
+        if job.audit_seconds > 0 and job.level != "basic":
+            self.audits = AuditBudget(AuditOptions(job.audit_seconds, job.audit_dtype))
         self._standalone: StandaloneCalls | None = None
         run.attach_recorder(self.recorder)
         self.recorder.start()
@@ -199,10 +205,25 @@ class ModelFinder:
         self._open.remove(session)
         try:
             session.close("finished", None)
+            self._audit(session)
             session.__exit__()
         except Exception as failure:
             text = f"A model's recording could not be ended properly: {failure!r}"
             self.event("not-recorded", text)
+
+    def _audit(self, session: FoundSession) -> None:
+        """Audit the steps of a model that ended, without recording the forwards of the audit."""
+        store, before = session.context.evidence, getattr(self.local, "root", None)
+        if store is None or self.audits is None:
+            return
+        self.local.root = id(store)  # so that no forward is that of a found model
+        try:
+            if store.steps:
+                self.event("phase", "auditing the steps that ran")
+            progress = PrintedProgress()
+            audit_session(store, self.recorder, session.rule_runner, self.audits, progress)
+        finally:
+            self.local.root = before
 
     # -- steps and events ------------------------------------------------------------------------
 
@@ -285,6 +306,9 @@ class FoundSession(WatchSession):
             generation_numbers=finder.numbers,
             name=name,
         )
+        if finder.audits is not None:
+            store = self.context.evidence = EvidenceStore()
+            store.find_model = self._model_ref
 
     def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Otherwise the model is a part of another model.
@@ -302,6 +326,9 @@ class FoundSession(WatchSession):
             )
             self._event("segments-not-found", text)
         super()._start_generation(place, rows)
+        store = self.context.evidence
+        if store is not None and self.generate_depth and not self._is_followed:
+            store.skipped[place.generation] = "beam search and assisted generation are not followed"
 
     def _begin_step(self, step: StepContext) -> None:
         super()._begin_step(step)

@@ -164,6 +164,8 @@ class AttentionHook(Hook):
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _AttentionStep | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
         refs, builds = self.take_calls(step)
+        if self._context.keep_calls is not None:
+            self._context.keep_calls(refs)
         self._report_unseen_layers(len({ref.layer for ref in refs}), step)
         if not step.step:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED

@@ -215,6 +215,8 @@ class ProgramCapture(CapturedRun):
         self._is_closing = True
         self.control.close()
         self.end_observation()
+        if self._finder is not None and isinstance(self._error, KeyboardInterrupt):
+            self._finder.audits = None  # who interrupts a program wants it to end
         cost = self._finder.close() if self._finder is not None else None
         self.report_missing_steps()
         self._import_hooks.remove()

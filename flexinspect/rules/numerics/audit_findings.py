@@ -1,0 +1,128 @@
+"""The rule for the audit: steps whose numbers differ from those of the untouched implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexinspect.core.text import format_layers, plural
+from flexinspect.records import imported
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import EventRecord
+from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
+
+AUDIT_EVENT = "audit"
+"""The kind of the event of an audited generation; docs/trace-format.md describes its `data`."""
+AUDIT_SKIPPED_EVENT = "audit-skipped"
+AUDITED_EVENT = "audited"
+"""The kind of the event that sums up the audit of a model."""
+
+REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
+_MAX_NAMES = 12
+
+
+class AuditRule(Rule):
+    """Reports the first divergence of a generation, and the fault that gives the same numbers."""
+
+    name = "audit"
+    needs = (imported.EVENTS,)
+    findings = finding_kinds(REPRODUCED, UNEXPLAINED, TRAINING)
+
+    def on_event(self, event: EventRecord) -> Findings:
+        """Judge an audited generation."""
+        if event.kind == AUDIT_EVENT and "quantity" in event.data:
+            found, causes = self._finding(event), event.data.get("causes")
+            # What a rule has found already explains the numbers: one cause, one finding.
+            yield as_consequence(found, causes[0]) if causes else found
+
+    def _finding(self, event: EventRecord) -> Finding:
+        data, facts = event.data, event.data.get("facts") or {}
+        explanation = data.get("explanation")
+        if explanation is not None:
+            return self._report(event, REPRODUCED, _reproduced(data, explanation))
+        if facts.get("training") and facts.get("dropout"):
+            return self._report(event, TRAINING, self._training(data, facts))
+        return self._report(event, UNEXPLAINED, self._unexplained(data, facts))
+
+    def _report(self, event: EventRecord, id_: str, sentence: str) -> Finding:
+        data = event.data
+        layer, explanation = data.get("layer"), data.get("explanation") or {}
+        layers = () if layer is None else tuple(explanation.get("layers") or (layer,))
+        evidence = {
+            "quantity": data["quantity"],
+            "difference": data["difference"],
+            "limit": data["limit"],
+            "hypothesis": ", ".join(explanation.get("names", ())),
+            "with_hypothesis": explanation.get("difference"),
+            "mask": data["mask"],
+        }
+        positions = (int(data["pos"]),)
+        series = f"{data['batch']}"
+        return self.finding(
+            event, id_, sentence, layers, evidence, positions=positions, series=series
+        )
+
+    def _row(self, data: Mapping[str, Any]) -> str:
+        where = self.context.format_position(int(data["pos"]))
+        return where if not data["batch"] else f"batch row {data['batch']}, {where}"
+
+    def _training(self, data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        return (
+            f"{_place(data)}: the model is in training mode, so that dropout "
+            f"({facts['dropout']:g}) changes every forward: the {data['quantity']} of "
+            f"{self._row(data)} differs by {data['difference']:.2g} from a forward without it."
+        )
+
+    def _unexplained(self, data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        sentence = (
+            f"{_place(data)}: from {self._row(data)} on the {data['quantity']} differs from the "
+            f"untouched implementation by {data['difference']:.2g} of the row's norm, where "
+            f"rounding explains {data['limit']:.1g}."
+        )
+        if data.get("nonfinite"):
+            sentence = (
+                f"{_place(data)}: from {self._row(data)} on the {data['quantity']} has NaN or Inf, "
+                "and the untouched implementation has none there."
+            )
+        names = list(dict.fromkeys(data.get("tried", ())))
+        listed = ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
+        tried = plural(int(data.get("n_tried", 0)), "fault")
+        is_cut = " before the time was used up" if data.get("cut") else ""
+        sentence += f" None of {tried} that were tried{is_cut} gives these numbers ({listed})."
+        if replaced := facts.get("replaced"):
+            sentence += f" The program replaced {', '.join(replaced)}."
+        return sentence
+
+
+def _place(data: Mapping[str, Any]) -> str:
+    layer = data.get("layer")
+    step = f"step {data['step']}"
+    return step.capitalize() if layer is None else f"Layer {layer}, {step}"
+
+
+def _reproduced(data: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    what = ", and ".join(found["sentences"])
+    where = _layers_text(data, found.get("layers"))
+    row = f" of batch row {data['batch']}" if data["batch"] else ""
+    sentence = (
+        f"{_place(data)}: the numbers{row} are those of a forward {what}{where} (difference "
+        f"{found['difference']:.1g}; the correct forward differs by {data['difference']:.2g})."
+    )
+    agree, total, n = found["agree"], found["total"], found["n_later"]
+    if agree < total:
+        sentence += (
+            f" Of the step's {total} quantities {agree} agree with it; the rest has another cause."
+        )
+    elif n and found["later"] == n:
+        sentence += f" So are those of the {plural(n, 'later step')}."
+    elif found["later"]:
+        sentence += f" So are those of {found['later']} of the {plural(n, 'later step')}."
+    return sentence
+
+
+def _layers_text(data: Mapping[str, Any], layers: Sequence[int] | None) -> str:
+    if layers is None or data.get("layer") is None:
+        return ""
+    if len(layers) == 1:
+        return " in this layer only"
+    return f" in {format_layers(list(layers), 1 << 20)}"

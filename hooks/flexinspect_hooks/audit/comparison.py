@@ -1,0 +1,214 @@
+"""The rows of a program's steps beside those of the reference, and the noise that they may have.
+
+The noise is measured: the reference runs again with random relative changes, as large as the
+rounding of the program's dtype, at the embedding and in every layer; and, if the program has
+another dtype, in that dtype. A quantity diverges where it differs by more than `NOISE_MULTIPLE`
+times what these runs differ by. Differences are relative to the norm of the row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
+from flexinspect_hooks.audit.forward_run import (
+    EMBEDDING,
+    HIDDEN,
+    KEY,
+    LOGITS,
+    QUANTITIES,
+    QUERY,
+    VALUE,
+    Point,
+)
+
+NOISE_MULTIPLE = 8
+"""A quantity diverges beyond this many times the measured noise."""
+LOWEST_LIMIT = 64
+"""In units of the dtype's rounding: no limit is lower."""
+
+_HEADWISE = (QUERY, KEY, VALUE)
+_ROBUST = (EMBEDDING, HIDDEN, LOGITS)
+"""Quantities whose layout does not depend on how a program writes its attention."""
+
+
+class Divergence(Struct, frozen=True):
+    """Where a program's numbers leave those of the reference: `row` is a position of the text."""
+
+    step: int
+    point: Point
+    row: int
+    difference: float
+    limit: float
+
+
+def relative(one: Tensor, other: Tensor) -> Tensor:
+    """Return the difference of each row (rows,) relative to the norm of `other`'s row."""
+    one, other = one.flatten(1).double(), other.flatten(1).double()
+    distance = (one - other).norm(dim=-1)
+    scale = other.norm(dim=-1)
+    floor = scale.max().clamp_min(1e-30) * 1e-6
+    ratio: Tensor = distance / torch.maximum(scale, floor)
+    return ratio.nan_to_num(nan=torch.inf)
+
+
+def noise_limits(
+    clean: Mapping[Point, Tensor], noisy: Sequence[Mapping[Point, Tensor]], dtype: torch.dtype
+) -> dict[Point, float]:
+    """Return the limit of each point from runs that differ by noise only."""
+    lowest = LOWEST_LIMIT * torch.finfo(dtype).eps / 2
+    limits = {}
+    for point, tensor in clean.items():
+        worst = max(
+            (float(relative(_rows(run[point]), _rows(tensor)).max()) for run in noisy), default=0.0
+        )
+        limits[point] = max(NOISE_MULTIPLE * worst, lowest)
+    return limits
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return (rows, values) of (1, rows, …), or of (1, heads, rows, size)."""
+    return tensor[0].transpose(0, 1).flatten(1) if tensor.dim() == 4 else tensor[0]
+
+
+class Comparison(Struct):
+    """Compares the steps of a sequence with values of the reference.
+
+    `logit_rows` are the positions whose logits the reference gave, in order. Only the steps of
+    `generation` are judged; earlier ones may have filled its cache.
+    """
+
+    sequence: FedSequence
+    limits: Mapping[Point, float]
+    logit_rows: Sequence[int]
+    generation: int
+
+    @property
+    def steps(self) -> list[FedStep]:
+        """The steps that are judged."""
+        return [s for s in self.sequence.steps if s.evidence.generation == self.generation]
+
+    def differences(
+        self, step: FedStep, values: Mapping[Point, Tensor]
+    ) -> Iterator[tuple[Point, Tensor, Tensor]]:
+        """Yield point, relative difference and position of the rows of a step, in forward order."""
+        evidence, b = step.evidence, self.sequence.batch
+        for point in sorted(evidence.values, key=forward_order):
+            reference = values.get(point)
+            if reference is None or (point[0] in _HEADWISE and not self._has_own_positions(step)):
+                continue
+            kept = evidence.values[point]
+            if point[0] == LOGITS:
+                last = int(step.positions[-1])
+                is_last = int(step.kept[-1]) == len(evidence.rows) - 1  # type: ignore[arg-type]
+                if b or last not in self.logit_rows or not is_last:
+                    continue
+                theirs = reference[0, [self.logit_rows.index(last)]]
+                ours, positions = kept[0], step.positions[-1:]
+            else:
+                if b >= len(kept):
+                    continue
+                index = step.kept.to(kept.device)
+                ours, positions = kept[b].index_select(0, index), step.positions
+                theirs = _rows(reference).index_select(0, positions.to(reference.device))
+            if ours.flatten(1).shape == theirs.flatten(1).shape:
+                yield point, relative(ours, theirs).cpu(), positions
+
+    def _has_own_positions(self, step: FedStep) -> bool:
+        """Whether rotated rows can be compared: not if padding moves all positions."""
+        return not self.sequence.is_padded
+
+    def first(self, values: Mapping[Point, Tensor]) -> Divergence | None:
+        """Return the first divergence: the first step, and in it the first quantity."""
+        for step in self.steps:
+            found: dict[Point, Divergence] = {}
+            for point, differences, positions in self.differences(step, values):
+                limit = self.limits.get(point, 0.0)
+                beyond = (~(differences <= limit)).nonzero().flatten()
+                if len(beyond):
+                    worst = int(beyond[0])
+                    found[point] = Divergence(
+                        step.evidence.step,
+                        point,
+                        int(positions[worst]),
+                        float(differences.max()),
+                        limit,
+                    )
+            robust = next((point for point in found if point[0] in _ROBUST), None)
+            if robust is not None:
+                # What a program lays out in its own way counts only where it shows in the layer.
+                inside = (p for p in found if p[1] == robust[1] and p[0] != LOGITS)
+                return found[next(inside, robust)]
+        return None
+
+    def quantities(self, values: Mapping[Point, Tensor]) -> tuple[str, ...]:
+        """Return the names of what is compared in any step, in forward order."""
+        steps = self.steps[:2]
+        points = {point for step in steps for point, *_ in self.differences(step, values)}
+        return tuple(dict.fromkeys(point[0] for point in sorted(points, key=forward_order)))
+
+    def step_of(self, divergence: Divergence) -> FedStep:
+        """Return the step of a divergence."""
+        return next(s for s in self.steps if s.evidence.step == divergence.step)
+
+    def agreement(
+        self, values: Mapping[Point, Tensor], steps: Sequence[FedStep], layers_up_to: int | None
+    ) -> tuple[float, int, int]:
+        """Return the largest difference, and how many points agree, of how many.
+
+        With `layers_up_to` only points up to that layer count. Values that a program lays out in
+        its own way do not count.
+        """
+        worst, agree, total = 0.0, 0, 0
+        for step in steps:
+            for point, differences, _ in self.differences(step, values):
+                layer = point[1]
+                is_late = point[0] == LOGITS or (
+                    layer is not None and layers_up_to is not None and layer > layers_up_to
+                )
+                if point[0] in _HEADWISE or (layers_up_to is not None and is_late):
+                    continue
+                largest = float(differences.max())
+                worst, total = max(worst, largest), total + 1
+                agree += largest <= self.limits.get(point, 0.0)
+        return worst, agree, total
+
+
+def forward_order(point: Point) -> tuple[int, int]:
+    """Sort key: the embedding, the quantities of each layer, the logits."""
+    name, layer = point
+    if name == EMBEDDING:
+        return -1, 0
+    if name == LOGITS:
+        return 1 << 30, 0
+    return (-1 if layer is None else layer), QUANTITIES.index(name)
+
+
+def dtype_of(steps: Sequence[FedStep]) -> torch.dtype:
+    """Return the dtype of the program's hidden states."""
+    for step in steps:
+        for point, tensor in step.evidence.values.items():
+            if point[0] in (HIDDEN, EMBEDDING):
+                return tensor.dtype
+    return torch.float32
+
+
+def describe(divergence: Divergence) -> dict[str, Any]:
+    """Return a divergence as the data of an event."""
+    name, layer = divergence.point
+    is_finite = math.isfinite(divergence.difference)
+    return {
+        "nonfinite": not is_finite,
+        "step": divergence.step,
+        "quantity": name,
+        "layer": layer,
+        "row": divergence.row,
+        "difference": divergence.difference if is_finite else 1e30,
+        "limit": divergence.limit,
+    }

@@ -1,0 +1,165 @@
+"""The functions of a copied module that the reference replaces: masks, attention, RoPE.
+
+Outside of a run of a reference they do what the originals do.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect_hooks.audit.clean_classes import ORIGINALS
+from flexinspect_hooks.audit.forward_edits import AttentionInput, Rotation
+from flexinspect_hooks.audit.forward_run import (
+    KEY,
+    QUERY,
+    VALUE,
+    active_run,
+    mix_rows,
+    window_mask,
+)
+
+
+class _Interface:
+    """Stands for transformers' registry of attention functions: it has only the eager one."""
+
+    def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Any:
+        """Return the architecture's own function."""
+        return default
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+def prepare(namespace: ModuleType) -> None:
+    """Replace masks, attention and rotary embedding in the copied module, once."""
+    if hasattr(namespace, "_flexinspect_prepared"):
+        return
+    names = vars(namespace)
+    names["_flexinspect_prepared"] = True
+    names[ORIGINALS] = dict(names)
+    for name in [name for name in names if re.fullmatch(r"create_(\w+_)?causal_mask", name)]:
+        setattr(namespace, name, _mask_function(name, names[name]))
+    if "ALL_ATTENTION_FUNCTIONS" in names:
+        namespace.ALL_ATTENTION_FUNCTIONS = _Interface()  # type: ignore[attr-defined]
+    if "eager_attention_forward" in names:
+        original = names["eager_attention_forward"]
+        namespace.eager_attention_forward = _attention_function(original)  # type: ignore[attr-defined]
+    if "apply_rotary_pos_emb" in names:
+        rotate = names["apply_rotary_pos_emb"]
+        namespace.apply_rotary_pos_emb = _rope_function(rotate)  # type: ignore[attr-defined]
+
+
+def _mask_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        active = active_run()
+        if active is None:
+            return original(*args, **kwargs)
+        reference, run = active
+        n = run.positions.shape[1]
+        config = kwargs.get("config", args[0] if args else reference.config)
+        window = getattr(config, "sliding_window", None) if "sliding" in name else None
+        allowed = window_mask(n, window, reference.device)
+        if "chunked" in name:
+            size = config.attention_chunk_size
+            chunks = torch.arange(n, device=reference.device) // size
+            allowed = allowed & (chunks[:, None] == chunks[None])
+        if run.masks.get(-1) is not None:  # for architectures whose attention cannot be edited
+            allowed = run.masks[-1][0]
+        closed = torch.finfo(reference.dtype).min
+        dense = torch.zeros(n, n, dtype=reference.dtype, device=reference.device)
+        return dense.masked_fill(~allowed, closed)[None, None]
+
+    return mask
+
+
+def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        active = active_run()
+        if active is None:
+            options = kwargs if scaling is None else {"scaling": scaling, **kwargs}
+            return original(module, query, key, value, attention_mask, **options)
+        reference, run = active
+        layer, n = run.layer, query.shape[2]
+        rows = {QUERY: query, KEY: key, VALUE: value}
+        run.values |= {(name, layer): tensor.detach() for name, tensor in rows.items()}
+        if run.noise:
+            query, key, value = (run.perturb(one) for one in (query, key, value))
+        allowed = run.masks.get(layer)
+        if allowed is None and attention_mask is None:
+            allowed = reference.own_mask(layer, n)
+        if allowed is None and attention_mask is not None:
+            allowed = attention_mask[0] > torch.finfo(query.dtype).min / 2
+        assert allowed is not None
+        plain = AttentionInput(
+            module, layer, query, key, value, allowed[None], run.biases.get(layer), scaling, kwargs
+        )
+        output = reference.attend(original, plain)
+        for edit, scope in run.edits:
+            if edit.attention is not None and scope.has(layer):
+                changed = edit.attention(copy.copy(plain))
+                if run.ends is not None:
+                    keys = torch.arange(changed.allowed.shape[-1], device=run.ends.device)
+                    changed.allowed = changed.allowed & (keys[None] < run.ends[:, None])
+                edited = reference.attend(original, changed)
+                output = mix_rows(output, edited, scope.first_row, 1)
+        return output, None
+
+    return attention
+
+
+def _rope_function(rotate: Callable[..., Any]) -> Callable[..., Any]:
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def plain(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+            turned: tuple[Tensor, Tensor] = rotate(query, key, cos, sin, *args, **kwargs)
+            return turned
+
+        result = plain(q, k, cos, sin)
+        active = active_run()
+        if active is None:
+            return result
+        reference, run = active
+        for edit, scope in run.edits:
+            if edit.rope is None or not scope.has(run.layer):
+                continue
+            turn = Rotation(plain, q, k, cos, sin, run.positions, _tables_of(reference, cos))
+            query, key = edit.rope(turn)
+            result = (
+                mix_rows(result[0], query, scope.first_row, q.dim() - 2),
+                mix_rows(result[1], key, scope.first_row, k.dim() - 2),
+            )
+        return result
+
+    return rope
+
+
+def _tables_of(reference: Any, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    def tables(positions: Tensor, theta: float | None = None) -> tuple[Tensor, Tensor]:
+        module = next((m for m in reference.model.modules() if hasattr(m, "inv_freq")), None)
+        frequencies = module.inv_freq.float() if module is not None else None
+        scale = float(getattr(module, "attention_scaling", 1.0))
+        if theta is not None or frequencies is None:
+            size = like.shape[-1]
+            steps = torch.arange(0, size, 2, device=like.device).float() / size
+            frequencies, scale = 1.0 / ((theta or 10000.0) ** steps), 1.0
+        angles = positions[..., None].float() * frequencies.to(like.device)
+        both = torch.cat((angles, angles), -1)
+        if like.shape[-1] == angles.shape[-1]:  # tables of half the size
+            both = angles
+        return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
+
+    return tables

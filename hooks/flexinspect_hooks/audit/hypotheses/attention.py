@@ -1,0 +1,196 @@
+"""Hypotheses about the arithmetic of attention: scale, soft cap, sinks, heads, precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from flexinspect_hooks.audit.forward_edits import AttentionInput, Edit
+from flexinspect_hooks.audit.probe import Probe
+
+Edits = Iterator[Edit]
+
+
+def scale(probe: Probe) -> Edits:
+    """The scores are not scaled, scaled twice, or by another head size."""
+    config = probe.config
+    heads = getattr(config, "num_attention_heads", 1)
+    hidden = getattr(config, "hidden_size", 1)
+    size = getattr(config, "head_dim", None) or hidden // heads
+    own = getattr(config, "query_pre_attn_scalar", None) or size
+    usual = own**-0.5
+    options = {
+        1.0: "without the scale of the scores",
+        usual * usual: "with the scale of the scores applied twice",
+        hidden**-0.5: f"with the scale of the hidden size (1/sqrt({hidden}))",
+        (hidden / heads) ** -0.5: f"with a scale of 1/sqrt({hidden / heads:g})",
+        size**-0.5: f"with the scale of the head size (1/sqrt({size}))",
+        (size / 2) ** -0.5: f"with the scale of half the head size (1/sqrt({size // 2}))",
+        (size * 2) ** -0.5: f"with the scale of twice the head size (1/sqrt({size * 2}))",
+        1.0 / size: f"with a scale of 1/{size}, without the root",
+        usual * math.log2(math.e): "with a scale for base 2, in base e",
+    }
+    for value, sentence in options.items():
+        if abs(value / usual - 1) > 1e-6:
+
+            def attention(call: AttentionInput, value: float = value) -> AttentionInput:
+                return replace(call, scaling=value)
+
+            yield Edit(name="scale", sentence=sentence, attention=attention)
+
+
+def soft_cap_missing(probe: Probe) -> Edits:
+    """The scores, or the logits, are not capped."""
+    if getattr(probe.config, "attn_logit_softcapping", None):
+
+        def attention(call: AttentionInput) -> AttentionInput:
+            return replace(call, options={**call.options, "softcap": None})
+
+        sentence = "without the soft cap of the scores"
+        yield Edit(name="soft-cap.missing", sentence=sentence, attention=attention)
+    if getattr(probe.config, "final_logit_softcapping", None):
+        yield Edit(
+            name="soft-cap.missing",
+            sentence="without the soft cap of the logits",
+            config={"final_logit_softcapping": None},
+            whole_model=True,
+        )
+
+
+def sinks_missing(probe: Probe) -> Edits:
+    """The learned attention sinks are not part of the softmax."""
+
+    def weights(call: AttentionInput) -> Tensor:
+        return _dense(replace(call, output=None))
+
+    _, block = next(iter(probe.reference.blocks.values()))
+    if any(hasattr(module, "sinks") for module in block.modules()):
+        sentence = "without the attention sinks"
+        yield Edit(
+            name="sinks.missing",
+            sentence=sentence,
+            attention=lambda call: replace(call, output=weights),
+        )
+
+
+def _dense(call: AttentionInput, dtype: torch.dtype | None = None) -> Tensor:
+    """Return plain softmax attention, (1, rows, heads, size)."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (call.key, call.value))
+    factor = call.query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
+    kept = call.query.dtype
+    query = call.query if dtype is None else call.query.to(dtype)
+    key, value = (key, value) if dtype is None else (key.to(dtype), value.to(dtype))
+    scores = (query @ key.mT * factor).masked_fill(~call.allowed, -math.inf)
+    if call.bias is not None:
+        scores = scores + call.bias
+    weights = scores.softmax(-1).nan_to_num()
+    return (weights @ value).transpose(1, 2).to(kept)
+
+
+def heads_tiled(probe: Probe) -> Edits:
+    """Keys and values of grouped heads are tiled instead of repeated one by one."""
+
+    def attention(call: AttentionInput) -> AttentionInput:
+        groups = call.query.shape[1] // call.key.shape[1]
+        n_kv = call.key.shape[1]
+        # Undo the architecture's own repetition: query head h reads kv head h % n_kv.
+        heads = torch.arange(call.query.shape[1], device=call.query.device)
+        order = torch.argsort(heads % n_kv, stable=True)
+        query = call.query[:, order]
+        allowed = call.allowed
+        if allowed.shape[1] > 1:
+            allowed = allowed[:, order]
+
+        def output(changed: AttentionInput) -> Tensor:
+            result = _dense(replace(changed, output=None))
+            return result[:, :, torch.argsort(order)]
+
+        assert groups >= 1
+        return replace(call, query=query, allowed=allowed, output=output)
+
+    config = probe.config
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if kv_heads and 1 < kv_heads < config.num_attention_heads:
+        sentence = "whose key and value heads are tiled, not repeated one by one"
+        yield Edit(name="heads.tiled", sentence=sentence, attention=attention)
+
+    def first(call: AttentionInput) -> AttentionInput:
+        key, value = (one[:, :1].expand_as(one) for one in (call.key, call.value))
+        return replace(call, key=key, value=value)
+
+    if kv_heads is None or kv_heads > 1:
+        sentence = "in which all heads read the keys and values of head 0"
+        yield Edit(name="heads.first", sentence=sentence, attention=first)
+
+
+def precision(probe: Probe) -> Edits:
+    """The attention is computed in a lower precision than the model has."""
+    if probe.reference.dtype in (torch.float16, torch.bfloat16):
+        return
+    for dtype in (torch.bfloat16, torch.float16):
+
+        def attention(call: AttentionInput, dtype: torch.dtype = dtype) -> AttentionInput:
+            return replace(call, output=partial(_dense, dtype=dtype))
+
+        name = str(dtype).removeprefix("torch.")
+        yield Edit(
+            name="precision",
+            sentence=f"whose attention is computed in {name}",
+            attention=attention,
+        )
+
+
+def no_softmax(probe: Probe) -> Edits:
+    """Weights that are not divided by their sum, or zero attention."""
+
+    def nothing(call: AttentionInput) -> Tensor:
+        rows = call.query.transpose(1, 2)
+        return torch.zeros(*rows.shape[:-1], call.value.shape[-1], dtype=rows.dtype).to(rows.device)
+
+    sentence = "whose attention gives zeros"
+    yield Edit(
+        name="attention.zero",
+        sentence=sentence,
+        attention=lambda call: replace(call, output=nothing),
+    )
+
+
+def score_mod_changed(probe: Probe) -> Edits:
+    """The program's score_mod is not applied, or a decode step evaluates it at row 0."""
+
+    def dropped(call: AttentionInput) -> AttentionInput:
+        return replace(call, bias=None)
+
+    def row_0(call: AttentionInput) -> AttentionInput:
+        bias = call.bias
+        return replace(call, bias=None if bias is None else bias[..., :1, :].expand_as(bias))
+
+    def head_0(call: AttentionInput) -> AttentionInput:
+        bias = call.bias
+        return replace(call, bias=None if bias is None else bias[:, :1])
+
+    if probe.score_mods or probe.has_bias:
+        name = "score-mod"
+        if probe.is_decode:
+            sentence = "whose decode rows have the score_mod of row 0 (no offset)"
+            yield Edit(name=name, sentence=sentence, attention=row_0)
+        yield Edit(name=name, sentence="without the score_mod", attention=dropped)
+        sentence = "in which all heads have the score_mod of head 0"
+        yield Edit(name=name, sentence=sentence, attention=head_0)
+
+
+HYPOTHESES = (
+    score_mod_changed,
+    scale,
+    soft_cap_missing,
+    sinks_missing,
+    heads_tiled,
+    precision,
+    no_softmax,
+)

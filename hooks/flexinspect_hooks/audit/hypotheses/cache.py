@@ -1,0 +1,86 @@
+"""Hypotheses about the key-value cache: what a decode row reads of earlier rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from flexinspect_hooks.audit.forward_edits import AttentionInput, Edit
+from flexinspect_hooks.audit.hypotheses.masks import mask_edit
+from flexinspect_hooks.audit.probe import Probe
+
+Edits = Iterator[Edit]
+
+
+def _without(key: int) -> Edit:
+    def change(call: AttentionInput) -> Tensor:
+        allowed = call.allowed.clone()
+        allowed[..., key] = False
+        rows = torch.arange(allowed.shape[-2], device=allowed.device)
+        allowed[..., rows == key, key] = True
+        return allowed
+
+    sentence = f"in which decode rows do not read the cached key of position {key}"
+    return mask_edit("cache.missing", sentence, change)
+
+
+def key_missing(probe: Probe) -> Edits:
+    """One cached key is missing: the first, the last of the prompt, or the one before the row."""
+    if probe.is_decode:
+        for key in sorted({0, probe.n_prompt - 1, probe.first_row - 1}):
+            yield _without(key)
+
+        def newest(call: AttentionInput) -> Tensor:
+            n = call.allowed.shape[-1]
+            return call.allowed & ~torch.eye(n, dtype=torch.bool, device=call.allowed.device)
+
+        sentence = "in which decode rows do not read their own key"
+        yield mask_edit("cache.missing", sentence, newest)
+
+
+def key_duplicated(probe: Probe) -> Edits:
+    """One key counts twice: the last of the prompt, the one before the row, or the row's own."""
+    if not probe.is_decode:
+        return
+    for key in sorted({0, probe.n_prompt - 1, probe.first_row - 1, probe.first_row}):
+        # Twice the weight of a key is the score plus log 2.
+        def attention(call: AttentionInput, key: int = key) -> AttentionInput:
+            n = call.allowed.shape[-1]
+            bias = torch.zeros(1, 1, n, n, dtype=call.query.dtype, device=call.query.device)
+            bias[..., key] = torch.log(torch.tensor(2.0))
+            return replace(call, bias=bias if call.bias is None else call.bias + bias)
+
+        sentence = f"in which the cached key of position {key} counts twice"
+        yield Edit(name="cache.duplicated", sentence=sentence, attention=attention)
+
+
+def key_stale(probe: Probe) -> Edits:
+    """A cache row holds the key and value of another position."""
+    if not probe.is_decode:
+        return
+    row = probe.first_row
+    pairs = {(row - 1, row - 2), (row, row - 1), (row - 1, row), (row, 0)}
+    for to, source in sorted((a, b) for a, b in pairs if b >= 0):
+
+        def attention(call: AttentionInput, to: int = to, source: int = source) -> AttentionInput:
+            key, value = call.key.clone(), call.value.clone()
+            key[:, :, to], value[:, :, to] = call.key[:, :, source], call.value[:, :, source]
+            return replace(call, key=key, value=value)
+
+        sentence = f"in which the cache row {to} holds the key and value of position {source}"
+        yield Edit(name="cache.stale", sentence=sentence, attention=attention)
+
+    def empty(call: AttentionInput) -> AttentionInput:
+        # Slots that are not filled hold zeros, which softmax gives the weight of score 0.
+        key, value = call.key.clone(), call.value.clone()
+        key[:, :, row - 1], value[:, :, row - 1] = 0, 0
+        return replace(call, key=key, value=value)
+
+    sentence = f"in which the cache row {row - 1} holds zeros"
+    yield Edit(name="cache.stale", sentence=sentence, attention=empty)
+
+
+HYPOTHESES = (key_missing, key_duplicated, key_stale)

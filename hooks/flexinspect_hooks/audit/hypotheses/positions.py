@@ -1,0 +1,185 @@
+"""Hypotheses about positions and the rotary embedding (RoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flexinspect_hooks.audit.forward_edits import Edit, Rotation
+from flexinspect_hooks.audit.probe import Probe
+
+Edits = Iterator[Edit]
+_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
+
+
+def _has_rope(probe: Probe) -> bool:
+    return "apply_rotary_pos_emb" in vars(probe.reference.namespace)
+
+
+def rope_missing(probe: Probe) -> Edits:
+    """Neither queries nor keys are rotated, or only one of them is."""
+    if not _has_rope(probe):
+        return
+
+    def none(turn: Rotation) -> tuple[Tensor, Tensor]:
+        return turn.query, turn.key
+
+    def without_query(turn: Rotation) -> tuple[Tensor, Tensor]:
+        return turn.query, turn.rotate(turn.query, turn.key, turn.cos, turn.sin)[1]
+
+    def without_key(turn: Rotation) -> tuple[Tensor, Tensor]:
+        return turn.rotate(turn.query, turn.key, turn.cos, turn.sin)[0], turn.key
+
+    yield Edit(name="rope.missing", sentence="without RoPE", rope=none)
+    yield Edit(name="rope.missing", sentence="without RoPE of the queries", rope=without_query)
+    yield Edit(name="rope.missing", sentence="without RoPE of the keys", rope=without_key)
+
+
+def rope_doubled(probe: Probe) -> Edits:
+    """Queries and keys are rotated twice."""
+    if not _has_rope(probe):
+        return
+
+    def twice(turn: Rotation) -> tuple[Tensor, Tensor]:
+        once = turn.rotate(turn.query, turn.key, turn.cos, turn.sin)
+        return turn.rotate(*once, turn.cos, turn.sin)
+
+    def key_twice(turn: Rotation) -> tuple[Tensor, Tensor]:
+        query, key = turn.rotate(turn.query, turn.key, turn.cos, turn.sin)
+        return query, turn.rotate(query, key, turn.cos, turn.sin)[1]
+
+    yield Edit(name="rope.doubled", sentence="with RoPE applied twice", rope=twice)
+    yield Edit(name="rope.doubled", sentence="with RoPE applied twice to the keys", rope=key_twice)
+
+
+def rope_turned(probe: Probe) -> Edits:
+    """The rotation goes the other way, or pairs neighbouring dimensions."""
+    if not _has_rope(probe):
+        return
+
+    def backwards(turn: Rotation) -> tuple[Tensor, Tensor]:
+        return turn.rotate(turn.query, turn.key, turn.cos, -turn.sin)
+
+    def neighbours(turn: Rotation) -> tuple[Tensor, Tensor]:
+        return _interleaved(turn.query, turn), _interleaved(turn.key, turn)
+
+    name = "rope.turned"
+    yield Edit(name=name, sentence="with RoPE turned the other way", rope=backwards)
+    sentence = "with RoPE that pairs neighbouring dimensions"
+    yield Edit(name=name, sentence=sentence, rope=neighbours)
+
+
+def _interleaved(states: Tensor, turn: Rotation) -> Tensor:
+    half = turn.cos.shape[-1] // 2
+    cos, sin = turn.cos[:, None, :, :half], turn.sin[:, None, :, :half]
+    even, odd = states[..., : 2 * half : 2], states[..., 1 : 2 * half : 2]
+    pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((pairs, states[..., 2 * half :]), -1)
+
+
+def rope_base(probe: Probe) -> Edits:
+    """The rotary tables have another base, or no scaling."""
+    if not _has_rope(probe):
+        return
+    parameters = getattr(probe.config, "rope_parameters", None) or {}
+    own = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    bases = {base: f"{base:g}" for base in (*_BASES, own) if isinstance(base, int | float)}
+    for base, text in bases.items():
+
+        def turned(turn: Rotation, base: float = base) -> tuple[Tensor, Tensor]:
+            return turn.rotate(turn.query, turn.key, *turn.tables(turn.positions, base))
+
+        what = f"with RoPE of base {text}"
+        yield Edit(name="rope.base", sentence=f"{what} and no scaling", rope=turned)
+
+
+def _moved(turn: Rotation, positions: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    return turn.rotate(turn.query, turn.key, *turn.tables(positions(turn.positions)))
+
+
+def positions_passed(probe: Probe) -> Edits:
+    """The position ids are those that the program passed."""
+    passed = probe.positions
+    if passed is None:
+        return
+    here = passed[0, probe.first_row :]
+    first, last = int(here[0]), int(here[-1])
+    span = f"{first}" if first == last else f"{first} to {last}"
+    sentence = (
+        f"with the position ids that the program passed ({span}, where the text is at "
+        f"{probe.first_row})"
+    )
+    yield Edit(
+        name="positions.passed",
+        sentence=sentence,
+        positions=lambda positions: passed,
+        whole_model=True,
+    )
+
+
+def positions_restarted(probe: Probe) -> Edits:
+    """Positions begin again at 0, at 1, or at a segment; or all rows of a step have the same."""
+    n = probe.n_prompt
+
+    def step_from_0(positions: Tensor) -> Tensor:
+        return positions - probe.first_row
+
+    def decode_from_0(positions: Tensor) -> Tensor:
+        return positions - n
+
+    starts = torch.tensor([s for s in probe.segment_starts if s < probe.n_rows] or [0])
+
+    def by_segment(positions: Tensor) -> Tensor:
+        begin = torch.searchsorted(starts, positions[0].cpu(), right=True) - 1
+        return positions - starts[begin.clamp_min(0)].to(positions.device)[None]
+
+    options: dict[str, Callable[[Tensor], Tensor]] = {}
+    if probe.is_decode:
+        options["with positions that begin again at 0 in each decode step"] = step_from_0
+        options["with positions of the generated text that begin again at 0"] = decode_from_0
+        options["with position 0 for every row"] = torch.zeros_like
+    else:
+        options["with position 0 for every row"] = torch.zeros_like
+        options["with position 1 for every row"] = torch.ones_like
+    if len(starts) > 1 and not probe.is_decode:
+        options["with positions that begin again in each declared segment"] = by_segment
+    for sentence, change in options.items():
+        yield _positions_edit(probe, "positions.restarted", sentence, change)
+
+
+def positions_shifted(probe: Probe) -> Edits:
+    """The rows of the step are some positions too far left or right."""
+    shifts = [*range(-3, 0), *range(1, 4)]
+    if probe.padding:
+        shifts.append(len(probe.padding))
+    for k in shifts:
+        change: Callable[[Tensor], Tensor] = partial(_shift, k=k)
+        where = f"with positions shifted by {k:+d}"
+        yield _positions_edit(probe, "positions.shifted", where, change)
+
+
+def _shift(positions: Tensor, k: int) -> Tensor:
+    return (positions + k).clamp_min(0)
+
+
+def _positions_edit(
+    probe: Probe, name: str, sentence: str, change: Callable[[Tensor], Tensor]
+) -> Edit:
+    """Return an edit of the rotary tables, by layer; else of the ids that are looked up."""
+    if _has_rope(probe):
+        return Edit(name=name, sentence=sentence, rope=partial(_moved, positions=change))
+    return Edit(name=name, sentence=sentence, positions=change, whole_model=True)
+
+
+HYPOTHESES = (
+    positions_passed,
+    rope_missing,
+    rope_doubled,
+    rope_turned,
+    positions_restarted,
+    positions_shifted,
+    rope_base,
+)

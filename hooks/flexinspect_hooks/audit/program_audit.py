@@ -1,0 +1,484 @@
+"""Audits the steps of a program that ran: compares them with the reference, explains a divergence.
+
+One forward of the reference over the committed text judges all steps of a generation at once: the
+row of a position is the row that the step of that position must have given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from msgspec import Struct, field
+
+from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.audit.clean_classes import replaced_names
+from flexinspect_hooks.audit.comparison import (
+    Comparison,
+    Divergence,
+    describe,
+    dtype_of,
+    forward_order,
+    noise_limits,
+)
+from flexinspect_hooks.audit.evidence import (
+    MAX_HELD_SHARE,
+    EvidenceStore,
+    StepEvidence,
+    free_bytes,
+)
+from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
+from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
+from flexinspect_hooks.audit.forward_run import Point, Run
+from flexinspect_hooks.audit.hypotheses import load_hypotheses
+from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
+from flexinspect_hooks.audit.score_mods import additive_bias
+from flexinspect_hooks.audit.search import Search, SearchResult
+from flexinspect_hooks.audit.shortened_cache import explain_shortened
+from flexinspect_hooks.audit.weights import Snapshot
+
+Report = Callable[[str, float | None], None]
+
+MAX_LOGIT_ROWS = 64
+"""Rows of logits that one forward of the reference gives."""
+MAX_TOKENS = 4096
+"""Longer sequences are not audited: eager attention needs memory for all pairs."""
+
+
+_N_FORWARDS, _CPU_RATE, _GPU_RATE = 3, 2e10, 1e13
+"""Forwards of a comparison, and operations per second, for an estimate of its time."""
+
+
+class AuditOptions(Struct, frozen=True):
+    """`seconds` is the budget of all audits of a run, `dtype` that of the reference."""
+
+    seconds: float = 10.0
+    dtype: str = "float32"
+
+
+class Verdict(Struct):
+    """What an audit found in one batch row of a generation.
+
+    `not_judged` are reasons, in sentences' ends; `pos` is the input column of the divergence, which
+    is the position that the trace has for it.
+    """
+
+    generation: int
+    batch: int
+    n_steps: int = 0
+    n_rows: int = 0
+    divergence: Divergence | None = None
+    search: SearchResult | None = None
+    mask_kind: str = "own"
+    not_judged: list[str] = field(default_factory=list)
+    largest: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    quantities: tuple[str, ...] = ()
+    pos: int = 0
+    seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class _Attempt(Struct, frozen=True):
+    """A comparison under some masks: its base run, first divergence and largest difference."""
+
+    base: Run
+    clean: Mapping[Point, torch.Tensor]
+    comparison: Comparison
+    divergence: Divergence | None
+    largest: float
+
+
+class ProgramAudit:
+    """Audits the generations of one model, while its weights are held."""
+
+    def __init__(
+        self,
+        store: EvidenceStore,
+        reader: TraceReader | None,
+        options: AuditOptions,
+        *,
+        deadline: float,
+        report: Report = lambda what, fraction: None,
+    ) -> None:
+        self._store, self._reader, self._options = store, reader, options
+        self._deadline, self._report = deadline, report
+        self._references: dict[torch.dtype, Reference] = {}
+        self._noise = torch.Generator().manual_seed(0)
+        self._dtype_note = ""
+
+    def run(self) -> list[Verdict]:
+        """Return a verdict per generation and batch row, in order.
+
+        Raises `FlexInspectError` if this model has no reference, so that no step is judged.
+        """
+        source, verdicts = self._store.take_snapshot(), list[Verdict]()
+        for generation, why in self._store.skipped.items():
+            if generation not in self._store.steps:
+                verdicts.append(Verdict(generation, 0, not_judged=[why]))
+        if source is None:
+            return verdicts
+        self._source = source
+        reference = self._reference(self._affordable_dtype())
+        for generation, steps in self._store.steps.items():
+            n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
+            for batch in range(n_batch):
+                if problem := self._time_problem(steps):
+                    verdicts.append(Verdict(generation, batch, not_judged=[problem]))
+                    continue
+                self._report(f"auditing generation {generation}", None)
+                started = time.perf_counter()
+                verdict = self._judge(reference, generation, batch)
+                verdict.seconds = time.perf_counter() - started
+                verdicts.append(verdict)
+        return verdicts
+
+    def _affordable_dtype(self) -> torch.dtype:
+        """Return the dtype of the reference: that of the weights where a copy would not fit."""
+        wanted: torch.dtype = getattr(torch, self._options.dtype)
+        first = self._source.parameters[0]
+        n_bytes = sum(one.numel() for one in self._source.parameters) * wanted.itemsize
+        if first.dtype == wanted or n_bytes <= MAX_HELD_SHARE * free_bytes(first.device):
+            return wanted
+        self._dtype_note = f"the weights are too large for a copy in {self._options.dtype}"
+        return first.dtype
+
+    def _time_problem(self, steps: Sequence[StepEvidence]) -> str:
+        """Return why a sequence cannot be judged in the time that is left; empty if it can."""
+        left = self._deadline - time.perf_counter()
+        if left <= 0:
+            return "the time was used up"
+        n_parameters = sum(one.numel() for one in self._source.parameters)
+        is_gpu = self._source.parameters[0].device.type == "cuda"
+        n_tokens = sum(one.q_len for one in steps)
+        seconds = _N_FORWARDS * 2 * n_parameters * n_tokens / (_GPU_RATE if is_gpu else _CPU_RATE)
+        if seconds <= left:
+            return ""
+        return (
+            f"the reference would take about {seconds:.0f} s, and {left:.0f} s are left "
+            "(flexinspect audit --seconds S has more)"
+        )
+
+    def _reference(self, dtype: torch.dtype) -> Reference:
+        if dtype not in self._references:
+            self._references[dtype] = Reference(self._source, dtype)
+        return self._references[dtype]
+
+    # -- one sequence ----------------------------------------------------------------------------
+
+    def _judge(self, reference: Reference, generation: int, batch: int) -> Verdict:
+        verdict = Verdict(generation, batch)
+        verdict.notes += [self._dtype_note] if self._dtype_note else []
+        skipped = self._store.skipped.get(generation)
+        if skipped:
+            verdict.not_judged.append(skipped)
+        steps = self._store.steps[generation]
+        if len(steps) == 1 and steps[0].has_gradients and steps[0].is_training:
+            verdict.not_judged.append("a training step is not a generation")
+            return verdict
+        steps = self._store.with_earlier_steps(generation)
+        sequence = read_sequence(steps, batch, reference.config)
+        if sequence.stopped:
+            verdict.not_judged.append(sequence.stopped)
+        if not any(step.evidence.generation == generation for step in sequence.steps):
+            sequence.steps.clear()
+        if not sequence.steps or len(sequence.ids) > MAX_TOKENS:
+            if sequence.steps:
+                verdict.not_judged.append(f"it has more than {MAX_TOKENS} tokens")
+            return verdict
+        masks = read_masks(self._reader, generation, sequence, reference)
+        if masks.unread:
+            verdict.not_judged.append(f"the executed masks: {masks.unread}")
+        if masks.kind == "declared" and batch:
+            verdict.not_judged.append("the trace has the masks of batch row 0 only")
+            return verdict
+        if batch:
+            masks = GenerationMasks()
+        biases = self._biases(reference, sequence, verdict)
+        self._compare(reference, sequence, masks, biases, verdict)
+        return verdict
+
+    def _biases(
+        self, reference: Reference, sequence: FedSequence, verdict: Verdict
+    ) -> dict[int, torch.Tensor]:
+        """Return what the program's score_mods add to the scores of each layer."""
+        heads = getattr(reference.config, "num_attention_heads", 1)
+        biases: dict[int, torch.Tensor] = {}
+        for layer, score_mod in sequence.steps[0].evidence.score_mods.items():
+            bias = additive_bias(score_mod, heads, len(sequence.ids), reference.device)
+            if bias is not None:
+                biases[layer] = bias[None]
+        if biases:
+            verdict.notes.append("the program's score_mod is taken as it is")
+        return biases
+
+    def _compare(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        biases: dict[int, torch.Tensor],
+        verdict: Verdict,
+    ) -> None:
+        first, masks = self._best_attempt(reference, sequence, masks, biases, verdict)
+        comparison, found = first.comparison, first.divergence
+        verdict.mask_kind = masks.kind
+        verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
+        verdict.largest, verdict.divergence = first.largest, found
+        verdict.quantities = comparison.quantities(first.clean)
+        crop = _crop_before(sequence, verdict.generation, found)
+        if crop is not None:
+            self._judge_shortened(reference, comparison, crop, verdict)
+            return
+        if found is None:
+            rejected = None
+            if rows_of_proposals(sequence) and masks.kind == "own" and not biases:
+                rejected = find_rejected(reference, comparison, first.clean)
+            if rejected is not None:
+                verdict.divergence, verdict.search = rejected
+                verdict.pos = sequence.input_rows[rejected[0].row]
+            return
+        probe = self._probe(reference, sequence, masks, comparison, found)
+        probe.has_bias = bool(biases)
+        hypotheses, failed = load_hypotheses()
+        verdict.notes += [
+            f"the hypothesis {name} did not load: {why}" for name, why in failed.items()
+        ]
+        search = Search(
+            reference,
+            comparison,
+            first.base,
+            probe,
+            found,
+            deadline=self._deadline,
+            report=self._report,
+        )
+        verdict.search = search.find(hypotheses)
+        verdict.pos = sequence.input_rows[found.row]
+        verdict.facts = self._facts(sequence, found)
+
+    def _best_attempt(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        biases: dict[int, torch.Tensor],
+        verdict: Verdict,
+    ) -> tuple[_Attempt, GenerationMasks]:
+        """Compare under what the program may mean, and return where most of the run agrees.
+
+        Nobody said which mask is meant if none is declared, nor which positions if the program
+        passed some of its own with the prompt.
+        """
+        own = sequence.prompt_positions()
+        undeclared = masks.undeclared()
+        choices: list[tuple[GenerationMasks, torch.Tensor | None]] = [(masks, None)]
+        choices += [(undeclared, None)] if undeclared is not None else []
+        if own is not None:
+            choices += [(one, own) for one, _ in list(choices)]
+        best: tuple[_Attempt, GenerationMasks, torch.Tensor | None] | None = None
+        for chosen, positions in choices:
+            now = self._attempt(
+                reference, sequence, chosen, biases, verdict.generation, positions=positions
+            )
+            before = best[0].divergence if best is not None else None
+            if best is None or (before is not None and _later(now.divergence, before)):
+                best = now, chosen, positions
+            if best[0].divergence is None:
+                break
+        assert best is not None
+        if best[2] is not None:
+            text = "the position ids that the program passed with the prompt are taken as they are"
+            verdict.notes.append(text)
+        return best[0], best[1]
+
+    def _attempt(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        biases: dict[int, torch.Tensor],
+        generation: int,
+        *,
+        positions: torch.Tensor | None = None,
+    ) -> _Attempt:
+        """Compare a sequence with the reference under some masks and positions (1, rows)."""
+        ids = sequence.ids
+        if positions is None:
+            positions = torch.arange(len(ids))[None]
+        positions = positions.to(reference.device)
+        ends = sequence.ends().to(reference.device)
+        base = Run(positions, ends, masks.base, biases)
+        last = [int(step.positions[-1]) for step in sequence.steps]
+        proposals = rows_of_proposals(sequence)[:MAX_LOGIT_ROWS]
+        half = MAX_LOGIT_ROWS // 2
+        rows = sorted({*last[:half], *last[-half:], *proposals})
+        clean = reference.run(ids, base, rows)
+        dtype = dtype_of(sequence.steps)
+        noisy = [self._noisy(reference, ids, base, rows, dtype)]
+        if dtype != reference.dtype:
+            noisy.append(self._in_dtype(ids, base, rows, dtype))
+        comparison = Comparison(sequence, noise_limits(clean, noisy, dtype), rows, generation)
+        largest = comparison.agreement(clean, comparison.steps, None)[0]
+        return _Attempt(base, clean, comparison, comparison.first(clean), largest)
+
+    def _judge_shortened(
+        self, reference: Reference, comparison: Comparison, crop: int, verdict: Verdict
+    ) -> None:
+        """Judge steps after a cache became shorter, if its first and newest keys were kept."""
+        steps = self._store.with_earlier_steps(verdict.generation)
+        batch = verdict.batch
+        whole = read_sequence(steps, batch, reference.config, keeps_rows=True)
+        attempt = self._attempt(reference, whole, GenerationMasks(), {}, verdict.generation)
+        result = explain_shortened(reference, attempt.comparison, self._deadline)
+        before = [step for step in comparison.steps if step.evidence.step < crop]
+        if result is None:
+            verdict.divergence = None
+            verdict.n_steps, verdict.n_rows = len(before), _n_rows(before)
+            verdict.largest = comparison.agreement(attempt.clean, before, None)[0]
+            verdict.not_judged.append(
+                f"from step {crop} on: the cache had become shorter, and which of its keys are "
+                "left is not known"
+            )
+            return
+        verdict.notes.append(result.kept)
+        verdict.divergence, verdict.search = result.divergence, result.search
+        verdict.largest = result.largest
+        if result.divergence is not None:
+            verdict.pos = whole.input_rows[result.divergence.row]
+
+    def _noisy(
+        self, reference: Reference, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: Any
+    ) -> dict[Point, torch.Tensor]:
+        noise = torch.finfo(dtype).eps
+        run = Run(
+            base.positions.clone(),
+            masks=base.masks,
+            biases=base.biases,
+            noise=noise,
+            generator=self._noise,
+        )
+        return reference.run(ids, run, rows)
+
+    def _in_dtype(
+        self, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: torch.dtype
+    ) -> dict[Point, torch.Tensor]:
+        run = Run(base.positions.clone(), masks=base.masks, biases=base.biases)
+        return self._reference(dtype).run(ids, run, rows)
+
+    def _probe(
+        self,
+        reference: Reference,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        comparison: Comparison,
+        found: Divergence,
+    ) -> Probe:
+        step = comparison.step_of(found)
+        passed = sequence.passed_positions()
+        return Probe(
+            reference,
+            sequence.ids,
+            sequence.n_prompt,
+            found.point[1],
+            found.point[0],
+            step.first_row,
+            is_decode=step is not sequence.steps[0],
+            positions=None if passed is None else passed.to(reference.device),
+            masks=masks.base,
+            executed=masks.executed,
+            padding=sequence.padding,
+            is_training=step.evidence.is_training,
+            segment_starts=segment_starts(self._reader, self._generation_of(sequence)),
+            score_mods=step.evidence.score_mods,
+        )
+
+    def _generation_of(self, sequence: FedSequence) -> int:
+        return sequence.steps[0].evidence.generation
+
+    def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
+        """Return circumstances that belong to a divergence without an explanation."""
+        evidence = next(s.evidence for s in sequence.steps if s.evidence.step == found.step)
+        layer = found.point[1]
+        path = evidence.paths.get(layer) if layer is not None else None
+        return {
+            "training": evidence.is_training,
+            "dropout": _dropout(self._source),
+            "path": path or "",
+            "score_mod": layer in evidence.score_mods,
+            "replaced": replaced_names(self._source.model_class)[:8],
+        }
+
+
+def _dropout(source: Snapshot) -> float:
+    values = (
+        getattr(source.config, name, 0.0) or 0.0
+        for name in (
+            "attention_dropout",
+            "attn_pdrop",
+            "hidden_dropout",
+            "resid_pdrop",
+            "embd_pdrop",
+        )
+    )
+    return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
+
+
+def _n_rows(steps: Sequence[FedStep]) -> int:
+    return sum(len(step.positions) for step in steps)
+
+
+def _crop_before(sequence: FedSequence, generation: int, found: Divergence | None) -> int | None:
+    """Return the step of a shorter cache that a divergence comes after, if there is one."""
+    if found is None:
+        return None
+    crops = [crop for crop in sequence.crops if crop <= (generation, found.step)]
+    if not crops:
+        return None
+    return crops[0][1] if crops[0][0] == generation else 0
+
+
+def _later(one: Divergence | None, other: Divergence) -> bool:
+    """Whether `one` lies after `other`, or there is none."""
+    if one is None:
+        return True
+    return (one.step, forward_order(one.point)) > (other.step, forward_order(other.point))
+
+
+def verdict_data(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as the data of an event, see docs/trace-format.md."""
+    data: dict[str, Any] = {
+        "batch": verdict.batch,
+        "steps": verdict.n_steps,
+        "rows": verdict.n_rows,
+        "largest": verdict.largest,
+        "mask": verdict.mask_kind,
+        "quantities": list(verdict.quantities),
+        "not_judged": verdict.not_judged,
+        "notes": verdict.notes,
+    }
+    if verdict.divergence is not None:
+        data |= describe(verdict.divergence) | {"facts": verdict.facts, "pos": verdict.pos}
+    if verdict.search is not None:
+        data |= {
+            "tried": list(verdict.search.tried),
+            "n_tried": verdict.search.n_tried,
+            "cut": verdict.search.is_cut,
+        }
+        found = verdict.search.explanation
+        if found is not None:
+            data["explanation"] = {
+                "names": [edit.name for edit in found.edits],
+                "sentences": [edit.sentence for edit in found.edits],
+                "layers": None if found.layers is None else list(found.layers),
+                "difference": found.difference,
+                "agree": found.agree,
+                "total": found.total,
+                "later": found.later,
+                "n_later": found.n_later,
+            }
+    return data

@@ -1,0 +1,230 @@
+"""Searches the hypothesis that gives a program's numbers at a divergence.
+
+A first forward ends after the layer of the divergence. A hypothesis that agrees there is run to the
+end, in that layer alone, from it on, and in all layers; the one that agrees with most of the step
+counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+from torch import Tensor
+
+from flexinspect_hooks.audit.comparison import Comparison, Divergence
+from flexinspect_hooks.audit.fed_sequence import FedStep
+from flexinspect_hooks.audit.forward_edits import Edit, Scope
+from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
+from flexinspect_hooks.audit.hypotheses import Hypothesis, edits_of
+from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.reference import Reference
+
+MIN_GAIN = 10
+"""A hypothesis must come this many times closer to the numbers than the correct forward."""
+
+Report = Callable[[str, float | None], None]
+
+
+class Explanation(Struct, frozen=True):
+    """A hypothesis that gives the program's numbers.
+
+    `difference` is the largest over the step's quantities that agree; `agree` of `total` quantities
+    of the step do. `later` of `n_later` later steps agree as a whole. `layers` are those in which
+    the fault is, None for all.
+    """
+
+    edits: tuple[Edit, ...]
+    layers: tuple[int, ...] | None
+    difference: float
+    agree: int
+    total: int
+    later: int
+    n_later: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was compared in the step agrees."""
+        return self.agree == self.total
+
+
+class SearchResult(Struct, frozen=True):
+    """The explanation, if any, and what was tried: names and number of forwards' edits."""
+
+    explanation: Explanation | None
+    tried: tuple[str, ...]
+    n_tried: int
+    is_cut: bool
+
+
+class Search:
+    """Tries hypotheses on one divergence until `deadline`, a time of `time.perf_counter`."""
+
+    def __init__(
+        self,
+        reference: Reference,
+        comparison: Comparison,
+        base: Run,
+        probe: Probe,
+        divergence: Divergence,
+        *,
+        deadline: float,
+        report: Report = lambda what, fraction: None,
+    ) -> None:
+        self._reference, self._comparison, self._base = reference, comparison, base
+        self._probe, self._at = probe, divergence
+        self._deadline, self._report = deadline, report
+        self._step = comparison.step_of(divergence)
+        steps = comparison.steps
+        self._later = steps[steps.index(self._step) + 1 :]
+
+    def find(self, hypotheses: Sequence[Hypothesis]) -> SearchResult:
+        """Return the best explanation: one fault, else two faults together."""
+        edits = list(edits_of(hypotheses, self._probe))
+        tried: dict[str, None] = {}
+        best: Explanation | None = None
+        n = 0
+        for n, edit in enumerate(edits, 1):
+            if time.perf_counter() > self._deadline:
+                return SearchResult(best, tuple(tried), n - 1, is_cut=True)
+            self._report(f"trying {edit.name}", n / len(edits))
+            tried.setdefault(edit.name)
+            found = self._try((edit,))
+            if found is not None and _rank(found) > _rank(best):
+                best = found
+                if found.is_complete and found.later == found.n_later:
+                    break
+        if best is not None and not best.is_complete:
+            best, cut = self._combine(best, edits)
+            return SearchResult(best, tuple(tried), n, is_cut=cut)
+        return SearchResult(best, tuple(tried), n, is_cut=False)
+
+    def _combine(self, first: Explanation, edits: Sequence[Edit]) -> tuple[Explanation, bool]:
+        """Add a second fault greedily where the first one explains a part of the step."""
+        best, scope_1 = first, self._scope(first.layers)
+        rest = self._comparison.first(self._run([(first.edits[0], scope_1)]))
+        for number, edit in enumerate(edits):
+            if time.perf_counter() > self._deadline:
+                return best, True
+            self._report(f"trying {first.edits[0].name} with {edit.name}", number / len(edits))
+            if edit.name == first.edits[0].name:
+                continue
+            for scope in self._scopes(edit, None if rest is None else rest.point[1]):
+                run = [(first.edits[0], scope_1), (edit, scope)]
+                placed = replace(edit, sentence=edit.sentence + _where(scope))
+                found = self._judge((first.edits[0], placed), run, None)
+                if found is not None and _rank(found) > _rank(best):
+                    best = found
+            if best.is_complete:
+                break
+        return best, False
+
+    def _try(self, edits: tuple[Edit, ...]) -> Explanation | None:
+        """Return the explanation by one edit, in the layers where it agrees with most."""
+        edit, best = edits[0], None
+        layer = self._at.point[1]
+        if layer is not None and not edit.prefix:
+            scope = self._scopes(edit)[0]
+            values = self._run([(edit, scope)], stop_after=layer)
+            if not self._agrees(values, layer):
+                return None
+        for scope in self._scopes(edit):
+            found = self._judge(edits, [(edit, scope)], scope.layers)
+            if found is not None and _rank(found) > _rank(best):
+                best = found
+        return best
+
+    def _scopes(self, edit: Edit, layer: int | None = None) -> list[Scope]:
+        """Return the layers in which an edit may be: from that of the divergence, or another."""
+        layer = self._at.point[1] if layer is None else layer
+        numbers = sorted(self._reference.blocks)
+        if edit.whole_model or layer is None:
+            return [self._scope(None)]
+        if layer == numbers[0]:
+            return [self._scope(None), self._scope((layer,))]
+        later = tuple(number for number in numbers if number >= layer)
+        kinds = getattr(self._reference.config, "layer_types", None)
+        scopes = [self._scope((layer,)), self._scope(later)]
+        if kinds is not None:
+            same = tuple(n for n in numbers if n < len(kinds) and kinds[n] == kinds[layer])
+            scopes.append(self._scope(same))
+        return scopes
+
+    def _scope(self, layers: Sequence[int] | None) -> Scope:
+        first = self._step.first_row if self._probe.is_decode else 0
+        return Scope(first, None if layers is None else frozenset(layers))
+
+    def _run(
+        self, edits: Sequence[tuple[Edit, Scope]], stop_after: int | None = None
+    ) -> dict[Point, Tensor]:
+        ids = self._comparison.sequence.ids
+        rows = list(self._comparison.logit_rows)
+        run = replace(self._base, edits=edits, stop_after=stop_after, values={})
+        prefix = next((edit.prefix for edit, _ in edits if edit.prefix), ())
+        if not prefix:
+            return self._reference.run(ids, run, rows)
+        return _run_with_prefix(self._reference, run, prefix, ids, rows)
+
+    def _agrees(self, values: dict[Point, Tensor], layer: int) -> bool:
+        """Whether a forward that ended after the layer gives the program's numbers there."""
+        worst, agree, total = self._comparison.agreement(values, [self._step], layer)
+        return 0 < total == agree and worst * MIN_GAIN <= self._at.difference
+
+    def _judge(
+        self,
+        edits: tuple[Edit, ...],
+        run: Sequence[tuple[Edit, Scope]],
+        layers: frozenset[int] | None,
+    ) -> Explanation | None:
+        values = self._run(run)
+        layer = self._at.point[1]
+        up_to = layer if layer is not None and self._at.point[0] != LOGITS else None
+        if up_to is not None and not self._agrees(values, up_to):
+            return None
+        worst, agree, total = self._comparison.agreement(values, [self._step], None)
+        if up_to is None and (agree < total or worst * MIN_GAIN > self._at.difference):
+            return None
+        later = sum(self._is_explained(values, step) for step in self._later)
+        if agree < total:  # the difference where it agrees
+            worst = self._comparison.agreement(values, [self._step], up_to)[0]
+        chosen = None if layers is None else tuple(sorted(layers))
+        return Explanation(edits, chosen, worst, agree, total, later, len(self._later))
+
+    def _is_explained(self, values: dict[Point, Tensor], step: FedStep) -> bool:
+        _, agree, total = self._comparison.agreement(values, [step], None)
+        return agree == total
+
+
+def _where(scope: Scope) -> str:
+    layers = sorted(scope.layers or ())
+    if not layers:
+        return ""
+    return f" in layer {layers[0]}" if len(layers) == 1 else f" from layer {layers[0]} on"
+
+
+def _rank(found: Explanation | None) -> tuple[Any, ...]:
+    if found is None:
+        return (-1,)
+    # Equal agreement: the fault in all layers, then the smaller difference.
+    return (found.agree, found.later, found.layers is None, -len(found.edits))
+
+
+def _run_with_prefix(
+    reference: Reference, run: Run, prefix: Sequence[int], ids: Sequence[int], rows: Sequence[int]
+) -> dict[Point, Tensor]:
+    """Return the values of `ids` with other ids before them."""
+    n = len(prefix)
+    positions = torch.arange(n + len(ids), device=reference.device)[None]
+    whole = replace(run, positions=positions, masks={}, biases={}, edits=())
+    values = reference.run([*prefix, *ids], whole, [row + n for row in rows])
+    cut = {}
+    for point, tensor in values.items():
+        if point[0] == LOGITS:
+            cut[point] = tensor
+        else:
+            cut[point] = tensor[:, :, n:] if tensor.dim() == 4 else tensor[:, n:]
+    return cut

@@ -1,0 +1,232 @@
+"""Audits the sessions of a run when they end, and records what was found as events."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flexinspect.core.errors import FlexInspectError, summarize_error
+from flexinspect.core.text import plural, print_message
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import EventRecord
+from flexinspect.rules.engine import RuleRunner
+from flexinspect.rules.numerics.audit_findings import (
+    AUDIT_EVENT,
+    AUDIT_SKIPPED_EVENT,
+    AUDITED_EVENT,
+)
+from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.program_audit import (
+    AuditOptions,
+    ProgramAudit,
+    Report,
+    Verdict,
+    verdict_data,
+)
+from flexinspect_hooks.capture.recorder import Recorder
+from flexinspect_hooks.loading.library_output import quiet_libraries
+
+SHARE = 0.2
+"""The part of the run's time that audits may take, if that is more than the budget in seconds."""
+
+
+PRINT_AFTER_S = 2.0
+"""An audit that takes longer says from time to time what it does."""
+
+
+class PrintedProgress:
+    """Prints what a long audit does, on stderr, at most every `PRINT_AFTER_S` seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def __call__(self, what: str, fraction: float | None) -> None:
+        """Report a step of the audit."""
+        now = time.perf_counter()
+        if now - self._last >= PRINT_AFTER_S:
+            self._last = now
+            share = "" if fraction is None else f", {fraction:.0%}"
+            print_message(f"audit: {what}{share} …")
+
+
+class AuditBudget:
+    """The time that the audits of a run may take; it is shared by all models of the run."""
+
+    def __init__(self, options: AuditOptions) -> None:
+        self.options = options
+        self._started = time.perf_counter()
+        self.used_s = 0.0
+
+    def deadline(self) -> float:
+        """Return the time of `time.perf_counter` at which an audit that begins now must end."""
+        now = time.perf_counter()
+        allowed = max(self.options.seconds, SHARE * (now - self._started))
+        return now + max(allowed - self.used_s, 0.0)
+
+
+def audit_session(
+    store: EvidenceStore,
+    recorder: Recorder,
+    rules: RuleRunner,
+    budget: AuditBudget,
+    report: Report = lambda what, fraction: None,
+) -> list[Verdict]:
+    """Audit the kept steps of one model, record events, and drop the steps.
+
+    Whatever fails in it becomes an event: the program's run is over and must end as it did.
+    """
+    if not store.steps and not store.problem and not store.skipped:
+        return []
+    recorder.drain()
+    started, verdicts = time.perf_counter(), list[Verdict]()
+
+    def put(kind: str, text: str, generation: int | None, step: int | None, data: Any) -> None:
+        recorder.put_event(EventRecord(kind, text, time.time(), generation, step, data), rules)
+
+    first = next(iter(store.steps), 0)
+    store.is_busy = True
+    try:
+        if store.problem:
+            raise FlexInspectError(store.problem)
+        verdicts = _verdicts(store, recorder, budget, report)
+        for text, generation, data in _unjudged(verdicts):
+            put(AUDIT_EVENT, text, generation, None, data)
+        for verdict in (one for one in verdicts if one.n_steps):
+            step = verdict.divergence.step if verdict.divergence is not None else None
+            data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
+            data["causes"] = _causes(recorder, verdict)
+            put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
+        put(AUDITED_EVENT, summarize_verdicts(verdicts), None, None, {})
+    except Exception as error:  # a model may be of any kind
+        text = f"The steps were not audited: {_reason(error)}"
+        put(AUDIT_SKIPPED_EVENT, text, first, None, {"reason": _reason(error)})
+    finally:
+        budget.used_s += time.perf_counter() - started
+        store.clear()
+        store.is_busy = False
+    return verdicts
+
+
+def _verdicts(
+    store: EvidenceStore, recorder: Recorder, budget: AuditBudget, report: Report
+) -> list[Verdict]:
+    reader = open_trace(recorder.path) if recorder.path is not None else None
+    try:
+        # The program may go on: its random numbers stay the same, and nothing is printed into it.
+        with torch.random.fork_rng(devices=[]), quiet_libraries(lambda what, data: None):
+            deadline = budget.deadline()
+            audit = ProgramAudit(store, reader, budget.options, deadline=deadline, report=report)
+            return audit.run()
+    finally:
+        if reader is not None:
+            reader.close()
+
+
+def _causes(recorder: Recorder, verdict: Verdict) -> list[str]:
+    """Return the ids of errors that rules found before a divergence, or at its place."""
+    found = verdict.divergence
+    if found is None or recorder.path is None:
+        return []
+    with open_trace(recorder.path) as reader:
+        errors = [
+            one
+            for one in reader.findings()
+            if one.severity is Severity.ERROR and one.generation == verdict.generation
+        ]
+    layer = found.point[1]
+    explanation = verdict.search.explanation if verdict.search is not None else None
+    name = explanation.edits[0].name if explanation is not None else ""
+    return [
+        one.id
+        for one in errors
+        if one.step is not None and one.step <= found.step
+        if one.layer is None or layer is None or one.layer <= layer
+        if _may_cause(one.id, name)
+    ]
+
+
+_CAUSES = {
+    "mask": ("mask", "decode", "segments", "path", "cache", "lengths"),
+    "padding": ("mask", "positions"),
+    "rope": ("positions", "cache", "lengths"),
+    "positions": ("positions", "cache", "lengths"),
+    "cache": ("cache", "decode", "lengths"),
+    "": ("mask", "decode", "segments", "path", "cache", "lengths", "positions", "numbers"),
+}
+"""Beginnings of the names of faults, and of the findings that may be their cause."""
+
+
+def _may_cause(finding: str, fault: str) -> bool:
+    """Whether a finding may say the same as a fault that gives the numbers ("" for none)."""
+    if finding == "mask.none":  # a program may apply a mask that its layers did not receive
+        return fault == "mask.none"
+    return finding.startswith(_CAUSES.get(fault.partition(".")[0], ("attention",)))
+
+
+def _unjudged(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield text, generation and data of one event for all generations with the same reason."""
+    by_reason: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        if not verdict.n_steps:
+            reason = "; ".join(verdict.not_judged)
+            by_reason.setdefault(re.sub(r"\d+", "#", reason), []).append(verdict)
+    for same in by_reason.values():
+        numbers = list(dict.fromkeys(verdict.generation for verdict in same))
+        first = describe_verdict(same[0])
+        more = f" The same holds for {plural(len(numbers) - 1, 'more generation')}."
+        text = first if len(numbers) == 1 else first + more
+        yield text, numbers[0], verdict_data(same[0]) | {"generations": numbers}
+
+
+def _reason(error: Exception) -> str:
+    return error.message if isinstance(error, FlexInspectError) else summarize_error(error)
+
+
+def summarize_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """Return what was judged of a model in one sentence, and that something was not."""
+    if len(verdicts) == 1:
+        return describe_verdict(verdicts[0])
+    n_steps = sum(one.n_steps for one in verdicts)
+    n_differ = sum(one.divergence is not None for one in verdicts)
+    n_partly = sum(bool(one.not_judged) for one in verdicts)
+    text = (
+        f"{plural(n_steps, 'step')} of {plural(len(verdicts), 'sequence')} were compared with the "
+        "untouched implementation: "
+    )
+    text += f"{n_differ} of the sequences differ." if n_differ else "none differs."
+    if n_partly:
+        text += f" {n_partly} were not judged, or only in part (flexinspect audit TRACE lists why)."
+    return text
+
+
+def describe_verdict(verdict: Verdict) -> str:
+    """Return what was judged and what was not, in a sentence or two."""
+    where = f"Generation {verdict.generation}"
+    if verdict.batch:
+        where += f", batch row {verdict.batch}"
+    rest = f" Not judged: {'; '.join(verdict.not_judged)}." if verdict.not_judged else ""
+    if verdict.notes:
+        rest = f" Taken for granted: {'; '.join(verdict.notes)}.{rest}"
+    if not verdict.n_steps:
+        return f"{where}: no step was judged.{rest}"
+    judged = f"{plural(verdict.n_steps, 'step')}, {plural(verdict.n_rows, 'row')}"
+    if verdict.divergence is not None:
+        name, layer = verdict.divergence.point
+        at = "" if layer is None else f" of layer {layer}"
+        return (
+            f"{where}: {judged} compared with the untouched implementation; the {name}{at} "
+            f"differs from step {verdict.divergence.step} on.{rest}"
+        )
+    under = {
+        "declared": ", under the declared mask",
+        "executed": ", under the mask that was executed (none was declared, so it is not judged)",
+    }.get(verdict.mask_kind, "")
+    return (
+        f"{where}: {judged} agree with the untouched implementation{under}; the largest "
+        f"difference is {verdict.largest:.1g} of a row's norm.{rest}"
+    )

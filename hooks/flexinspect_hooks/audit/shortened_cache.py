@@ -1,0 +1,148 @@
+"""Judges steps that read a cache whose older keys were dropped, such as with attention sinks.
+
+Which keys are left is not known. Usual are some at the beginning and the newest ones: each such
+choice is tried, with the positions of the text, and with those that the program's forward had.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from flexinspect_hooks.audit.comparison import Comparison, Divergence
+from flexinspect_hooks.audit.fed_sequence import FedSequence
+from flexinspect_hooks.audit.forward_edits import Edit, Scope
+from flexinspect_hooks.audit.forward_run import HIDDEN, Run
+from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.search import Explanation, SearchResult
+
+MAX_CHOICES = 64
+"""Choices of keys that are tried."""
+
+
+class ShortenedResult(Struct, frozen=True):
+    """Which keys are left, in words; and the divergence with its fault, None if there is none."""
+
+    kept: str
+    largest: float
+    divergence: Divergence | None = None
+    search: SearchResult | None = None
+
+
+def explain_shortened(
+    reference: Reference, comparison: Comparison, deadline: float
+) -> ShortenedResult | None:
+    """Return under which keys, and positions, the steps after the loss agree; None if under none.
+
+    Steps before the loss must agree as well.
+    """
+    sequence = comparison.sequence
+    if sequence.lost is None or sequence.padding or sequence.is_padded or sequence.stopped:
+        return None
+    _, left, before = sequence.lost
+    passed = sequence.passed_positions()
+    tries: list[Tensor | None] = [None] if passed is None else [None, passed.to(reference.device)]
+    for first in sorted(range(left + 1), key=lambda n: (n not in (4, 0, 1), n))[:MAX_CHOICES]:
+        masks = _masks(reference, sequence, first, left, before)
+        for positions in tries:
+            if time.perf_counter() > deadline:
+                return None
+            result = _attempt(reference, comparison, masks, positions, before)
+            if result is None:
+                continue
+            worst, scope_row = result
+            kept = f"the cache kept its first {first} and newest {left - first} of {before} keys"
+            if positions is None:
+                return ShortenedResult(kept, worst)
+            return _positions_fault(reference, comparison, masks, positions, worst, kept, scope_row)
+    return None
+
+
+def _masks(
+    reference: Reference, sequence: FedSequence, first: int, left: int, before: int
+) -> dict[int, Tensor]:
+    n = len(sequence.ids)
+    masks = {}
+    for layer in reference.blocks:
+        mask = reference.own_mask(layer, n).clone()
+        mask[:, before:, first : before - (left - first)] = False
+        masks[layer] = mask
+    return masks
+
+
+def _attempt(
+    reference: Reference,
+    comparison: Comparison,
+    masks: dict[int, Tensor],
+    positions: Tensor | None,
+    before: int,
+) -> tuple[float, int] | None:
+    values = reference.run(
+        comparison.sequence.ids,
+        _run(reference, comparison, masks, positions, before),
+        comparison.logit_rows,
+    )
+    worst, agree, total = comparison.agreement(values, comparison.steps, None)
+    return (worst, before) if total and agree == total else None
+
+
+def _run(
+    reference: Reference,
+    comparison: Comparison,
+    masks: dict[int, Tensor],
+    positions: Tensor | None,
+    before: int,
+) -> Run:
+    n = len(comparison.sequence.ids)
+    edits = []
+    if positions is not None:
+        edits = [(_edit(comparison.sequence, positions, before), Scope(before))]
+    return Run(torch.arange(n, device=reference.device)[None], masks=masks, edits=edits)
+
+
+def _edit(sequence: FedSequence, positions: Tensor, before: int) -> Edit:
+    first = int(positions[0, before])
+    whose = "that the program passed"
+    if sequence.has_default_positions:
+        whose = "that follow the length of the shortened cache"
+    sentence = f"with position ids {whose} (from {first} on, where the text is at {before})"
+    return Edit(
+        name="positions.cache-length",
+        sentence=sentence,
+        positions=lambda _: positions,
+        whole_model=True,
+    )
+
+
+def _positions_fault(
+    reference: Reference,
+    comparison: Comparison,
+    masks: dict[int, Tensor],
+    positions: Tensor,
+    worst: float,
+    kept: str,
+    before: int,
+) -> ShortenedResult:
+    """Return the result for a program whose positions are not those of the text."""
+    right = reference.run(
+        comparison.sequence.ids,
+        _run(reference, comparison, masks, None, before),
+        comparison.logit_rows,
+    )
+    at = comparison.first(right)
+    step = comparison.steps[-1] if at is None else comparison.step_of(at)
+    difference = comparison.agreement(right, [step], None)[0]
+    layer = min(reference.blocks)
+    point = (HIDDEN, layer) if at is None else at.point
+    place = Divergence(
+        step.evidence.step, point, step.first_row, difference, comparison.limits.get(point, 0.0)
+    )
+    n_later = len([s for s in comparison.steps if s.evidence.step > step.evidence.step])
+    edit = _edit(comparison.sequence, positions, before)
+    explanation = Explanation((edit,), None, worst, 1, 1, n_later, n_later)
+    return ShortenedResult(
+        kept, worst, place, SearchResult(explanation, (edit.name,), 1, is_cut=False)
+    )

@@ -1,0 +1,58 @@
+"""A snapshot of a model's weights, shared and not copied."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+from torch import Tensor, nn
+
+
+class Snapshot(Struct):
+    """A model's class, configuration and weights, shared and not copied, as of one moment.
+
+    `grafts` are leaf modules of another library (adapters, quantised matrices), which the reference
+    uses as they are. `versions` is the sum of the weights' in-place modifications.
+    """
+
+    model_class: type
+    config: Any
+    tensors: dict[str, Tensor]
+    grafts: dict[str, nn.Module]
+    parameters: Sequence[Tensor]
+    versions: int
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of the weights."""
+        return sum(one.nbytes for one in self.parameters)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the weights were not modified in place since."""
+        return self.versions == _versions(self.parameters)
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """Return the weights of a model, without copying them."""
+    parameters = list(model.parameters())
+    tensors = dict(model.state_dict(keep_vars=True).items())
+    grafts = {
+        name: module for name, module in model.named_modules() if name and _is_foreign_leaf(module)
+    }
+    config = copy.deepcopy(getattr(model, "config", None))
+    return Snapshot(model.__class__, config, tensors, grafts, parameters, _versions(parameters))
+
+
+def _versions(tensors: Sequence[Tensor]) -> int:
+    return sum(0 if one.is_inference() else one._version for one in tensors)
+
+
+_FOREIGN = ("peft.", "bitsandbytes.", "quanto.", "optimum.", "torchao.", "hqq.", "gptqmodel.")
+
+
+def _is_foreign_leaf(module: nn.Module) -> bool:
+    name = f"{type(module).__module__}."
+    return name.startswith(_FOREIGN) and not hasattr(module, "config")

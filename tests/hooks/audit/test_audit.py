@@ -1,0 +1,216 @@
+"""What an audit judges, what it does not, and that it leaves the program alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support.tiny import ids, make_model
+
+from flexinspect.core import plugins
+from flexinspect.records.finding import Finding
+from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
+from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.audit.clean_classes import replaced_names
+from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.forward_edits import Edit
+from flexinspect_hooks.audit.forward_run import LOGITS, Run
+from flexinspect_hooks.audit.hypotheses import load_hypotheses
+from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
+from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session, describe_verdict
+from flexinspect_hooks.audit.weights import snapshot
+from flexinspect_hooks.capture.new_trace import create_trace
+from flexinspect_hooks.loading.tokenizers import IdAdapter
+from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
+from flexinspect_hooks.user_code.watch_session import WatchSession
+
+Audit = Callable[..., tuple[list[Verdict], list[Finding], list[str]]]
+
+KINDS = (AUDIT_EVENT, AUDIT_SKIPPED_EVENT)
+
+
+@pytest.fixture
+def audit(tmp_path: Path) -> Audit:
+    """Run code that calls a model, and audit its steps afterwards."""
+
+    def run(
+        model: Any, program: Callable[[], object], after: Callable[[], object] = lambda: None
+    ) -> tuple[list[Verdict], list[Finding], list[str]]:
+        path = tmp_path / "t.flextrace"
+        writer = create_trace(path, (), "advanced", None)
+        session = WatchSession(model, writer, DeclaredPrompt(IdAdapter()), level="advanced")
+        store = session.context.evidence = EvidenceStore()
+        store.find_model = lambda: model
+        with session, torch.no_grad():
+            program()
+            session.close("finished", None)
+            after()
+            budget = AuditBudget(AuditOptions())
+            verdicts = audit_session(store, session.recorder, session.rule_runner, budget)
+        writer.close("finished")
+        with open_trace(path) as reader:
+            events = [r.event.text for r in reader.events() if r.event.kind in KINDS]
+            findings = [one for one in reader.findings() if one.id.startswith("audit.")]
+        return verdicts, findings, events
+
+    return run
+
+
+def decode(model: Any, n: int = 3) -> None:
+    rows, past = torch.tensor([ids(12, 3)]), None
+    for _ in range(n):
+        output = model(rows, past_key_values=past, use_cache=True)
+        past, rows = output.past_key_values, output.logits[:, -1:].argmax(-1)
+
+
+def test_every_step_of_a_correct_loop_agrees(audit: Audit) -> None:
+    model = make_model("llama")
+    verdicts, findings, events = audit(model, lambda: decode(model))
+    assert [(one.n_steps, one.n_rows, one.divergence) for one in verdicts] == [(3, 14, None)]
+    assert not findings
+    assert "3 steps, 14 rows agree with the untouched implementation" in events[0]
+
+
+def test_an_audit_changes_neither_weights_nor_random_numbers(audit: Audit) -> None:
+    model = make_model("gemma2")
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    states = []
+    audit(model, lambda: decode(model), after=lambda: states.append(torch.get_rng_state()))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_weights_that_were_modified_later_are_not_judged(audit: Audit) -> None:
+    model = make_model("llama")
+    verdicts, findings, events = audit(
+        model, lambda: decode(model), after=lambda: model.lm_head.weight.add_(1)
+    )
+    assert not verdicts
+    assert not findings
+    assert events == ["The steps were not audited: The weights were modified after the steps ran."]
+
+
+def test_a_training_step_is_not_judged(audit: Audit) -> None:
+    model = make_model("llama").train()
+
+    def step() -> None:
+        with torch.enable_grad():
+            model(torch.tensor([ids(12, 3)]))
+
+    _, findings, events = audit(model, step)
+    assert not findings
+    assert events == [
+        "Generation 0: no step was judged. Not judged: a training step is not a generation."
+    ]
+
+
+def test_equal_prompts_may_be_beams_from_their_second_decode_step_on(audit: Audit) -> None:
+    model = make_model("llama")
+
+    def beams() -> None:
+        rows, past = torch.tensor([ids(12, 3)] * 2), None
+        for _ in range(3):
+            output = model(rows, past_key_values=past, use_cache=True)
+            past, rows = output.past_key_values, output.logits[:, -1].topk(2).indices[:1].T
+
+    verdicts, findings, _ = audit(model, beams)
+    assert not findings
+    assert [one.n_steps for one in verdicts] == [2, 2]
+    assert all("they may be beams" in one.not_judged[0] for one in verdicts)
+
+
+def test_a_model_of_no_known_architecture_is_not_judged(audit: Audit) -> None:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class Own(PreTrainedModel):  # type: ignore[misc]
+        config_class = PreTrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.embedding = torch.nn.Embedding(300, 300)
+
+        def forward(self, input_ids: Any) -> Any:
+            return (self.embedding(input_ids),)
+
+    model = Own(PreTrainedConfig())
+    _, findings, events = audit(model, lambda: model(torch.tensor([ids(12, 3)])))
+    assert not findings
+    assert "not an architecture of transformers" in events[0]
+
+
+def test_a_search_that_ran_out_of_time_says_so(audit: Audit, monkeypatch: Any) -> None:
+    monkeypatch.setattr(AuditBudget, "deadline", lambda self: 0.0)
+    model = make_model("llama")
+    verdicts, _, events = audit(model, lambda: decode(model))
+    assert [one.n_steps for one in verdicts] == [0]
+    assert events == ["Generation 0: no step was judged. Not judged: the time was used up."]
+
+
+@pytest.fixture
+def patched_rope() -> Iterator[Any]:
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.apply_rotary_pos_emb
+    modeling_llama.apply_rotary_pos_emb = lambda q, k, *_args, **_kwargs: (q, k)
+    yield modeling_llama
+    modeling_llama.apply_rotary_pos_emb = original
+
+
+def test_a_replaced_function_does_not_reach_the_reference(patched_rope: Any) -> None:
+    model = make_model("llama")
+    assert replaced_names(type(model)) == ["apply_rotary_pos_emb"]
+    positions = torch.arange(12)[None]
+    rows = ids(12, 3)
+    clean = Reference(snapshot(model)).run(rows, Run(positions), range(12))[LOGITS, None]
+    with torch.no_grad():
+        faulty = model(torch.tensor([rows])).logits
+    assert not torch.allclose(clean, faulty, atol=1e-2)
+
+
+def test_a_fault_of_a_plug_in_is_tried(audit: Audit, monkeypatch: Any) -> None:
+    def cold(probe: Any) -> Iterator[Edit]:
+        def attention(call: Any) -> Any:
+            return replace(call, query=call.query / 2)
+
+        yield Edit(name="softmax.cold", sentence="with scores divided by 2", attention=attention)
+
+    group = {"own": "tests:cold"}
+    monkeypatch.setattr(plugins, "BUILT_IN", {**plugins.BUILT_IN, plugins.HYPOTHESES: group})
+    monkeypatch.setattr(plugins, "_import", lambda point: cold)
+    assert load_hypotheses() == ([cold], {})
+    model = make_model("llama")
+    for block in model.model.layers:
+        block.self_attn.scaling /= 2
+    import flexinspect_hooks.audit.program_audit as module
+
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "load_hypotheses", lambda: ([cold], {}))
+    _, findings, _ = audit(model, lambda: decode(model))
+    assert ["with scores divided by 2" in one.sentence for one in findings] == [True]
+
+
+def test_where_nothing_fits_the_finding_says_what_was_tried(audit: Audit) -> None:
+    model = make_model("llama")
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    verdicts, findings, events = audit(model, lambda: decode(model, 2))
+    assert [one.id for one in findings] == ["audit.unexplained"]
+    assert findings[0].sentence.startswith('Layer 1, step 0: from position 0 "')
+    assert "the hidden state differs" in findings[0].sentence
+    assert "gives these numbers (scale, " in findings[0].sentence
+    assert describe_verdict(verdicts[0]) == events[0]
+
+
+def test_numbers_that_are_not_finite_are_a_divergence(audit: Audit) -> None:
+    model = make_model("llama")
+    handle = model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, output: output * float("nan")
+    )
+    _, findings, _ = audit(model, lambda: decode(model, 1))
+    handle.remove()
+    assert len(findings) == 1
+    assert "the hidden state has NaN or Inf" in findings[0].sentence
