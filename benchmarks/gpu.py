@@ -94,7 +94,7 @@ def _measure(
             left_out.append(f"times of {part.configs[0]} at {part.lengths[0]} keys")
             continue
         speeds.append(KernelComparison(part).speed(say))
-    differing = [one for one in done if one.status == "differs"]
+    differing = [one for one in done if one.status in ("differs", "varies")]
     for one in differing:
         print("\n".join(evaluation_lines(one)))
     print("\n".join(summary_lines(done)))

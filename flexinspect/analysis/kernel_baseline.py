@@ -97,7 +97,7 @@ def regressions(baseline: Baseline, evaluations: Sequence[KernelEvaluation]) -> 
 def _reasons(before: BaselineEntry, now: BaselineEntry) -> Iterator[str]:
     if before.status != "not compared" and now.status == "not compared":
         yield "it was compared, and cannot be now"
-    if before.status == "same" and now.status == "differs":
+    if before.status in ("same", "varies") and now.status == "differs":
         yield "it was within tolerance, and is not now"
     if before.bit_equal and not now.bit_equal:
         yield "its runs were bit-equal, and are not now"

@@ -187,3 +187,83 @@ def dropout_left_on(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: flo
 def nan_lse(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
     out, lse = flash(q, k, v, attn_mask, scale, None)
     return out, lse * torch.nan
+
+
+# -- wrong addresses and formulas ------------------------------------------------------------------
+
+
+def _moved(tensor: Tensor, n: int) -> Tensor:
+    """What is read `n` elements away; beyond the ends lies something else."""
+    flat, other = tensor.flatten(), torch.full((abs(n),), 3.0, dtype=tensor.dtype)
+    moved = torch.cat([flat[n:], other]) if n > 0 else torch.cat([other, flat[:n]])
+    return moved.reshape(tensor.shape)
+
+
+def key_pointer_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, _moved(k, 1), v, attn_mask, scale, None)
+
+
+def value_pointer_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, _moved(v, -1), attn_mask, scale, None)[0]
+
+
+def _scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    key, value = (each.float().repeat_interleave(group, 1) for each in (k, v))
+    return q.float() @ key.mT, value
+
+
+def _cells(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool) if mask is None else mask
+
+
+def rescale_missing(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    scores = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    top, total = torch.full(q.shape[:3], -torch.inf), torch.zeros(q.shape[:3])
+    out = torch.zeros(q.shape)
+    for start in range(0, k.shape[2], BLOCK):
+        part = scores[..., start : start + BLOCK]
+        new = torch.maximum(top, part.amax(-1))
+        weights = (part - new[..., None]).exp()
+        total = total * (top - new).exp() + weights.sum(-1)
+        out, top = out + weights @ value[:, :, start : start + BLOCK], new
+    return (out / total[..., None]).to(q.dtype)
+
+
+def softmax_over_rows(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    closed = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return (torch.softmax(closed, -2) @ value).to(q.dtype)
+
+
+def softcap_before_scale(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0, softcap: Any = None
+) -> Any:
+    scores, value = _scores(q, k, v)
+    capped = softcap * (scores / softcap).tanh() * scale
+    closed = capped.masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return (torch.softmax(closed, -1) @ value).to(q.dtype)
+
+
+def mask_after_softmax(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    return ((torch.softmax(scores * scale, -1) * _cells(q, k, attn_mask)) @ value).to(q.dtype)
+
+
+def mask_added_as_number(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0
+) -> Any:
+    scores, value = _scores(q, k, v)
+    return (torch.softmax(scores * scale + _cells(q, k, attn_mask), -1) @ value).to(q.dtype)
+
+
+def not_normalized(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    closed = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return ((closed - closed.amax(-1, keepdim=True)).exp() @ value).to(q.dtype)
+
+
+def scores_as_weights(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    return ((scores * scale * _cells(q, k, attn_mask)) @ value).to(q.dtype)

@@ -8,7 +8,9 @@ The residual is reported as the proof. Nothing is claimed for a kernel within to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import permutations
 
 import torch
 from msgspec.structs import replace
@@ -27,6 +29,7 @@ from flexinspect_hooks.kernels.oracle import (
 )
 from flexinspect_hooks.kernels.problem import Problem
 from flexinspect_hooks.kernels.reference import Reference, largest, mean, nan_as_inf
+from flexinspect_hooks.kernels.wrong_formulas import FormulaFault, formula_faults
 from flexinspect_hooks.kernels.wrong_inputs import input_faults
 from flexinspect_hooks.kernels.wrong_masks import MaskFault, mask_faults
 
@@ -123,6 +126,8 @@ class _Search:
         found = [*self._mask_diagnoses()] if wrong_keys or use is None or use.skipped else []
         if not found:
             found = [*self._score_diagnoses(), *self._head_diagnoses(), *self._input_diagnoses()]
+        if not found:
+            found = [*self._formula_diagnoses()]
         if not found and not wrong_keys:
             found = [*self._accumulation_diagnoses()]
         if not found and wrong_keys:
@@ -131,9 +136,16 @@ class _Search:
             return self._unexplained()
         return min(found, key=lambda each: math.inf if each.residual is None else each.residual)
 
-    def _residual(self, variation: Variation, problem: Problem | None = None) -> float:
-        """The largest difference to a variation, in rows that have an open key in both."""
+    def _residual(
+        self, variation: Variation, problem: Problem | None = None, where: Tensor | None = None
+    ) -> float:
+        """The largest difference to a variation, in rows that have an open key in both.
+
+        `where` leaves rows out, bool (batch, heads, rows).
+        """
         rows = variation.cells.any(-1) & self._bar.rows
+        if where is not None:
+            rows = rows & where
         out = attend(problem or self._problem, variation).out
         return self._distance(out, rows.expand(self._out.shape[:3]))
 
@@ -146,10 +158,12 @@ class _Search:
         self, residual: float, variation: Variation, problem: Problem | None = None
     ) -> bool:
         """Whether so little remains that the variation must be what the kernel computes."""
+        limit = partial(self._bar.tolerance_of, variation, problem or self._problem)
+        return self._is_small(residual, limit)
+
+    def _is_small(self, residual: float, limit: Callable[[], float]) -> bool:
         is_visible = self._error > self._bar.tolerance.max_abs  # else any variation would fit
-        if not is_visible or residual > _EXPLAINED_SHARE * self._error:
-            return False
-        return residual <= self._bar.tolerance_of(variation, problem or self._problem)
+        return is_visible and residual <= _EXPLAINED_SHARE * self._error and residual <= limit()
 
     # -- which keys --------------------------------------------------------------------------------
 
@@ -201,10 +215,16 @@ class _Search:
     # -- scores, heads, inputs ---------------------------------------------------------------------
 
     def _input_diagnoses(self) -> Iterator[KernelDiagnosis]:
-        for fault in input_faults(self._problem):
+        for fault in input_faults(self._problem, self._kernel.layout):
             problem = self._problem.with_inputs(fault.qkv)
-            residual = self._residual(self._right, problem)
+            residual = self._residual(self._right, problem, fault.rows)
             if self._explains(residual, self._right, problem):
+                yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
+
+    def _formula_diagnoses(self) -> Iterator[KernelDiagnosis]:
+        for fault in formula_faults(self._problem):
+            residual = self._distance(fault.out, self._bar.rows)
+            if self._is_small(residual, partial(self._rounding_of, fault)):
                 yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
 
     def _score_diagnoses(self) -> Iterator[KernelDiagnosis]:
@@ -221,6 +241,7 @@ class _Search:
         if right.score_mod is not None:
             text = f"The score_mod {config.score_mod} is ignored."
             yield "score-mod-ignored", text, replace(right, score_mod=None)
+        yield from self._score_orders()
         scale, default = right.scale, float(config.head_dim**-0.5)
         scales = (
             (1.0, "no scale is applied"),
@@ -229,6 +250,7 @@ class _Search:
             (scale * math.log(2), "exp2 is used for exp"),
             (scale / math.log(2), "exp is used for exp2"),
             (1 / config.head_dim, "it is 1 / head size"),
+            (1 / default, "the scores are multiplied by the root of the head size, not divided"),
             (-scale, "its sign is wrong"),
         )
         reasons: dict[float, list[str]] = {}  # numbers that are equal have several reasons
@@ -239,6 +261,16 @@ class _Search:
                 kind = "scale-missing" if other == 1.0 else "scale"
                 text = f"The scale is {other:g} instead of {scale:g}: {', or '.join(why)}."
                 yield kind, text, replace(right, scale=other)
+
+    def _score_orders(self) -> Iterator[tuple[str, str, Variation]]:
+        right = self._right
+        absent = {"softcap": right.softcap is None, "score_mod": right.score_mod is None}
+        present = tuple(change for change in right.order if not absent.get(change))
+        for order in permutations(present):
+            if order != present:
+                must = ", ".join(present)
+                text = f"The scores are changed in the order {', '.join(order)}; it must be {must}."
+                yield "score-order", text, replace(right, order=order)
 
     def _head_diagnoses(self) -> Iterator[KernelDiagnosis]:
         """Query heads that use another key head, each found by itself."""
@@ -264,6 +296,14 @@ class _Search:
         if variation.kv_head == repeated and len(wrong) > 1:
             text = "Key heads are repeated as 0, 1, ..., 0, 1, ...; neighbours must share one."
         yield KernelDiagnosis("key-head", text, residual, self._error)
+
+    def _rounding_of(self, fault: FormulaFault) -> float:
+        """The largest error that a kernel with a wrong formula may have."""
+        narrow = formula_faults(self._problem, torch.float32)
+        same = next(each.out for each in narrow if each.sentence == fault.sentence)
+        error = largest((same.double() - fault.out)[self._bar.rows].abs())
+        bar = self._bar.tolerance
+        return max(self._bar.tolerance_at(fault.out), bar.factor * error)
 
     # -- additions ---------------------------------------------------------------------------------
 
@@ -360,6 +400,12 @@ def _lse_diagnosis(
         left = residual(other, torch.ones_like(rows))
         if left <= min(max(one.lse.tolerance, 1e-4), _EXPLAINED_SHARE * error):
             return KernelDiagnosis(kind, text, left, error)
+    for fault in input_faults(problem, kernel.layout):
+        other = attend(problem.with_inputs(fault.qkv)).lse
+        left = residual(other, rows if fault.rows is None else fault.rows)
+        if left <= min(max(one.lse.tolerance, 1e-4), _EXPLAINED_SHARE * error):
+            text = f"{fault.sentence} These inputs hide it in the output, not in the LSE."
+            return KernelDiagnosis(fault.kind, text, left, error)
     size = mean((lse - bar.oracle.lse)[rows].abs())
     for name, block, result in _low_precision_sums(problem):
         expected = mean((result.lse - bar.oracle.lse)[rows].abs())

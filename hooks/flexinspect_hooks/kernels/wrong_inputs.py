@@ -11,25 +11,32 @@ from torch import Tensor
 from flexinspect_hooks.kernels.problem import Problem
 
 _NAMES = ("q", "k", "v")
+_OFFSETS = (1, 2, 4, 8, 16)  # elements; vector loads are powers of two
+
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 class InputFault(Struct, frozen=True):
-    """Wrong inputs: q (batch, query heads, rows, head size), k and v of the problem's shapes."""
+    """Wrong inputs: q (batch, query heads, rows, head size), k and v of the problem's shapes.
+
+    `rows` are those that only read known memory, bool (batch, query heads, rows); None means all.
+    """
 
     kind: str
     sentence: str
-    qkv: tuple[Tensor, Tensor, Tensor]
+    qkv: QKV
+    rows: Tensor | None = None
 
 
-def input_faults(problem: Problem) -> Iterator[InputFault]:
-    """Yield the wrong inputs that differ from the problem's."""
+def input_faults(problem: Problem, layout: str = "bhsd") -> Iterator[InputFault]:
+    """Yield the wrong inputs that differ from the problem's, of a kernel with this layout."""
     qkv = (problem.q, problem.k, problem.v)
-    for fault in (*_exchanged(qkv), *_layouts(qkv), *_shifted(qkv)):
+    for fault in (*_exchanged(qkv), *_layouts(qkv), *_shifted(qkv), *_offsets(problem, layout)):
         if not all(torch.equal(*pair) for pair in zip(fault.qkv, qkv, strict=True)):
             yield fault
 
 
-def _exchanged(qkv: tuple[Tensor, Tensor, Tensor]) -> Iterator[InputFault]:
+def _exchanged(qkv: QKV) -> Iterator[InputFault]:
     q, k, v = qkv
     yield InputFault("inputs-exchanged", "k and v are exchanged.", (q, v, k))
     if q.shape == k.shape:
@@ -37,7 +44,7 @@ def _exchanged(qkv: tuple[Tensor, Tensor, Tensor]) -> Iterator[InputFault]:
         yield InputFault("inputs-exchanged", "q and v are exchanged.", (v, k, q))
 
 
-def _layouts(qkv: tuple[Tensor, Tensor, Tensor]) -> Iterator[InputFault]:
+def _layouts(qkv: QKV) -> Iterator[InputFault]:
     for index, name in enumerate(_NAMES):
         batch, heads, length, width = qkv[index].shape
         memory = qkv[index].reshape(batch, length, heads, width).transpose(1, 2)
@@ -48,7 +55,7 @@ def _layouts(qkv: tuple[Tensor, Tensor, Tensor]) -> Iterator[InputFault]:
         yield InputFault("layout", text, _replaced(qkv, index, memory))
 
 
-def _shifted(qkv: tuple[Tensor, Tensor, Tensor]) -> Iterator[InputFault]:
+def _shifted(qkv: QKV) -> Iterator[InputFault]:
     for index, name in ((1, "k"), (2, "v")):
         for shift, word in ((1, "before"), (-1, "after")):
             text = f"For each key, {name} of the key {word} it is read."
@@ -56,8 +63,46 @@ def _shifted(qkv: tuple[Tensor, Tensor, Tensor]) -> Iterator[InputFault]:
             yield InputFault("key-shifted", text, moved)
 
 
-def _replaced(
-    qkv: tuple[Tensor, Tensor, Tensor], index: int, tensor: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _offsets(problem: Problem, layout: str) -> Iterator[InputFault]:
+    """Tensors that are read from a wrong address.
+
+    What lies beyond their ends is unknown. It is taken to be 0, or the rows that it reaches do not
+    count.
+    """
+    qkv = (problem.q, problem.k, problem.v)
+    for index, name in enumerate(_NAMES):
+        width = qkv[index].shape[-1]
+        for n in (*_OFFSETS, width):
+            for sign, word in ((1, "after"), (-1, "before")):
+                count = "1 element" if n == 1 else f"{n} elements"
+                text = f"{name} is read from {count} {word} its address."
+                moved, beyond = _moved(qkv[index], sign * n, layout)
+                for filled, rows in (
+                    (moved.masked_fill(beyond, 0), None),
+                    (moved, _known_rows(problem, index, beyond)),
+                ):
+                    yield InputFault("pointer-offset", text, _replaced(qkv, index, filled), rows)
+
+
+def _moved(tensor: Tensor, n: int, layout: str) -> tuple[Tensor, Tensor]:
+    """Return a tensor read `n` elements away, and which elements lie beyond its ends."""
+    memory = tensor.transpose(1, 2) if layout == "bshd" else tensor
+    position = torch.arange(memory.numel(), device=tensor.device) + n
+    beyond = ((position < 0) | (position >= memory.numel())).reshape(memory.shape)
+    moved = memory.reshape(-1).roll(-n).reshape(memory.shape)
+    return (moved.transpose(1, 2), beyond.transpose(1, 2)) if layout == "bshd" else (moved, beyond)
+
+
+def _known_rows(problem: Problem, index: int, beyond: Tensor) -> Tensor:
+    """Return the rows that read no element beyond the ends, bool (batch, query heads, rows)."""
+    unknown = beyond.any(-1)
+    if index == 0:
+        return ~unknown
+    group = problem.config.q_heads // problem.config.kv_heads
+    keys = unknown.repeat_interleave(group, 1)[:, :, None]
+    return ~(problem.cells & keys).any(-1)
+
+
+def _replaced(qkv: QKV, index: int, tensor: Tensor) -> QKV:
     q, k, v = (tensor if at == index else each for at, each in enumerate(qkv))
     return q, k, v
