@@ -283,6 +283,46 @@ def test_the_coarser_dtype_sets_the_noise(tmp_path: Path) -> None:
     assert "rounding in bfloat16 and float32" in found.noise.source
 
 
+def two_layers(step: StepRecord, first: float, second: float) -> StepRecord:
+    """A step in bfloat16 whose hidden states of layers 0 and 1 are shifted."""
+    shape = step.q_len, 4
+    arrays = tuple(
+        ArrayRecord("hidden", np.full(shape, 1 + by), layer)
+        for layer, by in enumerate((first, second))
+    )
+    step = of_calls(step, lambda call: replace(call, dtype="bfloat16"))
+    return replace(step, arrays=(*step.arrays, *arrays))
+
+
+@pytest.mark.parametrize(
+    ("shifts", "run", "verdict", "limit"),
+    [
+        ((0, 0.004), {}, "different", 2**-12),
+        ((0, 1e-4), {}, "rounding", None),  # a last bit of few numbers
+        ((0.004, 0.004), {}, "rounding", None),  # nothing before it shows how both round
+        ((0, 0.004), {"versions": {"torch": "2.14"}}, "rounding", None),
+        ((0, 0.004), {"threads": 7}, "rounding", None),
+        ((0, 0.2), {"threads": 7}, "different", 0.1),
+    ],
+)
+def test_a_first_difference_between_runs_under_the_same_conditions_has_a_limit_of_its_own(
+    shifts: tuple[float, float],
+    run: dict[str, Any],
+    verdict: str,
+    limit: float | None,
+    tmp_path: Path,
+) -> None:
+    one, other = ([two_layers(step, *by) for step in clean()] for by in ((0, 0), shifts))
+    a, b = write(tmp_path / "a.flextrace", one), write(tmp_path / "b.flextrace", other, **run)
+    found = compare(a, b).generations[0]
+    assert found.verdict == verdict
+    place = found.first and (found.first.step, found.first.layer, found.first.limit)
+    assert place == (None if limit is None else (0, 1, limit))
+    text = "\n".join(comparison_lines(compare(a, b)))
+    assert ("as both ran under the same conditions" in text) == (not run)
+    assert ("<- beyond noise" in text) == (verdict == "different")
+
+
 def test_repeats_in_one_trace_lower_the_floor_of_runs_under_the_same_conditions(
     tmp_path: Path,
 ) -> None:

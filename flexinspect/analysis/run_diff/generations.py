@@ -112,8 +112,13 @@ Side = tuple[TraceReader, int]
 """A generation of a trace."""
 
 
-def compare_generations(a: Side, b: Side, noise: Noise | None = None) -> GenerationDifference:
-    """Compare a generation of A with one of B; by default the noise is that of their dtypes."""
+def compare_generations(
+    a: Side, b: Side, noise: Noise | None = None, *, same_conditions: bool = False
+) -> GenerationDifference:
+    """Compare a generation of A with one of B; by default the noise is that of their dtypes.
+
+    `same_conditions` tells that they ran with the same versions, device, threads and kernels.
+    """
     prompts = [[t for t in reader.tokens(number) if t.step is None] for reader, number in (a, b)]
     result = GenerationDifference(
         generation=a[1],
@@ -123,7 +128,7 @@ def compare_generations(a: Side, b: Side, noise: Noise | None = None) -> Generat
     )
     if result.prompt is not None:
         return result
-    walk = Walk(a, b, noise)
+    walk = Walk(a, b, noise, same_conditions=same_conditions)
     walk.run()
     return replace(result, texts=_read_texts(a, walk.steps), **walk.fields())
 
@@ -177,13 +182,17 @@ class Walk:
     has the largest finite difference of each quantity and layer.
     """
 
-    def __init__(self, a: Side, b: Side, noise: Noise | None) -> None:
-        self._sides = (a, b)
+    def __init__(
+        self, a: Side, b: Side, noise: Noise | None, *, same_conditions: bool = False
+    ) -> None:
+        self._sides, self._same_conditions = (a, b), same_conditions
         self._watched = (_WatchedSteps(a), _WatchedSteps(b))
         self._same_segments = alignment.have_same_segments(a, b)
         self.noise = noise
         self.first: Place | None = None
         self._begins: Place | None = None
+        self._n_equal, self._has_differed = 0, False
+        self._first_number: QuantityDifference | None = None
         self.steps: list[StepDifference] = []
         self.layers = LayerAlignment()
         self.compared: dict[str, Compared] = {}
@@ -207,7 +216,7 @@ class Walk:
         real = self._watched[0].real
         return {
             "steps": tuple(self.steps),
-            "limit": noise.limit("hidden", None),
+            "limit": noise.first if noise.first_key else noise.limit("hidden", None),
             "words": self._words,
             "padding": () if real is None else tuple(np.flatnonzero(~real).tolist()),
             "alike": tuple(tuple(one.stale) for one in self._watched),
@@ -234,7 +243,9 @@ class Walk:
         pair = alignment.align_pair(one, other, finds, self.layers if self.steps else None)
         self.layers = pair.layers
         if self.noise is None:
-            self.noise = quantities.noise_of_dtypes(pair.a, pair.b)
+            self.noise = quantities.noise_of_dtypes(
+                pair.a, pair.b, same_conditions=self._same_conditions and self.layers.is_plain
+            )
         found = step_diff.compare_steps(pair.a, pair.b, pair.finds, real=real)
         found = replace(found, rows=pair.rows)
         self.steps.append(found)
@@ -254,10 +265,23 @@ class Walk:
             if one.difference and self._begins is None:
                 size = one.difference if math.isfinite(one.difference) else None
                 self._begins = Place(step, one.layer, one.quantity, one.reason, size)
+            self._watch_for_first_number(one)
             self.compared.setdefault(one.quantity, Compared()).add(step, one)
             if math.isfinite(one.difference):
                 key = quantities.noise_key(one.quantity, one.layer)
                 self.largest[key] = max(self.largest.get(key, 0.0), one.difference)
+
+    def _watch_for_first_number(self, one: QuantityDifference) -> None:
+        """Note the first number of the model that differs, if some before it are equal.
+
+        Equal numbers show that both runs round alike.
+        """
+        if self._has_differed or not one.exact or one.quantity not in quantities.EXACT:
+            return
+        self._has_differed = bool(one.difference)
+        if self._has_differed and self._n_equal:
+            self._first_number = one
+        self._n_equal += 1
 
     # -- the first place -------------------------------------------------------------------------
 
@@ -296,6 +320,10 @@ class Walk:
             if one.layer is not None and one.layer in odd:
                 a, b = odd[one.layer]
                 return Place(found.step, one.layer, "dtype", "dtype", text=f"{a} against {b}")
+            first = self.noise.first
+            if first is not None and one is self._first_number and one.difference > first:
+                key = quantities.noise_key(one.quantity, one.layer)
+                self.noise = replace(self.noise, first_key=key)
             limit = self.noise.limit(one.quantity, one.layer)
             if one.difference > limit:
                 return self._place(found, one, limit, differences)

@@ -117,7 +117,8 @@ def _compare_pair(
         missing = f"only {(b if one is None else a).path} has it"
         return GenerationDifference(generation=present.generation, missing=missing)
     sides = (a, one.generation), (b, other.generation)
-    return compare_generations(*sides, _repeats_noise(*sides, repeat))
+    same = _conditions(sides[0]) == _conditions(sides[1])
+    return compare_generations(*sides, _repeats_noise(*sides, repeat), same_conditions=same)
 
 
 # -- the noise of repeats -------------------------------------------------------------------------
