@@ -253,12 +253,14 @@ def _further_lines(one: KernelEvaluation) -> Iterator[str]:
 def summary_lines(done: Sequence[KernelEvaluation]) -> Iterator[str]:
     """Yield one line per evaluation, and how many differ."""
     yield ""
+    names, configs = (max(map(len, each)) for each in _columns(done))
     for one in done:
         ratio = ""
         if one.error is not None and one.tolerance is not None and one.tolerance.max_abs:
-            ratio = f"{one.error.max_abs / one.tolerance.max_abs:8.2f} of the tolerance"
+            ratio = f"{one.error.max_abs / one.tolerance.max_abs:8.3g} of the tolerance"
         kinds = ", ".join(each.kind for each in one.diagnoses)
-        text = f"{one.kernel:<16} {one.config:<18} {_verdict(one):<22} {ratio} {kinds}"
+        place = f"{one.kernel:<{max(names, 16)}} {one.config:<{max(configs, 18)}}"
+        text = f"{place} {_verdict(one):<22} {ratio:<26} {kinds}"
         yield f"  {text}".rstrip()
     counts = [sum(one.status == status for one in done) for status in _VERDICTS]
     varying = f"{counts[1]} within tolerance with runs that differ, " if counts[1] else ""
@@ -266,6 +268,10 @@ def summary_lines(done: Sequence[KernelEvaluation]) -> Iterator[str]:
     if warned := [one for one in done if one.warnings]:
         which = f"{plural(len(warned), 'evaluation')} of {len(done)} with a warning"
         yield f"inputs: {which}, such as: {warned[0].warnings[-1]}"
+
+
+def _columns(done: Sequence[KernelEvaluation]) -> tuple[list[str], list[str]]:
+    return [one.kernel for one in done], [one.config for one in done]
 
 
 def _result_text(result: ResultError) -> str:

@@ -194,7 +194,7 @@ def _compare(args: argparse.Namespace, request: KernelRequest) -> int:
     with _progress() as report:
         done += _comparison(request).evaluations(report)
     worse = _worse(args, done)
-    exit_code = _exit_code(done, worse, has_baseline=args.check is not None)
+    exit_code = _exit_code(args, done, worse)
     if args.json:
         facts: dict[str, Any] = {"evaluations": [one.as_json() for one in done]}
         print_json({**facts, "worse": worse, "exit_code": exit_code})
@@ -219,10 +219,16 @@ def _worse(args: argparse.Namespace, done: Sequence[KernelEvaluation]) -> list[s
 
 
 def _exit_code(
-    done: Sequence[KernelEvaluation], worse: Sequence[str], *, has_baseline: bool
+    args: argparse.Namespace, done: Sequence[KernelEvaluation], worse: Sequence[str]
 ) -> int:
-    failing = {"differs"} if has_baseline else {"differs", "varies"}  # a baseline knows who varies
-    if worse or any(one.status in failing for one in done):
+    """1 if a kernel fails; with a baseline, only where it did not fail already."""
+    failing = [one for one in done if one.status in ("differs", "varies")]
+    if args.check is not None:
+        from flexinspect.analysis.kernel_baseline import is_new_fault, load_baseline
+
+        baseline = load_baseline(args.check)
+        failing = [one for one in failing if is_new_fault(baseline, one)]
+    if worse or failing:
         return 1
     return 0 if any(one.status != "not compared" for one in done) else 2
 

@@ -222,6 +222,8 @@ class _Search:
                 yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
 
     def _formula_diagnoses(self) -> Iterator[KernelDiagnosis]:
+        if (scaled := self._scaled_output()) is not None:
+            yield scaled
         for fault in formula_faults(self._problem):
             residual = self._distance(fault.out, self._bar.rows)
             if self._is_small(residual, partial(self._rounding_of, fault)):
@@ -241,6 +243,10 @@ class _Search:
         if right.score_mod is not None:
             text = f"The score_mod {config.score_mod} is ignored."
             yield "score-mod-ignored", text, replace(right, score_mod=None)
+        if right.softcap is not None and right.score_mod is not None:
+            text = f"The softcap of {right.softcap:g} and the score_mod {config.score_mod} are "
+            without = replace(right, softcap=None, score_mod=None)
+            yield "score-mod-ignored", f"{text}ignored.", without
         yield from self._score_orders()
         scale, default = right.scale, float(config.head_dim**-0.5)
         scales = (
@@ -296,6 +302,19 @@ class _Search:
         if variation.kv_head == repeated and len(wrong) > 1:
             text = "Key heads are repeated as 0, 1, ..., 0, 1, ...; neighbours must share one."
         yield KernelDiagnosis("key-head", text, residual, self._error)
+
+    def _scaled_output(self) -> KernelDiagnosis | None:
+        """The right output times a number, fitted by least squares."""
+        truth, rows = self._bar.oracle.out, self._bar.rows
+        right, got = truth[rows], self._out[rows]
+        factor = float((right * got).sum() / right.square().sum().clamp_min(1e-300))
+        if not math.isfinite(factor):
+            return None
+        residual = self._distance(truth * factor, rows)
+        if not self._is_small(residual, partial(self._bar.tolerance_at, truth * factor)):
+            return None
+        text = f"The output is the right one times {factor:.6g}."
+        return KernelDiagnosis("output-scaled", text, residual, self._error)
 
     def _rounding_of(self, fault: FormulaFault) -> float:
         """The largest error that a kernel with a wrong formula may have."""

@@ -232,10 +232,30 @@ def test_inputs_beyond_the_range_of_a_dtype_are_not_the_fault_of_a_kernel() -> N
     assert nan.status == "differs"
 
 
-def test_a_kernel_with_an_unknown_fault_is_not_given_a_class_of_its_own() -> None:
+def test_an_output_times_a_number_is_told_with_the_number() -> None:
     def halved(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
         return planted.flash(q, k, v, attn_mask, scale, None)[0] * 0.5
 
-    one = evaluate(halved, CAUSAL)
+    (found,) = evaluate(halved, HALF).diagnoses
+    assert found.kind == "output-scaled"
+    assert "the right one times 0.5" in found.sentence
+
+
+def test_a_kernel_that_ignores_its_score_mod_loses_the_softcap_with_it() -> None:
+    def plain(
+        q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0, score_mod: Any = None
+    ) -> Any:
+        return planted.flash(q, k, v, attn_mask, scale, None)[0]
+
+    (found,) = evaluate(plain, {**SOFTCAP, "score_mod": "alibi"}).diagnoses
+    assert found.kind == "score-mod-ignored"
+    assert found.sentence == "The softcap of 2 and the score_mod alibi are ignored."
+
+
+def test_a_kernel_with_an_unknown_fault_is_not_given_a_class_of_its_own() -> None:
+    def clipped(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        return planted.flash(q, k, v, attn_mask, scale, None)[0].clamp(-0.5, 0.5)
+
+    one = evaluate(clipped, CAUSAL)
     assert [each.kind for each in one.diagnoses] == ["unexplained"]
     assert "uses the right keys" in one.diagnoses[0].sentence
