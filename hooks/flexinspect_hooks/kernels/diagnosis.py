@@ -162,7 +162,8 @@ class _Search:
         return self._is_small(residual, limit)
 
     def _is_small(self, residual: float, limit: Callable[[], float]) -> bool:
-        is_visible = self._error > self._bar.tolerance.max_abs  # else any variation would fit
+        assert self._one.error is not None
+        is_visible = not self._bar.is_within(self._one.error)  # else any variation would fit
         return is_visible and residual <= _EXPLAINED_SHARE * self._error and residual <= limit()
 
     # -- which keys --------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ class _Search:
         residual = self._distance(truth * factor, rows)
         if not self._is_small(residual, partial(self._bar.tolerance_at, truth * factor)):
             return None
-        text = f"The output is the right one times {factor:.6g}."
+        text = f"The output is the right one times {factor:.9g}."
         return KernelDiagnosis("output-scaled", text, residual, self._error)
 
     def _rounding_of(self, fault: FormulaFault) -> float:
@@ -358,6 +359,8 @@ class _Search:
             return KernelDiagnosis("nan", text)
         heads = [h for h, value in enumerate(one.heads) if not value <= self._bar.tolerance.max_abs]
         where = f"{format_numbers('head', heads)}, {plural(len(one.wrong_rows), 'row')}"
+        if not heads:
+            where = "no element is above the tolerance, and the mean is"
         use = one.key_use
         known = use is not None and not use.skipped
         keys = "The kernel uses the right keys and values, so its arithmetic is wrong, or it reads "

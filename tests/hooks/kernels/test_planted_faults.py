@@ -241,6 +241,17 @@ def test_an_output_times_a_number_is_told_with_the_number() -> None:
     assert "the right one times 0.5" in found.sentence
 
 
+def test_an_error_that_only_the_mean_shows_has_a_class_too() -> None:
+    def biased(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+        return planted.flash(q, k, v, attn_mask, scale, None)[0] * (1 + 4e-6)
+
+    one = evaluate(biased, {**CAUSAL, "q_len": 240, "kv_len": 240}, inputs="unit")
+    assert one.error is not None
+    assert one.tolerance is not None
+    assert one.error.max_abs <= one.tolerance.max_abs
+    assert [each.kind for each in one.diagnoses] == ["output-scaled"], str(one)
+
+
 def test_a_kernel_that_ignores_its_score_mod_loses_the_softcap_with_it() -> None:
     def plain(
         q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0, score_mod: Any = None
