@@ -139,8 +139,7 @@ def _noise_text(noise: Noise) -> str:
     by = ", by quantity" if spread else ""
     text = f"{spread}{noise.floor:.3g} relative{by} ({noise.source})"
     if noise.first is not None:
-        first = f"{noise.first:.2g} for the first number that differs"
-        return f"{text}, {first}, as both ran under the same conditions"
+        return f"{text}, {noise.first:.2g} for the first number that differs after equal ones"
     coarse = "; smaller faults do not show: record both under the same conditions (versions, "
     coarse += "device, dtype, kernels, threads), or use --noise"
     return text + coarse * (lowest >= _COARSE)

@@ -192,6 +192,7 @@ class Walk:
         self.first: Place | None = None
         self._begins: Place | None = None
         self._n_equal, self._has_differed = 0, False
+        self._equal_in_step: set[str] = set()
         self._first_number: QuantityDifference | None = None
         self.steps: list[StepDifference] = []
         self.layers = LayerAlignment()
@@ -243,9 +244,7 @@ class Walk:
         pair = alignment.align_pair(one, other, finds, self.layers if self.steps else None)
         self.layers = pair.layers
         if self.noise is None:
-            self.noise = quantities.noise_of_dtypes(
-                pair.a, pair.b, same_conditions=self._same_conditions and self.layers.is_plain
-            )
+            self.noise = quantities.noise_of_dtypes(pair.a, pair.b, has_first=self.layers.is_plain)
         found = step_diff.compare_steps(pair.a, pair.b, pair.finds, real=real)
         found = replace(found, rows=pair.rows)
         self.steps.append(found)
@@ -261,6 +260,7 @@ class Walk:
         return found.is_diverged
 
     def _count(self, step: int, differences: Sequence[QuantityDifference]) -> None:
+        self._equal_in_step.clear()
         for one in differences:
             if one.difference and self._begins is None:
                 size = one.difference if math.isfinite(one.difference) else None
@@ -272,16 +272,20 @@ class Walk:
                 self.largest[key] = max(self.largest.get(key, 0.0), one.difference)
 
     def _watch_for_first_number(self, one: QuantityDifference) -> None:
-        """Note the first number of the model that differs, if some before it are equal.
+        """Note the first number of the model that differs, if others show that both round alike.
 
-        Equal numbers show that both runs round alike.
+        These are equal bit by bit: any number before it under the same conditions, else the same
+        quantity of a layer before it in this step, which the same code computes.
         """
         if self._has_differed or not one.exact or one.quantity not in quantities.EXACT:
             return
-        self._has_differed = bool(one.difference)
-        if self._has_differed and self._n_equal:
+        if not one.difference:
+            self._n_equal += 1
+            self._equal_in_step.add(one.quantity)
+            return
+        self._has_differed = True
+        if one.quantity in self._equal_in_step or (self._same_conditions and self._n_equal):
             self._first_number = one
-        self._n_equal += 1
 
     # -- the first place -------------------------------------------------------------------------
 
@@ -373,7 +377,8 @@ class Walk:
                 ends = ", ".join(
                     f"{one} ends with step {step}" for one, step in zip("AB", last, strict=True)
                 )
-                text = f"{name} alone has steps {format_ranges(late)} ({ends})"
+                which = "step" if len(late) == 1 else "steps"
+                text = f"{name} alone has {which} {format_ranges(late)} ({ends})"
                 self.first = Place(late[0], None, "step", "missing", text=text)
                 return
 

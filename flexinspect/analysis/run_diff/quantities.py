@@ -217,7 +217,7 @@ of the rotation and eager's softmax stay in float32. The floors leave room for l
 SHARES_FACTOR = 10.0
 """Of the floor, for attention: a softmax turns the error of a score into a relative one."""
 FIRST_LIMITS = {"float32": 1e-6, "float16": 2**-15, "bfloat16": 2**-12}
-"""By dtype, the size of a first difference that runs under the same conditions may have.
+"""By dtype, the size of a first difference that runs may have which round alike.
 
 Such runs compute the same bits, until something else than rounding differs. A kernel that adds in
 another order each time changes the last bit of few numbers at first: in float16 and bfloat16 one
@@ -257,10 +257,10 @@ class Noise(Struct, frozen=True):
         return self.measured.get(key, factor * self.floor)
 
 
-def noise_of_dtypes(a: StepRecord, b: StepRecord, *, same_conditions: bool = False) -> Noise:
+def noise_of_dtypes(a: StepRecord, b: StepRecord, *, has_first: bool = False) -> Noise:
     """Return the noise of two steps from the dtypes of their calls, the coarser one counts.
 
-    Runs under the same conditions have a limit of their first difference too.
+    With `has_first`, runs of one dtype have a limit of their first difference too.
     Layers whose dtypes differ while those of most others do not are not noise: see `odd_dtypes`.
     """
     odd = odd_dtypes(a, b)
@@ -268,7 +268,7 @@ def noise_of_dtypes(a: StepRecord, b: StepRecord, *, same_conditions: bool = Fal
     names = sorted(one | other) or ["float32"]
     limit = max(FLOORS.get(name, 0.1) for name in names)
     known = "" if one | other else ", which is assumed"
-    first = FIRST_LIMITS.get(names[0]) if same_conditions and len(names) == 1 else None
+    first = FIRST_LIMITS.get(names[0]) if has_first and len(names) == 1 else None
     return Noise(f"rounding in {' and '.join(names)}{known}", limit, first=first)
 
 
