@@ -20,24 +20,27 @@ from flexinspect.analysis.kernel_report import KernelDiagnosis, KernelEvaluation
 from flexinspect.core.text import format_numbers, plural
 from flexinspect_hooks.kernels.calling import ContractError, Kernel, KernelResult, call_kernel
 from flexinspect_hooks.kernels.key_use import MIN_WEIGHT, measure_key_use
+from flexinspect_hooks.kernels.lse_diagnosis import (
+    EXPLAINED_SHARE,
+    SIZE_RANGE,
+    lse_diagnosis,
+)
 from flexinspect_hooks.kernels.oracle import (
-    Attention,
     Variation,
-    accumulate,
     attend,
+    low_precision_sums,
     scores_of,
+    weights_of,
 )
 from flexinspect_hooks.kernels.problem import Problem
 from flexinspect_hooks.kernels.reference import Reference, largest, mean, nan_as_inf
 from flexinspect_hooks.kernels.wrong_formulas import FormulaFault, formula_faults
-from flexinspect_hooks.kernels.wrong_inputs import input_faults
+from flexinspect_hooks.kernels.wrong_inputs import InputFault, input_faults
 from flexinspect_hooks.kernels.wrong_masks import MaskFault, mask_faults
 
-_EXPLAINED_SHARE = 0.25
-_ACCUMULATION_BLOCKS = (1, 16, 32, 64, 128)
-_SIZE_RANGE = (1 / 3, 3.0)
 _MAX_BIAS = 0.5
 _SEEDED_RUNS = 4
+_MAX_SPREAD = 0.1  # of the logarithm of weights whose sums are rounded
 
 
 def diagnose(
@@ -60,7 +63,7 @@ def diagnose(
     if not bar.is_within(one.error) or one.n_wrong_reads or has_wrong_keys(one):
         yield _Search(one, kernel, bar, runs[0]).explanation()
     elif one.lse is not None and not one.lse.is_within:
-        yield _lse_diagnosis(one, kernel, bar, runs[0])
+        yield lse_diagnosis(one, kernel, bar, runs[0])
     for gradient in one.gradients:
         if not gradient.is_within and bar.is_within(one.error):
             numbers = f"its error is {gradient.max_abs:.2g}, above {gradient.tolerance:.2g}"
@@ -136,17 +139,10 @@ class _Search:
             return self._unexplained()
         return min(found, key=lambda each: math.inf if each.residual is None else each.residual)
 
-    def _residual(
-        self, variation: Variation, problem: Problem | None = None, where: Tensor | None = None
-    ) -> float:
-        """The largest difference to a variation, in rows that have an open key in both.
-
-        `where` leaves rows out, bool (batch, heads, rows).
-        """
+    def _residual(self, variation: Variation) -> float:
+        """The largest difference to a variation, in rows that have an open key in both."""
         rows = variation.cells.any(-1) & self._bar.rows
-        if where is not None:
-            rows = rows & where
-        out = attend(problem or self._problem, variation).out
+        out = attend(self._problem, variation).out
         return self._distance(out, rows.expand(self._out.shape[:3]))
 
     def _distance(self, out: Tensor, rows: Tensor) -> float:
@@ -164,7 +160,7 @@ class _Search:
     def _is_small(self, residual: float, limit: Callable[[], float]) -> bool:
         assert self._one.error is not None
         is_visible = not self._bar.is_within(self._one.error)  # else any variation would fit
-        return is_visible and residual <= _EXPLAINED_SHARE * self._error and residual <= limit()
+        return is_visible and residual <= EXPLAINED_SHARE * self._error and residual <= limit()
 
     # -- which keys --------------------------------------------------------------------------------
 
@@ -218,9 +214,28 @@ class _Search:
     def _input_diagnoses(self) -> Iterator[KernelDiagnosis]:
         for fault in input_faults(self._problem, self._kernel.layout):
             problem = self._problem.with_inputs(fault.qkv)
-            residual = self._residual(self._right, problem, fault.rows)
+            residual = self._input_residual(fault, problem)
             if self._explains(residual, self._right, problem):
                 yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
+
+    def _input_residual(self, fault: InputFault, problem: Problem) -> float:
+        """The largest difference to the output for wrong inputs, whatever unknown memory holds."""
+        out = attend(problem, self._right).out
+        change, rows = self._out - out, self._bar.rows
+        if fault.beyond is not None:
+            batch, head, row, _ = fault.beyond.nonzero()[0].tolist()
+            if fault.name == "q":
+                rows = rows.clone()
+                rows[batch, head, row] = False
+            else:
+                group = self._problem.config.q_heads // self._problem.config.kv_heads
+                place = batch, slice(head * group, (head + 1) * group)
+                fit = _without_key if fault.name == "k" else _without_value
+                weights = weights_of(problem, self._right)[place][..., row]
+                toward = problem.v[batch, head, row].double() - out[place]
+                columns = fault.beyond[batch, head, row]
+                change[place] = fit(change[place], weights, toward, columns)
+        return float(nan_as_inf(change[rows].abs()).max()) if bool(rows.any()) else math.inf
 
     def _formula_diagnoses(self) -> Iterator[KernelDiagnosis]:
         if (scaled := self._scaled_output()) is not None:
@@ -304,6 +319,18 @@ class _Search:
             text = "Key heads are repeated as 0, 1, ..., 0, 1, ...; neighbours must share one."
         yield KernelDiagnosis("key-head", text, residual, self._error)
 
+    def _has_the_weights(self) -> bool:
+        """Whether the weights of a row are right up to a factor: rounding changes them little."""
+        used = self._used_keys()
+        if used is None:
+            return True
+        truth = weights_of(self._problem, self._right)
+        told = (truth > MIN_WEIGHT) & (used > 0) & self._bar.rows[..., None]
+        logs = (used.clamp_min(1e-300) / truth.clamp_min(1e-300)).log()
+        logs = logs.masked_fill(~told, torch.nan)
+        spread = (logs - logs.nanmedian(-1, keepdim=True).values).abs()
+        return float(spread.nanmedian()) < _MAX_SPREAD if bool(told.any()) else True
+
     def _scaled_output(self) -> KernelDiagnosis | None:
         """The right output times a number, fitted by least squares."""
         truth, rows = self._bar.oracle.out, self._bar.rows
@@ -336,18 +363,18 @@ class _Search:
         size = max(float(error.abs().mean()), 1e-300)
         bias = float(error.mean().abs()) / size
         by_size: list[tuple[float, str]] = []
-        for name, block, out in _low_precision_sums(self._problem):
+        for name, block, out in low_precision_sums(self._problem):
             residual = self._distance(out.out, rows)
             text = f"Sums over keys are rounded to {name}"
-            if residual <= _EXPLAINED_SHARE * self._error:
+            if residual <= EXPLAINED_SHARE * self._error:
                 text += f" after every {plural(block, 'key')}."
                 yield KernelDiagnosis("low-precision-sum", text, residual, self._error)
             ratio = size / max(mean((out.out - truth)[rows].abs()), 1e-300)
-            if _SIZE_RANGE[0] <= ratio <= _SIZE_RANGE[1] and bias < _MAX_BIAS:
+            if SIZE_RANGE[0] <= ratio <= SIZE_RANGE[1] and bias < _MAX_BIAS:
                 text += f", judged by the size of the error: its mean is {ratio:.2g} times that "
                 text += f"of sums rounded after every {plural(block, 'key')}. The keys are right."
                 by_size.append((abs(math.log(ratio)), text))
-        if by_size:
+        if by_size and self._has_the_weights():
             yield KernelDiagnosis("low-precision-sum", min(by_size)[1])
 
     def _unexplained(self) -> KernelDiagnosis:
@@ -376,83 +403,18 @@ class _Search:
         ]
 
 
-def _low_precision_sums(problem: Problem) -> Iterator[tuple[str, int, Attention]]:
-    """Attention with sums of low precision: (dtype, keys between two roundings, result)."""
-    for dtype in (torch.float16, torch.bfloat16):
-        for block in _ACCUMULATION_BLOCKS:
-            for online in (True, False):
-                result = accumulate(problem, dtype, block, online=online)
-                yield str(dtype).removeprefix("torch."), block, result
+def _without_key(change: Tensor, weights: Tensor, toward: Tensor, columns: Tensor) -> Tensor:
+    """What remains of a change (heads, rows, head size) if one key has any k.
+
+    Another weight of it moves the output o of a row along v - o, which is `toward`.
+    """
+    size = toward.square().sum(-1, keepdim=True).clamp_min(1e-300)
+    share = (change * toward).sum(-1, keepdim=True) / size
+    return change - share * toward * (weights > 0)[..., None]
 
 
-# -- the LSE ---------------------------------------------------------------------------------------
-
-
-def _lse_diagnosis(
-    one: KernelEvaluation, kernel: Kernel, bar: Reference, run: KernelResult
-) -> KernelDiagnosis:
-    assert one.lse is not None
-    assert run.lse is not None
-    problem, lse = bar.problem, run.lse.double()
-    error, rows = one.lse.max_abs, bar.rows
-
-    def residual(other: Tensor, where: Tensor) -> float:
-        where = where & rows & other.isfinite()
-        return float((lse - other)[where].abs().max()) if bool(where.any()) else math.inf
-
-    right = Variation.of(problem)
-    scores = scores_of(problem, right).masked_fill(~right.cells, -torch.inf)
-    guesses = {
-        ("lse-log2", "The LSE is in base 2; it must be the natural logarithm."): (
-            bar.oracle.lse / math.log(2)
-        ),
-        ("lse-max", "The LSE is the maximum of the scores, without the sum."): scores.amax(-1),
-        ("lse-unscaled", "The LSE is that of the scores without the scale."): attend(
-            problem, replace(right, scale=1.0)
-        ).lse,
-    }
-    for block in (16, 32, 64, problem.config.block_size):
-        stop = (problem.config.kv_len - 1) // block * block
-        if stop:
-            text = f"The LSE is stale: that of the keys before the last block of {block}."
-            guesses["lse-stale", text] = scores[..., :stop].logsumexp(-1)
-    if stale := _stale_call(one, kernel, bar):
-        return stale
-    for (kind, text), other in guesses.items():
-        left = residual(other, torch.ones_like(rows))
-        if left <= min(max(one.lse.tolerance, 1e-4), _EXPLAINED_SHARE * error):
-            return KernelDiagnosis(kind, text, left, error)
-    for fault in input_faults(problem, kernel.layout):
-        other = attend(problem.with_inputs(fault.qkv)).lse
-        left = residual(other, rows if fault.rows is None else fault.rows)
-        if left <= min(max(one.lse.tolerance, 1e-4), _EXPLAINED_SHARE * error):
-            text = f"{fault.sentence} These inputs hide it in the output, not in the LSE."
-            return KernelDiagnosis(fault.kind, text, left, error)
-    size = mean((lse - bar.oracle.lse)[rows].abs())
-    for name, block, result in _low_precision_sums(problem):
-        expected = mean((result.lse - bar.oracle.lse)[rows].abs())
-        if _SIZE_RANGE[0] <= size / max(expected, 1e-300) <= _SIZE_RANGE[1]:
-            text = f"The sum of the weights is rounded to {name}, judged by the size of the error "
-            text += f"of the LSE: it is that of sums rounded after every {plural(block, 'key')}."
-            return KernelDiagnosis("low-precision-sum", text)
-    return KernelDiagnosis("lse", "The output is right, the LSE is not.")
-
-
-def _stale_call(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> KernelDiagnosis | None:
-    """Whether the LSE of a call is that of the call before it."""
-    problem = bar.problem
-    try:
-        call_kernel(kernel, problem, (-problem.q, problem.k, problem.v))
-        second = call_kernel(kernel, problem)
-        third = call_kernel(kernel, problem)
-    except ContractError:
-        return None
-    if second.lse is None or third.lse is None:
-        return None
-    change = (second.lse.double() - third.lse.double())[bar.rows].abs()
-    if not largest(change) > bar.lse_tolerance:  # NaN is not a change
-        return None
-    error = (third.lse.double() - bar.oracle.lse)[bar.rows].abs()
-    text = "The LSE is stale: it changes between calls on the same inputs, as that of another call."
-    assert one.lse is not None
-    return KernelDiagnosis("lse-stale", text, float(error.max()), one.lse.max_abs)
+def _without_value(change: Tensor, weights: Tensor, toward: Tensor, columns: Tensor) -> Tensor:
+    """What remains of a change if one key has any v in some columns: its weights times a vector."""
+    size = weights.square().sum().clamp_min(1e-300)
+    value = (change * weights[..., None]).sum((0, 1)) / size
+    return change - weights[..., None] * value * columns

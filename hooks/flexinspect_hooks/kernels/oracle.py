@@ -7,12 +7,15 @@ a query head uses), so that a fault can be confirmed by reproducing its numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from flexinspect_hooks.kernels.problem import Problem, ScoreMod, apply_score_mod
 
+_ACCUMULATION_BLOCKS = (1, 16, 32, 64, 128)
 SCORE_ORDER = ("scale", "softcap", "score_mod")
 """The order in which scores are changed: FlexAttention's score_mod gets them scaled."""
 
@@ -160,3 +163,12 @@ def accumulate(problem: Problem, dtype: torch.dtype, block: int, *, online: bool
     lse = (top.nan_to_num(neginf=0.0) + total.log())[..., 0]
     divided = (out / total).nan_to_num(0.0) if online else out
     return Attention(divided.to(problem.dtype).double(), lse)
+
+
+def low_precision_sums(problem: Problem) -> Iterator[tuple[str, int, Attention]]:
+    """Yield attention with sums of low precision: (dtype, keys between two roundings, result)."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for block in _ACCUMULATION_BLOCKS:
+            for online in (True, False):
+                result = accumulate(problem, dtype, block, online=online)
+                yield str(dtype).removeprefix("torch."), block, result

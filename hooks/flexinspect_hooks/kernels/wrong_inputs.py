@@ -19,13 +19,15 @@ QKV = tuple[Tensor, Tensor, Tensor]
 class InputFault(Struct, frozen=True):
     """Wrong inputs: q (batch, query heads, rows, head size), k and v of the problem's shapes.
 
-    `rows` are those that only read known memory, bool (batch, query heads, rows); None means all.
+    `beyond` are the elements of q, k or v, as `name` says, that are unknown: bool, of its shape,
+    all in one row of it. None means that all are known.
     """
 
     kind: str
     sentence: str
     qkv: QKV
-    rows: Tensor | None = None
+    name: str = ""
+    beyond: Tensor | None = None
 
 
 def input_faults(problem: Problem, layout: str = "bhsd") -> Iterator[InputFault]:
@@ -66,8 +68,7 @@ def _shifted(qkv: QKV) -> Iterator[InputFault]:
 def _offsets(problem: Problem, layout: str) -> Iterator[InputFault]:
     """Tensors that are read from a wrong address.
 
-    What lies beyond their ends is unknown. It is taken to be 0, or the rows that it reaches do not
-    count.
+    What lies beyond their ends is unknown: at most one row of elements.
     """
     qkv = (problem.q, problem.k, problem.v)
     for index, name in enumerate(_NAMES):
@@ -77,11 +78,8 @@ def _offsets(problem: Problem, layout: str) -> Iterator[InputFault]:
                 count = "1 element" if n == 1 else f"{n} elements"
                 text = f"{name} is read from {count} {word} its address."
                 moved, beyond = _moved(qkv[index], sign * n, layout)
-                for filled, rows in (
-                    (moved.masked_fill(beyond, 0), None),
-                    (moved, _known_rows(problem, index, beyond)),
-                ):
-                    yield InputFault("pointer-offset", text, _replaced(qkv, index, filled), rows)
+                wrong = _replaced(qkv, index, moved)
+                yield InputFault("pointer-offset", text, wrong, name, beyond)
 
 
 def _moved(tensor: Tensor, n: int, layout: str) -> tuple[Tensor, Tensor]:
@@ -91,16 +89,6 @@ def _moved(tensor: Tensor, n: int, layout: str) -> tuple[Tensor, Tensor]:
     beyond = ((position < 0) | (position >= memory.numel())).reshape(memory.shape)
     moved = memory.reshape(-1).roll(-n).reshape(memory.shape)
     return (moved.transpose(1, 2), beyond.transpose(1, 2)) if layout == "bshd" else (moved, beyond)
-
-
-def _known_rows(problem: Problem, index: int, beyond: Tensor) -> Tensor:
-    """Return the rows that read no element beyond the ends, bool (batch, query heads, rows)."""
-    unknown = beyond.any(-1)
-    if index == 0:
-        return ~unknown
-    group = problem.config.q_heads // problem.config.kv_heads
-    keys = unknown.repeat_interleave(group, 1)[:, :, None]
-    return ~(problem.cells & keys).any(-1)
 
 
 def _replaced(qkv: QKV, index: int, tensor: Tensor) -> QKV:

@@ -53,8 +53,11 @@ PLANTED: list[tuple[Any, dict[str, Any], str]] = [
     (planted.negative_scores, CAUSAL, "scale"),
     (planted.dropout_left_on, FULL, "random-numbers"),
     (planted.nan_lse, CAUSAL, "lse"),
-    *((planted.key_pointer_off, each, "pointer-offset") for each in (FULL, CAUSAL, HALF, GQA)),
-    *((planted.value_pointer_off, each, "pointer-offset") for each in (FULL, CAUSAL, HALF)),
+    *(
+        (planted.key_pointer_off, each, "pointer-offset")
+        for each in (FULL, CAUSAL, HALF, GQA, LONG)
+    ),
+    *((planted.value_pointer_off, each, "pointer-offset") for each in (FULL, CAUSAL, HALF, LONG)),
     *((planted.rescale_missing, each, "rescale-missing") for each in (FULL, CAUSAL, HALF)),
     *((planted.softmax_over_rows, each, "softmax-axis") for each in (FULL, CAUSAL, HALF)),
     (planted.softcap_before_scale, SOFTCAP, "score-order"),
