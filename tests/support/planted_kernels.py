@@ -267,3 +267,58 @@ def not_normalized(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: floa
 def scores_as_weights(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
     scores, value = _scores(q, k, v)
     return ((scores * scale * _cells(q, k, attn_mask)) @ value).to(q.dtype)
+
+
+def inputs_in_bfloat16(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    rounded = [each.bfloat16().to(each.dtype) for each in (q, k, v)]
+    return flash(*rounded, attn_mask, scale, None)[0]
+
+
+def last_column_dropped(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0
+) -> Any:
+    scores, value = _scores(q[..., :-1], k[..., :-1], v)
+    closed = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return (torch.softmax(closed, -1) @ value).to(q.dtype)
+
+
+def batch_ignored(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k[:1].expand_as(k), v[:1].expand_as(v), attn_mask, scale, None)[0]
+
+
+def padding_unmasked(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    n = -k.shape[2] % BLOCK
+    cells = _cells(q, k, attn_mask).expand(1, 1, q.shape[2], k.shape[2])
+    padded = [torch.nn.functional.pad(each, (0, 0, 0, n)) for each in (k, v)]
+    cells = torch.nn.functional.pad(cells, (0, n), value=True)
+    return flash(q, *padded, cells, scale, None)[0]
+
+
+def last_rows_not_written(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0
+) -> Any:
+    out = flash(q, k, v, attn_mask, scale, None)[0]
+    out[:, :, q.shape[2] // BLOCK * BLOCK :] = 0
+    return out
+
+
+def rows_misplaced(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, attn_mask, scale, None)[0].roll(1, 2)
+
+
+def heads_misplaced(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    out = flash(q, k, v, attn_mask, scale, None)[0]
+    return out.transpose(1, 2).reshape(out.shape)
+
+
+def scale_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, attn_mask, scale * 1.02, None)[0]
+
+
+def sum_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    out = flash(q, k, v, attn_mask, scale, None)[0]
+    return out * torch.linspace(0.9, 1.1, q.shape[2])[:, None].to(out.dtype)
+
+
+def keys_quantized(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, (k * 16).round() / 16, v, attn_mask, scale, None)[0]

@@ -40,7 +40,9 @@ from flexinspect_hooks.kernels.wrong_masks import MaskFault, mask_faults
 
 _MAX_BIAS = 0.5
 _SEEDED_RUNS = 4
-_MAX_SPREAD = 0.1  # of the logarithm of weights whose sums are rounded
+_MIN_SHARE, _MOST, _ROUNDINGS = 0.01, 0.99, 3.0
+"""99 % of the weights above 1 % of the largest are right up to 3 units of rounding."""
+_FIT_STEPS = 4
 
 
 def diagnose(
@@ -130,7 +132,7 @@ class _Search:
         if not found:
             found = [*self._score_diagnoses(), *self._head_diagnoses(), *self._input_diagnoses()]
         if not found:
-            found = [*self._formula_diagnoses()]
+            found = [*self._formula_diagnoses()] or [*self._fitted_diagnoses()]
         if not found and not wrong_keys:
             found = [*self._accumulation_diagnoses()]
         if not found and wrong_keys:
@@ -238,8 +240,6 @@ class _Search:
         return float(nan_as_inf(change[rows].abs()).max()) if bool(rows.any()) else math.inf
 
     def _formula_diagnoses(self) -> Iterator[KernelDiagnosis]:
-        if (scaled := self._scaled_output()) is not None:
-            yield scaled
         for fault in formula_faults(self._problem):
             residual = self._distance(fault.out, self._bar.rows)
             if self._is_small(residual, partial(self._rounding_of, fault)):
@@ -319,17 +319,77 @@ class _Search:
             text = "Key heads are repeated as 0, 1, ..., 0, 1, ...; neighbours must share one."
         yield KernelDiagnosis("key-head", text, residual, self._error)
 
-    def _has_the_weights(self) -> bool:
-        """Whether the weights of a row are right up to a factor: rounding changes them little."""
+    def _has_the_weights(self, eps: float) -> bool:
+        """Whether the weights of a row are right up to a factor and a few roundings."""
         used = self._used_keys()
         if used is None:
             return True
         truth = weights_of(self._problem, self._right)
-        told = (truth > MIN_WEIGHT) & (used > 0) & self._bar.rows[..., None]
+        least = truth.amax(-1, keepdim=True) * _MIN_SHARE
+        told = (truth > least.clamp_min(MIN_WEIGHT)) & (used > 0) & self._bar.rows[..., None]
         logs = (used.clamp_min(1e-300) / truth.clamp_min(1e-300)).log()
         logs = logs.masked_fill(~told, torch.nan)
-        spread = (logs - logs.nanmedian(-1, keepdim=True).values).abs()
-        return float(spread.nanmedian()) < _MAX_SPREAD if bool(told.any()) else True
+        spread = (logs - logs.nanmedian(-1, keepdim=True).values).abs()[told]
+        if not spread.numel():
+            return True
+        rank = max(math.ceil(_MOST * spread.numel()), 1)
+        most = float(spread.flatten().kthvalue(rank).values)
+        return most < _ROUNDINGS * max(eps, torch.finfo(self._problem.dtype).eps)
+
+    def _fitted_diagnoses(self) -> Iterator[KernelDiagnosis]:
+        """Faults with a number that is not known: a factor of the output, of a row, the scale."""
+        scaled = self._missing_rows() or self._scaled_output() or self._scaled_rows()
+        if scaled is not None:
+            yield scaled
+            return
+        variation = self._fitted_scale()
+        residual = self._residual(variation) if variation is not None else math.inf
+        if variation is not None and self._explains(residual, variation):
+            text = f"The scale is {variation.scale:.6g} instead of {self._right.scale:g}."
+            yield KernelDiagnosis("scale", text, residual, self._error)
+
+    def _fitted_scale(self) -> Variation | None:
+        """The scale that fits best, by Gauss-Newton steps from the right one."""
+        rows, scale = self._bar.rows, self._right.scale
+        for _ in range(_FIT_STEPS):
+            step = 1e-6 * scale
+            here, there = (
+                attend(self._problem, replace(self._right, scale=each)).out[rows]
+                for each in (scale, scale + step)
+            )
+            slope = (there - here) / step
+            size = float(slope.square().sum())
+            moved = float((slope * (self._out[rows] - here)).sum()) / size if size else math.nan
+            scale += moved
+            if not math.isfinite(scale) or not scale > 0:
+                return None
+        return replace(self._right, scale=scale)
+
+    def _missing_rows(self) -> KernelDiagnosis | None:
+        """Rows that are 0, and right ones besides."""
+        rows = self._bar.rows & ~(self._out == 0).all(-1)
+        missing = self._bar.rows & ~rows
+        residual = self._distance(self._bar.oracle.out, rows)
+        if not bool(missing.any()) or residual > self._bar.tolerance.max_abs:
+            return None
+        numbers = missing.any(0).any(0).nonzero().flatten().tolist()
+        heads = missing.any(0).any(-1).nonzero().flatten().tolist()
+        where = f"{format_numbers('row', numbers)} of {format_numbers('head', heads)}"
+        text = f"The output is 0 in {where}: it is not computed there."
+        return KernelDiagnosis("rows-missing", text, residual, self._error)
+
+    def _scaled_rows(self) -> KernelDiagnosis | None:
+        """Each row of the right output times a number of its own: a wrong sum of its weights."""
+        truth, rows = self._bar.oracle.out, self._bar.rows
+        size = truth.square().sum(-1, keepdim=True).clamp_min(1e-300)
+        factors = (truth * self._out).sum(-1, keepdim=True) / size
+        residual = self._distance(truth * factors, rows)
+        if not self._is_small(residual, partial(self._bar.tolerance_at, truth * factors)):
+            return None
+        low, high = (float(each) for each in factors[rows].aminmax())
+        text = f"Each row is the right one times a number of its own, {low:.4g} to {high:.4g}: the "
+        text += "sum of its weights is wrong."
+        return KernelDiagnosis("weight-sum", text, residual, self._error)
 
     def _scaled_output(self) -> KernelDiagnosis | None:
         """The right output times a number, fitted by least squares."""
@@ -362,7 +422,7 @@ class _Search:
             return
         size = max(float(error.abs().mean()), 1e-300)
         bias = float(error.mean().abs()) / size
-        by_size: list[tuple[float, str]] = []
+        by_size: list[tuple[float, str, float]] = []
         for name, block, out in low_precision_sums(self._problem):
             residual = self._distance(out.out, rows)
             text = f"Sums over keys are rounded to {name}"
@@ -373,8 +433,11 @@ class _Search:
             if SIZE_RANGE[0] <= ratio <= SIZE_RANGE[1] and bias < _MAX_BIAS:
                 text += f", judged by the size of the error: its mean is {ratio:.2g} times that "
                 text += f"of sums rounded after every {plural(block, 'key')}. The keys are right."
-                by_size.append((abs(math.log(ratio)), text))
-        if by_size and self._has_the_weights():
+                if name == "float16" and self._problem.dtype is torch.float32:
+                    text += " Products in TF32 have errors of this size too."
+                eps = torch.finfo(getattr(torch, name)).eps
+                by_size.append((abs(math.log(ratio)), text, eps))
+        if by_size and self._has_the_weights(min(by_size)[2]):
             yield KernelDiagnosis("low-precision-sum", min(by_size)[1])
 
     def _unexplained(self) -> KernelDiagnosis:

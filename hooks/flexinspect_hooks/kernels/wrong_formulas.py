@@ -30,11 +30,15 @@ def formula_faults(problem: Problem, dtype: torch.dtype = torch.float64) -> Iter
     value = problem.v[:, list(variation.kv_head)].to(dtype)
     yield from _wrong_softmax(scores, variation.cells, value)
     yield from _wrong_mask(scores, variation.cells, value)
-    yield from _online(problem, scores.masked_fill(~variation.cells, -torch.inf), value)
+    yield from _misplaced(
+        torch.softmax(_closed(scores, variation.cells), -1).nan_to_num(0.0) @ value
+    )
+    yield from _padding_keys(problem, _closed(scores, variation.cells), value)
+    yield from _online(problem, _closed(scores, variation.cells), value)
 
 
 def _wrong_softmax(scores: Tensor, cells: Tensor, value: Tensor) -> Iterator[FormulaFault]:
-    closed = scores.masked_fill(~cells, -torch.inf)
+    closed = _closed(scores, cells)
     for dim, over in ((-2, "rows"), (1, "heads")):
         text = f"The softmax is over {over} instead of keys."
         weights = torch.softmax(closed, dim).nan_to_num(0.0)  # no open cell: all are -inf
@@ -58,6 +62,36 @@ def _wrong_mask(scores: Tensor, cells: Tensor, value: Tensor) -> Iterator[Formul
         ("The scores of closed keys are 0 instead of -inf, so they are used.", scores * number),
     ):
         yield FormulaFault("mask-as-numbers", text, torch.softmax(changed, -1) @ value)
+
+
+def _closed(scores: Tensor, cells: Tensor) -> Tensor:
+    return scores.masked_fill(~cells, -torch.inf)
+
+
+def _misplaced(out: Tensor) -> Iterator[FormulaFault]:
+    batch, heads, rows, width = out.shape
+    for shift, word in ((1, "before"), (-1, "after")):
+        text = f"Each row has the output of the row {word} it."
+        yield FormulaFault("output-misplaced", text, out.roll(shift, 2))
+    if heads > 1:
+        text = "The heads of the output are in the reverse order."
+        yield FormulaFault("output-misplaced", text, out.flip(1))
+        memory = out.transpose(1, 2).reshape(batch, heads, rows, width)
+        text = "The output is written as (batch, rows, heads, size), and has the shape "
+        text += "(batch, heads, rows, size)."
+        yield FormulaFault("output-misplaced", text, memory)
+
+
+def _padding_keys(problem: Problem, closed: Tensor, value: Tensor) -> Iterator[FormulaFault]:
+    """Keys of 0 after the last one that are not masked: their score is 0, and their value."""
+    n_keys = problem.config.kv_len
+    numbers = {-n_keys % size: f" (up to a multiple of {size})" for size in reversed(_BLOCKS)}
+    for n, why in ({1: "", **{k: v for k, v in numbers.items() if k}}).items():
+        keys = "1 more key of 0 is" if n == 1 else f"{n} more keys of 0{why} are"
+        zeros = torch.zeros_like(closed[..., :1]).expand(*closed.shape[:-1], n)
+        weights = torch.softmax(torch.cat([closed, zeros], -1), -1)[..., :n_keys]
+        text = f"{keys} in the softmax, as padding without a mask is."
+        yield FormulaFault("padding-keys", text, weights @ value)
 
 
 def _online(problem: Problem, scores: Tensor, value: Tensor) -> Iterator[FormulaFault]:

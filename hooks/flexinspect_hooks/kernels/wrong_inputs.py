@@ -33,7 +33,10 @@ class InputFault(Struct, frozen=True):
 def input_faults(problem: Problem, layout: str = "bhsd") -> Iterator[InputFault]:
     """Yield the wrong inputs that differ from the problem's, of a kernel with this layout."""
     qkv = (problem.q, problem.k, problem.v)
-    for fault in (*_exchanged(qkv), *_layouts(qkv), *_shifted(qkv), *_offsets(problem, layout)):
+    for fault in (
+        *(*_exchanged(qkv), *_layouts(qkv), *_shifted(qkv)),
+        *(*_offsets(problem, layout), *_rounded(qkv), *_parts(qkv)),
+    ):
         if not all(torch.equal(*pair) for pair in zip(fault.qkv, qkv, strict=True)):
             yield fault
 
@@ -80,6 +83,44 @@ def _offsets(problem: Problem, layout: str) -> Iterator[InputFault]:
                 moved, beyond = _moved(qkv[index], sign * n, layout)
                 wrong = _replaced(qkv, index, moved)
                 yield InputFault("pointer-offset", text, wrong, name, beyond)
+
+
+def _rounded(qkv: QKV) -> Iterator[InputFault]:
+    """Inputs in a lower precision than their own; TF32 has the 10 bits of float16's mantissa."""
+    for name in ("tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        rounded = [_round(each, name) for each in qkv]
+        title = name.upper() if name == "tf32" else name
+        for count, names in ((3, "q, k and v"), (2, "q and k")):
+            q, k, v = (*rounded[:count], *qkv[count:])
+            yield InputFault("inputs-rounded", f"{names} are rounded to {title}.", (q, k, v))
+
+
+def _parts(qkv: QKV) -> Iterator[InputFault]:
+    """Parts of q, k and v that are not read."""
+    q, k, v = qkv
+    width = q.shape[-1]
+    for n in dict.fromkeys((1, width % 16, width % 32, width % 64, width // 2)):
+        if 0 < n < width:
+            rest = q.clone()
+            rest[..., width - n :] = 0
+            text = f"The scores are without the last {n} of {width} columns of q and k."
+            yield InputFault("columns-dropped", text, (rest, k, v))
+    first = [each[:1].expand_as(each).contiguous() for each in (k, v)]
+    for name, wrong in (
+        ("k and v", (q, first[0], first[1])),
+        ("k", (q, first[0], v)),
+        ("v", (q, k, first[1])),
+    ):
+        text = f"The whole batch reads {name} of batch row 0."
+        yield InputFault("inputs-of-batch-0", text, wrong)
+
+
+def _round(tensor: Tensor, name: str) -> Tensor:
+    if name != "tf32":
+        return tensor.to(getattr(torch, name)).to(tensor.dtype)
+    bits = tensor.float().contiguous().view(torch.int32)
+    kept = (bits + 0x1000) & ~0x1FFF  # half of the last bit that stays is added, then 13 bits go
+    return kept.view(torch.float32).to(tensor.dtype)
 
 
 def _moved(tensor: Tensor, n: int, layout: str) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,17 @@ PLANTED: list[tuple[Any, dict[str, Any], str]] = [
     (planted.mask_added_as_number, CAUSAL, "mask-as-numbers"),
     (planted.not_normalized, HALF, "not-normalized"),
     (planted.scores_as_weights, CAUSAL, "softmax-missing"),
+    (planted.inputs_in_bfloat16, CAUSAL, "inputs-rounded"),
+    (planted.last_column_dropped, CAUSAL, "columns-dropped"),
+    (planted.batch_ignored, {**FULL, "batch": 2}, "inputs-of-batch-0"),
+    *((planted.padding_unmasked, each, "padding-keys") for each in (FULL, CAUSAL, HALF)),
+    (planted.last_rows_not_written, CAUSAL, "rows-missing"),
+    *((planted.rows_misplaced, each, "output-misplaced") for each in (FULL, CAUSAL)),
+    (planted.heads_misplaced, CAUSAL, "output-misplaced"),
+    *((planted.scale_off, each, "scale") for each in (CAUSAL, HALF)),
+    (planted.sum_off, CAUSAL, "weight-sum"),
+    (planted.keys_quantized, CAUSAL, "unexplained"),  # and not sums of low precision
+    (planted.keys_quantized, FULL, "unexplained"),
 ]
 
 
