@@ -78,7 +78,7 @@ def _offsets(problem: Problem, layout: str) -> Iterator[InputFault]:
         width = qkv[index].shape[-1]
         for n in (*_OFFSETS, width):
             for sign, word in ((1, "after"), (-1, "before")):
-                count = "1 element" if n == 1 else f"{n} elements"
+                count = "1 element" if n == 1 else f"{n} elements" + " (one row)" * (n == width)
                 text = f"{name} is read from {count} {word} its address."
                 moved, beyond = _moved(qkv[index], sign * n, layout)
                 wrong = _replaced(qkv, index, moved)
