@@ -94,10 +94,20 @@ def regressions(baseline: Baseline, evaluations: Sequence[KernelEvaluation]) -> 
             yield f"{now.kernel} on {now.config} got worse: {'; '.join(reasons)}."
 
 
+def is_new_fault(baseline: Baseline, one: KernelEvaluation) -> bool:
+    """Whether an evaluation fails that the baseline does not know, or knows as right."""
+    before = {entry.key: entry.status for entry in baseline.entries}
+    order = ("same", "varies", "differs")
+    earlier = before.get(baseline_entry(one).key, "same")
+    return one.status in order and (
+        earlier not in order or order.index(one.status) > order.index(earlier)
+    )
+
+
 def _reasons(before: BaselineEntry, now: BaselineEntry) -> Iterator[str]:
     if before.status != "not compared" and now.status == "not compared":
         yield "it was compared, and cannot be now"
-    if before.status == "same" and now.status == "differs":
+    if before.status in ("same", "varies") and now.status == "differs":
         yield "it was within tolerance, and is not now"
     if before.bit_equal and not now.bit_equal:
         yield "its runs were bit-equal, and are not now"

@@ -16,7 +16,8 @@ from msgspec.structs import asdict
 
 from flexinspect.core.text import format_numbers, join_labels, plural
 
-Status = Literal["same", "differs", "not compared"]
+Status = Literal["same", "varies", "differs", "not compared"]
+"""varies: within tolerance, but runs on the same inputs are not equal bit by bit."""
 
 
 class ErrorStatistics(Struct, frozen=True):
@@ -141,7 +142,7 @@ class KernelEvaluation(Struct, frozen=True, kw_only=True):
 
     @property
     def is_same(self) -> bool:
-        """Whether the kernel was compared, and differs by no more than the tolerance."""
+        """Whether the kernel is within tolerance, and bit-equal in all runs."""
         return self.status == "same"
 
     def as_json(self) -> dict[str, Any]:
@@ -175,9 +176,15 @@ def evaluation_lines(one: KernelEvaluation) -> Iterator[str]:
 
 
 def _verdict(one: KernelEvaluation) -> str:
-    if one.status == "same":
-        return "same within tolerance"
-    return "DIFFERS" if one.status == "differs" else "not compared"
+    return _VERDICTS[one.status]
+
+
+_VERDICTS: Mapping[Status, str] = {
+    "same": "same within tolerance",
+    "varies": "RUNS DIFFER",
+    "differs": "DIFFERS",
+    "not compared": "not compared",
+}
 
 
 def _proof(diagnosis: KernelDiagnosis) -> str:
@@ -246,19 +253,25 @@ def _further_lines(one: KernelEvaluation) -> Iterator[str]:
 def summary_lines(done: Sequence[KernelEvaluation]) -> Iterator[str]:
     """Yield one line per evaluation, and how many differ."""
     yield ""
+    names, configs = (max(map(len, each)) for each in _columns(done))
     for one in done:
         ratio = ""
         if one.error is not None and one.tolerance is not None and one.tolerance.max_abs:
-            ratio = f"{one.error.max_abs / one.tolerance.max_abs:8.2f} of the tolerance"
+            ratio = f"{one.error.max_abs / one.tolerance.max_abs:8.3g} of the tolerance"
         kinds = ", ".join(each.kind for each in one.diagnoses)
-        text = f"{one.kernel:<16} {one.config:<18} {_verdict(one):<22} {ratio} {kinds}"
+        place = f"{one.kernel:<{max(names, 16)}} {one.config:<{max(configs, 18)}}"
+        text = f"{place} {_verdict(one):<22} {ratio:<26} {kinds}"
         yield f"  {text}".rstrip()
-    counts = [sum(one.status == status for one in done) for status in ("same", "differs")]
-    rest = len(done) - sum(counts)
-    yield f"{counts[0]} within tolerance, {counts[1]} differ, {rest} not compared"
+    counts = [sum(one.status == status for one in done) for status in _VERDICTS]
+    varying = f"{counts[1]} within tolerance with runs that differ, " if counts[1] else ""
+    yield f"{counts[0]} within tolerance, {varying}{counts[2]} differ, {counts[3]} not compared"
     if warned := [one for one in done if one.warnings]:
         which = f"{plural(len(warned), 'evaluation')} of {len(done)} with a warning"
         yield f"inputs: {which}, such as: {warned[0].warnings[-1]}"
+
+
+def _columns(done: Sequence[KernelEvaluation]) -> tuple[list[str], list[str]]:
+    return [one.kernel for one in done], [one.config for one in done]
 
 
 def _result_text(result: ResultError) -> str:

@@ -20,8 +20,8 @@ EXAMPLES = """examples:
   flexinspect declare run.flextrace --out segments.toml --generation 1
   flexinspect run --declare run.toml my_script.py
 
-exit codes: 0 success, 1 the file could not be written, 2 the trace has no segments to declare, or
-            their borders are suspect and --move is missing
+exit codes: 0 success, 2 invalid request or unwritable file, the trace has no segments to declare,
+            or their borders are suspect and --move is missing
 """
 
 NO_PRESET = """The executed mask is no preset, so the file declares no mask: the next run compares

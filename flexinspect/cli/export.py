@@ -28,8 +28,8 @@ EXAMPLES = """examples:
   flexinspect export run.flextrace --to tensorboard && tensorboard --logdir run-tensorboard
   flexinspect export run.flextrace --to notebook --generation 1 --overwrite
 
-exit codes: 0 success, 1 the result could not be written, 2 invalid request, unreadable trace, or a
-            library is missing
+exit codes: 0 success, 1 the export failed, 2 invalid request, a file that cannot be read or
+            written, or a library is missing
 """
 
 

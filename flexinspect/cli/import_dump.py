@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   flexinspect import my_dump/ -o run.flextrace --json | jq -r '.lacks[]'
   flexinspect open run.flextrace
 
-exit codes: 0 success, 1 the trace could not be written, 2 the dump or the request is invalid
+exit codes: 0 success, 2 the dump or the request is invalid, or the trace cannot be written
 """
 
 

@@ -36,8 +36,8 @@ EXAMPLES = """examples:
   flexinspect kernels --list
 docs/kernels.md describes kernels, tables, inputs and classes.
 
-exit codes: 0 within tolerance, 1 a kernel differs or got worse, 2 invalid request or nothing
-            could be compared, 130 interrupted
+exit codes: 0 within tolerance, 1 a kernel differs, its runs differ, or it got worse,
+            2 invalid request or nothing could be compared, 130 interrupted
 """
 _MAX_DETAILED = 3
 _PICTURE_WIDTH, _PICTURE_HEIGHT = 100, 16
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="list the kernels and the configurations")
     add("--device", default="auto", help="cpu, cuda, or auto (default: CUDA where there is one)")
     add("--seed", metavar="N", type=non_negative_int, default=0, help="of random inputs")
-    runs = "runs whose outputs must be bit-equal (default: 3)"
+    runs = "runs whose outputs must be bit-equal (default: 3; 1: not tested)"
     add("--runs", metavar="N", type=positive_int, default=3, help=runs)
     add("--no-grads", action="store_true", help="do not compare gradients")
     option = "for flex-compiled and flex-decode, such as BLOCK_M=64 (may be repeated)"
@@ -194,7 +194,7 @@ def _compare(args: argparse.Namespace, request: KernelRequest) -> int:
     with _progress() as report:
         done += _comparison(request).evaluations(report)
     worse = _worse(args, done)
-    exit_code = _exit_code(done, worse)
+    exit_code = _exit_code(args, done, worse)
     if args.json:
         facts: dict[str, Any] = {"evaluations": [one.as_json() for one in done]}
         print_json({**facts, "worse": worse, "exit_code": exit_code})
@@ -218,10 +218,19 @@ def _worse(args: argparse.Namespace, done: Sequence[KernelEvaluation]) -> list[s
     return [*regressions(load_baseline(args.check), done)]
 
 
-def _exit_code(done: Sequence[KernelEvaluation], worse: Sequence[str]) -> int:
-    if worse or any(one.status == "differs" for one in done):
+def _exit_code(
+    args: argparse.Namespace, done: Sequence[KernelEvaluation], worse: Sequence[str]
+) -> int:
+    """1 if a kernel fails; with a baseline, only where it did not fail already."""
+    failing = [one for one in done if one.status in ("differs", "varies")]
+    if args.check is not None:
+        from flexinspect.analysis.kernel_baseline import is_new_fault, load_baseline
+
+        baseline = load_baseline(args.check)
+        failing = [one for one in failing if is_new_fault(baseline, one)]
+    if worse or failing:
         return 1
-    return 0 if any(one.is_same for one in done) else 2
+    return 0 if any(one.status != "not compared" for one in done) else 2
 
 
 def _print(

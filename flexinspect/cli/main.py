@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.core import __version__
-from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
+from flexinspect.core.errors import FlexInspectError, OutputFileError, TruncatedTraceError
 from flexinspect.core.signals import exit_code_of
 from flexinspect.core.text import did_you_mean, escape_unprintable, print_message
 
@@ -51,8 +51,9 @@ examples:
   flexinspect museum
   flexinspect vscode
 
-exit codes: 0 success, 1 the run failed or the proof does not hold, 2 invalid request,
-3 a breakpoint ended the run, 130 interrupted, 143 ended by SIGTERM
+exit codes: 0 success; 1 a problem was found: a violation, a difference, a run that failed;
+2 invalid request, or a file that cannot be read or written; 3 a breakpoint ended the run;
+130 interrupted, 143 ended by SIGTERM
 """
 
 
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone
             return 0
         _print_error(f"Writing the output failed: {error.strerror or error}.")
-        return 1
+        return OutputFileError.exit_code
 
 
 def _run_without_command(parser: argparse.ArgumentParser) -> int:

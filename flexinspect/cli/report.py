@@ -23,8 +23,8 @@ EXAMPLES = """examples:
   flexinspect report run.flextrace --generation 3 --max-size 2
   flexinspect report run.flextrace --json | jq .bytes
 
-exit codes: 0 success, 1 the file could not be written, 2 the trace could not be read, the request
-            is invalid, or a file is in the way
+exit codes: 0 success, 2 invalid request, a file is in the way, or the trace cannot be read or the
+            report written
 """
 
 DEFAULT_MAX_MB = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import FlexInspectError, OutputFileError, UsageError
 from flexinspect.core.text import escape_unprintable
 
 _GIT_TIMEOUT_S = 2.0
@@ -147,7 +147,7 @@ def replace_file(file: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def save_file(
-    file: Path, data: bytes, error_type: type[FlexInspectError] = FlexInspectError
+    file: Path, data: bytes, error_type: type[FlexInspectError] = OutputFileError
 ) -> None:
     """Replace a file that the user asked for. Raises `error_type` with the reason."""
     try:

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 class FlexInspectError(Exception):
     """Base class of all errors that flexinspect raises deliberately.
 
-    `exit_code` is the exit code of a command that the error ends. `hint` is the next step for the
-    user, printed on its own line.
+    `exit_code` is the exit code of a command that the error ends: 2 where it could not do what it
+    was asked for (an invalid request, a file that cannot be read or written), 1 where it did that
+    and it failed. `hint` is the next step for the user, printed on its own line.
     """
 
     exit_code = 1
@@ -92,8 +93,14 @@ class TruncatedTraceError(TraceError):
         self.path = path
 
 
+class OutputFileError(FlexInspectError):
+    """A file that the user asked for could not be written."""
+
+    exit_code = 2
+
+
 class TraceWriteError(FlexInspectError):
-    """The trace could not be written (full disk, read-only folder).
+    """A record could not be written to a trace, for example because the disk is full.
 
     When several records were written in one call, `stored` are the positions, from 0, of those
     that were stored, and `others` the messages of all further failures.
@@ -101,6 +108,12 @@ class TraceWriteError(FlexInspectError):
 
     stored: tuple[int, ...] = ()
     others: tuple[str, ...] = ()
+
+
+class TracePlaceError(TraceWriteError):
+    """The trace cannot be written where it was asked for: a missing folder, a file there."""
+
+    exit_code = 2
 
 
 class ControlError(FlexInspectError):

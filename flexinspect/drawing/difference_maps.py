@@ -17,8 +17,8 @@ from flexinspect.drawing.theme import Theme
 
 Errors = npt.NDArray[np.float32]
 
-_DECADES_BELOW, _DECADES_ABOVE = 3.0, 3.0
-"""Powers of ten around the tolerance that the colours span."""
+_DECADES = 3.0
+"""Powers of ten below the tolerance that the colours span, and at least as many above it."""
 
 _HISTOGRAM_HEIGHT = 5
 
@@ -32,20 +32,20 @@ def difference_picture(
     rows) and "errors", all of them. A heat map is at most `height` lines; a larger array is
     reduced to the largest error of each of its parts. NaN is red.
     """
-    low, high = _bounds(tolerance)
-    strips = [_scale_line(low, high, tolerance, theme, width), Strip([], 0)]
+    scale = _ErrorScale(tolerance, maps["errors"])
+    strips = [_scale_line(scale, tolerance, theme, width), Strip([], 0)]
     for name, down, across in (("rows", "row", "column of the head"), ("heads", "head", "row")):
         values = maps[name]
         text = f"largest error by {down} (down, {values.shape[0]}) and {across} "
         text += f"(across, {values.shape[1]})"
         strips.append(line([(text, theme.style("muted"))], width))
         levels = quantise_marked(
-            _decades(reduce_max(values, 2 * height, width)), low, high, CIVIDIS_MARKED
+            scale.positions(reduce_max(values, 2 * height, width)), -1.0, 1.0, CIVIDIS_MARKED
         )
         if levels.shape[0] <= height:  # a line for each row, where there is room for it
             levels = np.repeat(levels, 2, axis=0)
         strips += [*heat(levels, CIVIDIS_MARKED, theme), Strip([], 0)]
-    return [*strips, *_histogram(maps["errors"], low, high, tolerance, theme, width)]
+    return [*strips, *_histogram(maps["errors"], scale, tolerance, theme, width)]
 
 
 def reduce_max(values: Errors, n_rows: int, n_columns: int) -> Errors:
@@ -61,36 +61,51 @@ def reduce_max(values: Errors, n_rows: int, n_columns: int) -> Errors:
     return values
 
 
-def _bounds(tolerance: float) -> tuple[float, float]:
-    middle = math.log10(tolerance) if 0 < tolerance < math.inf else -6.0
-    return middle - _DECADES_BELOW, middle + _DECADES_ABOVE
+class _ErrorScale:
+    """Errors on a scale from -1 to 1, logarithmic on both sides of the tolerance, which is at 0.
+
+    -1 is 3 powers of ten below the tolerance. 1 is the largest error, or 3 powers above if it is
+    smaller: so parts of a picture differ however large the errors are.
+    """
+
+    def __init__(self, tolerance: float, errors: Errors) -> None:
+        self._middle = math.log10(tolerance) if 0 < tolerance < math.inf else -6.0
+        finite = errors[np.isfinite(errors)]
+        largest = float(finite.max()) if finite.size else 0.0
+        above = math.log10(largest) - self._middle if largest > 0 else 0.0
+        self._above = max(above, _DECADES)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The errors at -1 and 1."""
+        return 10 ** (self._middle - _DECADES), 10 ** (self._middle + self._above)
+
+    def positions(self, values: Errors) -> npt.NDArray[np.float64]:
+        """Return the place of each error; NaN stays, and 0 is below the scale."""
+        positive = np.where(values > 0, values, np.where(np.isnan(values), np.nan, 1e-300))
+        logs = np.log10(positive.astype(np.float64)) - self._middle
+        places: npt.NDArray[np.float64] = np.where(logs > 0, logs / self._above, logs / _DECADES)
+        return places
 
 
-def _decades(values: Errors) -> npt.NDArray[np.float64]:
-    """log10 of errors; the lowest finite number for 0, which is no error."""
-    positive = np.where(values > 0, values, np.where(np.isnan(values), np.nan, 1e-300))
-    logs: npt.NDArray[np.float64] = np.log10(positive.astype(np.float64))
-    return logs
-
-
-def _scale_line(low: float, high: float, tolerance: float, theme: Theme, width: int) -> Strip:
+def _scale_line(scale: _ErrorScale, tolerance: float, theme: Theme, width: int) -> Strip:
     muted: Style = theme.style("muted")
-    ends = [format_number(10**end) for end in (low, high)]
-    spans = [(f"error {ends[0]} ", muted), *draw_scale(CIVIDIS_MARKED, theme)]
-    spans.append((f" {ends[1]}; the middle is the tolerance, {format_number(tolerance)}", muted))
+    low, high = map(format_number, scale.ends)
+    spans = [(f"error {low} ", muted), *draw_scale(CIVIDIS_MARKED, theme)]
+    spans.append((f" {high}; the middle is the tolerance, {format_number(tolerance)}", muted))
     return line(spans, width)
 
 
 def _histogram(
-    errors: Errors, low: float, high: float, tolerance: float, theme: Theme, width: int
+    errors: Errors, scale: _ErrorScale, tolerance: float, theme: Theme, width: int
 ) -> list[Strip]:
     finite = errors[np.isfinite(errors)]
     n_columns = min(width, 60)
-    logs = np.clip(_decades(finite), low, high)
-    counts, _ = np.histogram(logs, bins=n_columns, range=(low, high))
+    places = np.clip(scale.positions(finite), -1.0, 1.0)
+    counts, _ = np.histogram(places, bins=n_columns, range=(-1.0, 1.0))
     above = int((finite > tolerance).sum())
-    text = f"histogram of {errors.size} errors from {format_number(10**low)} to "
-    text += f"{format_number(10**high)} (logarithmic), {above} above the tolerance"
+    low, high = map(format_number, scale.ends)
+    text = f"histogram of {errors.size} errors, {low} to {high}, {above} above the tolerance (┴)"
     title = line([(text, theme.style("muted"))], width)
     bars = timeline([float(n) or None for n in counts], n_columns, _HISTOGRAM_HEIGHT, theme)
     axis = "─" * (n_columns // 2) + "┴" + "─" * (n_columns - n_columns // 2 - 1)

@@ -28,7 +28,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from textual.strip import Strip
 
 from flexinspect.core.environment import require_library, save_file
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import OutputFileError, UsageError
 from flexinspect.drawing.text_lines import line
 from flexinspect.drawing.theme import Theme
 
@@ -157,7 +157,7 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
     resvg_py = require_library("resvg_py", "png", "A PNG file (SVG does not)")
     font = find_monospace()
     if font is None:
-        raise FlexInspectError(
+        raise OutputFileError(
             "A PNG needs a monospace font, and no known one was found on this machine.",
             hint="Install one (Debian: apt-get install fonts-dejavu-core), or save as .svg.",
         )
@@ -167,7 +167,7 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
     try:
         return bytes(render(svg_string=svg, zoom=zoom, font_files=[*files]))
     except ValueError as error:
-        raise FlexInspectError(
+        raise OutputFileError(
             f"The PNG could not be rendered: {error}.", hint="Save the picture as .svg instead."
         ) from error
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from flexinspect.core import __version__, plugins
 from flexinspect.core.environment import check_free
-from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
+from flexinspect.core.errors import FlexInspectError, OutputFileError, UsageError, summarize_error
 from flexinspect.core.parsing import parse_json
 from flexinspect.core.text import did_you_mean
 from flexinspect.trace.reader import TraceReader
@@ -159,7 +159,7 @@ def write_export(
         raise
     except OSError as error:
         what = f"{target} cannot be written: {error.strerror or error}."
-        raise FlexInspectError(what, hint="Name another place with -o.") from error
+        raise OutputFileError(what, hint="Name another place with -o.") from error
     except Exception as error:
         what = f"The export to {exporter.name} failed: {summarize_error(error)}."
         raise FlexInspectError(what, hint="Nothing was written.") from error

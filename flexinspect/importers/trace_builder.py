@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct, to_builtins
 
 from flexinspect.core import __version__
-from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.core.errors import TracePlaceError, TraceWriteError, UsageError
 from flexinspect.importers.importer import (
     MAX_TOKENS,
     Dump,
@@ -97,7 +97,7 @@ def _open_part(target: Path, facts: dict[str, Any]) -> Iterator[TraceWriter]:
             yield writer
             writer.close()
             if writer.failed:
-                raise FlexInspectError(f"The trace {target} could not be written.")
+                raise TracePlaceError(f"The trace {target} could not be written.")
             part.replace(target)
         except BaseException:
             writer.close("interrupted")
@@ -107,13 +107,13 @@ def _open_part(target: Path, facts: dict[str, Any]) -> Iterator[TraceWriter]:
         raise _name_target(error, part, target) from error
 
 
-def _name_target(error: TraceWriteError, part: Path, target: Path) -> TraceWriteError:
+def _name_target(error: TraceWriteError, part: Path, target: Path) -> TracePlaceError:
     """Return an error of writing `part` with the name `target`, without words about a recording."""
     if isinstance(error.__cause__, sqlite3.Error):
         reason, remedy = write_problem(error.__cause__)
         what = f"The trace {target} cannot be written: {reason}."
-        return TraceWriteError(what, hint=remedy or None)
-    return TraceWriteError(error.message.replace(str(part), str(target)), hint=error.hint)
+        return TracePlaceError(what, hint=remedy or None)
+    return TracePlaceError(error.message.replace(str(part), str(target)), hint=error.hint)
 
 
 def _write(

@@ -25,7 +25,7 @@ from typing import IO, Any, ClassVar
 
 from msgspec import Struct, field
 
-from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.errors import UsageError
 from flexinspect.core.signals import is_signal_exit_code
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, ScriptJob
@@ -472,7 +472,7 @@ def _entry_script() -> str:
     if spec is None or not spec.submodule_search_locations:
         what = "The package flexinspect_hooks, which captures runs, was not found."
         hint = "The installation of flexinspect is incomplete: install it again."
-        raise FlexInspectError(what, hint=hint)
+        raise UsageError(what, hint=hint)
     return str(Path(spec.submodule_search_locations[0], "user_code", "script", "script_process.py"))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import Struct
 
 from flexinspect.core.environment import command_output, replace_file
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.errors import OutputFileError, UsageError
 
 PORT = 5678
 """The port of debugpy in the configurations; `--debugpy 5678` makes a run listen on it."""
@@ -151,7 +151,7 @@ def merge(
     if missing and json5.loads(merged) != document:
         what = "The configurations could not be added without changing others."
         hint = "Add them by hand: flexinspect vscode --dry-run prints them for an empty folder."
-        raise FlexInspectError(what, hint=hint)
+        raise OutputFileError(what, hint=hint)
     added = tuple(str(entry["name"]) for entry in missing)
     return MergedLaunch(merged, added, tuple(name for name in names if name not in added))
 

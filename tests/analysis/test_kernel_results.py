@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexinspect.analysis.kernel_baseline import load_baseline, regressions, save_baseline
+from flexinspect.analysis.kernel_baseline import (
+    is_new_fault,
+    load_baseline,
+    regressions,
+    save_baseline,
+)
 from flexinspect.analysis.kernel_report import (
     ErrorStatistics,
     KernelEvaluation,
@@ -65,6 +70,28 @@ def test_what_else_is_worse(tmp_path: Path, fields: dict[str, Any], part: str) -
     save_baseline(file, [evaluation(lse=ResultError("LSE", 1e-7, 1e-6))])
     (sentence,) = regressions(load_baseline(file), [evaluation(**fields)])
     assert part in sentence
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_new"),
+    [
+        ("differs", "differs", False),
+        ("varies", "varies", False),
+        ("same", "varies", True),
+        ("varies", "differs", True),
+        ("not compared", "differs", True),
+        ("differs", "same", False),
+    ],
+)
+def test_a_fault_that_the_baseline_has_is_not_new(
+    tmp_path: Path, before: Any, now: Any, is_new: bool
+) -> None:
+    file = tmp_path / "baseline.json"
+    save_baseline(file, [evaluation(status=before)])
+    assert is_new_fault(load_baseline(file), evaluation(status=now)) == is_new
+    assert is_new_fault(load_baseline(file), evaluation(status=now, kernel="other")) == (
+        now != "same"
+    )
 
 
 def test_a_baseline_of_other_kernels_is_refused(tmp_path: Path) -> None:

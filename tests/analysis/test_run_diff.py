@@ -283,6 +283,49 @@ def test_the_coarser_dtype_sets_the_noise(tmp_path: Path) -> None:
     assert "rounding in bfloat16 and float32" in found.noise.source
 
 
+def two_layers(step: StepRecord, *shifts: float) -> StepRecord:
+    """A step in bfloat16: q and hidden states of layer 0, then those of layer 1, are shifted."""
+    names = ("q", "hidden", "q", "hidden")
+    arrays = tuple(
+        ArrayRecord(name, np.full((step.q_len, 4), 1 + by), n // 2)
+        for n, (name, by) in enumerate(zip(names, shifts, strict=True))
+    )
+    step = of_calls(step, lambda call: replace(call, dtype="bfloat16"))
+    return replace(step, arrays=(*step.arrays, *arrays))
+
+
+@pytest.mark.parametrize(
+    ("shifts", "run", "verdict", "limit"),
+    [
+        ((0, 0, 0, 0.004), {}, "different", (1, 2**-12)),
+        ((0, 0, 0, 1e-4), {}, "rounding", None),  # a last bit of few numbers
+        ((0.004, 0, 0, 0), {}, "rounding", None),  # nothing before it shows how both round
+        ((0, 0.004, 0, 0), {}, "different", (0, 2**-12)),
+        ((0, 0.004, 0, 0), {"versions": {"torch": "2.14"}}, "rounding", None),
+        ((0, 0.004, 0, 0), {"threads": 7}, "rounding", None),
+        ((0, 0, 0, 0.004), {"threads": 7}, "different", (1, 2**-12)),  # the same code in layer 0
+        ((0, 0.2, 0, 0), {"threads": 7}, "different", (0, 0.1)),
+        ((0, 1e-4, 0, 0.09), {}, "rounding", None),  # grown from a last bit
+    ],
+)
+def test_the_first_difference_between_runs_that_round_alike_has_a_limit_of_its_own(
+    shifts: tuple[float, ...],
+    run: dict[str, Any],
+    verdict: str,
+    limit: tuple[int, float] | None,
+    tmp_path: Path,
+) -> None:
+    one, other = ([two_layers(step, *by) for step in clean()] for by in ((0,) * 4, shifts))
+    a, b = write(tmp_path / "a.flextrace", one), write(tmp_path / "b.flextrace", other, **run)
+    found = compare(a, b).generations[0]
+    assert found.verdict == verdict
+    place = found.first and (found.first.layer, found.first.limit)
+    assert place == limit
+    text = "\n".join(comparison_lines(compare(a, b)))
+    assert "for the first number that differs after equal ones" in text
+    assert ("<- beyond noise" in text) == (verdict == "different")
+
+
 def test_repeats_in_one_trace_lower_the_floor_of_runs_under_the_same_conditions(
     tmp_path: Path,
 ) -> None:

@@ -32,6 +32,22 @@ def test_no_work_is_begun_after_its_time(tmp_path: Path) -> None:
     assert "times of causal-float32 at 64 keys" in facts["left_out"]
 
 
+def test_what_fails_is_named_and_the_rest_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu.KernelComparison, "speed", lost)
+    out = tmp_path / "gpu.json"
+    gpu.main(["kernels", "--small", "--device", "cpu", "--out", str(out)])
+    facts = json.loads(out.read_text("utf-8"))
+    assert facts["evaluations"]
+    (text,) = facts["left_out"]
+    assert text.startswith("times of causal-float32 at 64 keys: RuntimeError: CUDA error")
+    assert f"left out: {text}" in capsys.readouterr().out
+
+
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         gpu.main(["kernels", "--device", "nothing"])

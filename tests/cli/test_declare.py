@@ -161,7 +161,7 @@ def test_a_file_is_not_replaced_unasked(run: Callable[..., Ran]) -> None:
 
 def test_a_file_that_cannot_be_written_is_one_sentence(run: Callable[..., Ran]) -> None:
     code, _, err = run(AS_MEANT, "--out", "no/such/folder.toml")
-    assert code == 1
+    assert code == 2
     assert err.startswith("flexinspect: no/such/folder.toml cannot be written: No such file")
 
 

@@ -187,7 +187,7 @@ def test_an_older_trace_is_replaced_only_when_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dump, trace = described_folder(tmp_path / "dump"), sample_trace(tmp_path / "run.flextrace")
-    assert main(["import", str(dump), "-o", str(trace)]) == 1
+    assert main(["import", str(dump), "-o", str(trace)]) == 2
     assert "the file exists already" in capsys.readouterr().err
     assert main(["import", str(dump), "-o", str(trace), "--overwrite"]) == 0
     with open_trace(trace) as reader:
@@ -219,7 +219,7 @@ def test_a_read_only_folder_is_one_sentence(
         pytest.skip("root may write everywhere")
     dump, closed = described_folder(tmp_path / "dump"), tmp_path / "closed"
     closed.mkdir(mode=0o500)
-    assert main(["import", str(dump), "-o", str(closed / "run.flextrace")]) == 1
+    assert main(["import", str(dump), "-o", str(closed / "run.flextrace")]) == 2
     assert "permission denied" in capsys.readouterr().err
 
 
@@ -233,7 +233,7 @@ def test_a_full_disk_names_the_trace_and_leaves_nothing(
 
     dump, trace = described_folder(tmp_path / "dump"), tmp_path / "run.flextrace"
     monkeypatch.setattr(TraceWriter, "_transaction", full)
-    assert main(["import", str(dump), "-o", str(trace)]) == 1
+    assert main(["import", str(dump), "-o", str(trace)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"flexinspect: The trace {trace} cannot be written: the disk is full."
     assert "generation itself continues" not in lines[1]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.warm_python import Popen, run, run_command
 
+from flexinspect.analysis.kernel_report import KernelEvaluation
+from flexinspect.cli.kernels import _exit_code
 from flexinspect.tools.sanity_check import command
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
@@ -98,6 +102,24 @@ def test_a_baseline_names_the_first_configuration_that_got_worse(folder: Path) -
     done = kernels(*args, "--check", "baseline.json", cwd=folder)
     assert done.returncode == 1
     assert "my_kernels:right on mine got worse: it was within tolerance" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["same", "not compared"], 0),
+        (["same", "varies"], 1),
+        (["same", "differs"], 1),
+        (["not compared"], 2),
+    ],
+)
+def test_every_class_of_fault_fails_and_nothing_compared_is_an_invalid_request(
+    statuses: list[Any], code: int
+) -> None:
+    facts = {"kernel": "k", "config": "c", "shape": "", "inputs": "", "device": "cpu"}
+    done = [KernelEvaluation(**facts, status=status) for status in statuses]
+    assert _exit_code(argparse.Namespace(check=None), done, []) == code
+    assert _exit_code(argparse.Namespace(check=None), done, ["k on c got worse"]) == 1
 
 
 def test_the_list_has_kernels_and_configurations(folder: Path) -> None:

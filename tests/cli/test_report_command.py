@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_no_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(environment, "replace_file", fail)
-    assert main(["report", str(trace)]) == 1
+    assert main(["report", str(trace)]) == 2
     assert "run.html cannot be written: No space left on device." in capsys.readouterr().err
     assert not [*tmp_path.glob("*.html")]
 

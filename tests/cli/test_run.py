@@ -434,7 +434,7 @@ def test_a_full_output_is_an_error_message(
     with Path("/dev/full").open("w") as full:
         command = [*FLEXINSPECT, *args]
         done = run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "No space left" in done.stderr
 

@@ -51,7 +51,7 @@ def test_every_class_that_the_code_can_name_is_on_the_page() -> None:
 
     folder = Path(str(package.__file__)).parent
     source = "".join(file.read_text("utf-8") for file in folder.glob("*.py"))
-    pattern = r'(?:KernelDiagnosis|MaskFault)\(\s*"([a-z0-9-]+)"'
+    pattern = r'(?:KernelDiagnosis|MaskFault|FormulaFault|InputFault)\(\s*"([a-z0-9-]+)"'
     kinds = {*re.findall(pattern, source), "lse-log2", "lse-max", "lse-unscaled"}
     kinds |= {"lse-shape", "inputs-changed"}
     assert len(kinds) > 15

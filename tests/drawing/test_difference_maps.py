@@ -32,6 +32,15 @@ def test_one_wrong_row_stands_out_and_nan_is_marked() -> None:
     assert any("16 above the tolerance" in text for text in lines)
 
 
+def test_errors_far_above_the_tolerance_still_differ_from_each_other() -> None:
+    rows = np.full((4, 8), 1e-9, np.float32)
+    rows[1], rows[2] = 1e3, 1e-4
+    lines = picture(rows, rows[:, :2].T.copy(), tolerance=1e-6)
+    start = next(n for n, text in enumerate(lines) if text.startswith("largest error by row")) + 1
+    assert len({text[0] for text in lines[start : start + 4]}) == 3
+    assert "1000; the middle is the tolerance, 1.0e-06" in lines[0]
+
+
 def test_an_array_larger_than_the_picture_keeps_its_largest_errors() -> None:
     rows = np.zeros((400, 300), np.float32)
     rows[399, 299] = 5.0

@@ -187,3 +187,138 @@ def dropout_left_on(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: flo
 def nan_lse(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
     out, lse = flash(q, k, v, attn_mask, scale, None)
     return out, lse * torch.nan
+
+
+# -- wrong addresses and formulas ------------------------------------------------------------------
+
+
+def _moved(tensor: Tensor, n: int) -> Tensor:
+    """What is read `n` elements away; beyond the ends lies something else."""
+    flat, other = tensor.flatten(), torch.full((abs(n),), 3.0, dtype=tensor.dtype)
+    moved = torch.cat([flat[n:], other]) if n > 0 else torch.cat([other, flat[:n]])
+    return moved.reshape(tensor.shape)
+
+
+def key_pointer_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, _moved(k, 1), v, attn_mask, scale, None)
+
+
+def value_pointer_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, _moved(v, -1), attn_mask, scale, None)[0]
+
+
+def _scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    key, value = (each.float().repeat_interleave(group, 1) for each in (k, v))
+    return q.float() @ key.mT, value
+
+
+def _cells(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool) if mask is None else mask
+
+
+def rescale_missing(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    scores = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    top, total = torch.full(q.shape[:3], -torch.inf), torch.zeros(q.shape[:3])
+    out = torch.zeros(q.shape)
+    for start in range(0, k.shape[2], BLOCK):
+        part = scores[..., start : start + BLOCK]
+        new = torch.maximum(top, part.amax(-1))
+        weights = (part - new[..., None]).exp()
+        total = total * (top - new).exp() + weights.sum(-1)
+        out, top = out + weights @ value[:, :, start : start + BLOCK], new
+    return (out / total[..., None]).to(q.dtype)
+
+
+def softmax_over_rows(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    closed = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return (torch.softmax(closed, -2) @ value).to(q.dtype)
+
+
+def softcap_before_scale(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0, softcap: Any = None
+) -> Any:
+    scores, value = _scores(q, k, v)
+    capped = softcap * (scores / softcap).tanh() * scale
+    closed = capped.masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return (torch.softmax(closed, -1) @ value).to(q.dtype)
+
+
+def mask_after_softmax(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    return ((torch.softmax(scores * scale, -1) * _cells(q, k, attn_mask)) @ value).to(q.dtype)
+
+
+def mask_added_as_number(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0
+) -> Any:
+    scores, value = _scores(q, k, v)
+    return (torch.softmax(scores * scale + _cells(q, k, attn_mask), -1) @ value).to(q.dtype)
+
+
+def not_normalized(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    closed = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return ((closed - closed.amax(-1, keepdim=True)).exp() @ value).to(q.dtype)
+
+
+def scores_as_weights(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    scores, value = _scores(q, k, v)
+    return ((scores * scale * _cells(q, k, attn_mask)) @ value).to(q.dtype)
+
+
+def inputs_in_bfloat16(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    rounded = [each.bfloat16().to(each.dtype) for each in (q, k, v)]
+    return flash(*rounded, attn_mask, scale, None)[0]
+
+
+def last_column_dropped(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0
+) -> Any:
+    scores, value = _scores(q[..., :-1], k[..., :-1], v)
+    closed = (scores * scale).masked_fill(~_cells(q, k, attn_mask), -torch.inf)
+    return (torch.softmax(closed, -1) @ value).to(q.dtype)
+
+
+def batch_ignored(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k[:1].expand_as(k), v[:1].expand_as(v), attn_mask, scale, None)[0]
+
+
+def padding_unmasked(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    n = -k.shape[2] % BLOCK
+    cells = _cells(q, k, attn_mask).expand(1, 1, q.shape[2], k.shape[2])
+    padded = [torch.nn.functional.pad(each, (0, 0, 0, n)) for each in (k, v)]
+    cells = torch.nn.functional.pad(cells, (0, n), value=True)
+    return flash(q, *padded, cells, scale, None)[0]
+
+
+def last_rows_not_written(
+    q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0
+) -> Any:
+    out = flash(q, k, v, attn_mask, scale, None)[0]
+    out[:, :, q.shape[2] // BLOCK * BLOCK :] = 0
+    return out
+
+
+def rows_misplaced(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, attn_mask, scale, None)[0].roll(1, 2)
+
+
+def heads_misplaced(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    out = flash(q, k, v, attn_mask, scale, None)[0]
+    return out.transpose(1, 2).reshape(out.shape)
+
+
+def scale_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, k, v, attn_mask, scale * 1.02, None)[0]
+
+
+def sum_off(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    out = flash(q, k, v, attn_mask, scale, None)[0]
+    return out * torch.linspace(0.9, 1.1, q.shape[2])[:, None].to(out.dtype)
+
+
+def keys_quantized(q: Any, k: Any, v: Any, *, attn_mask: Any = None, scale: float = 1.0) -> Any:
+    return flash(q, (k * 16).round() / 16, v, attn_mask, scale, None)[0]

@@ -333,7 +333,7 @@ distributions = any_of(
     many(any_of(CallRecord)),
     many(any_of(LayerStatRecord)),
     st.none() | any_of(MemoryRecord),
-    many(any_of(TokenRecord, step=st.just(7)), unique_by=lambda t: t.pos),
+    many(any_of(TokenRecord, step=st.just(7), pos=lengths), unique_by=lambda t: t.pos),
 )
 def test_any_value_of_any_field_comes_back(
     tmp_path: Path, logits: Any, calls: Any, stats: Any, memory: Any, tokens: Any

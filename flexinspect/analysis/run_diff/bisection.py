@@ -121,6 +121,12 @@ def _request(comparison: Comparison, one: GenerationDifference, step: int) -> Bi
     assert one.noise is not None
     noise = one.noise
     found = next(each for each in one.steps if each.step == step)
+    limits = {layer: noise.limit("hidden", layer) for layer, _ in one.layers.pairs}
+    logits_limit = noise.limit("logits", None)
+    if noise.first is not None and noise.first_key:
+        # A layer with A's input makes a first difference, and B runs under the same conditions.
+        limits = {layer: min(limit, noise.first) for layer, limit in limits.items()}
+        logits_limit = min(logits_limit, noise.first)
     masks = sorted({layer for mask in found.masks for layer in mask.layers})
     return BisectRequest(
         a=comparison.a,
@@ -128,8 +134,8 @@ def _request(comparison: Comparison, one: GenerationDifference, step: int) -> Bi
         generations=(one.generation, one.partner),
         step=step,
         pairs=one.layers.pairs,
-        limits={layer: noise.limit("hidden", layer) for layer, _ in one.layers.pairs},
-        logits_limit=noise.limit("logits", None),
+        limits=limits,
+        logits_limit=logits_limit,
         other_masks=tuple(masks),
     )
 

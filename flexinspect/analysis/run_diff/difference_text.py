@@ -138,7 +138,10 @@ def _noise_text(noise: Noise) -> str:
     spread = "" if lowest == noise.floor else f"{lowest:.3g} to "
     by = ", by quantity" if spread else ""
     text = f"{spread}{noise.floor:.3g} relative{by} ({noise.source})"
-    coarse = "; smaller faults do not show: record both in one dtype, and use --noise"
+    if noise.first is not None:
+        return f"{text}, {noise.first:.2g} for the first number that differs after equal ones"
+    coarse = "; smaller faults do not show: record both under the same conditions (versions, "
+    coarse += "device, dtype, kernels, threads), or use --noise"
     return text + coarse * (lowest >= _COARSE)
 
 

@@ -119,11 +119,17 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def compare_generations(
-    a: Side, b: Side, noise: Noise | None = None, own: Mapping[str, str] = NOTHING
+    a: Side,
+    b: Side,
+    noise: Noise | None = None,
+    own: Mapping[str, str] = NOTHING,
+    *,
+    same_conditions: bool = False,
 ) -> GenerationDifference:
     """Compare a generation of A with one of B; by default the noise is that of their dtypes.
 
-    Quantities of `own` are not compared, for the reason that it gives.
+    Quantities of `own` are not compared, for the reason that it gives. `same_conditions` tells that
+    they ran with the same versions, device, threads and kernels.
     """
     prompts = [[t for t in reader.tokens(number) if t.step is None] for reader, number in (a, b)]
     result = GenerationDifference(
@@ -134,7 +140,7 @@ def compare_generations(
     )
     if result.prompt is not None:
         return result
-    walk = Walk(a, b, noise, own)
+    walk = Walk(a, b, noise, own, same_conditions=same_conditions)
     walk.run()
     return replace(result, texts=_read_texts(a, walk.steps), **walk.fields())
 
@@ -189,15 +195,25 @@ class Walk:
     """
 
     def __init__(
-        self, a: Side, b: Side, noise: Noise | None, own: Mapping[str, str] = NOTHING
+        self,
+        a: Side,
+        b: Side,
+        noise: Noise | None,
+        own: Mapping[str, str] = NOTHING,
+        *,
+        same_conditions: bool = False,
     ) -> None:
         self._sides, self._own = (a, b), own
         self._beyond: dict[int, str] = {}
+        self._same_conditions = same_conditions
         self._watched = (_WatchedSteps(a), _WatchedSteps(b))
         self._same_segments = alignment.have_same_segments(a, b)
         self.noise = noise
         self.first: Place | None = None
         self._begins: Place | None = None
+        self._n_equal, self._has_differed = 0, False
+        self._equal_in_step: set[str] = set()
+        self._first_number: QuantityDifference | None = None
         self.steps: list[StepDifference] = []
         self.layers = LayerAlignment()
         self.compared: dict[str, Compared] = {}
@@ -221,7 +237,7 @@ class Walk:
         real = self._watched[0].real
         return {
             "steps": tuple(self.steps),
-            "limit": noise.limit("hidden", None),
+            "limit": noise.first if noise.first_key else noise.limit("hidden", None),
             "words": self._words,
             "padding": () if real is None else tuple(np.flatnonzero(~real).tolist()),
             "alike": tuple(tuple(one.stale) for one in self._watched),
@@ -249,7 +265,7 @@ class Walk:
         pair = alignment.align_pair(one, other, finds, self.layers if self.steps else None)
         self.layers = pair.layers
         if self.noise is None:
-            self.noise = quantities.noise_of_dtypes(pair.a, pair.b)
+            self.noise = quantities.noise_of_dtypes(pair.a, pair.b, has_first=self.layers.is_plain)
         found = step_diff.compare_steps(pair.a, pair.b, pair.finds, real=real)
         found = replace(found, rows=pair.rows)
         self.steps.append(found)
@@ -267,14 +283,32 @@ class Walk:
         return found.is_diverged
 
     def _count(self, step: int, differences: Sequence[QuantityDifference]) -> None:
+        self._equal_in_step.clear()
         for one in differences:
             if one.difference and self._begins is None:
                 size = one.difference if math.isfinite(one.difference) else None
                 self._begins = Place(step, one.layer, one.quantity, one.reason, size)
+            self._watch_for_first_number(one)
             self.compared.setdefault(one.quantity, Compared()).add(step, one)
             if math.isfinite(one.difference):
                 key = quantities.noise_key(one.quantity, one.layer)
                 self.largest[key] = max(self.largest.get(key, 0.0), one.difference)
+
+    def _watch_for_first_number(self, one: QuantityDifference) -> None:
+        """Note the first number of the model that differs, if others show that both round alike.
+
+        These are equal bit by bit: any number before it under the same conditions, else the same
+        quantity of a layer before it in this step, which the same code computes.
+        """
+        if self._has_differed or not one.exact or one.quantity not in quantities.EXACT:
+            return
+        if not one.difference:
+            self._n_equal += 1
+            self._equal_in_step.add(one.quantity)
+            return
+        self._has_differed = True
+        if one.quantity in self._equal_in_step or (self._same_conditions and self._n_equal):
+            self._first_number = one
 
     # -- the first place -------------------------------------------------------------------------
 
@@ -313,6 +347,10 @@ class Walk:
             if one.layer is not None and one.layer in odd:
                 a, b = odd[one.layer]
                 return Place(found.step, one.layer, "dtype", "dtype", text=f"{a} against {b}")
+            first = self.noise.first
+            if first is not None and one is self._first_number and one.difference > first:
+                key = quantities.noise_key(one.quantity, one.layer)
+                self.noise = replace(self.noise, first_key=key)
             limit = self.noise.limit(one.quantity, one.layer)
             if one.difference > limit:
                 return self._place(found, one, limit, differences)
@@ -362,7 +400,8 @@ class Walk:
                 ends = ", ".join(
                     f"{one} ends with step {step}" for one, step in zip("AB", last, strict=True)
                 )
-                text = f"{name} alone has steps {format_ranges(late)} ({ends})"
+                which = "step" if len(late) == 1 else "steps"
+                text = f"{name} alone has {which} {format_ranges(late)} ({ends})"
                 self.first = Place(late[0], None, "step", "missing", text=text)
                 return
 

@@ -216,6 +216,16 @@ of the rotation and eager's softmax stay in float32. The floors leave room for l
 """
 SHARES_FACTOR = 10.0
 """Of the floor, for attention: a softmax turns the error of a score into a relative one."""
+FIRST_LIMITS = {"float32": 1e-6, "float16": 2**-15, "bfloat16": 2**-12}
+"""By dtype, the size of a first difference that runs may have which round alike.
+
+Such runs compute the same bits, until something else than rounding differs. A kernel that adds in
+another order each time changes the last bit of few numbers at first: in float16 and bfloat16 one
+number of 500 by one unit in the last place gives 1/32 of the dtype's epsilon. In float32 every
+number may change, which gives 1e-7.
+"""
+EXACT = ("q", "k", "v", "hidden", "logits")
+"""The quantities that are recorded as the model computed them, in its own dtype."""
 NOISE_FACTOR = 4.0
 """A quantity differs beyond noise if it differs this many times more than between repeats."""
 
@@ -224,25 +234,33 @@ class Noise(Struct, frozen=True):
     """How far a quantity may differ between two runs that are the same.
 
     `source` says where that comes from. `floor` is the limit from the dtypes; `measured` are those
-    from repeats, by quantity and layer ("hidden 3", "logits"), which replace it if given.
+    from repeats, by quantity and layer ("hidden 3", "logits"), which replace it if given. `first`
+    is the limit of the first number that differs at all, None where only the others hold;
+    `first_key` says which one is beyond it ("hidden 3").
     """
 
     source: str
     floor: float
     measured: Mapping[str, float] = {}
     is_measured: bool = False
+    first: float | None = None
+    first_key: str = ""
 
     def limit(self, quantity: str, layer: int | None) -> float:
         """Return the largest relative difference that is noise."""
         if quantity in ("mask", "token"):
             return 0.0
+        key = noise_key(quantity, layer)
+        if self.first is not None and key == self.first_key:
+            return self.first
         factor = SHARES_FACTOR if quantity == "attention" and not self.is_measured else 1.0
-        return self.measured.get(noise_key(quantity, layer), factor * self.floor)
+        return self.measured.get(key, factor * self.floor)
 
 
-def noise_of_dtypes(a: StepRecord, b: StepRecord) -> Noise:
+def noise_of_dtypes(a: StepRecord, b: StepRecord, *, has_first: bool = False) -> Noise:
     """Return the noise of two steps from the dtypes of their calls, the coarser one counts.
 
+    With `has_first`, runs of one dtype have a limit of their first difference too.
     Layers whose dtypes differ while those of most others do not are not noise: see `odd_dtypes`.
     """
     odd = odd_dtypes(a, b)
@@ -250,7 +268,8 @@ def noise_of_dtypes(a: StepRecord, b: StepRecord) -> Noise:
     names = sorted(one | other) or ["float32"]
     limit = max(FLOORS.get(name, 0.1) for name in names)
     known = "" if one | other else ", which is assumed"
-    return Noise(f"rounding in {' and '.join(names)}{known}", limit)
+    first = FIRST_LIMITS.get(names[0]) if has_first and len(names) == 1 else None
+    return Noise(f"rounding in {' and '.join(names)}{known}", limit, first=first)
 
 
 def noise_of_repeats(repeats: Mapping[str, float], where: str, least: float = 0.0) -> Noise:

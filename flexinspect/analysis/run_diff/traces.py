@@ -124,7 +124,9 @@ def _compare_pair(
         missing = f"only {(b if one is None else a).path} has it"
         return GenerationDifference(generation=present.generation, missing=missing)
     sides = (a, one.generation), (b, other.generation)
-    return compare_generations(*sides, _repeats_noise(*sides, repeat), own)
+    same = _conditions(sides[0]) == _conditions(sides[1])
+    noise = _repeats_noise(*sides, repeat)
+    return compare_generations(*sides, noise, own, same_conditions=same)
 
 
 # -- the noise of repeats -------------------------------------------------------------------------

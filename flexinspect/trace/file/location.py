@@ -21,7 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from flexinspect.core.environment import SHARE_VARIABLE, is_recorder_alive
-from flexinspect.core.errors import TraceWriteError
+from flexinspect.core.errors import TracePlaceError
 from flexinspect.records.finding import Finding
 from flexinspect.records.step import EventRecord
 from flexinspect.trace import codec
@@ -79,14 +79,14 @@ def write_private(file: Path, data: bytes) -> None:
 
 
 def create_trace_file(path: Path, *, overwrite: bool) -> None:
-    """Create the empty file `path`, or raise `TraceWriteError` with the reason.
+    """Create the empty file `path`, or raise `TracePlaceError` with the reason.
 
     With `overwrite` an older trace there is replaced, but never a file that is not a trace.
     """
     try:
         if path.is_dir():
             what = f"The trace cannot be written to {path}: that is a folder."
-            raise TraceWriteError(what, hint="Name a file in it, for instance run.flextrace.")
+            raise TracePlaceError(what, hint="Name a file in it, for instance run.flextrace.")
         if overwrite and path.exists():
             _remove_old_trace(path)
         path.open("xb").close()
@@ -96,13 +96,13 @@ def create_trace_file(path: Path, *, overwrite: bool) -> None:
 
 
 def check_trace_target(path: Path, *, overwrite: bool) -> None:
-    """Raise `TraceWriteError` if a finished trace cannot be moved to `path`; create nothing.
+    """Raise `TracePlaceError` if a finished trace cannot be moved to `path`; create nothing.
 
     With `overwrite` an older trace may be there, but never a file that is not a trace.
     """
     if path.is_dir():
         what = f"The trace cannot be written to {path}: that is a folder."
-        raise TraceWriteError(what, hint="Name a file in it, for instance run.flextrace.")
+        raise TracePlaceError(what, hint="Name a file in it, for instance run.flextrace.")
     if not path.exists():
         return
     if not overwrite:
@@ -121,11 +121,11 @@ def _remove_old_trace(path: Path) -> None:
 def _check_old_trace(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode) or not _is_trace_file(path):
         hint = "Choose another name, or remove the file yourself."
-        raise TraceWriteError(f"{path} is not a trace, so it is not overwritten.", hint=hint)
+        raise TracePlaceError(f"{path} is not a trace, so it is not overwritten.", hint=hint)
     pid = recording_pid(path)
     if pid is not None and pid != os.getpid():
         what = f"{path} is being recorded by process {pid}, so it is not overwritten."
-        raise TraceWriteError(what, hint="Choose another name, or stop that run first.")
+        raise TracePlaceError(what, hint="Choose another name, or stop that run first.")
     path.open("r+b").close()  # fails for a read-only file, which must not be replaced either
 
 
@@ -147,7 +147,7 @@ def _is_trace_file(path: Path) -> bool:
     return not head or connections.is_trace_header(head)
 
 
-def _path_error(path: Path, error: OSError) -> TraceWriteError:
+def _path_error(path: Path, error: OSError) -> TracePlaceError:
     match error:
         case FileExistsError():
             reason, hint = "the file exists already", "Choose another name, or ask to overwrite it."
@@ -161,7 +161,7 @@ def _path_error(path: Path, error: OSError) -> TraceWriteError:
         case _:
             reason = error.strerror or str(error)
             hint = "Choose another folder, on a disk with space left."
-    return TraceWriteError(f"The trace cannot be written to {path}: {reason}.", hint=hint)
+    return TracePlaceError(f"The trace cannot be written to {path}: {reason}.", hint=hint)
 
 
 def temporary_trace_path(path: Path) -> Path:
@@ -175,7 +175,7 @@ def temporary_trace_path(path: Path) -> Path:
 def move_to_target(recorded: Path, path: Path) -> None:
     """Move a finished trace from the local temporary folder to its target.
 
-    Raises `TraceWriteError`, which names where the trace is, when that fails.
+    Raises `TracePlaceError`, which names where the trace is, when that fails.
     """
     part = path.with_name(path.name + PART_SUFFIX)
     try:
@@ -188,7 +188,7 @@ def move_to_target(recorded: Path, path: Path) -> None:
             part.unlink()
         what = f"The finished trace could not be moved to {path}: {error.strerror or error}."
         hint = f"It is complete at {recorded}; move it from there."
-        raise TraceWriteError(what, hint=hint) from None
+        raise TracePlaceError(what, hint=hint) from None
     with suppress(OSError):
         shutil.rmtree(recorded.parent)
 

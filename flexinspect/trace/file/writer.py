@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from msgspec import Struct
 
-from flexinspect.core.errors import TraceWriteError
+from flexinspect.core.errors import TracePlaceError, TraceWriteError
 from flexinspect.records import step as step_records
 from flexinspect.records.finding import Finding, Repeat
 from flexinspect.records.prompt import Segment
@@ -335,7 +335,7 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
             part.unlink(missing_ok=True)
         reason, remedy = write_problem(error)  # nothing has run yet
         what = f"The trace {path} cannot be created: {reason}."
-        raise TraceWriteError(what, hint=remedy or None) from error
+        raise TracePlaceError(what, hint=remedy or None) from error
     return db
 
 

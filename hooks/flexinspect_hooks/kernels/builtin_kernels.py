@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -130,11 +131,13 @@ _BACKENDS: Mapping[str, Sequence[SDPBackend]] = {
 class _Sdpa:
     """`scaled_dot_product_attention` with one backend, or the one that torch chooses.
 
-    Flash and cuDNN take no mask tensor on CUDA: they get `is_causal` where that is the mask.
+    A causal mask is passed as `is_causal`, as one calls it: on CUDA flash takes no mask tensor, and
+    the others are slower with one.
     """
 
     def __init__(self, backends: Sequence[SDPBackend]) -> None:
         self._backends = list(backends)
+        self._known: tuple[weakref.ref[Tensor], bool] | None = None
 
     def __call__(
         self,
@@ -146,16 +149,20 @@ class _Sdpa:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        is_causal = False
-        if attn_mask is not None and SDPBackend.FLASH_ATTENTION in self._backends:
-            is_causal = _is_causal(attn_mask)
-            attn_mask = None if is_causal else attn_mask
-        arguments: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal}
+        is_causal = attn_mask is not None and self._is_causal(attn_mask)
+        arguments: dict[str, Any] = {"is_causal": is_causal}
+        arguments["attn_mask"] = None if is_causal else attn_mask
         arguments |= {"scale": scale, "enable_gqa": enable_gqa}
         if not self._backends:
             return F.scaled_dot_product_attention(q, k, v, **arguments)
         with sdpa_kernel(self._backends):
             return F.scaled_dot_product_attention(q, k, v, **arguments)
+
+    def _is_causal(self, mask: Tensor) -> bool:
+        """Look at each mask once: that takes time and a synchronization, which would be timed."""
+        if self._known is None or self._known[0]() is not mask:
+            self._known = weakref.ref(mask), _is_causal(mask)
+        return self._known[1]
 
 
 def _is_causal(cells: Tensor) -> bool:

@@ -8,7 +8,9 @@ The residual is reported as the proof. Nothing is claimed for a kernel within to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import permutations
 
 import torch
 from msgspec.structs import replace
@@ -18,23 +20,29 @@ from flexinspect.analysis.kernel_report import KernelDiagnosis, KernelEvaluation
 from flexinspect.core.text import format_numbers, plural
 from flexinspect_hooks.kernels.calling import ContractError, Kernel, KernelResult, call_kernel
 from flexinspect_hooks.kernels.key_use import MIN_WEIGHT, measure_key_use
+from flexinspect_hooks.kernels.lse_diagnosis import (
+    EXPLAINED_SHARE,
+    SIZE_RANGE,
+    lse_diagnosis,
+)
 from flexinspect_hooks.kernels.oracle import (
-    Attention,
     Variation,
-    accumulate,
     attend,
+    low_precision_sums,
     scores_of,
+    weights_of,
 )
 from flexinspect_hooks.kernels.problem import Problem
 from flexinspect_hooks.kernels.reference import Reference, largest, mean, nan_as_inf
-from flexinspect_hooks.kernels.wrong_inputs import input_faults
+from flexinspect_hooks.kernels.wrong_formulas import FormulaFault, formula_faults
+from flexinspect_hooks.kernels.wrong_inputs import InputFault, input_faults
 from flexinspect_hooks.kernels.wrong_masks import MaskFault, mask_faults
 
-_EXPLAINED_SHARE = 0.25
-_ACCUMULATION_BLOCKS = (1, 16, 32, 64, 128)
-_SIZE_RANGE = (1 / 3, 3.0)
 _MAX_BIAS = 0.5
 _SEEDED_RUNS = 4
+_MIN_SHARE, _MOST, _ROUNDINGS = 0.01, 0.99, 3.0
+"""99 % of the weights above 1 % of the largest are right up to 3 units of rounding."""
+_FIT_STEPS = 4
 
 
 def diagnose(
@@ -57,7 +65,7 @@ def diagnose(
     if not bar.is_within(one.error) or one.n_wrong_reads or has_wrong_keys(one):
         yield _Search(one, kernel, bar, runs[0]).explanation()
     elif one.lse is not None and not one.lse.is_within:
-        yield _lse_diagnosis(one, kernel, bar, runs[0])
+        yield lse_diagnosis(one, kernel, bar, runs[0])
     for gradient in one.gradients:
         if not gradient.is_within and bar.is_within(one.error):
             numbers = f"its error is {gradient.max_abs:.2g}, above {gradient.tolerance:.2g}"
@@ -123,6 +131,8 @@ class _Search:
         found = [*self._mask_diagnoses()] if wrong_keys or use is None or use.skipped else []
         if not found:
             found = [*self._score_diagnoses(), *self._head_diagnoses(), *self._input_diagnoses()]
+        if not found:
+            found = [*self._formula_diagnoses()] or [*self._fitted_diagnoses()]
         if not found and not wrong_keys:
             found = [*self._accumulation_diagnoses()]
         if not found and wrong_keys:
@@ -131,10 +141,10 @@ class _Search:
             return self._unexplained()
         return min(found, key=lambda each: math.inf if each.residual is None else each.residual)
 
-    def _residual(self, variation: Variation, problem: Problem | None = None) -> float:
+    def _residual(self, variation: Variation) -> float:
         """The largest difference to a variation, in rows that have an open key in both."""
         rows = variation.cells.any(-1) & self._bar.rows
-        out = attend(problem or self._problem, variation).out
+        out = attend(self._problem, variation).out
         return self._distance(out, rows.expand(self._out.shape[:3]))
 
     def _distance(self, out: Tensor, rows: Tensor) -> float:
@@ -146,10 +156,13 @@ class _Search:
         self, residual: float, variation: Variation, problem: Problem | None = None
     ) -> bool:
         """Whether so little remains that the variation must be what the kernel computes."""
-        is_visible = self._error > self._bar.tolerance.max_abs  # else any variation would fit
-        if not is_visible or residual > _EXPLAINED_SHARE * self._error:
-            return False
-        return residual <= self._bar.tolerance_of(variation, problem or self._problem)
+        limit = partial(self._bar.tolerance_of, variation, problem or self._problem)
+        return self._is_small(residual, limit)
+
+    def _is_small(self, residual: float, limit: Callable[[], float]) -> bool:
+        assert self._one.error is not None
+        is_visible = not self._bar.is_within(self._one.error)  # else any variation would fit
+        return is_visible and residual <= EXPLAINED_SHARE * self._error and residual <= limit()
 
     # -- which keys --------------------------------------------------------------------------------
 
@@ -201,10 +214,35 @@ class _Search:
     # -- scores, heads, inputs ---------------------------------------------------------------------
 
     def _input_diagnoses(self) -> Iterator[KernelDiagnosis]:
-        for fault in input_faults(self._problem):
+        for fault in input_faults(self._problem, self._kernel.layout):
             problem = self._problem.with_inputs(fault.qkv)
-            residual = self._residual(self._right, problem)
+            residual = self._input_residual(fault, problem)
             if self._explains(residual, self._right, problem):
+                yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
+
+    def _input_residual(self, fault: InputFault, problem: Problem) -> float:
+        """The largest difference to the output for wrong inputs, whatever unknown memory holds."""
+        out = attend(problem, self._right).out
+        change, rows = self._out - out, self._bar.rows
+        if fault.beyond is not None:
+            batch, head, row, _ = fault.beyond.nonzero()[0].tolist()
+            if fault.name == "q":
+                rows = rows.clone()
+                rows[batch, head, row] = False
+            else:
+                group = self._problem.config.q_heads // self._problem.config.kv_heads
+                place = batch, slice(head * group, (head + 1) * group)
+                fit = _without_key if fault.name == "k" else _without_value
+                weights = weights_of(problem, self._right)[place][..., row]
+                toward = problem.v[batch, head, row].double() - out[place]
+                columns = fault.beyond[batch, head, row]
+                change[place] = fit(change[place], weights, toward, columns)
+        return float(nan_as_inf(change[rows].abs()).max()) if bool(rows.any()) else math.inf
+
+    def _formula_diagnoses(self) -> Iterator[KernelDiagnosis]:
+        for fault in formula_faults(self._problem):
+            residual = self._distance(fault.out, self._bar.rows)
+            if self._is_small(residual, partial(self._rounding_of, fault)):
                 yield KernelDiagnosis(fault.kind, fault.sentence, residual, self._error)
 
     def _score_diagnoses(self) -> Iterator[KernelDiagnosis]:
@@ -221,6 +259,11 @@ class _Search:
         if right.score_mod is not None:
             text = f"The score_mod {config.score_mod} is ignored."
             yield "score-mod-ignored", text, replace(right, score_mod=None)
+        if right.softcap is not None and right.score_mod is not None:
+            text = f"The softcap of {right.softcap:g} and the score_mod {config.score_mod} are "
+            without = replace(right, softcap=None, score_mod=None)
+            yield "score-mod-ignored", f"{text}ignored.", without
+        yield from self._score_orders()
         scale, default = right.scale, float(config.head_dim**-0.5)
         scales = (
             (1.0, "no scale is applied"),
@@ -229,6 +272,7 @@ class _Search:
             (scale * math.log(2), "exp2 is used for exp"),
             (scale / math.log(2), "exp is used for exp2"),
             (1 / config.head_dim, "it is 1 / head size"),
+            (1 / default, "the scores are multiplied by the root of the head size, not divided"),
             (-scale, "its sign is wrong"),
         )
         reasons: dict[float, list[str]] = {}  # numbers that are equal have several reasons
@@ -239,6 +283,16 @@ class _Search:
                 kind = "scale-missing" if other == 1.0 else "scale"
                 text = f"The scale is {other:g} instead of {scale:g}: {', or '.join(why)}."
                 yield kind, text, replace(right, scale=other)
+
+    def _score_orders(self) -> Iterator[tuple[str, str, Variation]]:
+        right = self._right
+        absent = {"softcap": right.softcap is None, "score_mod": right.score_mod is None}
+        present = tuple(change for change in right.order if not absent.get(change))
+        for order in permutations(present):
+            if order != present:
+                must = ", ".join(present)
+                text = f"The scores are changed in the order {', '.join(order)}; it must be {must}."
+                yield "score-order", text, replace(right, order=order)
 
     def _head_diagnoses(self) -> Iterator[KernelDiagnosis]:
         """Query heads that use another key head, each found by itself."""
@@ -265,6 +319,99 @@ class _Search:
             text = "Key heads are repeated as 0, 1, ..., 0, 1, ...; neighbours must share one."
         yield KernelDiagnosis("key-head", text, residual, self._error)
 
+    def _has_the_weights(self, eps: float) -> bool:
+        """Whether the weights of a row are right up to a factor and a few roundings."""
+        used = self._used_keys()
+        if used is None:
+            return True
+        truth = weights_of(self._problem, self._right)
+        least = truth.amax(-1, keepdim=True) * _MIN_SHARE
+        told = (truth > least.clamp_min(MIN_WEIGHT)) & (used > 0) & self._bar.rows[..., None]
+        logs = (used.clamp_min(1e-300) / truth.clamp_min(1e-300)).log()
+        logs = logs.masked_fill(~told, torch.nan)
+        spread = (logs - logs.nanmedian(-1, keepdim=True).values).abs()[told]
+        if not spread.numel():
+            return True
+        rank = max(math.ceil(_MOST * spread.numel()), 1)
+        most = float(spread.flatten().kthvalue(rank).values)
+        return most < _ROUNDINGS * max(eps, torch.finfo(self._problem.dtype).eps)
+
+    def _fitted_diagnoses(self) -> Iterator[KernelDiagnosis]:
+        """Faults with a number that is not known: a factor of the output, of a row, the scale."""
+        scaled = self._missing_rows() or self._scaled_output() or self._scaled_rows()
+        if scaled is not None:
+            yield scaled
+            return
+        variation = self._fitted_scale()
+        residual = self._residual(variation) if variation is not None else math.inf
+        if variation is not None and self._explains(residual, variation):
+            text = f"The scale is {variation.scale:.6g} instead of {self._right.scale:g}."
+            yield KernelDiagnosis("scale", text, residual, self._error)
+
+    def _fitted_scale(self) -> Variation | None:
+        """The scale that fits best, by Gauss-Newton steps from the right one."""
+        rows, scale = self._bar.rows, self._right.scale
+        for _ in range(_FIT_STEPS):
+            step = 1e-6 * scale
+            here, there = (
+                attend(self._problem, replace(self._right, scale=each)).out[rows]
+                for each in (scale, scale + step)
+            )
+            slope = (there - here) / step
+            size = float(slope.square().sum())
+            moved = float((slope * (self._out[rows] - here)).sum()) / size if size else math.nan
+            scale += moved
+            if not math.isfinite(scale) or not scale > 0:
+                return None
+        return replace(self._right, scale=scale)
+
+    def _missing_rows(self) -> KernelDiagnosis | None:
+        """Rows that are 0, and right ones besides."""
+        rows = self._bar.rows & ~(self._out == 0).all(-1)
+        missing = self._bar.rows & ~rows
+        residual = self._distance(self._bar.oracle.out, rows)
+        if not bool(missing.any()) or residual > self._bar.tolerance.max_abs:
+            return None
+        numbers = missing.any(0).any(0).nonzero().flatten().tolist()
+        heads = missing.any(0).any(-1).nonzero().flatten().tolist()
+        where = f"{format_numbers('row', numbers)} of {format_numbers('head', heads)}"
+        text = f"The output is 0 in {where}: it is not computed there."
+        return KernelDiagnosis("rows-missing", text, residual, self._error)
+
+    def _scaled_rows(self) -> KernelDiagnosis | None:
+        """Each row of the right output times a number of its own: a wrong sum of its weights."""
+        truth, rows = self._bar.oracle.out, self._bar.rows
+        size = truth.square().sum(-1, keepdim=True).clamp_min(1e-300)
+        factors = (truth * self._out).sum(-1, keepdim=True) / size
+        residual = self._distance(truth * factors, rows)
+        if not self._is_small(residual, partial(self._bar.tolerance_at, truth * factors)):
+            return None
+        low, high = (float(each) for each in factors[rows].aminmax())
+        text = f"Each row is the right one times a number of its own, {low:.4g} to {high:.4g}: the "
+        text += "sum of its weights is wrong."
+        return KernelDiagnosis("weight-sum", text, residual, self._error)
+
+    def _scaled_output(self) -> KernelDiagnosis | None:
+        """The right output times a number, fitted by least squares."""
+        truth, rows = self._bar.oracle.out, self._bar.rows
+        right, got = truth[rows], self._out[rows]
+        factor = float((right * got).sum() / right.square().sum().clamp_min(1e-300))
+        if not math.isfinite(factor):
+            return None
+        residual = self._distance(truth * factor, rows)
+        if not self._is_small(residual, partial(self._bar.tolerance_at, truth * factor)):
+            return None
+        text = f"The output is the right one times {factor:.9g}."
+        return KernelDiagnosis("output-scaled", text, residual, self._error)
+
+    def _rounding_of(self, fault: FormulaFault) -> float:
+        """The largest error that a kernel with a wrong formula may have."""
+        narrow = formula_faults(self._problem, torch.float32)
+        same = next(each.out for each in narrow if each.sentence == fault.sentence)
+        error = largest((same.double() - fault.out)[self._bar.rows].abs())
+        bar = self._bar.tolerance
+        return max(self._bar.tolerance_at(fault.out), bar.factor * error)
+
     # -- additions ---------------------------------------------------------------------------------
 
     def _accumulation_diagnoses(self) -> Iterator[KernelDiagnosis]:
@@ -275,19 +422,22 @@ class _Search:
             return
         size = max(float(error.abs().mean()), 1e-300)
         bias = float(error.mean().abs()) / size
-        by_size: list[tuple[float, str]] = []
-        for name, block, out in _low_precision_sums(self._problem):
+        by_size: list[tuple[float, str, float]] = []
+        for name, block, out in low_precision_sums(self._problem):
             residual = self._distance(out.out, rows)
             text = f"Sums over keys are rounded to {name}"
-            if residual <= _EXPLAINED_SHARE * self._error:
+            if residual <= EXPLAINED_SHARE * self._error:
                 text += f" after every {plural(block, 'key')}."
                 yield KernelDiagnosis("low-precision-sum", text, residual, self._error)
             ratio = size / max(mean((out.out - truth)[rows].abs()), 1e-300)
-            if _SIZE_RANGE[0] <= ratio <= _SIZE_RANGE[1] and bias < _MAX_BIAS:
+            if SIZE_RANGE[0] <= ratio <= SIZE_RANGE[1] and bias < _MAX_BIAS:
                 text += f", judged by the size of the error: its mean is {ratio:.2g} times that "
                 text += f"of sums rounded after every {plural(block, 'key')}. The keys are right."
-                by_size.append((abs(math.log(ratio)), text))
-        if by_size:
+                if name == "float16" and self._problem.dtype is torch.float32:
+                    text += " Products in TF32 have errors of this size too."
+                eps = torch.finfo(getattr(torch, name)).eps
+                by_size.append((abs(math.log(ratio)), text, eps))
+        if by_size and self._has_the_weights(min(by_size)[2]):
             yield KernelDiagnosis("low-precision-sum", min(by_size)[1])
 
     def _unexplained(self) -> KernelDiagnosis:
@@ -299,6 +449,8 @@ class _Search:
             return KernelDiagnosis("nan", text)
         heads = [h for h, value in enumerate(one.heads) if not value <= self._bar.tolerance.max_abs]
         where = f"{format_numbers('head', heads)}, {plural(len(one.wrong_rows), 'row')}"
+        if not heads:
+            where = "no element is above the tolerance, and the mean is"
         use = one.key_use
         known = use is not None and not use.skipped
         keys = "The kernel uses the right keys and values, so its arithmetic is wrong, or it reads "
@@ -314,77 +466,18 @@ class _Search:
         ]
 
 
-def _low_precision_sums(problem: Problem) -> Iterator[tuple[str, int, Attention]]:
-    """Attention with sums of low precision: (dtype, keys between two roundings, result)."""
-    for dtype in (torch.float16, torch.bfloat16):
-        for block in _ACCUMULATION_BLOCKS:
-            for online in (True, False):
-                result = accumulate(problem, dtype, block, online=online)
-                yield str(dtype).removeprefix("torch."), block, result
+def _without_key(change: Tensor, weights: Tensor, toward: Tensor, columns: Tensor) -> Tensor:
+    """What remains of a change (heads, rows, head size) if one key has any k.
+
+    Another weight of it moves the output o of a row along v - o, which is `toward`.
+    """
+    size = toward.square().sum(-1, keepdim=True).clamp_min(1e-300)
+    share = (change * toward).sum(-1, keepdim=True) / size
+    return change - share * toward * (weights > 0)[..., None]
 
 
-# -- the LSE ---------------------------------------------------------------------------------------
-
-
-def _lse_diagnosis(
-    one: KernelEvaluation, kernel: Kernel, bar: Reference, run: KernelResult
-) -> KernelDiagnosis:
-    assert one.lse is not None
-    assert run.lse is not None
-    problem, lse = bar.problem, run.lse.double()
-    error, rows = one.lse.max_abs, bar.rows
-
-    def residual(other: Tensor, where: Tensor) -> float:
-        where = where & rows & other.isfinite()
-        return float((lse - other)[where].abs().max()) if bool(where.any()) else math.inf
-
-    right = Variation.of(problem)
-    scores = scores_of(problem, right).masked_fill(~right.cells, -torch.inf)
-    guesses = {
-        ("lse-log2", "The LSE is in base 2; it must be the natural logarithm."): (
-            bar.oracle.lse / math.log(2)
-        ),
-        ("lse-max", "The LSE is the maximum of the scores, without the sum."): scores.amax(-1),
-        ("lse-unscaled", "The LSE is that of the scores without the scale."): attend(
-            problem, replace(right, scale=1.0)
-        ).lse,
-    }
-    for block in (16, 32, 64, problem.config.block_size):
-        stop = (problem.config.kv_len - 1) // block * block
-        if stop:
-            text = f"The LSE is stale: that of the keys before the last block of {block}."
-            guesses["lse-stale", text] = scores[..., :stop].logsumexp(-1)
-    if stale := _stale_call(one, kernel, bar):
-        return stale
-    for (kind, text), other in guesses.items():
-        left = residual(other, torch.ones_like(rows))
-        if left <= min(max(one.lse.tolerance, 1e-4), _EXPLAINED_SHARE * error):
-            return KernelDiagnosis(kind, text, left, error)
-    size = mean((lse - bar.oracle.lse)[rows].abs())
-    for name, block, result in _low_precision_sums(problem):
-        expected = mean((result.lse - bar.oracle.lse)[rows].abs())
-        if _SIZE_RANGE[0] <= size / max(expected, 1e-300) <= _SIZE_RANGE[1]:
-            text = f"The sum of the weights is rounded to {name}, judged by the size of the error "
-            text += f"of the LSE: it is that of sums rounded after every {plural(block, 'key')}."
-            return KernelDiagnosis("low-precision-sum", text)
-    return KernelDiagnosis("lse", "The output is right, the LSE is not.")
-
-
-def _stale_call(one: KernelEvaluation, kernel: Kernel, bar: Reference) -> KernelDiagnosis | None:
-    """Whether the LSE of a call is that of the call before it."""
-    problem = bar.problem
-    try:
-        call_kernel(kernel, problem, (-problem.q, problem.k, problem.v))
-        second = call_kernel(kernel, problem)
-        third = call_kernel(kernel, problem)
-    except ContractError:
-        return None
-    if second.lse is None or third.lse is None:
-        return None
-    change = (second.lse.double() - third.lse.double())[bar.rows].abs()
-    if not largest(change) > bar.lse_tolerance:  # NaN is not a change
-        return None
-    error = (third.lse.double() - bar.oracle.lse)[bar.rows].abs()
-    text = "The LSE is stale: it changes between calls on the same inputs, as that of another call."
-    assert one.lse is not None
-    return KernelDiagnosis("lse-stale", text, float(error.max()), one.lse.max_abs)
+def _without_value(change: Tensor, weights: Tensor, toward: Tensor, columns: Tensor) -> Tensor:
+    """What remains of a change if one key has any v in some columns: its weights times a vector."""
+    size = weights.square().sum().clamp_min(1e-300)
+    value = (change * weights[..., None]).sum((0, 1)) / size
+    return change - weights[..., None] * value * columns

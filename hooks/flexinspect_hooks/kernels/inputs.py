@@ -17,7 +17,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.core.text import plural
 from flexinspect.inputs.kernel_configs import KernelConfig
 from flexinspect_hooks.kernels.key_use import MIN_WEIGHT
-from flexinspect_hooks.kernels.oracle import Variation, attend, weights_of
+from flexinspect_hooks.kernels.oracle import Variation, attend, scores_of, weights_of
 from flexinspect_hooks.kernels.problem import Problem, make_mask_mod, mask_cells, seeded
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -30,6 +30,8 @@ _READABLE_WEIGHT = 0.99
 _PEAK_SCORE = 60.0  # exp(-60) is below the rounding of every dtype, and 60 is exact in all of them
 _SATURATED_SHARE = 0.5
 _BLIND_SHARE = 0.5
+_SMALL_BLOCK = 16  # keys; kernels take blocks of 16 or more
+_FEW_GROWING = 0.01
 _MAX_BLIND_ROWS = 64  # rows per head for which every lost key is tried
 
 
@@ -185,6 +187,8 @@ def input_warnings(problem: Problem, tolerance: float, *, is_probed: bool) -> It
                 f"The softmax is saturated: in {saturated:.0%} of the rows one key has more than "
                 f"99 % of the weight (mean {float(top.mean()):.0%})."
             )
+    if text := _early_maxima(problem):
+        yield text
     min_weight = MIN_WEIGHT if is_probed else 1.0
     blind, n_tried = blind_share(problem, weights, tolerance, min_weight=min_weight)
     if blind >= _BLIND_SHARE:
@@ -207,6 +211,23 @@ def _coverage(problem: Problem, weights: Tensor) -> str:
     n_keys = math.prod(problem.k.shape[:3])
     rows = plural(int((~readable).sum()), "row")
     return f"Each row shows one key: {n_read} of {n_keys} keys are read; {rows} cannot be read."
+
+
+def _early_maxima(problem: Problem) -> str:
+    """Say so if the maximum of an online softmax never grows: no missing rescale shows then."""
+    variation = Variation.of(problem)
+    if problem.config.kv_len <= _SMALL_BLOCK:
+        return ""
+    scores = scores_of(problem, variation).masked_fill(~variation.cells, -torch.inf)
+    later = scores[..., _SMALL_BLOCK:].amax(-1) > scores[..., :_SMALL_BLOCK].amax(-1)
+    reached = problem.cells[..., _SMALL_BLOCK:].any(-1) & problem.cells[..., :_SMALL_BLOCK].any(-1)
+    reached = reached.expand(later.shape)
+    if not bool(reached.any()) or float(later[reached].double().mean()) > _FEW_GROWING:
+        return ""
+    return (
+        f"The largest score of a row is among its first {_SMALL_BLOCK} keys: an online softmax "
+        "that does not rescale its sums gives the right output."
+    )
 
 
 def blind_share(

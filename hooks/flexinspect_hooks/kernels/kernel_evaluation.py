@@ -180,7 +180,9 @@ def _status(one: KernelEvaluation, bar: Reference) -> Status:
     is_within &= not one.faults and one.empty_rows in ("", _ZERO_ROWS)
     is_within &= not has_wrong_keys(one)
     is_within &= one.bit_equal or one.run_difference <= bar.tolerance.max_abs
-    return "same" if is_within and not one.n_wrong_reads else "differs"
+    if not is_within or one.n_wrong_reads:
+        return "differs"
+    return "same" if one.bit_equal else "varies"
 
 
 # -- numbers ---------------------------------------------------------------------------------------

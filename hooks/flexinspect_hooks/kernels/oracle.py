@@ -7,18 +7,24 @@ a query head uses), so that a fault can be confirmed by reproducing its numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from msgspec import Struct
 from torch import Tensor
 
 from flexinspect_hooks.kernels.problem import Problem, ScoreMod, apply_score_mod
 
+_ACCUMULATION_BLOCKS = (1, 16, 32, 64, 128)
+SCORE_ORDER = ("scale", "softcap", "score_mod")
+"""The order in which scores are changed: FlexAttention's score_mod gets them scaled."""
+
 
 class Variation(Struct, frozen=True):
     """How attention is computed; the defaults of `of` are those of the problem.
 
     `kv_head` gives the key head of each query head. `cells` is bool, broadcastable to (batch,
-    heads, rows, keys).
+    heads, rows, keys). `order` is that of the changes of the scores.
     """
 
     cells: Tensor
@@ -26,6 +32,7 @@ class Variation(Struct, frozen=True):
     softcap: float | None
     score_mod: ScoreMod | None
     kv_head: tuple[int, ...]
+    order: tuple[str, ...] = SCORE_ORDER
 
     @classmethod
     def of(cls, problem: Problem) -> Variation:
@@ -61,6 +68,12 @@ def eager_attention(
     group = q.shape[1] // k.shape[1]
     key, value = (each.repeat_interleave(group, 1) if group > 1 else each for each in (k, v))
     scores = eager_scores(q, key, scale=scale, softcap=softcap, score_mod=score_mod)
+    return _softmax_and_sum(scores, value, attn_mask)
+
+
+def _softmax_and_sum(
+    scores: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     filled = scores
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
@@ -80,22 +93,29 @@ def eager_scores(
     scale: float | None,
     softcap: float | None,
     score_mod: ScoreMod | None,
+    order: tuple[str, ...] = SCORE_ORDER,
 ) -> Tensor:
     """Return the scores before the mask, (batch, heads, rows, keys), for one key head per head."""
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores if score_mod is None else apply_score_mod(score_mod, scores).to(q.dtype)
+    scores = q @ k.mT
+    for change in order:
+        if change == "scale":
+            scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+        elif change == "softcap" and softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        elif change == "score_mod" and score_mod is not None:
+            scores = apply_score_mod(score_mod, scores).to(q.dtype)
+    return scores
 
 
-def scores_of(problem: Problem, variation: Variation) -> Tensor:
-    """Return the scores of a variation before the mask, in float64."""
+def scores_of(problem: Problem, variation: Variation, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the scores of a variation before the mask, every step rounded to `dtype`."""
     return eager_scores(
-        problem.q.double(),
-        problem.k[:, list(variation.kv_head)].double(),
+        problem.q.to(dtype),
+        problem.k[:, list(variation.kv_head)].to(dtype),
         scale=variation.scale,
         softcap=variation.softcap,
         score_mod=variation.score_mod,
+        order=variation.order,
     )
 
 
@@ -106,17 +126,9 @@ def attend(
 ) -> Attention:
     """Return attention as the problem states it or varied, every step rounded to `dtype`."""
     variation = Variation.of(problem) if variation is None else variation
-    heads = list(variation.kv_head)
-    out, lse = eager_attention(
-        problem.q.to(dtype),
-        problem.k[:, heads].to(dtype),
-        problem.v[:, heads].to(dtype),
-        attn_mask=variation.cells,
-        scale=variation.scale,
-        softcap=variation.softcap,
-        score_mod=variation.score_mod,
-    )
-    return Attention(out, lse)
+    value = problem.v[:, list(variation.kv_head)].to(dtype)
+    scores = scores_of(problem, variation, dtype)
+    return Attention(*_softmax_and_sum(scores, value, variation.cells))
 
 
 def weights_of(problem: Problem, variation: Variation) -> Tensor:
@@ -151,3 +163,12 @@ def accumulate(problem: Problem, dtype: torch.dtype, block: int, *, online: bool
     lse = (top.nan_to_num(neginf=0.0) + total.log())[..., 0]
     divided = (out / total).nan_to_num(0.0) if online else out
     return Attention(divided.to(problem.dtype).double(), lse)
+
+
+def low_precision_sums(problem: Problem) -> Iterator[tuple[str, int, Attention]]:
+    """Yield attention with sums of low precision: (dtype, keys between two roundings, result)."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for block in _ACCUMULATION_BLOCKS:
+            for online in (True, False):
+                result = accumulate(problem, dtype, block, online=online)
+                yield str(dtype).removeprefix("torch."), block, result

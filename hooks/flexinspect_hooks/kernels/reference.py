@@ -74,6 +74,14 @@ class Reference:
         error = (attend(problem, variation, problem.dtype).out.double() - truth)[rows]
         return max(self.tolerance.max_abs, self.tolerance.factor * largest(error.abs()))
 
+    def tolerance_at(self, out: Tensor) -> float:
+        """The largest error that a kernel with another formula may have, by the size of its output.
+
+        It is at least the tolerance.
+        """
+        sizes = [largest(each[self.rows].abs()) for each in (out, self.oracle.out)]
+        return self.tolerance.max_abs * max(sizes[0] / max(sizes[1], 1e-300), 1.0)
+
     @cached_property
     def lse_tolerance(self) -> float:
         """The error that the LSE may have: `factor` times that of the reference, plus rounding."""

@@ -22,6 +22,7 @@ BASELINE = "sdpa"
 _MIN_SAMPLE_MS = 1.0  # a sample of a faster kernel is the mean of several calls
 _MAX_CALLS = 200
 _WARM_UPS = 3
+_FLUSH_BYTES = 256_000_000  # as triton.testing.do_bench
 
 Sampler = Callable[[], float]
 
@@ -106,7 +107,9 @@ def _sampler(kernel: Kernel, problem: Problem) -> Sampler:
     if kernel.layout == "bshd":
         tensors = [each.transpose(1, 2).contiguous() for each in tensors]
     call = partial(kernel.function, *tensors, **options_of(kernel, problem))
-    time_calls = _cuda_timer(call) if problem.device.type == "cuda" else partial(_cpu_time, call)
+    time_calls: Callable[[int], float] = partial(_cpu_time, call)
+    if problem.device.type == "cuda":
+        time_calls = _cuda_timer(call, problem.device)
     try:
         with torch.no_grad():
             fastest = min(time_calls(1) for _ in range(_WARM_UPS))
@@ -130,20 +133,27 @@ def _cpu_time(call: Callable[[], object], n_calls: int) -> float:
     return (time.perf_counter() - start) / n_calls * 1000
 
 
-def _cuda_timer(call: Callable[[], object]) -> Callable[[int], float]:
-    size = int(torch.cuda.get_device_properties().L2_cache_size) * 2
-    flushed = torch.empty(max(size, 1), dtype=torch.int8, device="cuda")
+def _cuda_timer(call: Callable[[], object], device: torch.device) -> Callable[[int], float]:
+    """Return a function that times calls by events on the device, each with a cold L2 cache.
+
+    The cache is overwritten by `_FLUSH_BYTES`, or twice its size. That takes about 0.1 ms, in which
+    Python launches the kernel, so that its launch is not part of the time.
+    """
+    size = 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
+    flushed = torch.empty(max(size, _FLUSH_BYTES), dtype=torch.int8, device=device)
 
     def time_calls(n_calls: int) -> float:
         total = 0.0
-        for _ in range(n_calls):
-            flushed.zero_()
-            start, end = (_event() for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            total += start.elapsed_time(end)
+        with torch.cuda.device(device):  # events are recorded on the streams of this device
+            for _ in range(n_calls):
+                start, end = (_event() for _ in range(2))
+                torch.cuda.synchronize()
+                flushed.zero_()
+                start.record()
+                call()
+                end.record()
+                torch.cuda.synchronize()
+                total += start.elapsed_time(end)
         return total / n_calls
 
     return time_calls

@@ -72,9 +72,9 @@ def model_with(layer: int, name: str, change: Any) -> Any:
     return model
 
 
-def perturb(weight: torch.Tensor) -> None:
+def perturb(weight: torch.Tensor, by: float = 1e-3) -> None:
     generator = torch.Generator().manual_seed(1)
-    weight.mul_(1 + 1e-3 * torch.randn(weight.shape, generator=generator))
+    weight.mul_(1 + by * torch.randn(weight.shape, generator=generator))
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +241,36 @@ def test_the_command_names_the_module_from_two_traces(
     assert found["makers"] == ["model.layers.2.self_attn.o_proj"]
     assert found["carriers"] == [3]
     assert found["notes"] == []
+
+
+def test_a_projection_that_is_5_percent_off_is_found_in_bfloat16_without_a_repeat(
+    traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its hidden states differ by 0.004; float32 and bfloat16 differ by as much."""
+    changed = tmp_path / "changed"
+    shutil.copytree(traces[1].parent / "changed", changed)
+    loaded = load(model_names.resolve("demo", load_config()), device="cpu", dtype="float32")
+    with torch.no_grad():
+        perturb(loaded.model.model.layers[2].self_attn.o_proj.weight, 0.05)
+    loaded.model.save_pretrained(changed)
+    half = {"dtype": "bfloat16", "max_new_tokens": 1}
+    a = record(tmp_path / "a.flextrace", "demo", **half)
+    b = record(tmp_path / "b.flextrace", str(changed), **half)
+    assert main(["diff", str(a), str(b), "--bisect", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    first = found["generations"][0]["first"]
+    assert (first["step"], first["layer"], first["quantity"]) == (0, 2, "hidden")
+    assert 0.001 < first["difference"] < 0.01
+    assert found["bisection"]["makers"] == ["model.layers.2.self_attn.o_proj"]
+    again = record(tmp_path / "again.flextrace", "demo", **half)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        other = record(tmp_path / "threads.flextrace", "demo", **half)
+    finally:
+        torch.set_num_threads(threads)
+    for same in (again, other, record(tmp_path / "c.flextrace", "demo", max_new_tokens=1)):
+        assert main(["diff", str(a), str(same)]) == 0, capsys.readouterr().out
 
 
 def test_what_cannot_be_bisected_is_said_in_a_sentence(
