@@ -1,0 +1,211 @@
+"""The connection to a Ray cluster (https://docs.ray.io): one of its own on this machine, or any.
+
+Ray is imported when a connection is opened. A local cluster listens on the loopback interface only,
+asks each connection for a random token, has no dashboard, reports no usage, and ends with the
+connection, whatever ends that. (In a process that has imported Ray before, the interface is Ray's
+own choice; the token is asked for.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from flexinspect.core import signals
+from flexinspect.core.environment import require_library
+from flexinspect.core.errors import UsageError, summarize_error
+
+LOCAL = "local"
+OBJECT_STORE_BYTES = 100_000_000
+"""Shared memory of a local cluster; jobs and results are some kilobytes each."""
+
+
+class RayOptions(Struct, frozen=True, kw_only=True):
+    """Where the workers run: `address` is "local", "auto", "HOST:PORT" or "ray://HOST:PORT".
+
+    `workers` is None for one per GPU, or per `threads` cores where the workers use no GPU.
+    """
+
+    address: str = LOCAL
+    workers: int | None = None
+    threads: int = 1
+    device: str = "auto"
+
+
+class Slots(Struct, frozen=True):
+    """How many workers run, and what the cluster reserves for each."""
+
+    n_workers: int
+    cpus: int
+    gpus: float
+
+
+@contextlib.contextmanager
+def connected(options: RayOptions) -> Iterator[Any]:
+    """Connect to the cluster, and yield the module `ray`; a local cluster is started and ended.
+
+    SIGTERM and SIGHUP raise `SignalInterrupt` from then on, so that no cluster is left behind.
+    Raises `UsageError` without Ray, for a cluster that cannot be reached, and in a process that is
+    connected already.
+    """
+    is_local = options.address == LOCAL
+    with contextlib.ExitStack() as stack:
+        if is_local:
+            stack.enter_context(_variables(_LOCAL_VARIABLES, RAY_AUTH_TOKEN=_TOKEN))
+        ray = require_library("ray", "ray", "--ray")
+        if is_local:
+            ray._raylet.Config.initialize("")  # reads the variables again, if it was imported
+        if ray.is_initialized():
+            raise UsageError("This process is connected to a Ray cluster already.")
+        stack.enter_context(_without_messages_on_stdout())
+        handlers = [(number, signal.getsignal(number)) for number in _handled_signals()]
+        stack.callback(_restore, handlers)
+        folder = stack.enter_context(_short_folder()) if is_local else None
+        stack.callback(_shut_down, ray)
+        _start(ray, options, folder)
+        # Ray's handler of SIGTERM would end this process before the results are closed.
+        _restore(handlers)
+        if threading.current_thread() is threading.main_thread():
+            names = [number.name for number, handler in handlers if handler == signal.SIG_DFL]
+            signals.raise_on_signals(*names)
+        yield ray
+
+
+def _start(ray: Any, options: RayOptions, folder: str | None) -> None:
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if folder is not None:
+        n_cpus = max((options.workers or 0) * options.threads, os.cpu_count() or 1)
+        ray.init(
+            address=LOCAL,
+            num_cpus=n_cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=folder,
+            **quiet,
+        )
+        return
+    try:
+        ray.init(address=options.address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, ImportError, AssertionError) as error:
+        what = f"No Ray cluster can be used at {options.address}: {summarize_error(error)}."
+        hint = "Run ray status on a node of the cluster, or use --ray local."
+        raise UsageError(what.replace("..", "."), hint=hint) from error
+
+
+def _shut_down(ray: Any) -> None:
+    """End the connection, and the processes of a local cluster, without an interruption."""
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            ray.shutdown()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    else:
+        ray.shutdown()
+
+
+def slots_of(ray: Any, options: RayOptions, n_jobs: int) -> Slots:
+    """Return the workers that the cluster has room for: one per GPU, or per `threads` cores.
+
+    More workers than GPUs share them. No more than `n_jobs` are started.
+    """
+    resources = ray.cluster_resources()
+    n_gpus, n_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    uses_gpu = n_gpus > 0 and (options.device == "auto" or options.device.startswith("cuda"))
+    if options.device.startswith("cuda") and not n_gpus:
+        what = f"--device {options.device}: the Ray cluster has no GPU."
+        raise UsageError(what, hint="Use --device cpu, or a cluster with GPUs.")
+    room = n_gpus if uses_gpu else n_cpus // options.threads
+    n_workers = max(min(options.workers or room, n_jobs), 1)
+    share = math.floor(1e4 / math.ceil(n_workers / n_gpus)) / 1e4 if uses_gpu else 0.0
+    return Slots(n_workers, options.threads, share)
+
+
+_TOKEN = secrets.token_hex(32)
+"""What connections to a local cluster must know; Ray keeps the first one of a process."""
+
+_LOCAL_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray clusters of several machines are experimental on macOS and Windows, where a local one
+    # therefore listens on the loopback interface. This makes it do so everywhere.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    # Workers without a GPU: the new behaviour, which Ray otherwise announces in a warning.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextlib.contextmanager
+def _variables(variables: dict[str, str], **more: str) -> Iterator[None]:
+    """Set environment variables while the body runs."""
+    names = {**variables, **more}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _short_folder() -> Iterator[str]:
+    """Make a folder for sockets and logs, whose path must be short, and remove it at the end."""
+    system = Path("/tmp")
+    folder = tempfile.mkdtemp(prefix="fi-ray-", dir=system if system.is_dir() else None)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _WithoutRayMessages:
+    """A stream that drops what Ray's thread for errors of the cluster prints.
+
+    Ray prints them on stdout, which has the results; `RayExecutor` reports lost workers itself.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if threading.current_thread().name.startswith("ray_"):
+            return len(text)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _without_messages_on_stdout() -> Iterator[None]:
+    before = sys.stdout
+    with contextlib.redirect_stdout(_WithoutRayMessages(before)):
+        yield
+
+
+def _handled_signals() -> list[signal.Signals]:
+    names = ("SIGTERM", "SIGHUP")
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+def _restore(handlers: list[tuple[signal.Signals, Any]]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers:
+            signal.signal(number, handler)
