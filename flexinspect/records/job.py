@@ -148,7 +148,7 @@ class Job(CaptureJob, frozen=True, kw_only=True):
     dataset: str = "demo"
     prompts: tuple[str, ...] = ()
     paraphrases: str | None = None
-    max_samples: int = 1
+    max_samples: int | None = 1
     num_paraphrases: int | None = None
     indices: str | None = None
     device: str = "auto"

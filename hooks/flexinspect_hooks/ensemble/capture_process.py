@@ -27,10 +27,10 @@ from flexinspect.core.errors import (
     summarize_error,
 )
 from flexinspect.core.text import print_message
-from flexinspect.inputs import datasets, model_names, paraphrases, samples
+from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
+from flexinspect.inputs.job_samples import load_samples
 from flexinspect.inputs.model_names import ModelSource
-from flexinspect.inputs.samples import Sample
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
 from flexinspect_hooks.capture.new_trace import package_versions
@@ -45,11 +45,9 @@ if TYPE_CHECKING:
     from flexinspect_hooks.loading.model_loader import LoadedModel
     from flexinspect_hooks.sessions.capture_session import CaptureSession
 
-DEFAULT_PARAPHRASES = 5
-
 REPORT_EVERY_S = 0.1  # progress of a phase is written at most this often
 
-_NOT_IN_MANIFEST = ("argv", "out", "serving")  # stored elsewhere, or secret
+NOT_IN_MANIFEST = ("argv", "out", "serving")  # stored elsewhere, or secret
 
 
 def main() -> int:
@@ -123,7 +121,7 @@ class CaptureRun(CapturedRun):
         self._source = model_names.resolve(job.model, load_config())
         self._samples = load_samples(job) if samples is None else samples
         facts = {
-            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_IN_MANIFEST},
+            "job": {k: v for k, v in asdict(job).items() if k not in NOT_IN_MANIFEST},
             "model": {"name": self._source.name, "place": self._source.place},
             "seed": job.seed,
         }
@@ -326,23 +324,6 @@ def load_model(job: Job, source: ModelSource, report: OnLoadProgress) -> LoadedM
 def is_compiled(job: Job, device: str) -> bool:
     """Return whether a job compiles FlexAttention; by default on CUDA only."""
     return device.startswith("cuda") if job.compile is None else job.compile
-
-
-def load_samples(job: Job) -> list[Sample]:
-    """The samples of a job with the chosen paraphrases. Raises `DatasetError`."""
-    if job.prompts:
-        loaded = [samples.from_prompts(job.prompts)]
-    else:
-        loaded = datasets.load(job.dataset, max_samples=job.max_samples)
-        if job.paraphrases is not None:
-            loaded = paraphrases.add_paraphrases(loaded, job.paraphrases)
-    # By default 5 of a dataset's sample, and all of the user's prompt.
-    is_chosen = bool(job.num_paraphrases or job.indices or job.prompts)
-    chosen = []
-    for one in loaded:
-        count = job.num_paraphrases if is_chosen else min(DEFAULT_PARAPHRASES, len(one.paraphrases))
-        chosen.append(samples.choose_paraphrases(one, count, job.indices))
-    return chosen
 
 
 def default_threads() -> int:

@@ -59,9 +59,9 @@ class EnsembleRunner:
         self.vocabulary = Vocabulary(loaded.tokenizer_or_ids())
         self._model = loaded.model
         self._job = job
-        self._compiled = compiled
+        self.compiled = compiled
         self._device = torch.device(loaded.device)
-        self._eos = _eos_ids(loaded, self.vocabulary)
+        self.eos_ids = _eos_ids(loaded, self.vocabulary)
         self._gradients: TokenGradients | None = None
         if job.grads:
             spec = GradientSpec(job.grads, job.detect_anomaly, steps=job.grads_steps)
@@ -90,7 +90,7 @@ class EnsembleRunner:
             mask_mod = load_mask_mod(job.mask, segments)
             return {"mask_mod": job.mask}, UserMaskSource(mask_mod, name=job.mask, device=device)
         spec = algebra.preset(job.mask, segments, separators=job.separators)
-        source = SpecMaskSource(spec, length=length, device=device, compiled=self._compiled)
+        source = SpecMaskSource(spec, length=length, device=device, compiled=self.compiled)
         return {**algebra.spec_entries(spec), "separators": job.separators}, source
 
     def run(
@@ -134,7 +134,7 @@ class EnsembleRunner:
     ) -> RecomputeCheck | None:
         if self._job.check_every is None:
             return None
-        place, options = (number, self._job.check_every), {"compiled": self._compiled}
+        place, options = (number, self._job.check_every), {"compiled": self.compiled}
         return RecomputeCheck(
             self._model, plan.prompt, session, place, **options, cost=self.check_cost
         )
@@ -189,12 +189,12 @@ class EnsembleRunner:
             text = f"compiling FlexAttention ({kind})"
             session.recorder.put(EventRecord("phase", text, time.time()))
 
-        patch = FlexPatch(self._model, plan.source, compiled=self._compiled, on_compile=on_compile)
+        patch = FlexPatch(self._model, plan.source, compiled=self.compiled, on_compile=on_compile)
         recorder = TraceBranchRecorder(
             session, prompt, generation, self.vocabulary, self._gradients, one_line=one_line
         )
         should_stop = recorder.has_line_break if one_line else None
-        criteria = StopCriteria(job.max_new_tokens, self._eos, should_stop)
+        criteria = StopCriteria(job.max_new_tokens, self.eos_ids, should_stop)
         return BranchingDecoder(self._model, decoder, patch, recorder, criteria)
 
     def record_of(self, number: int, plan: GenerationPlan) -> GenerationRecord:

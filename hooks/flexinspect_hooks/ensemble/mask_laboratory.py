@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from flexinspect.core.errors import MaskError, summarize_error
 from flexinspect.inputs import model_names
+from flexinspect.inputs.job_samples import load_samples
 from flexinspect.masks.algebra import BoolArray, IntArray
 from flexinspect.records.job import Job
 from flexinspect.records.prompt import Prompt, Segment, compose_prompt
-from flexinspect_hooks.ensemble.capture_process import load_samples
 from flexinspect_hooks.ensemble.ensemble_run import (
     encode_pieces,
     load_mask_mod,

@@ -37,7 +37,7 @@ class Choice(Struct, frozen=True):
 
 
 class GenerationResult(Struct, frozen=True):
-    """The generated ids, and why generation ended: "eos" or "length"."""
+    """The generated ids, and why generation ended: "eos", "stop" or "length"."""
 
     token_ids: tuple[int, ...]
     stop_reason: str
@@ -178,6 +178,7 @@ def generate(
     *,
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
+    should_stop: Callable[[Sequence[int]], bool] | None = None,
     on_choice: Callable[[Choice], None] | None = None,
     forced: Mapping[int, int] | None = None,
     **options: Any,
@@ -185,18 +186,19 @@ def generate(
     """Generate from a prompt of one sequence; the model's masks come from its `FlexPatch`.
 
     Args:
+        should_stop: whether to end after these tokens.
         on_choice: called once per token, after its id is known on the host.
         forced: tokens by step that replace the chosen ones.
         options: those of `Decoder`.
     """
     decoder = Decoder(model, prompt, **options)
-    while decoder.step < max_new_tokens:
+    criteria, reason = StopCriteria(max_new_tokens, eos_ids, should_stop), ""
+    while not reason and decoder.step < max_new_tokens:
         choice = decoder.choose(decoder.next_logits(), (forced or {}).get(decoder.step))
         if on_choice is not None:
             on_choice(choice)
-        if choice.token_id in eos_ids:
-            return GenerationResult(tuple(decoder.token_ids), "eos")
-    return GenerationResult(tuple(decoder.token_ids), "length")
+        reason = criteria.reason(decoder.token_ids)
+    return GenerationResult(tuple(decoder.token_ids), reason or "length")
 
 
 def check_tokens(model: Any, token_ids: Sequence[int]) -> None:

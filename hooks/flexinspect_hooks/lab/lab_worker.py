@@ -2,17 +2,243 @@
 
 from __future__ import annotations
 
-from flexinspect.lab.lab_result import LabResult
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import permutations
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+
+from flexinspect.core.errors import DatasetError, is_out_of_memory, summarize_error
+from flexinspect.inputs import model_names
+from flexinspect.inputs.config import load_config
+from flexinspect.inputs.hub_download import OnLoadProgress
+from flexinspect.inputs.samples import Sample
+from flexinspect.lab.lab_result import AloneAnswer, Answer, LabResult, OrderAnswer
 from flexinspect.lab.sample_jobs import SampleJob
-from flexinspect.lab.settings import LabSettings
+from flexinspect.lab.scoring import is_exact_match, normalized
+from flexinspect.lab.settings import FLEX, FUSING, LabSettings, listed_samples
+from flexinspect.records.prompt import Prompt, compose_prompt
+from flexinspect_hooks.ensemble import capture_process
+from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, encode_pieces
+from flexinspect_hooks.generation.decoding import Choice, StopCriteria, generate
+from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.lab.fused_decoding import ForcedRule, FusedDecoder, FusingRule, Rule
+from flexinspect_hooks.lab.sample_trace import record_sample
+
+FlexAnswer = tuple[str, str, list[tuple[int, float]]]
+"""The text, why it ended, and each token with its probability."""
 
 
 class LabWorker:
-    """Loads the model of the settings once, and runs all their methods on each sample."""
+    """Loads the model of the settings once, and runs all their methods on each sample.
 
-    def __init__(self, settings: LabSettings) -> None:
-        self._settings = settings
+    `report` shows the progress of loading. Raises `FlexInspectError` if the model or the mask
+    cannot be used.
+    """
+
+    def __init__(self, settings: LabSettings, report: OnLoadProgress | None = None) -> None:
+        self._settings, job = settings, settings.job
+        torch.set_num_threads(job.threads or capture_process.default_threads())
+        source = model_names.resolve(job.model, load_config())
+        self._loaded = capture_process.load_model(job, source, report or (lambda _p, _d: None))
+        self._model = self._loaded.model
+        self._compiled = capture_process.is_compiled(job, self._loaded.device)
+        self._ensemble = EnsembleRunner(self._loaded, job, compiled=self._compiled)
+        self._vocabulary = self._ensemble.vocabulary
+        one_line = job.stop == "newline"
+        should_stop = self._vocabulary.ends_line if one_line else None
+        self._criteria = StopCriteria(job.max_new_tokens, self._ensemble.eos_ids, should_stop)
+        self._traced = traced_samples(settings.traces)
 
     def run(self, job: SampleJob) -> LabResult:
-        """Answer a sample by every method."""
-        raise NotImplementedError
+        """Answer a sample by every method; one that cannot be answered has an `error`."""
+        base = LabResult(
+            index=job.index,
+            sample_id=job.sample.id,
+            digest=job.digest,
+            paraphrases=job.sample.paraphrases,
+            expected=job.sample.answers,
+        )
+        try:
+            result = self._answer(base, job.sample)
+        except (DatasetError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, DatasetError) and not is_out_of_memory(summarize_error(error)):
+                raise
+            return replace(base, error=summarize_error(error))
+        if not self._traced(result):
+            return result
+        file = Path("traces") / f"{job.index:06d}.flextrace"
+        count = self._settings.counts[-1]
+        record_sample(
+            self._settings.folder / file,
+            self._loaded,
+            self._settings.job,
+            self._ensemble,
+            _first(job.sample, count),
+        )
+        return replace(result, trace=str(file))
+
+    # -- the answers -----------------------------------------------------------------------------
+
+    def _answer(self, base: LabResult, sample: Sample) -> LabResult:
+        settings, seconds = self._settings, dict[str, float]()
+        flex: dict[int, FlexAnswer] = {}
+        orders: list[OrderAnswer] = []
+        if FLEX in settings.methods:
+            with _timed(seconds, FLEX):
+                flex = {count: self._flex(_first(sample, count)) for count in settings.counts}
+            with _timed(seconds, "orders"):
+                orders = self._orders(sample)
+        with _timed(seconds, "own prompts"):
+            alone, answers = self._own_prompts(sample, flex)
+        return replace(
+            base, alone=alone, answers=answers, orders=tuple(orders), seconds=_rounded(seconds)
+        )
+
+    def _flex(self, sample: Sample) -> FlexAnswer:
+        """Answer all paraphrases in one prompt, under the mask."""
+        plan = self._ensemble.plan(sample)
+        tokens: list[tuple[int, float]] = []
+
+        def keep(choice: Choice) -> None:
+            probability = choice.logits.float().softmax(-1)[choice.token_id]
+            tokens.append((choice.token_id, float(probability)))
+
+        with FlexPatch(self._model, plan.source, compiled=self._compiled):
+            result = generate(
+                self._model,
+                plan.prompt,
+                max_new_tokens=self._criteria.max_new_tokens,
+                eos_ids=self._criteria.eos_ids,
+                should_stop=self._criteria.should_stop,
+                on_choice=keep,
+            )
+        return self._text(result.token_ids), result.stop_reason, tokens
+
+    def _orders(self, sample: Sample) -> list[OrderAnswer]:
+        """Answer other orders of the paraphrases, as many as the settings say."""
+        count = self._settings.counts[-1]
+        first = _first(sample, count)
+        seed = f"{self._settings.job.seed} {sample.id}"
+        answers = []
+        for order in other_orders(count, self._settings.orders, seed):
+            texts = tuple(first.paraphrases[index] for index in order)
+            text, _, _ = self._flex(replace(first, paraphrases=texts))
+            answers.append(OrderAnswer(order, text))
+        return answers
+
+    def _own_prompts(
+        self, sample: Sample, flex: dict[int, FlexAnswer]
+    ) -> tuple[tuple[AloneAnswer, ...], tuple[Answer, ...]]:
+        """Answer each paraphrase alone, and all of them by the fusing methods."""
+        settings, counts = self._settings, self._settings.counts
+        prompts = [self._own_prompt(sample, index) for index in range(counts[-1])]
+        decoder = FusedDecoder(self._model, prompts, self._criteria)
+        alone = [Rule("alone", (index,)) for index in range(counts[-1])]
+        rules: list[FusingRule] = [
+            ForcedRule(FLEX, range(count), tokens) for count, (_, _, tokens) in flex.items()
+        ]
+        plain = [name for name in FUSING if not name.startswith("weighted")]
+        rules += _rules([name for name in plain if name in settings.methods], counts)
+        weighted = [name for name in FUSING if name in settings.methods and name not in plain]
+        decoder.decode([*alone, *rules], is_last=not weighted)
+        if weighted:
+            later = _rules(weighted, counts, confidences([one.log_probability for one in alone]))
+            decoder.decode(later)
+            rules += later
+        own = tuple(
+            AloneAnswer(self._text(one.token_ids), one.ended, round(one.log_probability, 6))
+            for one in alone
+        )
+        return own, tuple(self._fused_answer(rule) for rule in rules)
+
+    def _own_prompt(self, sample: Sample, index: int) -> Prompt:
+        """The prompt of one paraphrase; its positions do not depend on the positions mode."""
+        job = self._settings.job
+        one = replace(sample, paraphrases=(sample.paraphrases[index],))
+        pieces = encode_pieces(one, job.texts, self._vocabulary)
+        return compose_prompt(pieces, max_new_tokens=job.max_new_tokens)
+
+    def _fused_answer(self, rule: FusingRule) -> Answer:
+        text = self._text(rule.token_ids)
+        votes = rule.votes(self._vocabulary)
+        return Answer(rule.method, len(rule.rows), text, rule.ended, votes)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        one_line = self._settings.job.stop == "newline"
+        return self._vocabulary.decode_generated(token_ids, one_line=one_line)
+
+
+def _rules(
+    methods: Sequence[str], counts: Sequence[int], weights: torch.Tensor | None = None
+) -> list[FusingRule]:
+    return [
+        FusingRule(method, range(count), None if weights is None else weights[:count])
+        for method in methods
+        for count in counts
+    ]
+
+
+def confidences(log_probabilities: Sequence[float]) -> torch.Tensor:
+    """Return the confidence of each paraphrase, (n,), up to a factor: the sum is 1.
+
+    It is the probability that sampling at temperature 1 gives the paraphrase's own greedy answer.
+    The self-ensemble project estimates it by the share of 100 sampled answers that match it.
+    """
+    return torch.tensor(log_probabilities, dtype=torch.float64).softmax(0).float()
+
+
+def other_orders(count: int, n: int, seed: str) -> list[tuple[int, ...]]:
+    """Return at most `n` orders of `count` paraphrases but the first: reversed, then random."""
+    if count < 2 or n < 1:
+        return []
+    first, last = tuple(range(count)), tuple(range(count))[::-1]
+    rest = [one for one in permutations(first) if one not in (first, last)]
+    random.Random(seed).shuffle(rest)
+    return [last, *rest][:n]
+
+
+def traced_samples(traces: str) -> Callable[[LabResult], bool]:
+    """Return which samples get a trace. Raises `UsageError` for another choice."""
+    choices: dict[str, Callable[[LabResult], bool]] = {
+        "none": lambda _: False,
+        "all": lambda _: True,
+        "wrong": _is_wrong,
+        "disagree": _disagrees,
+    }
+    if traces in choices:
+        return choices[traces]
+    ranges = listed_samples(traces)
+    return lambda result: any(result.index in one for one in ranges)
+
+
+def _is_wrong(result: LabResult) -> bool:
+    """Whether the answer of flex to all paraphrases is not an expected one."""
+    flex = [one for one in result.answers if one.method == FLEX]
+    return bool(result.expected) and not is_exact_match(flex[-1].text, result.expected)
+
+
+def _disagrees(result: LabResult) -> bool:
+    """Whether the methods give different answers to all paraphrases."""
+    count = max(one.count for one in result.answers)
+    texts = {normalized(one.text) for one in result.answers if one.count == count}
+    return len(texts) > 1
+
+
+def _first(sample: Sample, count: int) -> Sample:
+    return replace(sample, paraphrases=sample.paraphrases[:count])
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in seconds.items()}

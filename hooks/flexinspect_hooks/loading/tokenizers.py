@@ -150,6 +150,12 @@ class Vocabulary:
         text = self.decode(i for i in token_ids if i not in self.special).strip()
         return text.split("\n")[0].strip() if one_line else text
 
+    def ends_line(self, token_ids: Sequence[int]) -> bool:
+        """Whether the newest id ends the first line of the text, after its first word."""
+        if "\n" not in self.text_of(token_ids[-1]):
+            return False
+        return "\n" in self.decode(i for i in token_ids if i not in self.special).lstrip()
+
     def default_bos(self) -> tuple[int, ...]:
         """Return the BOS id if this tokenizer adds one before a text by default, else nothing."""
         bos = self.tokenizer.bos_token_id

@@ -31,6 +31,7 @@ from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.hub_download import OnLoadProgress
+from flexinspect.inputs.job_samples import load_samples
 from flexinspect.records.job import Job
 from flexinspect.records.prompt import Prompt
 from flexinspect.rules.step_diff import to_float32
@@ -401,7 +402,7 @@ def _rerun_of(
     except (msgspec.ValidationError, KeyError) as error:
         what = f"The job in the manifest of {reader.path} cannot be read: {error}"
         raise UsageError(what, hint="Record it again with this version of flexinspect.") from error
-    samples = capture_process.load_samples(job)
+    samples = load_samples(job)
     source = model_names.resolve(job.model, load_config())
     loaded = capture_process.load_model(job, source, load_report)
     known = reader.model(generation).get("weights_fingerprint")

@@ -17,6 +17,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.hub_download import OnLoadProgress as LoadReport
+from flexinspect.inputs.job_samples import load_samples
 from flexinspect.inputs.samples import Sample
 from flexinspect.records.job import Job
 from flexinspect.records.step import GenerationRecord
@@ -42,7 +43,7 @@ def prove_run(
     A cache check recomputes every `every` steps. Raises `FlexInspectError` if the job cannot run.
     """
     torch.set_num_threads(job.threads or capture_process.default_threads())
-    samples = capture_process.load_samples(job)
+    samples = load_samples(job)
     source = model_names.resolve(job.model, load_config())
     loaded = capture_process.load_model(job, source, load_report)
     run = _SampleProver(loaded, job, report)

@@ -22,10 +22,10 @@ from flexinspect.analysis.run_diff.bisection import Bisection, BisectRequest, bi
 from flexinspect.cli.main import main
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
+from flexinspect.inputs.job_samples import load_samples
 from flexinspect.records.job import Job
 from flexinspect.records.prompt import compose_prompt
 from flexinspect.trace.file.writer import TraceWriter
-from flexinspect_hooks.ensemble.capture_process import load_samples
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
 from flexinspect_hooks.generation.mask_source import UserMaskSource
 from flexinspect_hooks.loading.model_loader import load
