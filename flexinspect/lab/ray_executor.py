@@ -101,17 +101,23 @@ class RemoteWorker:
         try:
             task = self.actor.call.remote(method, *arguments)
             return self._ray.get(task, timeout=CLOSE_WITHIN_S)
+        except self._ray.exceptions.RayTaskError as error:
+            raise _own_error(error, self, f"in {method}") from error
         except self._ray.exceptions.RayError as error:
-            what = f"Worker {self.number} did not finish: {summarize_error(error)}."
+            what = f"Worker {self.number} did not answer: {_reason(error)}"
             raise FlexInspectError(what) from error
+
+
+OnClose = Callable[[RemoteWorker, BaseException | None], None]
 
 
 class RayExecutor:
     """Runs jobs in a Ray cluster; an `Executor`.
 
     `on_status` gets the state of the run a few times per second. `on_close` gets each worker that
-    is alive when all jobs have run or the run is stopped, before its process is ended. Workers are
-    numbered from `first_number`, and those that replace lost ones too.
+    is alive when all jobs have run or the run ends by an exception, with that, before its process
+    is ended. Workers are numbered from `first_number`, and those that replace lost ones too;
+    `workers` has those that were ready.
     """
 
     def __init__(
@@ -119,11 +125,12 @@ class RayExecutor:
         options: RayOptions,
         *,
         on_status: Callable[[PoolStatus], None] = lambda _status: None,
-        on_close: Callable[[RemoteWorker], None] = lambda _worker: None,
+        on_close: OnClose = lambda _worker, _error: None,
         first_number: int = 1,
     ) -> None:
         self._options, self._on_status, self._on_close = options, on_status, on_close
         self._first_number = first_number
+        self.workers: list[WorkerFacts] = []
 
     def run(
         self,
@@ -143,11 +150,16 @@ class RayExecutor:
             slots = slots_of(ray, self._options, len(jobs))
             pool = WorkerPool(ray, slots, jobs, make_worker, on_result)
             pool.on_status, pool.next_number = self._on_status, self._first_number
+            ended_by: BaseException | None = None
             try:
                 pool.run()
+            except BaseException as error:
+                ended_by = error
+                raise
             finally:
                 self._first_number = pool.next_number
-                pool.close(self._on_close)
+                self.workers += pool.started
+                pool.close(self._on_close, ended_by)
 
 
 class WorkerPool(Generic[Result]):
@@ -173,6 +185,7 @@ class WorkerPool(Generic[Result]):
         self._ready_at: float | None = None
         self._is_stopping = False
         self.next_number = 1
+        self.started: list[WorkerFacts] = []
         self.on_status: Callable[[PoolStatus], None] = lambda _status: None
 
     def run(self) -> None:
@@ -201,14 +214,14 @@ class WorkerPool(Generic[Result]):
         while self._has_running_job():
             self._wait()
 
-    def close(self, on_close: Callable[[RemoteWorker], None]) -> None:
+    def close(self, on_close: OnClose, error: BaseException | None = None) -> None:
         """Pass the idle workers to `on_close`, then end all."""
         try:
             for worker in self._idle:
                 try:
-                    on_close(worker)
-                except FlexInspectError as error:
-                    self._report(error.sentence())
+                    on_close(worker, error)
+                except FlexInspectError as problem:
+                    self._report(problem.sentence())
         finally:
             for worker in (*self._idle, *(worker for worker, _ in self._tasks.values())):
                 self._ray.kill(worker.actor)
@@ -238,7 +251,8 @@ class WorkerPool(Generic[Result]):
                 value = self._ray.get(task)
             except self._ray.exceptions.RayTaskError as error:
                 self._idle.append(worker)
-                raise _own_error(error, worker, job) from error
+                where = "while it started" if job is None else f"at sample {job.sample.id}"
+                raise _own_error(error, worker, where) from error
             except self._ray.exceptions.RayError as error:
                 self._on_lost(worker, job, error)
             else:
@@ -261,6 +275,7 @@ class WorkerPool(Generic[Result]):
             what = f"Worker {worker.number} on {facts.host} has flexinspect {facts.version}, "
             raise UsageError(f"{what}and this is {__version__}.", hint="Install the same version.")
         worker.facts = facts
+        self.started.append(facts)
         self._n_lost_at_start = 0
         self._ready_at = self._ready_at or time.monotonic()
         self._report(f"worker {worker.number} is ready (process {facts.pid} on {facts.host})")
@@ -308,12 +323,11 @@ class WorkerPool(Generic[Result]):
         )
 
 
-def _own_error(error: Any, worker: RemoteWorker, job: SampleJob | None) -> FlexInspectError:
+def _own_error(error: Any, worker: RemoteWorker, where: str) -> FlexInspectError:
     """Return the error that a worker raised, or one that says where another exception came from."""
     cause = error.cause
     if isinstance(cause, FlexInspectError):
         return cause
-    where = "while it started" if job is None else f"at sample {job.sample.id}"
     what = f"Worker {worker.number} failed {where}: {summarize_error(cause or error)}"
     return FlexInspectError(what, hint="The results so far are stored.")
 

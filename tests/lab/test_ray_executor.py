@@ -48,7 +48,7 @@ class Pool:
         try:
             self.pool.run()
         finally:
-            self.pool.close(lambda _worker: None)
+            self.pool.close(lambda _worker, _error: None)
         return sorted(self.results, key=lambda result: result.index)
 
     @property
@@ -127,7 +127,7 @@ def test_closing_reaches_the_idle_workers(ray: Any, tmp_path: Path) -> None:
     pool.pool.run()
     answers = []
 
-    def close(worker: RemoteWorker) -> None:
+    def close(worker: RemoteWorker, _error: BaseException | None) -> None:
         answers.append(worker.call("close", worker.number))
 
     pool.pool.close(close)

@@ -31,6 +31,7 @@ from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.job_samples import load_samples
 from flexinspect.inputs.model_names import ModelSource
+from flexinspect.inputs.samples import Sample
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
 from flexinspect_hooks.capture.new_trace import package_versions
@@ -140,9 +141,8 @@ class CaptureRun(CapturedRun):
         """Run the job and return the exit code; leaves a valid trace or none, also after errors."""
         state = "failed"
         try:
-            with closing(self.control):
-                self._debugging.begin(self.writer.recording_path, self.record_event)
-                self._run_job()
+            with self.prepared() as (ensemble, session):
+                self._generations(ensemble, session)
             state = "finished"
             return self._exit_code(0)
         except KeyboardInterrupt as error:
@@ -174,13 +174,16 @@ class CaptureRun(CapturedRun):
         """Return why records are missing in the trace, None if it has all of them."""
         return self._lost_records or self._write_error
 
-    def _run_job(self) -> None:
-        with self.prepared() as (ensemble, session):
-            self._generations(ensemble, session)
-
     @contextmanager
     def prepared(self) -> Iterator[tuple[EnsembleRunner, CaptureSession]]:
         """Load the model, and yield what runs samples; at the end record what capture took."""
+        with closing(self.control):
+            self._debugging.begin(self.writer.recording_path, self.record_event)
+            with self._loaded() as runner_and_session:
+                yield runner_and_session
+
+    @contextmanager
+    def _loaded(self) -> Iterator[tuple[EnsembleRunner, CaptureSession]]:
         self.control.start()  # before torch, so that the run can be found and paused early
         with signals.defer_interrupts(may_cut=False), no_garbage_collection():
             self._record_progress("importing torch", {})
