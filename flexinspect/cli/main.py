@@ -35,6 +35,7 @@ examples:
   flexinspect flowchart --trace run.flextrace
   flexinspect diff a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
+  flexinspect lab --max-samples 100 --num-paraphrases 1-5 --out lab-demo
   flexinspect kernels --kernel my_kernel:attention --config all
   flexinspect dump run.flextrace --step 3
   flexinspect doctor
@@ -66,6 +67,7 @@ COMMANDS = {
     "flowchart": "draw the way from a question to an answer, also with the numbers of a run",
     "diff": "print the first place where two runs differ beyond noise (alias: compare)",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
+    "lab": "compare ways to use paraphrases on a dataset: accuracy, whose token won, order",
     "kernels": "compare attention kernels with float64, explain differences, and time them",
     "dump": "print a trace as text or JSON",
     "doctor": "check this machine: packages, FlexAttention, GPU, memory, disk and the hub",

@@ -53,9 +53,20 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of our own generation: its model, prompts and attention."""
-    from flexinspect.masks.algebra import PRESETS, SEPARATOR_MODES
-    from flexinspect.records.prompt import POSITION_MODES
+    add_model_flags(parser)
+    group = _add_group(parser, "data")
+    add = group.add_argument
+    add_dataset_flags(group)
+    add("--prompt", action="append", help="a paraphrase (may be repeated)")
+    add("--max-samples", type=positive_int, help="default: 1")
+    n_paraphrases = "default: the first five, or all of --indices"
+    add("--num-paraphrases", "--num_paraphrases", type=positive_int, help=n_paraphrases)
+    add_text_flags(group)
+    add_attention_flags(parser)
 
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select the model, its weights and its device."""
     add = (group := _add_group(parser, "model")).add_argument
     add("--model", help="demo, an alias, a hub id or a folder (default: demo)")
     add("--weights", choices=("pretrained", "random"), help="default: pretrained")
@@ -63,21 +74,33 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="auto, float32, bfloat16 or float16")
     add("--seed", type=int, help="seed of random weights and of sampling (default: 0)")
     add_switches(group, trust_remote_code="allow code that comes with the model to run")
-    add = _add_group(parser, "data").add_argument
+
+
+def add_dataset_flags(group: Any) -> None:
+    """Add the flags that select a dataset and more wordings of its questions."""
+    add = group.add_argument
     names = "demo, webqa, myriadlama, FILE.jsonl or package.module:Class"
     add("--dataset", metavar="NAME", help=f"{names} (default: demo, unless --prompt is given)")
     more = "more wordings of each question: templates, FILE.txt with {question} in each line, or "
     more += "FILE.jsonl with prepared ones"
     add("--paraphrases", metavar="SOURCE", help=more)
-    add("--prompt", action="append", help="a paraphrase (may be repeated)")
-    add("--max-samples", type=positive_int, help="default: 1")
-    n_paraphrases = "default: the first five, or all of --indices"
-    add("--num-paraphrases", "--num_paraphrases", type=positive_int, help=n_paraphrases)
+
+
+def add_text_flags(group: Any) -> None:
+    """Add the flags that choose paraphrases by number, and the texts around them."""
+    add = group.add_argument
     add("--indices", metavar="0,1,2", help="which paraphrases of each sample")
     add("--indexs", dest="indices", help=argparse.SUPPRESS)  # as scripts of self-ensemble spell it
     add("--instruction", help="shared text before the paraphrases")
     add("--separator", help="after each paraphrase (default: \\n)")
     add("--cue", help="before the answer (default: Answer:)")
+
+
+def add_attention_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the mask, the position ids and the compilation."""
+    from flexinspect.masks.algebra import PRESETS, SEPARATOR_MODES
+    from flexinspect.records.prompt import POSITION_MODES
+
     add = _add_group(parser, "attention").add_argument
     masks = f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)"
     add("--mask", metavar="MASK", help=masks)

@@ -108,6 +108,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "prove-script": "flexinspect_hooks.proofs.prove_program:prove_script",
         "mask-mod": "flexinspect_hooks.ensemble.mask_laboratory:load_mask_mod_cells",
         "prompt-tokens": "flexinspect_hooks.ensemble.mask_laboratory:compose_prompts",
+        "lab-worker": "flexinspect_hooks.lab.lab_worker:LabWorker",
         "watch": "flexinspect_hooks:watch",
         "watch_training": "flexinspect_hooks:watch_training",
         "TrainerCallback": "flexinspect_hooks:TrainerCallback",

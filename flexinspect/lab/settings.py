@@ -20,9 +20,6 @@ METHODS = (FLEX, PER_PROMPT, *FUSING, MAJORITY)
 
 TRACE_CHOICES = ("none", "wrong", "disagree", "all")
 MAX_PARAPHRASES = 5
-MAX_ORDERS = 119
-"""All orders of five paraphrases but the first."""
-
 _OF_RUN = ("out", "max_samples", "threads", "argv", "overwrite", "control", "num_paraphrases")
 """Fields of a job that change no result."""
 
@@ -74,6 +71,15 @@ def parse_counts(text: str) -> tuple[int, ...]:
             raise UsageError(what, hint="Write 5, 1-5 or 1,3,5.")
         counts.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return tuple(sorted(counts))
+
+
+def check_traces(text: str, methods: Sequence[str]) -> None:
+    """Raise `UsageError` for a choice of traces that cannot be made."""
+    if text not in TRACE_CHOICES:
+        listed_samples(text)
+    if text != "none" and FLEX not in methods:
+        what = "--traces records the answers of flex, which is not among the methods."
+        raise UsageError(what, hint="Add flex to --methods, or leave --traces out.")
 
 
 def listed_samples(text: str) -> Sequence[range]:

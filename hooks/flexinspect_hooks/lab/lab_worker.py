@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -19,8 +19,8 @@ from flexinspect.inputs.hub_download import OnLoadProgress
 from flexinspect.inputs.samples import Sample
 from flexinspect.lab.lab_result import AloneAnswer, Answer, LabResult, OrderAnswer
 from flexinspect.lab.sample_jobs import SampleJob
-from flexinspect.lab.scoring import is_exact_match, normalized
-from flexinspect.lab.settings import FLEX, FUSING, LabSettings, listed_samples
+from flexinspect.lab.settings import FLEX, FUSING, LabSettings
+from flexinspect.lab.traced_samples import traced_samples
 from flexinspect.records.prompt import Prompt, compose_prompt
 from flexinspect_hooks.ensemble import capture_process
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, encode_pieces
@@ -194,39 +194,15 @@ def confidences(log_probabilities: Sequence[float]) -> torch.Tensor:
 
 def other_orders(count: int, n: int, seed: str) -> list[tuple[int, ...]]:
     """Return at most `n` orders of `count` paraphrases but the first: reversed, then random."""
-    if count < 2 or n < 1:
-        return []
-    first, last = tuple(range(count)), tuple(range(count))[::-1]
-    rest = [one for one in permutations(first) if one not in (first, last)]
-    random.Random(seed).shuffle(rest)
-    return [last, *rest][:n]
-
-
-def traced_samples(traces: str) -> Callable[[LabResult], bool]:
-    """Return which samples get a trace. Raises `UsageError` for another choice."""
-    choices: dict[str, Callable[[LabResult], bool]] = {
-        "none": lambda _: False,
-        "all": lambda _: True,
-        "wrong": _is_wrong,
-        "disagree": _disagrees,
-    }
-    if traces in choices:
-        return choices[traces]
-    ranges = listed_samples(traces)
-    return lambda result: any(result.index in one for one in ranges)
-
-
-def _is_wrong(result: LabResult) -> bool:
-    """Whether the answer of flex to all paraphrases is not an expected one."""
-    flex = [one for one in result.answers if one.method == FLEX]
-    return bool(result.expected) and not is_exact_match(flex[-1].text, result.expected)
-
-
-def _disagrees(result: LabResult) -> bool:
-    """Whether the methods give different answers to all paraphrases."""
-    count = max(one.count for one in result.answers)
-    texts = {normalized(one.text) for one in result.answers if one.count == count}
-    return len(texts) > 1
+    first = tuple(range(count))
+    wanted = min(n, math.factorial(count) - 1)
+    draw = random.Random(seed)
+    orders = [first[::-1]][:wanted]
+    while len(orders) < wanted:
+        order = tuple(draw.sample(first, count))
+        if order != first and order not in orders:
+            orders.append(order)
+    return orders
 
 
 def _first(sample: Sample, count: int) -> Sample:
