@@ -18,10 +18,15 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.lab.ray_cluster import RayOptions
-from flexinspect.lab.ray_executor import PoolStatus, RayExecutor, RemoteWorker, WorkerFacts
+from flexinspect.lab.ray_executor import (
+    PluginWorker,
+    PoolStatus,
+    RayExecutor,
+    RemoteWorker,
+    WorkerFacts,
+)
 from flexinspect.lab.result_store import ResultStore
 from flexinspect.lab.sample_jobs import SampleJob, SampleResult
 from flexinspect.records.job import Job
@@ -61,18 +66,15 @@ class ClosedTrace(Struct, frozen=True):
     is_in_folder: bool
 
 
-class MakeDatasetWorker(Struct, frozen=True):
-    """Makes the worker of `job` in the process that calls it, which loads the model.
+class DatasetWorkerSettings(Struct, frozen=True):
+    """What a worker is to do: the generations of `job`, recorded in a trace in `folder`.
 
-    A process that sees the file `seen` shares the folder `folder` with the one that started it.
+    A process that sees the file `seen` shares the folder with the one that started the run.
     """
 
     job: Job
     folder: str
     seen: str
-
-    def __call__(self) -> Any:
-        return plugins.load(plugins.CAPTURE, "dataset-worker")(self)
 
 
 def trace_name(number: int) -> str:
@@ -157,8 +159,8 @@ class DatasetRun:
         )
         try:
             seen.touch()
-            make = MakeDatasetWorker(self._job, str(self._folder), str(seen))
-            executor.run(jobs, make, keep)
+            settings = DatasetWorkerSettings(self._job, str(self._folder), str(seen))
+            executor.run(jobs, PluginWorker("dataset-worker", settings), keep)
         finally:
             seen.unlink(missing_ok=True)
             self._end_traces(executor.workers)

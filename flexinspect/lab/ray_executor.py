@@ -16,7 +16,7 @@ from typing import Any, Generic
 
 from msgspec import Struct
 
-from flexinspect.core import __version__
+from flexinspect.core import __version__, plugins
 from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import plural, truncate
 from flexinspect.lab.ray_cluster import RayOptions, Slots, connected, slots_of
@@ -33,6 +33,19 @@ MAX_LOST_AT_START = 3
 
 REPORT_EVERY_S = 0.25
 CLOSE_WITHIN_S = 60.0
+
+
+class PluginWorker(Struct, frozen=True):
+    """Makes the worker that is registered as `name` of the capture side, with its settings.
+
+    The class is imported, and with it torch, only in the process that calls this.
+    """
+
+    name: str
+    settings: Any
+
+    def __call__(self) -> Any:
+        return plugins.load(plugins.CAPTURE, self.name)(self.settings)
 
 
 class PoolStatus(Struct, frozen=True):

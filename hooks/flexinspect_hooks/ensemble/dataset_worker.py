@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from flexinspect.lab.dataset_run import (
     ClosedTrace,
+    DatasetWorkerSettings,
     GenerationResult,
-    MakeDatasetWorker,
     trace_name,
 )
 from flexinspect.lab.ray_executor import WORKER_VARIABLE
@@ -30,7 +30,7 @@ class DatasetWorker:
     `FlexInspectError` if the model cannot be loaded or the trace not be written.
     """
 
-    def __init__(self, settings: MakeDatasetWorker) -> None:
+    def __init__(self, settings: DatasetWorkerSettings) -> None:
         self._is_in_folder = Path(settings.seen).exists()
         self._stack = ExitStack()
         folder = settings.folder
