@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -31,6 +32,9 @@ from flexinspect.core.errors import UsageError, summarize_error
 LOCAL = "local"
 OBJECT_STORE_BYTES = 100_000_000
 """Shared memory of a local cluster; jobs and results are some kilobytes each."""
+
+
+_CONNECT_S = 5.0
 
 
 class RayOptions(Struct, frozen=True, kw_only=True):
@@ -97,12 +101,23 @@ def _start(ray: Any, options: RayOptions, folder: str | None) -> None:
             **quiet,
         )
         return
+    failures = (ConnectionError, RuntimeError, ValueError, ImportError, AssertionError)
     try:
+        _check_answers(options.address)
         ray.init(address=options.address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, ImportError, AssertionError) as error:
-        what = f"No Ray cluster can be used at {options.address}: {summarize_error(error)}."
+    except (*failures, OSError, ray.exceptions.RayError) as error:
+        reason = summarize_error(error).rstrip(".")
+        what = f"No Ray cluster can be used at {options.address}: {reason}."
         hint = "Run ray status on a node of the cluster, or use --ray local."
-        raise UsageError(what.replace("..", "."), hint=hint) from error
+        raise UsageError(what, hint=hint) from error
+
+
+def _check_answers(address: str) -> None:
+    """Raise `OSError` if nothing listens at an address; Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+            pass
 
 
 def _shut_down(ray: Any) -> None:
