@@ -19,6 +19,8 @@ from flexinspect.lab.ray_cluster import RayOptions, Slots, connected, slots_of
 from flexinspect.lab.ray_executor import PoolStatus, RayExecutor, RemoteWorker, WorkerPool
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 
+pytestmark = pytest.mark.slow
+
 
 def jobs(*acts: str) -> list[SampleJob]:
     return jobs_of([Sample(f"s{number}", (act,)) for number, act in enumerate(acts)])
