@@ -88,13 +88,11 @@ def _draw_lines(axes: Any, series: Sequence[AccuracySeries], theme: FigureTheme)
         shift = (index - (n - 1) / 2) * step  # so that equal accuracies do not hide each other
         xs = [count + shift for count, *_ in one.points]
         axes.errorbar(xs, *_values(one), **_style(index), markersize=4, linewidth=1.1)
-        axes.lines[-1].set_label(one.method)
     axes.set_xlabel("paraphrases", color=theme.ink)
     axes.set_ylabel(_LABEL, color=theme.ink)
     axes.set_xticks([count for count, *_ in series[0].points])
-    handles = [line for line in axes.containers]
     axes.legend(
-        handles,
+        list(axes.containers),
         [one.method for one in series],
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),

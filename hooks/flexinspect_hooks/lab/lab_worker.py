@@ -65,8 +65,10 @@ class LabWorker:
         )
         try:
             result = self._answer(base, job.sample)
-        except (DatasetError, RuntimeError, MemoryError) as error:
-            if not isinstance(error, DatasetError) and not is_out_of_memory(summarize_error(error)):
+        except DatasetError as error:
+            return replace(base, error=error.message)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(summarize_error(error)):
                 raise
             return replace(base, error=summarize_error(error))
         if not self._traced(result):
