@@ -14,6 +14,7 @@ import torch
 from benchmarks import (
     capture,
     control,
+    distributed,
     engine,
     export_formats,
     floor,
@@ -56,6 +57,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "export-formats": export_formats.measure,
     "html-report": html_report.measure,
     "masks": masks.measure,
+    "ray": distributed.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
     "training": (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, export_formats, own, training, training_debuggers
+from benchmarks import capture, distributed, export_formats, own, training, training_debuggers
 from benchmarks.common import RESULTS, cell, markdown
 from flexinspect.records.step import LEVELS
 
@@ -291,6 +291,14 @@ QUESTIONS: Sequence[Question] = (
         "masks",
         "masks",
         masks_table,
+    ),
+    Question(
+        "What does a Ray cluster gain on one machine?",
+        "`flexinspect lab` with all methods on questions of the demo, one torch thread a worker. "
+        "Loading the models is not counted.",
+        "ray",
+        "ray",
+        distributed.table,
     ),
     Question(
         "How quickly does a run answer commands?",
