@@ -19,6 +19,7 @@ from benchmarks import (
     export_formats,
     floor,
     html_report,
+    lab,
     masks,
     own,
     rewind,
@@ -57,6 +58,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "export-formats": export_formats.measure,
     "html-report": html_report.measure,
     "masks": masks.measure,
+    "lab": lab.measure,
     "ray": distributed.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, distributed, export_formats, own, training, training_debuggers
+from benchmarks import (
+    capture,
+    distributed,
+    export_formats,
+    lab,
+    own,
+    training,
+    training_debuggers,
+)
 from benchmarks.common import RESULTS, cell, markdown
 from flexinspect.records.step import LEVELS
 
@@ -291,6 +299,17 @@ QUESTIONS: Sequence[Question] = (
         "masks",
         "masks",
         masks_table,
+    ),
+    Question(
+        "What does the ensemble laboratory cost?",
+        "`flexinspect lab` with all methods on 100 questions of the demo, without traces and other "
+        "orders, one torch thread, against a plain loop that makes the same answers: our "
+        "`generate` for the prompt of all paraphrases, `model.generate` for each paraphrase alone "
+        "and, with a logits processor that fuses the batch, for each fusing method. The "
+        "laboratory shares the forward passes of methods that agree.",
+        "lab",
+        "lab",
+        lab.table,
     ),
     Question(
         "What does a Ray cluster gain on one machine?",

@@ -45,6 +45,7 @@ examples:
   flexinspect lab --dataset my_data:Capitals --traces wrong --out lab-mine
   flexinspect lab --ray local --ray-workers 2 --out lab-demo    # docs/cluster.md: many processes
   flexinspect lab lab-demo                               # print what is there
+  flexinspect lab lab-1-5 --num-paraphrases 3            # the tables for three paraphrases
   flexinspect lab lab-demo --sample 7                    # one sample: whose token won
   flexinspect lab lab-demo --figure accuracy.pdf --json
 
@@ -73,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--traces", metavar="WHICH", help=f"{traces} (default: none)")
     run_flags.add_model_flags(parser)
     group = parser.add_argument_group("data", argument_default=argparse.SUPPRESS)
-    run_flags.add_dataset_flags(group)
+    run_flags.add_dataset_flags(group, "demo")
     group.add_argument("--max-samples", type=positive_int, help="default: all")
     run_flags.add_text_flags(group)
     run_flags.add_attention_flags(parser)
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         if args.results is not None:
             _check_shown(args)
             stored, results = read_results(Path(args.results) / RESULTS, LabResult)
-            return _report(args, Path(args.results), stored, results)
+            return _report(args, Path(args.results), _selected(args, stored), results)
         if args.sample is not None:
             raise UsageError("--sample shows stored results.", hint="Name their folder first.")
         settings, jobs, folder = prepare(args)
@@ -114,19 +115,43 @@ def run(args: argparse.Namespace) -> int:
         return _report(args, folder, settings.compared(), results)
 
 
-_SHOW_FLAGS = ("results", "figure", "lemmatizer", "sample", "json", "command", "run", "parser")
+_SHOW_FLAGS = (
+    *("results", "figure", "lemmatizer", "sample", "json", "command", "run", "parser"),
+    *("counts", "methods"),
+)
 
 
 def _check_shown(args: argparse.Namespace) -> None:
     """Raise `UsageError` for flags of a run beside a folder of results."""
     given = [name for name, value in vars(args).items() if name not in _SHOW_FLAGS and value]
     if given:
-        flag = {"counts": "num_paraphrases"}.get(given[0], given[0]).replace("_", "-")
-        what = f"--{flag} is for a run, and {args.results} names results that are there."
+        what = f"--{given[0].replace('_', '-')} is for a run, and {args.results} names results."
         raise UsageError(what, hint=f"To continue the run, name it by --out {args.results}.")
     if not Path(args.results).is_dir():
         what = f"There is no folder {args.results} of results."
         raise UsageError(what, hint="flexinspect lab --out FOLDER makes one.")
+
+
+def _selected(args: argparse.Namespace, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return stored settings with the methods and numbers of paraphrases that are asked for.
+
+    Raises `UsageError` for one that was not run.
+    """
+    from flexinspect.lab.settings import parse_counts, parse_methods
+
+    given = vars(args)
+    wanted: dict[str, Sequence[Any]] = {}
+    if "methods" in given:
+        wanted["methods"] = parse_methods(given["methods"])
+    if "counts" in given:
+        wanted["counts"] = parse_counts(given["counts"])
+    for name, values in wanted.items():
+        for value in values:
+            if value not in stored[name]:
+                what = {"methods": "the method {}", "counts": "{} paraphrases"}[name].format(value)
+                has = ", ".join(map(str, stored[name]))
+                raise UsageError(f"{args.results} has no results of {what}.", hint=f"It has {has}.")
+    return {**stored, **wanted}
 
 
 # -- what is run -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from flexinspect.lab.agreement import TokenShares, answer_of, sample_flags
 from flexinspect.lab.comparison import Comparison, FlagCounts, MethodScore, PairedTest
 from flexinspect.lab.lab_result import Answer, LabResult
 from flexinspect.lab.scoring import Lemmatizer, is_exact_match
+from flexinspect.lab.settings import PER_PROMPT
 from flexinspect.lab.significance import Interval
 
 _SIGNIFICANT = 0.05
@@ -43,7 +44,7 @@ def write_files(
     that cannot be written.
     """
     answers = folder / "answers.csv"
-    save_file(answers, _csv(settings, results, lemmatizer).encode(), UsageError)
+    save_file(answers, answers_csv(settings, results, lemmatizer).encode(), UsageError)
     file = folder / "summary.json"
     data = msgspec.json.format(msgspec.json.encode(summary(settings, comparison)), indent=2)
     save_file(file, data + b"\n", UsageError)
@@ -80,32 +81,42 @@ def figure_of(settings: Mapping[str, Any], comparison: Comparison) -> tuple[Any,
         )
         series.append(AccuracySeries(method, points))
     job = settings["job"]
-    title = f"Exact match on {job['dataset']}, {comparison.n_scored} samples, {job['model']}"
+    title = f"Exact match on {job['dataset']}, {comparison.n_scored} samples, model {job['model']}"
     return tuple(series), f"{title}, mask {job['mask']}"
 
 
-def _csv(settings: Mapping[str, Any], results: Sequence[LabResult], lemmatizer: Lemmatizer) -> str:
-    """Return a row for each sample, method and number of paraphrases."""
+def answers_csv(
+    settings: Mapping[str, Any], results: Sequence[LabResult], lemmatizer: Lemmatizer
+) -> str:
+    """Return a row for each answer; those to one paraphrase alone have its number from 1."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    names = ("sample", "id", "method", "paraphrases", "answer", "exact", "lemma", "flags")
+    names = ("sample", "id", "method", "paraphrases", "alone", "answer", "exact", "lemma", "flags")
     writer.writerow((*names, "expected"))
     for result in results:
-        for method in settings["methods"]:
-            for count in settings["counts"]:
-                text = answer_of(result, method, count)
-                if text is None or result.error:
-                    continue
-                flags = sample_flags(result, method, count)
-                expected = result.expected
-                right: tuple[int | str, int | str] = ("", "")
-                if expected:
-                    is_lemma_match = lemmatizer.is_match(text, expected)
-                    right = (int(is_exact_match(text, expected)), int(is_lemma_match))
-                told = "; ".join(flags.texts()) if flags else ""
-                row = (result.index, result.sample_id, method, count, text, *right, told)
-                writer.writerow((*row, " | ".join(expected)))
+        for method, count, alone, text, flags in _answers(settings, result):
+            expected = result.expected
+            right: tuple[int | str, int | str] = ("", "")
+            if expected:
+                is_lemma_match = lemmatizer.is_match(text, expected)
+                right = (int(is_exact_match(text, expected)), int(is_lemma_match))
+            row = (result.index, result.sample_id, method, count, alone, text, *right, flags)
+            writer.writerow((*row, " | ".join(expected)))
     return out.getvalue()
+
+
+def _answers(
+    settings: Mapping[str, Any], result: LabResult
+) -> Iterator[tuple[str, int, int | str, str, str]]:
+    """Yield method, number of paraphrases, paraphrase if alone, answer and flags."""
+    for method in settings["methods"]:
+        if method == PER_PROMPT:
+            for number, one in enumerate(result.alone, start=1):
+                yield method, 1, number, one.text, ""
+        for count in settings["counts"]:
+            text, flags = answer_of(result, method, count), sample_flags(result, method, count)
+            if text is not None:
+                yield method, count, "", text, "; ".join(flags.texts()) if flags else ""
 
 
 def print_failures(results: Sequence[LabResult]) -> None:
@@ -121,8 +132,10 @@ def print_failures(results: Sequence[LabResult]) -> None:
 
 def print_files(folder: Path, files: Sequence[Path], results: Sequence[LabResult]) -> None:
     """Print what was written, and what to look at next."""
-    print_lines([f"written  {', '.join(command_path(file) for file in files)}"])
     where = command_path(folder)
+    names = [one.name for one in files if one.parent == folder]
+    elsewhere = [command_path(one) for one in files if one.parent != folder]
+    print_lines([", ".join([f"written  in {where}: {', '.join(names)}", *elsewhere])])
     traced = [one for one in results if one.trace]
     if traced:
         first = command_path(folder / traced[0].trace)
@@ -219,22 +232,22 @@ def _test_table(comparison: Comparison) -> tuple[Table, str]:
     """Return the pairs that differ, and a line about the others."""
     tests = [one for one in comparison.tests if one.score == "exact"]
     differ = [one for one in tests if one.only_first or one.only_second]
-    table = _table("first", "second", "1st only", "2nd only", "difference", "p", "Holm")
+    table = _table("first", "second", "only", "difference in %", "p", "Holm")
     table.columns[1].justify = "left"
     for one in sorted(differ, key=_order_of_tests):
         style = "bold" if (one.p_adjusted or 1.0) < _SIGNIFICANT else ""
-        numbers = (str(one.only_first), str(one.only_second))
         low, high = (f"{100 * end:+.1f}" for end in (one.difference.low, one.difference.high))
         difference = f"{100 * one.difference.value:+.1f} ({low} to {high})"
+        only = f"{one.only_first} : {one.only_second}"
         p_values = (_p_value(one.p), _p_value(one.p_adjusted))
-        table.add_row(one.first, one.second, *numbers, difference, *p_values, style=style)
+        table.add_row(one.first, one.second, only, difference, *p_values, style=style)
     n_equal = len(tests) - len(differ)
     equal = f"{plural(n_equal, 'further pair')}: right on the same samples" if n_equal else ""
     return table, equal
 
 
 def _order_of_tests(test: PairedTest) -> tuple[float, float]:
-    return (1.0 if test.p is None else test.p, -abs(test.difference.value))
+    return (2.0 if test.p is None else test.p, -abs(test.difference.value))
 
 
 def _p_value(p: float | None) -> str:
@@ -291,12 +304,13 @@ def print_sample(result: LabResult, settings: Mapping[str, Any], *, as_json: boo
     console.print()
     console.print(_answer_table(result, methods, count, flags))
     if result.orders:
-        console.print("\nother orders, flex", style="bold")
+        n = len(result.orders[0].order)
+        console.print(f"\nflex, other orders of {n} paraphrases", style="bold")
         for one in result.orders:
             order = " ".join(str(index + 1) for index in one.order)
             console.print(escape_unprintable(f"{order}  {one.text}"), soft_wrap=True)
     for answer in result.answers:
-        if answer.count == count:
+        if answer.count == count and answer.method in methods:
             console.print(f"\n{answer.method}, token by token", style="bold")
             console.print(_vote_table(answer))
     if result.trace:
@@ -335,7 +349,7 @@ def _answer_table(
         table.columns[column].no_wrap = False
     for method in methods:
         text, flag = answer_of(result, method, count), flags[method]
-        if text is not None and flag is not None and method != "per-prompt":
+        if text is not None and flag is not None:
             answer = Text(escape_unprintable(text))
             table.add_row(method, answer, _mark(text, result), ", ".join(flag.texts()))
     return table

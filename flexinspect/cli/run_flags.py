@@ -56,7 +56,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     group = _add_group(parser, "data")
     add = group.add_argument
-    add_dataset_flags(group)
+    add_dataset_flags(group, "demo, unless --prompt is given")
     add("--prompt", action="append", help="a paraphrase (may be repeated)")
     add("--max-samples", type=positive_int, help="default: 1")
     n_paraphrases = "default: the first five, or all of --indices"
@@ -76,11 +76,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add_switches(group, trust_remote_code="allow code that comes with the model to run")
 
 
-def add_dataset_flags(group: Any) -> None:
-    """Add the flags that select a dataset and more wordings of its questions."""
+def add_dataset_flags(group: Any, default: str) -> None:
+    """Add the flags that select a dataset and more wordings of its questions.
+
+    `default` is the help about the default dataset.
+    """
     add = group.add_argument
     names = "demo, webqa, myriadlama, FILE.jsonl or package.module:Class"
-    add("--dataset", metavar="NAME", help=f"{names} (default: demo, unless --prompt is given)")
+    add("--dataset", metavar="NAME", help=f"{names} (default: {default})")
     more = "more wordings of each question: templates, FILE.txt with {question} in each line, or "
     more += "FILE.jsonl with prepared ones"
     add("--paraphrases", metavar="SOURCE", help=more)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from flexinspect.core.text import plural
 from flexinspect.lab.lab_result import Answer, LabResult
 from flexinspect.lab.scoring import normalized
-from flexinspect.lab.settings import FLEX, MAJORITY, PER_PROMPT
+from flexinspect.lab.settings import FLEX, MAJORITY
 
 
 class Vote(Struct, frozen=True):
@@ -35,15 +35,10 @@ def majority_vote(texts: Sequence[str]) -> Vote:
 
 
 def answer_of(result: LabResult, method: str, count: int) -> str | None:
-    """Return the answer of a method to `count` paraphrases; None if it was not run.
-
-    That of per-prompt is the answer to the first paraphrase alone.
-    """
-    if method in (MAJORITY, PER_PROMPT):
+    """Return the one answer of a method to `count` paraphrases; None if it has none."""
+    if method == MAJORITY:
         alone = [one.text for one in result.alone[:count]]
-        if not alone:
-            return None
-        return majority_vote(alone).text if method == MAJORITY else alone[0]
+        return majority_vote(alone).text if alone else None
     found = fused_answer(result, method, count)
     return None if found is None else found.text
 
@@ -86,7 +81,7 @@ class SampleFlags(Struct, frozen=True):
 
 
 def sample_flags(result: LabResult, method: str, count: int) -> SampleFlags | None:
-    """Return the flags of a method's answer; None if it was not run."""
+    """Return the flags of a method's answer; None if it has none."""
     text = answer_of(result, method, count)
     alone = [normalized(one.text) for one in result.alone[:count]]
     if text is None or not alone:

@@ -116,7 +116,7 @@ def compare(
         count=count,
         scores=scores,
         tests=tuple(_tests(series)) if scored else (),
-        flags=tuple(_flag_counts(answered, method, count) for method in methods),
+        flags=tuple(_flag_counts(answered, one, count) for one in methods if one != PER_PROMPT),
         tokens=tuple(_tokens(answered, methods, count)),
         seconds=tuple(_seconds(answered).items()),
     )

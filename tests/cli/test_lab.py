@@ -76,7 +76,7 @@ def test_finished_results_are_printed_without_loading_a_model(
         f"{N} samples of demo, model demo, mask segment-isolation, positions contiguous"
     )
     assert lines[1].startswith("lemmas by rules; time: flex ")
-    assert max(map(len, lines[3:])) <= 80
+    assert max(len(line) for line in lines if str(folder) not in line) <= 80
     table = [line.split() for line in lines[4:11]]
     assert [row[0] for row in table] == METHODS
     assert table[0][1:] == ["100.0", "81.6–100.0", "100.0", "81.6–100.0", "Wilson"]
@@ -88,8 +88,10 @@ def test_the_files_beside_the_results_hold_answers_and_summary(folder: Path) -> 
     main(["lab", str(folder)])
     with (folder / "answers.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == N * len(METHODS) * 2
+    assert len(rows) == N * (5 + 2 * len(METHODS[2:]) + 2)
     kuwait = [row for row in rows if row["sample"] == "15" and row["paraphrases"] == "5"]
+    alone = [row for row in rows if row["sample"] == "15" and row["alone"]]
+    assert [(row["alone"], row["exact"]) for row in alone] == [*zip("12345", "10111", strict=True)]
     assert {row["flags"] for row in kuwait} == {"equals majority (4 of 5)"}
     assert {(row["answer"], row["exact"], row["lemma"]) for row in kuwait} == {("+965", "1", "1")}
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
@@ -107,6 +109,18 @@ def test_json_has_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str
     assert len(tests) == 21
     assert sum(one["p"] is None for one in tests) == 6
     assert found["flags"][0]["n_ordered"] == N
+
+
+def test_stored_results_are_shown_for_fewer_paraphrases_or_methods(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ("--num-paraphrases", "2", "--methods", "avg,majority")
+    assert main(["lab", str(folder), *chosen, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["count"], len(found["scores"]), len(found["tests"])) == (2, 2, 2)
+    assert [one["method"] for one in found["flags"]] == ["avg", "majority"]
+    assert main(["lab", str(folder), "--num-paraphrases", "3"]) == 2
+    assert "no results of 3 paraphrases.\nIt has 2, 5." in capsys.readouterr().err
 
 
 def test_one_sample_is_shown_token_by_token(
@@ -189,8 +203,8 @@ def test_a_dataset_of_ones_own_is_a_class(
         (["--figure", "plot.bmp"], "plot.bmp has no suffix"),
         (["--sample", "3"], "--sample shows stored results."),
         (["nowhere"], "There is no folder nowhere of results."),
-        (["nowhere", "--model", "demo"], "--model is for a run, and nowhere names results"),
-        (["nowhere", "--num-paraphrases", "3"], "--num-paraphrases is for a run"),
+        (["nowhere", "--model", "demo"], "--model is for a run, and nowhere names results."),
+        (["nowhere", "--max-samples", "3"], "--max-samples is for a run"),
         (["."], "results.jsonl cannot be read: No such file or directory."),
     ],
 )

@@ -100,6 +100,7 @@ def test_methods_are_compared_on_the_same_samples() -> None:
     assert test.difference.value == pytest.approx(4 / 12)
     untested = next(one for one in found.tests if one.second == "per-prompt")
     assert (untested.p, untested.p_adjusted) == (None, None)
+    assert [one.method for one in found.flags] == ["flex", "majority"]
     flex = next(one for one in found.flags if one.method == "flex")
     assert (flex.n, flex.n_majority, flex.n_paraphrase, flex.n_none) == (12, 6, 5, 1)
 

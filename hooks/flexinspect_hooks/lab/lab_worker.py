@@ -45,13 +45,13 @@ class LabWorker:
         torch.set_num_threads(job.threads or capture_process.default_threads())
         source = model_names.resolve(job.model, load_config())
         self._loaded = capture_process.load_model(job, source, report or (lambda _p, _d: None))
-        self._model = self._loaded.model
+        self.model = self._loaded.model
         self._compiled = capture_process.is_compiled(job, self._loaded.device)
-        self._ensemble = EnsembleRunner(self._loaded, job, compiled=self._compiled)
-        self._vocabulary = self._ensemble.vocabulary
+        self.ensemble = EnsembleRunner(self._loaded, job, compiled=self._compiled)
+        self._vocabulary = self.ensemble.vocabulary
         one_line = job.stop == "newline"
         should_stop = self._vocabulary.ends_line if one_line else None
-        self._criteria = StopCriteria(job.max_new_tokens, self._ensemble.eos_ids, should_stop)
+        self._criteria = StopCriteria(job.max_new_tokens, self.ensemble.eos_ids, should_stop)
         self._traced = traced_samples(settings.traces)
 
     def run(self, job: SampleJob) -> LabResult:
@@ -79,7 +79,7 @@ class LabWorker:
             self._settings.folder / file,
             self._loaded,
             self._settings.job,
-            self._ensemble,
+            self.ensemble,
             _first(job.sample, count),
         )
         return replace(result, trace=str(file))
@@ -103,16 +103,16 @@ class LabWorker:
 
     def _flex(self, sample: Sample) -> FlexAnswer:
         """Answer all paraphrases in one prompt, under the mask."""
-        plan = self._ensemble.plan(sample)
+        plan = self.ensemble.plan(sample)
         tokens: list[tuple[int, float]] = []
 
         def keep(choice: Choice) -> None:
             probability = choice.logits.float().softmax(-1)[choice.token_id]
             tokens.append((choice.token_id, float(probability)))
 
-        with FlexPatch(self._model, plan.source, compiled=self._compiled):
+        with FlexPatch(self.model, plan.source, compiled=self._compiled):
             result = generate(
-                self._model,
+                self.model,
                 plan.prompt,
                 max_new_tokens=self._criteria.max_new_tokens,
                 eos_ids=self._criteria.eos_ids,
@@ -139,7 +139,7 @@ class LabWorker:
         """Answer each paraphrase alone, and all of them by the fusing methods."""
         settings, counts = self._settings, self._settings.counts
         prompts = [self._own_prompt(sample, index) for index in range(counts[-1])]
-        decoder = FusedDecoder(self._model, prompts, self._criteria)
+        decoder = FusedDecoder(self.model, prompts, self._criteria)
         alone = [Rule("alone", (index,)) for index in range(counts[-1])]
         rules: list[FusingRule] = [
             ForcedRule(FLEX, range(count), tokens) for count, (_, _, tokens) in flex.items()

@@ -51,7 +51,7 @@ def test_every_method_answers_for_every_number_of_paraphrases(split: LabResult) 
 
 
 def test_an_answer_alone_is_that_of_the_library(worker: LabWorker, split: LabResult) -> None:
-    model, tokenizer = worker._model, worker._loaded.tokenizer
+    model, tokenizer = worker.model, worker._loaded.tokenizer
     for text, alone in zip(split.paraphrases, split.alone, strict=True):
         inputs = tokenizer(f"{text}\nAnswer:", return_tensors="pt")
         out = model.generate(

@@ -1,0 +1,85 @@
+"""The page of the ensemble laboratory: its commands, its names, and the tables that were measured.
+
+The measurements are the summaries that the page's commands wrote (`tests/fixtures/lab`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.pages import blocks, commands, run_python
+from support.paths import DOCS, TESTS
+
+from flexinspect.cli import lab_output
+from flexinspect.cli.main import build_parser
+from flexinspect.lab.comparison import Comparison
+from flexinspect.lab.lab_result import AloneAnswer, Answer, LabResult
+from flexinspect.lab.result_store import ResultStore
+from flexinspect.lab.scoring import Lemmatizer, rule_lemmas
+from flexinspect.lab.settings import METHODS, TRACE_CHOICES, LabSettings
+from flexinspect.records.job import Job
+
+PAGE = (DOCS / "lab.md").read_text("utf-8")
+
+
+def test_every_command_is_one_that_the_parser_takes() -> None:
+    lines = [line for line in commands(PAGE) if line.startswith("lab ")]
+    assert len(lines) == 9
+    for line in lines:
+        build_parser("lab").parse_args(shlex.split(line))
+
+
+def test_the_page_describes_every_method_and_choice() -> None:
+    rows = re.findall(r"^\| `([a-z_-]+)` \|", PAGE.split("## The scores")[0], re.MULTILINE)
+    assert tuple(rows) == METHODS
+    for choice in TRACE_CHOICES[1:]:
+        assert f"`{choice}`" in PAGE or f"`--traces {choice}`" in PAGE
+
+
+@pytest.mark.parametrize("name", ["demo-1-5", "demo-3"])
+def test_the_tables_are_those_of_the_measured_runs(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    facts: dict[str, Any] = json.loads((TESTS / "fixtures/lab" / f"{name}.json").read_text("utf-8"))
+    lab_output.print_comparison(msgspec.convert(facts, Comparison), facts["settings"])
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    key = "exact match in % by number" if name == "demo-1-5" else "pairs of methods, exact match"
+    (block,) = [one for one in blocks(PAGE, "console") if key in one]
+    shown = [line.rstrip() for line in block.splitlines() if line.strip() and line[0] not in "$…"]
+    assert len(shown) > 8
+    for line in shown:
+        assert line in printed
+    assert facts["n"] == 600
+
+
+def test_the_columns_of_the_answers_are_listed() -> None:
+    one = LabResult(
+        index=0,
+        sample_id="s",
+        expected=("a",),
+        alone=(AloneAnswer("a", "eos", 0.0),),
+        answers=(Answer("flex", 1, "a", "eos"),),
+    )
+    settings = {"methods": METHODS, "counts": [1]}
+    text = lab_output.answers_csv(settings, [one], Lemmatizer("rules", rule_lemmas))
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("| `answers.csv`")]
+    assert re.findall(r"`(\w+)`", row.split("|")[2]) == text.splitlines()[0].split(",")
+
+
+def test_the_python_of_the_page_reads_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = LabSettings(job=Job(out=""), methods=("majority",), counts=(1,)).compared()
+    with ResultStore(Path("lab-demo/results.jsonl"), settings, LabResult) as store:
+        alone = (AloneAnswer("Paris", "eos", -0.1),)
+        store.append(LabResult(index=0, sample_id="s", expected=("Paris",), alone=alone))
+    run_python(PAGE)
+    assert capsys.readouterr().out == "majority 1 1.0 1.0\n"
