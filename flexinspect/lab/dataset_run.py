@@ -18,22 +18,24 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.environment import is_recorder_alive
+from flexinspect.core.errors import FlexInspectError, TraceError, UsageError
 from flexinspect.lab.ray_cluster import RayOptions
 from flexinspect.lab.ray_executor import (
     PluginWorker,
     PoolStatus,
     RayExecutor,
     RemoteWorker,
-    WorkerFacts,
 )
 from flexinspect.lab.result_store import ResultStore
 from flexinspect.lab.sample_jobs import SampleJob, SampleResult
 from flexinspect.records.job import Job
 from flexinspect.trace.file.location import close_dead_trace, delete_trace
+from flexinspect.trace.reader import open_trace
 
 RESULTS = "results.jsonl"
 _TRACE_NAME = re.compile(r"worker-(\d{1,9})\.flextrace")
+_SEEN = ".run-"
 _CHUNK_BYTES = 8 << 20
 _MAX_ROUNDS = 3
 """How often samples run whose traces were lost with their machine."""
@@ -104,6 +106,26 @@ def remove_results(folder: Path) -> None:
         (folder / RESULTS).unlink()
 
 
+def end_dead_traces(folder: Path) -> None:
+    """Mark the traces of dead workers as failed, and remove those without a generation.
+
+    They have every finished step. The traces of processes that are alive stay as they are.
+    """
+    for file in trace_files(folder):
+        try:
+            with open_trace(file) as reader:
+                run, is_open = reader.run(), reader.state == "recording"
+                is_empty = not reader.generations()
+        except TraceError:
+            continue  # whoever opens it is told why
+        if not is_open or is_recorder_alive(run):
+            continue
+        if is_empty:
+            delete_trace(file)
+        else:
+            close_dead_trace(file, "The worker was lost.", int(run["pid"]))
+
+
 class DatasetRun:
     """One distributed run: samples, the folder of their traces, and the workers."""
 
@@ -125,6 +147,9 @@ class DatasetRun:
         """
         settings = {"run": _compared(self._job)}
         with ResultStore(self._folder / RESULTS, settings, GenerationResult) as store:
+            end_dead_traces(self._folder)
+            for file in self._folder.glob(f"{_SEEN}*"):  # of a run that was killed
+                file.unlink(missing_ok=True)
             for _ in range(_MAX_ROUNDS):
                 missing = self._missing(store, jobs)
                 if not missing:
@@ -150,7 +175,7 @@ class DatasetRun:
             self._on_result(result)
 
         numbers = [int(match[1]) for file in _listed(self._folder) if (match := _match(file))]
-        seen = self._folder / f".run-{secrets.token_hex(8)}"
+        seen = self._folder / f"{_SEEN}{secrets.token_hex(8)}"
         executor = RayExecutor(
             self._options,
             on_status=self._on_status,
@@ -163,7 +188,7 @@ class DatasetRun:
             executor.run(jobs, PluginWorker("dataset-worker", settings), keep)
         finally:
             seen.unlink(missing_ok=True)
-            self._end_traces(executor.workers)
+            end_dead_traces(self._folder)
 
     def _close_worker(self, worker: RemoteWorker, error: BaseException | None) -> None:
         """Close the trace of a worker, and fetch it from a machine that does not share the folder.
@@ -176,13 +201,6 @@ class DatasetRun:
         closed: ClosedTrace | None = worker.call("close", state)
         if closed is not None and not closed.is_in_folder:
             _fetch(worker, closed, self._folder / trace_name(worker.number))
-
-    def _end_traces(self, workers: Sequence[WorkerFacts]) -> None:
-        """Mark the traces of lost workers as failed: they have every finished step."""
-        for facts in workers:
-            path = self._folder / trace_name(facts.number)
-            if path.exists():
-                close_dead_trace(path, "The worker was lost.", facts.pid)
 
 
 def _compared(job: Job) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from msgspec import Struct
 
 from flexinspect.core import signals
@@ -35,6 +36,7 @@ OBJECT_STORE_BYTES = 100_000_000
 
 
 _CONNECT_S = 5.0
+_END_WITHIN_S = 3.0
 
 
 class RayOptions(Struct, frozen=True, kw_only=True):
@@ -78,7 +80,7 @@ def connected(options: RayOptions) -> Iterator[Any]:
         handlers = [(number, signal.getsignal(number)) for number in _handled_signals()]
         stack.callback(_restore, handlers)
         folder = stack.enter_context(_short_folder()) if is_local else None
-        stack.callback(_shut_down, ray)
+        stack.callback(_shut_down, ray, _children() if is_local else None)
         _start(ray, options, folder)
         # Ray's handler of SIGTERM would end this process before the results are closed.
         _restore(handlers)
@@ -92,14 +94,17 @@ def _start(ray: Any, options: RayOptions, folder: str | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if folder is not None:
         n_cpus = max((options.workers or 0) * options.threads, os.cpu_count() or 1)
-        ray.init(
-            address=LOCAL,
-            num_cpus=n_cpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=folder,
-            **quiet,
-        )
+        try:
+            ray.init(
+                address=LOCAL,
+                num_cpus=n_cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=folder,
+                **quiet,
+            )
+        except SystemExit as error:  # Ray's handler of SIGTERM, which it has just set
+            raise signals.SignalInterrupt(signal.SIGTERM) from error
         return
     failures = (ConnectionError, RuntimeError, ValueError, ImportError, AssertionError)
     try:
@@ -120,16 +125,31 @@ def _check_answers(address: str) -> None:
             pass
 
 
-def _shut_down(ray: Any) -> None:
-    """End the connection, and the processes of a local cluster, without an interruption."""
+def _shut_down(ray: Any, others: set[psutil.Process] | None) -> None:
+    """End the connection without an interruption.
+
+    Of a local cluster, all processes are ended: those below this one but `others`, which it had
+    before. A cluster whose start was interrupted would keep some for a minute.
+    """
+    before = None
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            ray.shutdown()
-        finally:
-            signal.signal(signal.SIGINT, before)
-    else:
+    started = set() if others is None else _children() - others
+    try:
         ray.shutdown()
+        _, alive = psutil.wait_procs(started, timeout=_END_WITHIN_S)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=_END_WITHIN_S)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+def _children() -> set[psutil.Process]:
+    """Return all processes below this one."""
+    return {*psutil.Process().children(recursive=True)}
 
 
 def slots_of(ray: Any, options: RayOptions, n_jobs: int) -> Slots:
@@ -158,6 +178,8 @@ _LOCAL_VARIABLES = {
     # therefore listens on the loopback interface. This makes it do so everywhere.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
+    # Else a SIGTERM during the start would abort this process.
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
     # Workers without a GPU: the new behaviour, which Ray otherwise announces in a warning.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }

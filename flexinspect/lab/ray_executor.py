@@ -129,8 +129,7 @@ class RayExecutor:
 
     `on_status` gets the state of the run a few times per second. `on_close` gets each worker that
     is alive when all jobs have run or the run ends by an exception, with that, before its process
-    is ended. Workers are numbered from `first_number`, and those that replace lost ones too;
-    `workers` has those that were ready.
+    is ended. Workers are numbered from `first_number`, and those that replace lost ones too.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class RayExecutor:
     ) -> None:
         self._options, self._on_status, self._on_close = options, on_status, on_close
         self._first_number = first_number
-        self.workers: list[WorkerFacts] = []
 
     def run(
         self,
@@ -171,7 +169,6 @@ class RayExecutor:
                 raise
             finally:
                 self._first_number = pool.next_number
-                self.workers += pool.started
                 pool.close(self._on_close, ended_by)
 
 
@@ -198,7 +195,6 @@ class WorkerPool(Generic[Result]):
         self._ready_at: float | None = None
         self._is_stopping = False
         self.next_number = 1
-        self.started: list[WorkerFacts] = []
         self.on_status: Callable[[PoolStatus], None] = lambda _status: None
 
     def run(self) -> None:
@@ -288,7 +284,6 @@ class WorkerPool(Generic[Result]):
             what = f"Worker {worker.number} on {facts.host} has flexinspect {facts.version}, "
             raise UsageError(f"{what}and this is {__version__}.", hint="Install the same version.")
         worker.facts = facts
-        self.started.append(facts)
         self._n_lost_at_start = 0
         self._ready_at = self._ready_at or time.monotonic()
         self._report(f"worker {worker.number} is ready (process {facts.pid} on {facts.host})")

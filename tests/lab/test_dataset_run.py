@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.traces import sample_trace
 
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.inputs.samples import Sample
@@ -18,6 +21,7 @@ from flexinspect.lab.dataset_run import (
     DatasetRun,
     GenerationResult,
     check_folder,
+    end_dead_traces,
     remove_results,
     trace_files,
     trace_name,
@@ -26,6 +30,8 @@ from flexinspect.lab.ray_cluster import RayOptions
 from flexinspect.lab.ray_executor import PluginWorker
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 from flexinspect.records.job import Job
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.reader import open_trace
 
 CONTENT = bytes(range(256)) * 40
 
@@ -42,7 +48,7 @@ class FakeExecutor:
     states: list[str]
 
     def __init__(self, _options: RayOptions, *, on_close: Any, first_number: int, **_: Any) -> None:
-        self.number, self._on_close, self.workers = first_number, on_close, []
+        self.number, self._on_close = first_number, on_close
 
     def run(
         self,
@@ -161,6 +167,24 @@ def test_starting_anew_removes_traces_and_results_only(tmp_path: Path) -> None:
     remove_results(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(kept)
     remove_results(tmp_path / "none")
+
+
+def test_traces_of_dead_workers_end_and_empty_ones_go(tmp_path: Path) -> None:
+    used, empty, alive, damaged = (tmp_path / trace_name(number) for number in range(1, 5))
+    sample_trace(used, generations=1, finish=False)
+    TraceWriter.create(empty, {"pid": 2**30, "started_at": 1.0})._db.close()
+    writer = TraceWriter.create(alive, {"pid": os.getpid(), "started_at": time.time()})
+    damaged.write_bytes(b"no trace")
+    end_dead_traces(tmp_path)
+    with open_trace(used) as reader:
+        assert (reader.state, reader.run()["reason"]) == ("failed", "The worker was lost.")
+        assert len(reader.steps(0)) > 1
+    assert not empty.exists()
+    with open_trace(alive) as reader:
+        assert reader.state == "recording"
+    writer.close()
+    assert damaged.read_bytes() == b"no trace"
+    assert not [*tmp_path.glob("*-wal")]
 
 
 def test_traces_are_listed_by_number(tmp_path: Path) -> None:
