@@ -87,7 +87,12 @@ def connected(options: RayOptions) -> Iterator[Any]:
         if threading.current_thread() is threading.main_thread():
             names = [number.name for number, handler in handlers if handler == signal.SIG_DFL]
             signals.raise_on_signals(*names)
-        yield ray
+        try:
+            yield ray
+        except KeyboardInterrupt:
+            with signals.defer_interrupts():  # raises it again as SIGTERM or SIGHUP, if it was
+                pass  # one of these: Ray's waiting makes a plain KeyboardInterrupt of it
+            raise
 
 
 def _start(ray: Any, options: RayOptions, folder: str | None) -> None:
