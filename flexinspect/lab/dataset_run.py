@@ -201,6 +201,7 @@ class DatasetRun:
         closed: ClosedTrace | None = worker.call("close", state)
         if closed is not None and not closed.is_in_folder:
             _fetch(worker, closed, self._folder / trace_name(worker.number))
+            worker.call("release")
 
 
 def _compared(job: Job) -> dict[str, Any]:

@@ -259,8 +259,12 @@ class WorkerPool(Generic[Result]):
             try:
                 value = self._ray.get(task)
             except self._ray.exceptions.RayTaskError as error:
-                self._idle.append(worker)
-                where = "while it started" if job is None else f"at sample {job.sample.id}"
+                if job is None:
+                    self._ray.kill(worker.actor)  # there is nothing in it to close
+                    where = "while it started"
+                else:
+                    self._idle.append(worker)
+                    where = f"at sample {job.sample.id}"
                 raise _own_error(error, worker, where) from error
             except self._ray.exceptions.RayError as error:
                 self._on_lost(worker, job, error)

@@ -77,6 +77,9 @@ class FakeExecutor:
         if method == "close":
             self.states.append(arguments[0])
             return ClosedTrace("/elsewhere", len(CONTENT), not self.is_remote)
+        if method == "release":
+            self.states.append("released")
+            return None
         start, n = arguments
         return CONTENT[start : start + n]
 
@@ -118,6 +121,7 @@ def test_a_trace_on_another_machine_is_fetched_whole(
     executor.rounds = ["remote"]
     run(tmp_path)
     assert (tmp_path / trace_name(1)).read_bytes() == CONTENT
+    assert executor.states == ["finished", "released"]
     assert sorted(file.name for file in tmp_path.iterdir()) == [RESULTS, trace_name(1)]
 
 

@@ -83,6 +83,7 @@ class DatasetWorker:
         self._session.close()
         path = self._run.close(state)
         if path is None:
+            self.release()
             return None
         return ClosedTrace(path, Path(path).stat().st_size, self._is_in_folder)
 
@@ -91,6 +92,10 @@ class DatasetWorker:
         with self._path.open("rb") as file:
             file.seek(offset)
             return file.read(n_bytes)
+
+    def release(self) -> None:
+        """Remove the temporary folder, if there is one, when its trace has been read."""
+        self._stack.close()
 
 
 def _ignore(_kind: str, **_facts: Any) -> None:

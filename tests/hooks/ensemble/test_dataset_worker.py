@@ -68,6 +68,8 @@ def test_a_trace_outside_of_the_folder_can_be_read_in_parts(
         assert reader.state == "interrupted"
         assert [row.answer for row in reader.generations()] == ["Paris"]
     assert list(tmp_path.iterdir()) == [copy]
+    one.release()
+    assert not Path(closed.path).parent.exists()
 
 
 def test_a_worker_without_a_sample_leaves_no_trace(
