@@ -18,9 +18,8 @@ from flexinspect.cli import run_flags
 from flexinspect.cli.flags import add_switches, n_threads, non_negative_int, positive_int
 from flexinspect.cli.output import errors_as_json, print_json
 from flexinspect.cli.ray_options import add_ray_flags, ray_options
-from flexinspect.core.environment import check_free
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import plural, print_message
+from flexinspect.core.text import format_ranges, plural, print_message
 
 if TYPE_CHECKING:
     from flexinspect.lab.lab_result import LabResult
@@ -139,6 +138,9 @@ def _selected(args: argparse.Namespace, stored: dict[str, Any]) -> dict[str, Any
     """
     from flexinspect.lab.settings import parse_counts, parse_methods
 
+    if not {"methods", "counts", "job"} <= stored.keys():
+        what = f"{Path(args.results) / RESULTS} has no results of flexinspect lab."
+        raise UsageError(what, hint="Name a folder that it has written.")
     given = vars(args)
     wanted: dict[str, Sequence[Any]] = {}
     if "methods" in given:
@@ -169,7 +171,7 @@ def prepare(args: argparse.Namespace) -> tuple[LabSettings, list[SampleJob], Pat
     given = vars(args)
     options = run_command.generation_options(args)
     options.setdefault("max_samples", None)
-    job = Job(out="", threads=args.threads, **options)
+    job = Job(out="", threads=args.threads, argv=tuple(sys.argv), **options)
     methods = labs.parse_methods(given.get("methods", "all"))
     traces = given.get("traces", "none")
     labs.check_traces(traces, methods)
@@ -185,7 +187,7 @@ def prepare(args: argparse.Namespace) -> tuple[LabSettings, list[SampleJob], Pat
         samples = [replace(one, paraphrases=one.paraphrases[: counts[-1]]) for one in samples]
     folder = Path(args.out or _default_folder(job))
     if folder.exists() and not folder.is_dir():
-        check_free(folder, overwrite=False)
+        raise UsageError(f"{folder} is a file.", hint="Name a folder by --out.")
     orders = given.get("orders", 2) if labs.FLEX in methods and counts[-1] > 1 else 0
     settings = labs.LabSettings(
         job=job,
@@ -323,12 +325,12 @@ def _report(
     from flexinspect.lab.scoring import load_lemmatizer
 
     stored = msgspec.to_builtins(stored)
-    if args.sample is not None:
-        lab_output.print_sample(find_sample(results, args.sample), stored, as_json=args.json)
-        return 0
     if not results:
         what = f"{folder} has no result yet."
         raise UsageError(what, hint="Run the command that made it again to continue.")
+    if args.sample is not None:
+        lab_output.print_sample(find_sample(results, args.sample), stored, as_json=args.json)
+        return 0
     lemmatizer = load_lemmatizer(args.lemmatizer)
     comparison = compare(results, stored["methods"], stored["counts"], lemmatizer)
     files = lab_output.write_files(folder, stored, results, comparison, lemmatizer, args.figure)
@@ -348,6 +350,6 @@ def find_sample(results: Sequence[LabResult], text: str) -> LabResult:
     for one in results:
         if text == one.sample_id or (text.isdecimal() and int(text) == one.index):
             return one
-    ids = f"0 to {results[-1].index}" if results else "none"
     what = f"There is no result of a sample {text!r}."
-    raise UsageError(what, hint=f"The stored samples are {ids}; --sample takes an id, too.")
+    hint = f"The stored samples are {format_ranges(one.index for one in results)}; "
+    raise UsageError(what, hint=f"{hint}--sample takes an id, too.")

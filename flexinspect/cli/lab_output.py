@@ -242,7 +242,7 @@ def _test_table(comparison: Comparison) -> tuple[Table, str]:
         p_values = (_p_value(one.p), _p_value(one.p_adjusted))
         table.add_row(one.first, one.second, only, difference, *p_values, style=style)
     n_equal = len(tests) - len(differ)
-    equal = f"{plural(n_equal, 'further pair')}: right on the same samples" if n_equal else ""
+    equal = f"{plural(n_equal, 'pair')} right on the same samples" if n_equal else ""
     return table, equal
 
 

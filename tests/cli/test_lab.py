@@ -16,7 +16,7 @@ from support.warm_python import Popen
 
 from flexinspect.cli.main import main
 from flexinspect.lab.lab_result import LabResult
-from flexinspect.lab.result_store import read_results
+from flexinspect.lab.result_store import ResultStore, read_results
 
 N = 17
 FLAGS = ("--max-samples", str(N), "--num-paraphrases", "2,5", "--orders", "1", "--threads", "1")
@@ -235,8 +235,18 @@ def test_other_settings_are_refused_with_what_differs(
     assert (folder / "results.jsonl").read_bytes() == before
 
 
+def test_results_of_another_kind_and_a_file_as_folder_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ResultStore(tmp_path / "results.jsonl", {"model": "demo"}, LabResult).__exit__()
+    assert main(["lab", str(tmp_path)]) == 2
+    assert "has no results of flexinspect lab." in capsys.readouterr().err
+    assert main(["lab", "--out", str(tmp_path / "results.jsonl")]) == 2
+    assert "results.jsonl is a file." in capsys.readouterr().err
+
+
 def test_a_sample_that_is_not_there_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lab", str(folder), "--sample", "99"]) == 2
-    assert f"The stored samples are 0 to {N - 1}" in capsys.readouterr().err
+    assert f"The stored samples are 0-{N - 1};" in capsys.readouterr().err

@@ -75,13 +75,17 @@ class EnsembleRunner:
         n_new = self._job.max_new_tokens
         pieces = encode_pieces(sample, self._job.texts, self.vocabulary)
         prompt = prompts.compose_prompt(pieces, max_new_tokens=n_new, positions=self._job.positions)
+        self.check_length(prompt)
+        return GenerationPlan(sample, prompt, *self._mask(prompt.segments))
+
+    def check_length(self, prompt: Prompt) -> None:
+        """Raise `DatasetError` if prompt and answer need more positions than the model has."""
         limit = getattr(self._model.config, "max_position_embeddings", None)
-        needed = prompt.next_position(n_new - 1) + 1
+        needed = prompt.next_position(self._job.max_new_tokens - 1) + 1
         if limit and needed > limit:
             text = f"The prompt needs positions up to {needed}, and the model has {limit}."
             hint = "Use fewer or shorter paraphrases, or a smaller --max-new-tokens."
             raise DatasetError(text, hint=hint)
-        return GenerationPlan(sample, prompt, *self._mask(prompt.segments))
 
     def _mask(self, segments: Sequence[Segment]) -> tuple[dict[str, Any], MaskSource]:
         """The mask's entries of `GenerationRecord.declared`, and what runs it."""

@@ -99,10 +99,16 @@ class FusingRule(Rule):
         add = TextStream(vocabulary).add
         votes = []
         for token_id, (fused, own, best, highest) in zip(self.token_ids, self._votes, strict=True):
-            texts = map(vocabulary.text_of, best)
-            choices = tuple(OwnChoice(*one) for one in zip(own, texts, highest, strict=True))
-            votes.append(TokenVote(token_id, add(token_id), fused, choices))
+            texts, rounded = map(vocabulary.text_of, best), map(_rounded, own)
+            parts = zip(rounded, texts, map(_rounded, highest), strict=True)
+            choices = tuple(OwnChoice(*one) for one in parts)
+            votes.append(TokenVote(token_id, add(token_id), _rounded(fused), choices))
         return tuple(votes)
+
+
+def _rounded(probability: float) -> float:
+    """Six digits: results are read by people, and a dataset has many of them."""
+    return float(f"{probability:.6g}")
 
 
 class ForcedRule(FusingRule):
@@ -131,6 +137,7 @@ def fuse(method: str, logits: Tensor, weights: Tensor | None = None) -> Tensor:
         highest = logits.softmax(-1).amax(0)
         return highest / highest.sum()
     assert weights is not None
+    weights = weights.to(logits.device)
     if method == "weighted_avg":
         return (logits * (weights / weights.sum())[:, None]).sum(0).softmax(-1)
     return logits[int(weights.argmax())].softmax(-1)

@@ -12,7 +12,12 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from flexinspect.core.errors import DatasetError, is_out_of_memory, summarize_error
+from flexinspect.core.errors import (
+    DatasetError,
+    FlexInspectError,
+    is_out_of_memory,
+    summarize_error,
+)
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.hub_download import OnLoadProgress
@@ -55,7 +60,11 @@ class LabWorker:
         self._traced = traced_samples(settings.traces)
 
     def run(self, job: SampleJob) -> LabResult:
-        """Answer a sample by every method; one that cannot be answered has an `error`."""
+        """Answer a sample by every method; one that cannot be answered has an `error`.
+
+        That is a prompt that is too long, or a lack of memory. Raises `FlexInspectError` for what
+        would fail for other samples too.
+        """
         base = LabResult(
             index=job.index,
             sample_id=job.sample.id,
@@ -67,16 +76,24 @@ class LabWorker:
             result = self._answer(base, job.sample)
         except DatasetError as error:
             return replace(base, error=error.message)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(summarize_error(error)):
-                raise
-            return replace(base, error=summarize_error(error))
-        if not self._traced(result):
-            return result
+        except Exception as error:
+            reason = summarize_error(error)
+            if not is_out_of_memory(reason):
+                if isinstance(error, FlexInspectError):
+                    raise
+                what = f"Sample {job.index} ({job.sample.id}) failed: {reason}"
+                raise FlexInspectError(what, hint="The samples before it are stored.") from error
+            if self._loaded.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+            return replace(base, error=reason)
+        return self._with_trace(result, job) if self._traced(result) else result
+
+    def _with_trace(self, result: LabResult, job: SampleJob) -> LabResult:
+        """Run the flex answer again, recorded."""
         file = Path("traces") / f"{job.index:06d}.flextrace"
         count = self._settings.counts[-1]
         record_sample(
-            self._settings.folder / file,
+            Path(self._settings.folder) / file,
             self._loaded,
             self._settings.job,
             self.ensemble,
@@ -163,7 +180,9 @@ class LabWorker:
         job = self._settings.job
         one = replace(sample, paraphrases=(sample.paraphrases[index],))
         pieces = encode_pieces(one, job.texts, self._vocabulary)
-        return compose_prompt(pieces, max_new_tokens=job.max_new_tokens)
+        prompt = compose_prompt(pieces, max_new_tokens=job.max_new_tokens)
+        self.ensemble.check_length(prompt)
+        return prompt
 
     def _fused_answer(self, rule: FusingRule) -> Answer:
         text = self._text(rule.token_ids)

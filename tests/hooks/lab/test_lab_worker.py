@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from flexinspect.core.errors import MaskError
+from flexinspect.core.errors import FlexInspectError, MaskError
 from flexinspect.inputs import datasets
 from flexinspect.inputs.samples import Sample
 from flexinspect.lab.lab_result import LabResult
@@ -111,6 +111,21 @@ def test_a_prompt_that_is_too_long_is_the_error_of_its_sample_only(
     SerialExecutor().run([too_long, jobs[0]], lambda: worker, found.append)
     assert found[0].error.startswith("The prompt needs positions up to ")
     assert (found[1].error, found[1].answers[0].text) == ("", "Paris")
+
+
+def test_a_lack_of_memory_is_the_error_of_its_sample_and_any_other_failure_ends_the_run(
+    worker: LabWorker, jobs: list[SampleJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure: list[Exception] = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fail(*_: object) -> None:
+        raise failure[0]
+
+    monkeypatch.setattr(worker, "_own_prompts", fail)
+    assert worker.run(jobs[0]).error == "OutOfMemoryError: CUDA out of memory"
+    failure[0] = ValueError("odd")
+    with pytest.raises(FlexInspectError, match=r"Sample 0 \(held-out/capital/france\) failed: "):
+        worker.run(jobs[0])
 
 
 def test_a_mask_that_cannot_be_used_ends_the_run(
