@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,7 +21,10 @@ import pytest
 from flexinspect.cli.main import main
 from flexinspect.cli.ray_options import status_text
 from flexinspect.cli.ray_run import total_cost
-from flexinspect.lab.ray_executor import PoolStatus
+from flexinspect.lab import ray_executor
+from flexinspect.lab.lab_result import Answer, LabResult
+from flexinspect.lab.ray_cluster import RayOptions
+from flexinspect.lab.ray_executor import PluginWorker, PoolStatus
 
 WAIT_S = 120.0
 
@@ -67,6 +71,46 @@ def test_without_ray_one_sentence_says_what_to_install(
     assert "--ray needs ray, which cannot be imported" in output
     assert "pip install 'flexinspect[ray]'" in output
     assert "Traceback" not in output
+
+
+class FakeExecutor:
+    """Answers every sample by "Paris", and is interrupted after some."""
+
+    made: Any = None
+    stops_after = 100
+
+    def __init__(self, options: RayOptions, **_: Any) -> None:
+        self.options = options
+
+    def run(self, jobs: Any, make_worker: PluginWorker, on_result: Callable[..., None]) -> None:
+        type(self).made = (self.options, make_worker, len(jobs))
+        for job in jobs[: self.stops_after]:
+            ids = {"index": job.index, "sample_id": job.sample.id, "digest": job.digest}
+            answer = Answer("flex", 2, "Paris", "eos")
+            on_result(LabResult(**ids, expected=job.sample.answers, answers=(answer,)))
+        if len(jobs) > self.stops_after:
+            raise KeyboardInterrupt
+
+
+def test_the_laboratory_hands_its_samples_to_ray_and_continues_what_was_interrupted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Executor(FakeExecutor):
+        stops_after = 3
+
+    monkeypatch.setattr(ray_executor, "RayExecutor", Executor)
+    flags = ["lab", "--methods", "flex", "--num-paraphrases", "2", "--orders", "0"]
+    flags += ["--max-samples", "5", "--out", str(tmp_path / "lab"), "--device", "cpu"]
+    flags += ["--ray", "local", "--ray-workers", "4", "--threads", "3"]
+    assert main(flags) == 130
+    assert "3 of 5 samples are stored" in capsys.readouterr().err
+    assert main(flags) == 0
+    assert "5 samples of demo" in capsys.readouterr().out
+    options, make_worker, n_jobs = Executor.made
+    assert options == RayOptions(workers=4, threads=3, device="cpu")
+    assert n_jobs == 2
+    assert (make_worker.name, make_worker.settings.job.threads) == ("lab-worker", 3)
+    assert pickle.loads(pickle.dumps(make_worker)) == make_worker
 
 
 def test_the_status_says_how_long_the_rest_takes() -> None:
