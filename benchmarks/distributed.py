@@ -20,7 +20,7 @@ import psutil
 from benchmarks.common import markdown, ratio
 from flexinspect.inputs import datasets, samples
 from flexinspect.lab.lab_result import LabResult
-from flexinspect.lab.ray_cluster import RayOptions, Slots, connected
+from flexinspect.lab.ray_cluster import Connection, RayOptions, Slots, connected
 from flexinspect.lab.ray_executor import PluginWorker, PoolStatus, WorkerPool
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 from flexinspect.lab.settings import LabSettings
@@ -88,11 +88,11 @@ def measure() -> dict[str, Any]:
         settings = LabSettings(job=Job(out="", threads=1), orders=0, folder=folder)
         jobs = _jobs()
         worker = LabWorker(settings)
-        with connected(RayOptions(workers=2)) as ray:
+        with connected(RayOptions(workers=2)) as connection:
             ways = {
                 "plain": lambda: _plain(worker, jobs),
-                "one": lambda: _by_workers(ray, 1, settings, jobs),
-                "two": lambda: _by_workers(ray, 2, settings, jobs),
+                "one": lambda: _by_workers(connection, 1, settings, jobs),
+                "two": lambda: _by_workers(connection, 2, settings, jobs),
             }
             found: dict[str, list[Speed]] = {name: [] for name in ways}
             loads = []
@@ -130,10 +130,12 @@ def _plain(worker: Any, jobs: list[SampleJob]) -> Speed:
     return Speed(WINDOW / seconds, (time.process_time() - cpu) / WINDOW)
 
 
-def _by_workers(ray: Any, n: int, settings: LabSettings, jobs: list[SampleJob]) -> Speed:
+def _by_workers(
+    connection: Connection, n: int, settings: LabSettings, jobs: list[SampleJob]
+) -> Speed:
     window = Window(n, WINDOW)
     make_worker = PluginWorker("lab-worker", settings)
-    pool = WorkerPool(ray, Slots(n, 1, 0.0), jobs, make_worker, window.on_result)
+    pool = WorkerPool(connection, Slots(n, 1, 0.0), jobs, make_worker, window.on_result)
     pool.on_status = window.on_status
     try:
         pool.run()

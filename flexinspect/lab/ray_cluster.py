@@ -2,8 +2,7 @@
 
 Ray is imported when a connection is opened. A local cluster listens on the loopback interface only,
 asks each connection for a random token, has no dashboard, reports no usage, and ends with the
-connection, whatever ends that. (In a process that has imported Ray before, the interface is Ray's
-own choice; the token is asked for.)
+connection, whatever ends that.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from msgspec import Struct
@@ -33,7 +32,6 @@ from flexinspect.core.errors import UsageError, summarize_error
 LOCAL = "local"
 OBJECT_STORE_BYTES = 100_000_000
 """Shared memory of a local cluster; jobs and results are some kilobytes each."""
-
 
 _CONNECT_S = 5.0
 _END_WITHIN_S = 3.0
@@ -59,40 +57,96 @@ class Slots(Struct, frozen=True):
     gpus: float
 
 
-@contextlib.contextmanager
-def connected(options: RayOptions) -> Iterator[Any]:
-    """Connect to the cluster, and yield the module `ray`; a local cluster is started and ended.
+class Interrupts:
+    """Raises `SignalInterrupt` for Ctrl-C, SIGTERM and SIGHUP in the main thread.
 
-    SIGTERM and SIGHUP raise `SignalInterrupt` from then on, so that no cluster is left behind.
-    Raises `UsageError` without Ray, for a cluster that cannot be reached, and in a process that is
-    connected already.
+    Signals that are ignored stay so. Ray installs a handler of its own and makes a plain
+    `KeyboardInterrupt` of what is raised while it waits, so `last` keeps the signal's number.
     """
-    is_local = options.address == LOCAL
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        self._pending: int | None = None
+        self._n_deferrals = 0
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals while the body runs."""
+        before = {
+            number: handler
+            for name in ("SIGINT", "SIGTERM", "SIGHUP")
+            if (number := getattr(signal, name, None)) is not None
+            and (handler := signal.getsignal(number)) != signal.SIG_IGN
+        }
+        self._signals = tuple(before)
+        self.install()
+        try:
+            yield
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Set the handlers, also in place of those that Ray has set."""
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Finish the body, then raise `SignalInterrupt` if a signal came meanwhile."""
+        self._n_deferrals += 1
+        try:
+            yield
+        finally:
+            self._n_deferrals -= 1
+        if (number := self._pending) is not None and not self._n_deferrals:
+            self._pending = None
+            raise signals.SignalInterrupt(number)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.last = number
+        if not self._n_deferrals:
+            raise signals.SignalInterrupt(number)
+        self._pending = number
+
+
+class Connection(NamedTuple):
+    """The module `ray`, connected to a cluster, and what handles signals meanwhile."""
+
+    ray: Any
+    interrupts: Interrupts
+
+
+@contextlib.contextmanager
+def connected(options: RayOptions) -> Iterator[Connection]:
+    """Connect to the cluster; a local one is started, and ended whatever ends the body.
+
+    Ctrl-C, SIGTERM and SIGHUP raise `SignalInterrupt`. Raises `UsageError` without Ray, for a
+    cluster that cannot be reached, and in a process that is connected already.
+    """
+    is_local, interrupts = options.address == LOCAL, Interrupts()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(interrupts.handled())
         if is_local:
             stack.enter_context(_variables(_LOCAL_VARIABLES, RAY_AUTH_TOKEN=_TOKEN))
         ray = require_library("ray", "ray", "--ray")
         if is_local:
-            ray._raylet.Config.initialize("")  # reads the variables again, if it was imported
+            stack.enter_context(_variables_read_again(ray))
         if ray.is_initialized():
             raise UsageError("This process is connected to a Ray cluster already.")
         stack.enter_context(_without_messages_on_stdout())
-        handlers = [(number, signal.getsignal(number)) for number in _handled_signals()]
-        stack.callback(_restore, handlers)
         folder = stack.enter_context(_short_folder()) if is_local else None
         stack.callback(_shut_down, ray, _children() if is_local else None)
-        _start(ray, options, folder)
-        # Ray's handler of SIGTERM would end this process before the results are closed.
-        _restore(handlers)
-        if threading.current_thread() is threading.main_thread():
-            names = [number.name for number, handler in handlers if handler == signal.SIG_DFL]
-            signals.raise_on_signals(*names)
         try:
-            yield ray
-        except KeyboardInterrupt:
-            with signals.defer_interrupts():  # raises it again as SIGTERM or SIGHUP, if it was
-                pass  # one of these: Ray's waiting makes a plain KeyboardInterrupt of it
-            raise
+            _start(ray, options, folder)
+            interrupts.install()
+            yield Connection(ray, interrupts)
+        except KeyboardInterrupt as error:
+            if interrupts.last in (None, signals.interrupt_signal(error)):
+                raise
+            raise signals.SignalInterrupt(interrupts.last) from error
 
 
 def _start(ray: Any, options: RayOptions, folder: str | None) -> None:
@@ -136,20 +190,27 @@ def _shut_down(ray: Any, others: set[psutil.Process] | None) -> None:
     Of a local cluster, all processes are ended: those below this one but `others`, which it had
     before. A cluster whose start was interrupted would keep some for a minute.
     """
-    before = None
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     started = set() if others is None else _children() - others
-    try:
+    with _without_ctrl_c():
         ray.shutdown()
         _, alive = psutil.wait_procs(started, timeout=_END_WITHIN_S)
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(alive, timeout=_END_WITHIN_S)
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Ignore Ctrl-C while the body runs, in the main thread, which alone gets it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
 
 
 def _children() -> set[psutil.Process]:
@@ -207,6 +268,19 @@ def _variables(variables: dict[str, str], **more: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _variables_read_again(ray: Any) -> Iterator[None]:
+    """Let Ray know the variables of a local cluster, although it may have been imported before."""
+    ray._raylet.Config.initialize("")
+    constants = ray._private.ray_constants
+    before = constants.ENABLE_RAY_CLUSTER
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
 def _short_folder() -> Iterator[str]:
     """Make a folder for sockets and logs, whose path must be short, and remove it at the end."""
     system = Path("/tmp")
@@ -240,14 +314,3 @@ def _without_messages_on_stdout() -> Iterator[None]:
     before = sys.stdout
     with contextlib.redirect_stdout(_WithoutRayMessages(before)):
         yield
-
-
-def _handled_signals() -> list[signal.Signals]:
-    names = ("SIGTERM", "SIGHUP")
-    return [getattr(signal, name) for name in names if hasattr(signal, name)]
-
-
-def _restore(handlers: list[tuple[signal.Signals, Any]]) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number, handler in handlers:
-            signal.signal(number, handler)

@@ -19,7 +19,7 @@ from msgspec import Struct
 from flexinspect.core import __version__, plugins
 from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import plural, truncate
-from flexinspect.lab.ray_cluster import RayOptions, Slots, connected, slots_of
+from flexinspect.lab.ray_cluster import Connection, RayOptions, Slots, connected, slots_of
 from flexinspect.lab.sample_jobs import Result, SampleJob, SampleWorker
 
 WORKER_VARIABLE = "FLEXINSPECT_WORKER"
@@ -32,7 +32,8 @@ MAX_LOST_AT_START = 3
 """This many workers in turn that end before they can run a sample end the run."""
 
 REPORT_EVERY_S = 0.25
-CLOSE_WITHIN_S = 60.0
+ANSWER_WITHIN_S = 60.0
+"""How long a worker may take to answer or to hand over a result, before it counts as lost."""
 
 
 class PluginWorker(Struct, frozen=True):
@@ -109,11 +110,11 @@ class RemoteWorker:
     def call(self, method: str, *arguments: Any) -> Any:
         """Return what a method of the worker returns.
 
-        Raises `FlexInspectError` if it fails, the worker is gone, or `CLOSE_WITHIN_S` are over.
+        Raises `FlexInspectError` if it fails, the worker is gone, or `ANSWER_WITHIN_S` are over.
         """
         try:
             task = self.actor.call.remote(method, *arguments)
-            return self._ray.get(task, timeout=CLOSE_WITHIN_S)
+            return self._ray.get(task, timeout=ANSWER_WITHIN_S)
         except self._ray.exceptions.RayTaskError as error:
             raise _own_error(error, self, f"in {method}") from error
         except self._ray.exceptions.RayError as error:
@@ -157,9 +158,9 @@ class RayExecutor:
         """
         if not jobs:
             return
-        with connected(self._options) as ray:
-            slots = slots_of(ray, self._options, len(jobs))
-            pool = WorkerPool(ray, slots, jobs, make_worker, on_result)
+        with connected(self._options) as connection:
+            slots = slots_of(connection.ray, self._options, len(jobs))
+            pool = WorkerPool(connection, slots, jobs, make_worker, on_result)
             pool.on_status, pool.next_number = self._on_status, self._first_number
             ended_by: BaseException | None = None
             try:
@@ -173,18 +174,19 @@ class RayExecutor:
 
 
 class WorkerPool(Generic[Result]):
-    """The workers of one run, and the jobs that wait for them; `ray` is connected."""
+    """The workers of one run, and the jobs that wait for them."""
 
     def __init__(
         self,
-        ray: Any,
+        connection: Connection,
         slots: Slots,
         jobs: Sequence[SampleJob],
         make_worker: Callable[[], SampleWorker[Result]],
         on_result: Callable[[Result], None],
     ) -> None:
-        self._ray, self._slots, self._on_result = ray, slots, on_result
-        self._make_worker = ray.put(make_worker)
+        self._ray, self._interrupts = connection
+        self._slots, self._on_result = slots, on_result
+        self._make_worker = self._ray.put(make_worker)
         self._waiting, self._n_jobs = deque(jobs), len(jobs)
         self._tasks: dict[Any, tuple[RemoteWorker, SampleJob | None]] = {}
         """What runs: each worker with its job, None while it starts."""
@@ -254,29 +256,32 @@ class WorkerPool(Generic[Result]):
     def _wait(self) -> None:
         """Wait for the next task that ends, and give its worker another job."""
         ended, _ = self._ray.wait([*self._tasks], timeout=REPORT_EVERY_S)
-        for task in ended:
-            worker, job = self._tasks.pop(task)
-            try:
-                value = self._ray.get(task)
-            except self._ray.exceptions.RayTaskError as error:
-                if job is None:
-                    self._ray.kill(worker.actor)  # there is nothing in it to close
-                    where = "while it started"
-                else:
-                    self._idle.append(worker)
-                    where = f"at sample {job.sample.id}"
-                raise _own_error(error, worker, where) from error
-            except self._ray.exceptions.RayError as error:
-                self._on_lost(worker, job, error)
+        with self._interrupts.deferred():  # a result is stored whole, and no worker is forgotten
+            for task in ended:
+                self._on_ended(task, *self._tasks.pop(task))
+                self._assign()
+        self._report()
+
+    def _on_ended(self, task: Any, worker: RemoteWorker, job: SampleJob | None) -> None:
+        try:
+            value = self._ray.get(task, timeout=ANSWER_WITHIN_S)
+        except self._ray.exceptions.RayTaskError as error:
+            if job is None:
+                self._ray.kill(worker.actor)  # there is nothing in it to close
+                where = "while it started"
             else:
                 self._idle.append(worker)
-                if job is None:
-                    self._on_started(worker, value)
-                else:
-                    self._n_done += 1
-                    self._on_result(value)
-            self._assign()
-        self._report()
+                where = f"at sample {job.sample.id}"
+            raise _own_error(error, worker, where) from error
+        except self._ray.exceptions.RayError as error:
+            self._on_lost(worker, job, error)
+        else:
+            self._idle.append(worker)
+            if job is None:
+                self._on_started(worker, value)
+            else:
+                self._n_done += 1
+                self._on_result(value)
 
     def _assign(self) -> None:
         while self._idle and self._waiting and not self._is_stopping:

@@ -15,7 +15,7 @@ from support.ray_workers import MakeScripted, Ran
 
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.inputs.samples import Sample
-from flexinspect.lab.ray_cluster import RayOptions, Slots, connected, slots_of
+from flexinspect.lab.ray_cluster import Connection, RayOptions, Slots, connected, slots_of
 from flexinspect.lab.ray_executor import PoolStatus, RayExecutor, RemoteWorker, WorkerPool
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 
@@ -27,19 +27,19 @@ def jobs(*acts: str) -> list[SampleJob]:
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
+def ray() -> Iterator[Connection]:
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'flexinspect[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(TESTS))
-        with connected(RayOptions(workers=2)) as module:
-            yield module
+        with connected(RayOptions(workers=2)) as connection:
+            yield connection
 
 
 class Pool:
     """A pool of two workers in the cluster of this module, and what it has reported."""
 
-    def __init__(self, ray: Any, folder: Path, *acts: str, fault: str = "") -> None:
+    def __init__(self, ray: Connection, folder: Path, *acts: str, fault: str = "") -> None:
         self.results: list[Ran] = []
         self.states: list[PoolStatus] = []
         make = MakeScripted(str(folder), fault)
@@ -58,7 +58,9 @@ class Pool:
         return [state.note for state in self.states if state.note]
 
 
-def test_two_workers_run_at_the_same_time_and_each_sample_once(ray: Any, tmp_path: Path) -> None:
+def test_two_workers_run_at_the_same_time_and_each_sample_once(
+    ray: Connection, tmp_path: Path
+) -> None:
     pool = Pool(ray, tmp_path, "meet", "meet", *["run"] * 6)
     results = pool.run()
     assert [result.index for result in results] == [*range(8)]
@@ -70,7 +72,7 @@ def test_two_workers_run_at_the_same_time_and_each_sample_once(ray: Any, tmp_pat
 
 
 def test_the_sample_of_a_lost_worker_runs_again_in_another_process(
-    ray: Any, tmp_path: Path
+    ray: Connection, tmp_path: Path
 ) -> None:
     pool = Pool(ray, tmp_path, "meet", "meet", "die once", *["run"] * 3)
     results = pool.run()
@@ -81,7 +83,9 @@ def test_the_sample_of_a_lost_worker_runs_again_in_another_process(
     assert results[2].pid != int(lost.partition("(process ")[2].split()[0])
 
 
-def test_a_sample_that_ends_every_worker_is_left_out_and_named(ray: Any, tmp_path: Path) -> None:
+def test_a_sample_that_ends_every_worker_is_left_out_and_named(
+    ray: Connection, tmp_path: Path
+) -> None:
     pool = Pool(ray, tmp_path, "die", "run", "run")
     with pytest.raises(FlexInspectError, match=r"1 sample did not run.*s0"):
         pool.run()
@@ -89,25 +93,25 @@ def test_a_sample_that_ends_every_worker_is_left_out_and_named(ray: Any, tmp_pat
     assert pool.states[-1].n_lost == 3
 
 
-def test_what_a_worker_raises_names_worker_and_sample(ray: Any, tmp_path: Path) -> None:
+def test_what_a_worker_raises_names_worker_and_sample(ray: Connection, tmp_path: Path) -> None:
     pool = Pool(ray, tmp_path, "fail")
     with pytest.raises(FlexInspectError, match=r"Worker \d failed at sample s0: ValueError: no lu"):
         pool.run()
 
 
-def test_an_error_of_ours_at_the_start_keeps_its_hint(ray: Any, tmp_path: Path) -> None:
+def test_an_error_of_ours_at_the_start_keeps_its_hint(ray: Connection, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^There is no model\.$") as caught:
         Pool(ray, tmp_path, "run", fault="There is no model.").run()
     assert caught.value.hint == "Ask again."
 
 
-def test_workers_that_cannot_start_end_the_run(ray: Any, tmp_path: Path) -> None:
+def test_workers_that_cannot_start_end_the_run(ray: Connection, tmp_path: Path) -> None:
     with pytest.raises(FlexInspectError, match="3 workers in turn ended before they could run"):
         Pool(ray, tmp_path, *["run"] * 9, fault="die").run()
 
 
 def test_an_interrupt_lets_the_running_samples_end_and_starts_no_other(
-    ray: Any, tmp_path: Path
+    ray: Connection, tmp_path: Path
 ) -> None:
     pool = Pool(ray, tmp_path, "meet", "meet", *["run"] * 20)
     results = pool.results
@@ -124,7 +128,7 @@ def test_an_interrupt_lets_the_running_samples_end_and_starts_no_other(
     assert any(note.startswith("stopping after the running samples") for note in pool.notes)
 
 
-def test_closing_reaches_the_idle_workers(ray: Any, tmp_path: Path) -> None:
+def test_closing_reaches_the_idle_workers(ray: Connection, tmp_path: Path) -> None:
     pool = Pool(ray, tmp_path, "meet", "meet")
     pool.pool.run()
     answers = []
@@ -136,7 +140,9 @@ def test_closing_reaches_the_idle_workers(ray: Any, tmp_path: Path) -> None:
     assert sorted(answers) == [(1,), (2,)]
 
 
-def test_a_local_cluster_listens_on_the_loopback_interface_only(ray: Any, tmp_path: Path) -> None:
+def test_a_local_cluster_listens_on_the_loopback_interface_only(
+    ray: Connection, tmp_path: Path
+) -> None:
     Pool(ray, tmp_path, "run").run()
     family = psutil.Process().children(recursive=True)
     assert any("raylet" in process.name() for process in family)
@@ -151,7 +157,7 @@ def test_a_local_cluster_listens_on_the_loopback_interface_only(ray: Any, tmp_pa
     assert {*listening} == {"127.0.0.1"}
 
 
-def test_a_second_connection_of_a_process_is_refused(ray: Any) -> None:
+def test_a_second_connection_of_a_process_is_refused(ray: Connection) -> None:
     with pytest.raises(UsageError, match="connected to a Ray cluster already"):
         RayExecutor(RayOptions()).run(jobs("run"), MakeScripted("."), print)
 
