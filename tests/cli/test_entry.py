@@ -93,7 +93,7 @@ def test_without_a_command_only_the_standard_library_is_imported(
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_a_command_imports_no_other_command(name: str) -> None:
     modules = modules_after(MAIN.format(argv=[name, "--help"], code=0))
-    shared = {"run"} if name == "prove" else set()  # the flags of a generation
+    shared = {"run"} if name in ("prove", "lab") else set()  # the flags of a generation
     assert commands_of(modules) == {name, *shared}
     assert not {"torch", "transformers", "textual", "flexinspect_hooks"} & modules
 
