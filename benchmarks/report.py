@@ -314,7 +314,8 @@ QUESTIONS: Sequence[Question] = (
     Question(
         "What does a Ray cluster gain on one machine?",
         "`flexinspect lab` with all methods on questions of the demo, one torch thread a worker. "
-        "Loading the models is not counted.",
+        "Loading the models is not counted. Where the load average is above the number of cores, "
+        "only the CPU time tells what a quiet machine gives.",
         "ray",
         "ray",
         distributed.table,
