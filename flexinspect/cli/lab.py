@@ -87,7 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--figure", metavar="FILE", help=figure)
     lemmas = "what makes the lemmas (default: the first of these that is installed)"
     add("--lemmatizer", default="auto", choices=LEMMATIZERS, help=lemmas)
-    add("--sample", metavar="ID", help="of results: one sample, by its number from 0 or its id")
+    one = "of results: one sample, by its number from 0 or its id"
+    # `run --sample` switches sampling on, and lab decodes greedily.
+    add("--sample", dest="shown_sample", metavar="ID", help=one)
     add("--threads", default=None, type=n_threads, help="of the CPU (default: one less than cores)")
     add_switches(group, json="print the result as JSON")
     add_ray_flags(parser)
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             _check_shown(args)
             stored, results = read_results(Path(args.results) / RESULTS, LabResult)
             return _report(args, Path(args.results), _selected(args, stored), results)
-        if args.sample is not None:
+        if args.shown_sample is not None:
             raise UsageError("--sample shows stored results.", hint="Name their folder first.")
         settings, jobs, folder = prepare(args)
         options = ray_options(args, settings.job.device)
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 _SHOW_FLAGS = (
-    *("results", "figure", "lemmatizer", "sample", "json", "command", "run", "parser"),
+    *("results", "figure", "lemmatizer", "shown_sample", "json", "command", "run", "parser"),
     *("counts", "methods"),
 )
 
@@ -328,8 +330,8 @@ def _report(
     if not results:
         what = f"{folder} has no result yet."
         raise UsageError(what, hint="Run the command that made it again to continue.")
-    if args.sample is not None:
-        lab_output.print_sample(find_sample(results, args.sample), stored, as_json=args.json)
+    if args.shown_sample is not None:
+        lab_output.print_sample(find_sample(results, args.shown_sample), stored, as_json=args.json)
         return 0
     lemmatizer = load_lemmatizer(args.lemmatizer)
     comparison = compare(results, stored["methods"], stored["counts"], lemmatizer)

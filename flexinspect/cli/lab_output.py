@@ -184,8 +184,8 @@ def _heading(comparison: Comparison, settings: Mapping[str, Any]) -> Iterator[st
     job, n = settings["job"], comparison.n
     mask = f"mask {job['mask']}, positions {job['positions']}"
     yield f"{plural(n, 'sample')} of {job['dataset']}, model {job['model']}, {mask}"
-    scored = "" if comparison.n_scored == n else f"{comparison.n_scored} have expected answers; "
-    scored = "no sample has expected answers; " if not comparison.n_scored else scored
+    scored = "" if comparison.n_scored == n else f"{comparison.n_scored} with expected answers; "
+    scored = "none with expected answers; " if not comparison.n_scored else scored
     failed = f"{comparison.n_failed} could not be answered; " if comparison.n_failed else ""
     lemmas = "by rules" if comparison.lemmatizer == "rules" else f"by spaCy {comparison.lemmatizer}"
     seconds = ", ".join(f"{name} {value:.0f} s" for name, value in comparison.seconds)

@@ -96,6 +96,7 @@ def test_the_files_beside_the_results_hold_answers_and_summary(folder: Path) -> 
     assert {(row["answer"], row["exact"], row["lemma"]) for row in kuwait} == {("+965", "1", "1")}
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     assert summary["settings"]["counts"] == [2, 5]
+    assert summary["settings"]["job"]["sampling"]["do_sample"] is False
     assert [one["method"] for one in summary["scores"]] == METHODS * 2
     assert (folder / "accuracy.svg").read_text("utf-8").lstrip().startswith("<?xml")
 
