@@ -14,6 +14,7 @@ import torch
 from benchmarks import (
     capture,
     control,
+    distributed,
     engine,
     export_formats,
     floor,
@@ -58,6 +59,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "html-report": html_report.measure,
     "masks": masks.measure,
     "lab": lab.measure,
+    "ray": distributed.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
     "training": (

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import capture, export_formats, lab, own, training, training_debuggers
+from benchmarks import (
+    capture,
+    distributed,
+    export_formats,
+    lab,
+    own,
+    training,
+    training_debuggers,
+)
 from benchmarks.common import RESULTS, cell, markdown
 from flexinspect.records.step import LEVELS
 
@@ -302,6 +310,15 @@ QUESTIONS: Sequence[Question] = (
         "lab",
         "lab",
         lab.table,
+    ),
+    Question(
+        "What does a Ray cluster gain on one machine?",
+        "`flexinspect lab` with all methods on questions of the demo, one torch thread a worker. "
+        "Loading the models is not counted. Where the load average is above the number of cores, "
+        "only the CPU time tells what a quiet machine gives.",
+        "ray",
+        "ray",
+        distributed.table,
     ),
     Question(
         "How quickly does a run answer commands?",

@@ -17,11 +17,13 @@ from flexinspect.cli import run as run_command
 from flexinspect.cli import run_flags
 from flexinspect.cli.flags import add_switches, n_threads, non_negative_int, positive_int
 from flexinspect.cli.output import errors_as_json, print_json
+from flexinspect.cli.ray_options import add_ray_flags, ray_options
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_ranges, plural, print_message
 
 if TYPE_CHECKING:
     from flexinspect.lab.lab_result import LabResult
+    from flexinspect.lab.ray_cluster import RayOptions
     from flexinspect.lab.result_store import ResultStore
     from flexinspect.lab.sample_jobs import SampleJob
     from flexinspect.lab.settings import LabSettings
@@ -40,6 +42,7 @@ examples:
   flexinspect lab --methods flex,majority --mask causal --positions reset --out lab-causal
   flexinspect lab --dataset webqa --paraphrases templates --model llama3.2_3b_it --out lab-webqa
   flexinspect lab --dataset my_data:Capitals --traces wrong --out lab-mine
+  flexinspect lab --ray local --ray-workers 2 --out lab-demo    # docs/cluster.md: many processes
   flexinspect lab lab-demo                               # print what is there
   flexinspect lab lab-1-5 --num-paraphrases 3            # the tables for three paraphrases
   flexinspect lab lab-demo --sample 7                    # one sample: whose token won
@@ -89,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--sample", dest="shown_sample", metavar="ID", help=one)
     add("--threads", default=None, type=n_threads, help="of the CPU (default: one less than cores)")
     add_switches(group, json="print the result as JSON")
+    add_ray_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,8 +108,9 @@ def run(args: argparse.Namespace) -> int:
         if args.shown_sample is not None:
             raise UsageError("--sample shows stored results.", hint="Name their folder first.")
         settings, jobs, folder = prepare(args)
+        options = ray_options(args, settings.job.device)
         with ResultStore(folder / RESULTS, settings.compared(), LabResult) as store:
-            _run_jobs(settings, jobs, store, quiet=args.json)
+            _run_jobs(settings, jobs, store, options, quiet=args.json)
             wanted = {job.index for job in jobs}
             results = [one for one in store.results if one.index in wanted]
         return _report(args, folder, settings.compared(), results)
@@ -211,7 +216,12 @@ def _check_figure(file: str) -> None:
 
 
 def _run_jobs(
-    settings: LabSettings, jobs: list[SampleJob], store: ResultStore[LabResult], *, quiet: bool
+    settings: LabSettings,
+    jobs: list[SampleJob],
+    store: ResultStore[LabResult],
+    options: RayOptions | None,
+    *,
+    quiet: bool,
 ) -> None:
     """Run the samples that have no result yet, or lack a trace that is wanted now."""
     from flexinspect.lab.traced_samples import traced_samples
@@ -225,28 +235,65 @@ def _run_jobs(
     n_known = len(jobs) - len(remaining)
     if n_known and not quiet:
         print_message(f"continuing: {n_known} of {plural(len(jobs), 'sample')} are stored")
-    from flexinspect.cli.live_run import ExperimentProgress
-    from flexinspect.core import plugins
-    from flexinspect.lab.sample_jobs import SerialExecutor
-
-    progress = ExperimentProgress(quiet=quiet)
-    counter = _Counter(n_known, len(jobs), progress.report, quiet=quiet)
-
-    def on_result(result: LabResult) -> None:
-        store.append(result)
-        counter.count()
-
+    run = _run_here if options is None else partial(_run_on_ray, options)
     try:
-        with progress.shown:
-            progress.show_phase("importing torch", {})
-            worker = plugins.load(plugins.CAPTURE, "lab-worker")
-            make_worker = partial(worker, settings, progress.show_phase)
-            SerialExecutor().run(remaining, make_worker, on_result)
+        run(settings, remaining, store, len(jobs), quiet=quiet)
     except KeyboardInterrupt:
         n_stored = len(store.finished())
         text = f"{n_stored} of {plural(len(jobs), 'sample')} are stored in {store.file}; "
         print_message(f"{text}the same command continues")
         raise
+
+
+def _run_here(
+    settings: LabSettings,
+    jobs: list[SampleJob],
+    store: ResultStore[LabResult],
+    total: int,
+    *,
+    quiet: bool,
+) -> None:
+    """Run samples in this process; `total` counts those of the dataset."""
+    from flexinspect.cli.live_run import ExperimentProgress
+    from flexinspect.core import plugins
+    from flexinspect.lab.sample_jobs import SerialExecutor
+
+    progress = ExperimentProgress(quiet=quiet)
+    counter = _Counter(total - len(jobs), total, progress.report, quiet=quiet)
+
+    def on_result(result: LabResult) -> None:
+        store.append(result)
+        counter.count()
+
+    with progress.shown:
+        progress.show_phase("importing torch", {})
+        worker = plugins.load(plugins.CAPTURE, "lab-worker")
+        make_worker = partial(worker, settings, progress.show_phase)
+        SerialExecutor().run(jobs, make_worker, on_result)
+
+
+def _run_on_ray(
+    options: RayOptions,
+    settings: LabSettings,
+    jobs: list[SampleJob],
+    store: ResultStore[LabResult],
+    _total: int,
+    *,
+    quiet: bool,
+) -> None:
+    """Run samples by the workers of a Ray cluster, each with its share of the cores."""
+    from msgspec.structs import replace
+
+    from flexinspect.cli.ray_options import RayProgress
+    from flexinspect.lab.ray_executor import PluginWorker, RayExecutor
+
+    settings = replace(settings, job=replace(settings.job, threads=options.threads))
+    progress = RayProgress(options, quiet=quiet)
+    try:
+        executor = RayExecutor(options, on_status=progress.on_status)
+        executor.run(jobs, PluginWorker("lab-worker", settings), store.append)
+    finally:
+        progress.close()
 
 
 class _Counter:

@@ -49,6 +49,7 @@ examples:
   flexinspect run script.py -- --its-own flags         # everything after the script is for it
   flexinspect run --no-ui --out t.flextrace script.py < questions.txt > answers.txt
   flexinspect run --declare prompt.toml -m package.module 3
+  flexinspect run --dataset q.jsonl --max-samples 500 --ray local --out answers   # docs/cluster.md
   flexinspect run --debugpy 5678 --remote-help          # from a laptop: see docs/remote.md
 """
 
@@ -68,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe, and return its exit code."""
     if args.remote_help:
         return _print_remote_help(args)
+    if args.ray is not None or args.ray_workers is not None:
+        return _run_on_ray(args)
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
         check_log_file(args.log_file)
@@ -109,6 +112,21 @@ def _print_remote_help(args: argparse.Namespace) -> int:
     serving = _serve_options(args)
     print_lines(remote_help(debugpy, serving[1] if serving else None))
     return 0
+
+
+def _run_on_ray(args: argparse.Namespace) -> int:
+    from flexinspect.cli.ray_options import ray_options
+    from flexinspect.cli.ray_run import check_ray_flags, run_on_ray
+
+    with errors_as_json(args.json, trace=None, generations=[]):
+        device = getattr(args, "device", Job(out="").device)
+        options = ray_options(args, device)
+        assert options is not None
+        check_ray_flags(args)
+        out, args.out = args.out, None
+        job = checked_job(args)
+        assert isinstance(job, Job)
+        return run_on_ray(job, options, out=out, as_json=args.json)
 
 
 _CAPTURE_FLAGS = ("level", "layers", "threads", "overwrite", "max_size")

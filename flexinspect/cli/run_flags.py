@@ -12,6 +12,7 @@ from flexinspect.cli.flags import (
     positive_int,
     trace_size,
 )
+from flexinspect.cli.ray_options import add_ray_flags
 from flexinspect.core.addresses import parse_address
 
 
@@ -24,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_generation_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
+    add_ray_flags(parser)
     _add_debugger_flags(parser)
     _add_control_flags(parser)
 

@@ -75,7 +75,10 @@ def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, 
 def print_summary(
     summary: Mapping[str, Any], console: Console | None = None, *, limit: int | None = None
 ) -> None:
-    """Print the last `limit` answers (None: all), the cost, findings, and the next command."""
+    """Print the last `limit` answers (None: all), the cost, findings, and the next command.
+
+    With `traces`, the files of a run by several workers, `trace` is their folder.
+    """
     generations, findings = summary["generations"], summary["findings"]
     with_text = [each for each in generations if each["question"] or each["answer"]]
     n_earlier = max(len(with_text) - limit, 0) if limit is not None else 0
@@ -88,11 +91,13 @@ def print_summary(
     lines += map(finding_text, findings[:_SHOWN_FINDINGS])
     if (more := len(findings) - _SHOWN_FINDINGS) > 0:
         lines.append(f"      and {more} more findings, in the interface")
-    trace = Path(summary["trace"])
+    place, files = Path(summary["trace"]), summary.get("traces", ())
+    trace = Path(files[0]) if files else place
     if command := declare_command(findings[:_SHOWN_FINDINGS], trace):
         lines.append(f"fix   {command}")
     size, state = human_bytes(summary["bytes"]), summary["state"]
-    lines.append(f"trace {escape_unprintable(str(trace))} ({size}, {state})")
+    counted = f"{plural(len(files), 'trace')} in " if files else "trace "
+    lines.append(f"{counted}{escape_unprintable(str(place))} ({size}, {state})")
     lines += _next_lines(trace, summary)
     console = console or stdout_console()
     for line in lines:

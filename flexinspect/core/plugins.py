@@ -116,6 +116,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "training_debuggers": "flexinspect_hooks.training_debuggers",
         "evaluate_kernel": "flexinspect_hooks:evaluate_kernel",
         "kernels": "flexinspect_hooks.kernels.comparison",
+        "dataset-worker": "flexinspect_hooks.ensemble.dataset_worker:DatasetWorker",
         "prove": "flexinspect_hooks:prove",
         "bisect-runs": "flexinspect_hooks.proofs.bisect_runs:bisect_runs",
         "prove-run": "flexinspect_hooks.proofs.prove_generation:prove_run",

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,16 +31,17 @@ from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.job_samples import load_samples
 from flexinspect.inputs.model_names import ModelSource
+from flexinspect.inputs.samples import Sample
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, parse_layers
 from flexinspect_hooks.capture.new_trace import package_versions
-from flexinspect_hooks.debugger.debugger_session import DebuggerSession
+from flexinspect_hooks.debugger.debugger_session import DebuggerSession, SendMessage
 from flexinspect_hooks.python_internals.threads import available_cores, background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
 
 if TYPE_CHECKING:
     from flexinspect.inputs.hub_download import OnLoadProgress
-    from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+    from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, GenerationOutcome
     from flexinspect_hooks.ensemble.recompute_check import CheckCost
     from flexinspect_hooks.loading.model_loader import LoadedModel
     from flexinspect_hooks.sessions.capture_session import CaptureSession
@@ -109,18 +110,26 @@ def _send(kind: str, **facts: Any) -> None:
 class CaptureRun(CapturedRun):
     """One job from its first check to its closed trace."""
 
-    def __init__(self, job: Job, debugging: DebuggerSession | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        debugging: DebuggerSession | None = None,
+        samples: Sequence[Sample] | None = None,
+        send: SendMessage | None = None,
+    ) -> None:
+        """`samples` are by default those of the job; `send` writes protocol lines to stdout."""
         self.job = job
         self._source = model_names.resolve(job.model, load_config())
-        self._samples = load_samples(job)
+        self._samples = load_samples(job) if samples is None else samples
         facts = {
             "job": {k: v for k, v in asdict(job).items() if k not in NOT_IN_MANIFEST},
             "model": {"name": self._source.name, "place": self._source.place},
             "seed": job.seed,
         }
-        debugging = debugging or DebuggerSession(job.debugger, _send)
+        send = send or _send
+        debugging = debugging or DebuggerSession(job.debugger, send)
         name, git = self._source.name, git_state(Path.cwd())
-        super().__init__(job, "generation", name, debugging, _send, git, facts)
+        super().__init__(job, "generation", name, debugging, send, git, facts)
         self._last_report = (0.0, "")
         self._n_generations = 0
         self._check_cost: CheckCost | None = None
@@ -132,9 +141,8 @@ class CaptureRun(CapturedRun):
         """Run the job and return the exit code; leaves a valid trace or none, also after errors."""
         state = "failed"
         try:
-            with closing(self.control):
-                self._debugging.begin(self.writer.recording_path, self.record_event)
-                self._run_job()
+            with self.prepared() as (ensemble, session):
+                self._generations(ensemble, session)
             state = "finished"
             return self._exit_code(0)
         except KeyboardInterrupt as error:
@@ -143,22 +151,39 @@ class CaptureRun(CapturedRun):
         except Exception as error:
             if self._n_generations:
                 self._debugging.post_mortem(error)
-            if isinstance(error, FlexInspectError):
-                facts = {"hint": error.hint, "exit_code": error.exit_code}
-                self.record_event("error", error.message, **facts)
-            else:
-                self._unexpected = True
-                self.record_error(error)
+            self.record_failure(error)
             raise
         finally:
-            self._close(state)
+            self.close(state)
+
+    def record_failure(self, error: Exception) -> None:
+        """Record an exception that ends the run: its sentence, or a foreign one's traceback."""
+        if isinstance(error, FlexInspectError):
+            facts = {"hint": error.hint, "exit_code": error.exit_code}
+            self.record_event("error", error.message, **facts)
+        else:
+            self._unexpected = True
+            self.record_error(error)
 
     def _exit_code(self, otherwise: int) -> int:
         """The exit code; reports an error if a breakpoint ended the run or records are missing."""
-        error = self._breaks.stop_error() or self._lost_records or self._write_error
-        return otherwise if error is None else send_error(_send, error)
+        error = self._breaks.stop_error() or self.write_failure()
+        return otherwise if error is None else send_error(self._send, error)
 
-    def _run_job(self) -> None:
+    def write_failure(self) -> TraceWriteError | None:
+        """Return why records are missing in the trace, None if it has all of them."""
+        return self._lost_records or self._write_error
+
+    @contextmanager
+    def prepared(self) -> Iterator[tuple[EnsembleRunner, CaptureSession]]:
+        """Load the model, and yield what runs samples; at the end record what capture took."""
+        with closing(self.control):
+            self._debugging.begin(self.writer.recording_path, self.record_event)
+            with self._loaded() as runner_and_session:
+                yield runner_and_session
+
+    @contextmanager
+    def _loaded(self) -> Iterator[tuple[EnsembleRunner, CaptureSession]]:
         self.control.start()  # before torch, so that the run can be found and paused early
         with signals.defer_interrupts(may_cut=False), no_garbage_collection():
             self._record_progress("importing torch", {})
@@ -183,7 +208,7 @@ class CaptureRun(CapturedRun):
                 ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
                 self.control.targets.estimate_cost = ensemble.rewind_handler.estimate_cost
                 self._check_cost = ensemble.check_cost
-                self._generations(ensemble, session)
+                yield ensemble, session
         finally:
             self._record_outcome(session)
 
@@ -217,13 +242,24 @@ class CaptureRun(CapturedRun):
     def _generations(self, ensemble: EnsembleRunner, session: CaptureSession) -> None:
         self._record_progress("generating", {"samples": len(self._samples)})
         for number, sample in enumerate(self._samples):
-            with signals.defer_interrupts():
-                plan = ensemble.plan(sample)
-            self._n_generations += 1
-            self.generation = number
             is_held = self.job.hold and number == len(self._samples) - 1
-            ensemble.run(number, plan, session, holds=is_held)
+            self.run_sample(sample, ensemble, session, holds=is_held)
             session.pass_breakpoints()
+
+    def run_sample(
+        self,
+        sample: Sample,
+        ensemble: EnsembleRunner,
+        session: CaptureSession,
+        *,
+        holds: bool = False,
+    ) -> GenerationOutcome:
+        """Run a sample as the next generation of the trace."""
+        with signals.defer_interrupts():
+            plan = ensemble.plan(sample)
+        self.generation = self._n_generations
+        self._n_generations += 1
+        return ensemble.run(self.generation, plan, session, holds=holds)
 
     def _record_outcome(self, session: CaptureSession) -> None:
         from flexinspect_hooks.capture.recorder import lost_records
@@ -239,7 +275,8 @@ class CaptureRun(CapturedRun):
             cost |= {"checks": checks.n, "checks_s": round(checks.seconds, 6)}
         self.update_manifest(cost=cost)
 
-    def _close(self, state: str) -> None:
+    def close(self, state: str) -> str | None:
+        """Close the trace in a state, and return its file; without a generation it is removed."""
         signals.ignore_end_signals()
         self.end_observation()
         self.report_missing_steps()
@@ -251,7 +288,8 @@ class CaptureRun(CapturedRun):
             # No generation ran, and the error message says why: the trace would hold nothing.
             self.writer.discard()
         path = str(self.writer.path) if is_kept else None
-        _send(protocol.FINISHED, path=path, note=self.writer.note)
+        self._send(protocol.FINISHED, path=path, note=self.writer.note)
+        return path
 
     def _write_safely(self, write: Callable[[], object]) -> None:
         try:

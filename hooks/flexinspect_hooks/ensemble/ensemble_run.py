@@ -45,6 +45,13 @@ class GenerationPlan(Struct, frozen=True):
     source: MaskSource
 
 
+class GenerationOutcome(Struct, frozen=True):
+    """What a generation has produced: its answer, and how many tokens it chose."""
+
+    answer: str
+    n_tokens: int
+
+
 class EnsembleRunner:
     """Runs samples through one loaded model; each is a generation of the trace."""
 
@@ -92,8 +99,8 @@ class EnsembleRunner:
 
     def run(
         self, number: int, plan: GenerationPlan, session: CaptureSession, *, holds: bool = False
-    ) -> None:
-        """Run one generation and record it.
+    ) -> GenerationOutcome:
+        """Run one generation and record it; returns the outcome of its current branch.
 
         Between two steps the session's step barrier may pause it or return a rewind command. With
         `holds` it is kept alive at its end until the barrier releases it. An exception or an
@@ -120,6 +127,11 @@ class EnsembleRunner:
             with defer_interrupts():
                 self.rewind_handler.decoder = None
                 decoder.close(state, reason)
+        branch = decoder.current_branch
+        token_ids = branch.token_ids(branch.n_steps)
+        one_line = self._job.stop == "newline"
+        answer = self.vocabulary.decode_generated(token_ids, one_line=one_line)
+        return GenerationOutcome(answer, len(token_ids))
 
     def _recompute_check(
         self, number: int, plan: GenerationPlan, session: CaptureSession
