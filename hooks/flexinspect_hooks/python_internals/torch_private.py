@@ -158,6 +158,21 @@ def has_made_optimizer() -> bool:
     return False
 
 
+def optimizer_step_depth(optimizer: Any) -> int:
+    """Return how many steps of an optimizer run in this thread, one inside the other.
+
+    The `step` of a subclass that calls `super().step()` runs the hooks of both. If torch names its
+    wrapper of `step` otherwise, each counts as the first.
+    """
+    file, n, frame = sys.modules["torch.optim.optimizer"].__file__, 0, sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "wrapper" and code.co_filename == file:
+            n += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return n
+
+
 def set_flex_debug(enabled: bool) -> None:
     """Let uncompiled FlexAttention run without dynamo, as plain Python, or with it."""
     sys.modules[_FLEX]._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = enabled  # type: ignore[attr-defined]

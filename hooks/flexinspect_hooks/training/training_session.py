@@ -32,7 +32,7 @@ from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, 
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
-from flexinspect_hooks.python_internals.torch_private import hide_hooks
+from flexinspect_hooks.python_internals.torch_private import hide_hooks, optimizer_step_depth
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.forward_passes import ForwardWatch, StepPasses, is_remote
@@ -310,6 +310,8 @@ class TrainingSession:
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
+        if optimizer_step_depth(optimizer) > 1:
+            return  # a `step` that calls `super().step()` is one step
         now = self._current
         self._flush()
         now.learning_rates = learning_rates(optimizer)
@@ -329,6 +331,8 @@ class TrainingSession:
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
+        if optimizer_step_depth(optimizer) > 1:
+            return
         if self._current.optimizer_started is not None:
             inside = self._passes_s() - self._passes_before_s  # a closure runs forward and backward
             self._current.optimizer_s = max(started - self._current.optimizer_started - inside, 0.0)

@@ -277,3 +277,32 @@ def test_what_is_written_counts_once_as_cost(path: Path, monkeypatch: pytest.Mon
         cost = trace.cost
         assert 0.15 <= float(cost["capture_s"]) <= float(cost["total_s"])
         assert float(cost["capture_s"]) < 0.25
+
+
+class Skipping(torch.optim.SGD):
+    """Calls the step of its base class, as an optimizer that adds something does."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("once")
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_one_step(path: Path) -> None:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch then hooks the base class too
+    model = Net()
+    optimizer = Skipping(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        loop(model, optimizer, 2)
+        optimizer.fails = True
+        with pytest.raises(RuntimeError, match="once"):
+            loop(model, optimizer, 1)
+        optimizer.fails = False
+        loop(model, optimizer, 2)
+    steps = steps_of(trace)
+    assert len(steps) == 4
+    assert all(step.has_loss and step.n_parameters == 4 for step in steps)
+    with trace.reader() as reader:
+        assert [*reader.training_steps(0)] == [0, 1, 2, 3]
