@@ -140,9 +140,10 @@ class TrainingRule(Rule):
             return None
         self._first_explosion = self._first_explosion or (step.step, origin.name)
         clipped = f" after clipping to {training.max_norm:g}" if training.max_norm else ""
+        norm, _, reason = origin.detail.partition("; ")
         sentence = (
             f"The gradient of {printable(origin.name)} explodes in step {step.step}: its norm is "
-            f"{origin.detail}{clipped}, above 10; the first in the backward pass"
+            f"{norm}{clipped}, the first in the backward pass; {reason or 'above 10'}"
             f"{_describe_carriers(origin, 'parameter')}"
         )
         return self._finding(step, "training.explosion", sentence, _origin_evidence(origin))
