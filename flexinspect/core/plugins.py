@@ -107,6 +107,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "prove-script": "flexinspect_hooks.proofs.prove_program:prove_script",
         "mask-mod": "flexinspect_hooks.ensemble.mask_laboratory:load_mask_mod_cells",
         "prompt-tokens": "flexinspect_hooks.ensemble.mask_laboratory:compose_prompts",
+        "training-finder": "flexinspect_hooks.training.training_finder:TrainingFinder",
         "watch": "flexinspect_hooks:watch",
         "watch_training": "flexinspect_hooks:watch_training",
         "TrainerCallback": "flexinspect_hooks:TrainerCallback",

@@ -17,6 +17,7 @@ EXPLODING_NORM = 10.0
 VANISHING_NORM = 1e-6
 """A parameter whose gradient norm is below this (and not 0) vanishes."""
 
+LOSS_FROM_BACKWARD = "backward"
 LOSS_FROM_OUTPUT = "output"
 LOSS_REPORTED = "reported"
 
@@ -79,8 +80,9 @@ class AnomalyOrigin(Struct, frozen=True):
 class TrainingStepRecord(Struct, frozen=True):
     """One optimizer step: its loss, its gradients, and its time.
 
-    `loss_source` is "reported" (by the user), "output" (the `.loss` of the model's
-    output, the mean over micro-batches), or empty when the loss is unknown, and `loss` NaN. A
+    `loss_source` is "reported" (by the user), "output" (the `.loss` of the model's output),
+    "backward" (what the program called `backward` on, without the scale of a `GradScaler`), both
+    the mean over micro-batches, or empty when the loss is unknown, and `loss` NaN. A
     learning rate that the optimizer does not show is NaN. `total_norm` is the norm of the gradients
     that the optimizer received, `norm_before_clip` the norm before `clip_grad_norm_`, and
     `max_norm` its limit; each is None when not observed. `group_norms` are in the order of the

@@ -13,7 +13,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from flexinspect_hooks.python_internals.patching import patch
@@ -164,12 +164,13 @@ def optimizer_step_depth(optimizer: Any) -> int:
     The `step` of a subclass that calls `super().step()` runs the hooks of both. If torch names its
     wrapper of `step` otherwise, each counts as the first.
     """
-    file, n, frame = sys.modules["torch.optim.optimizer"].__file__, 0, sys._getframe(1)
+    file, n = sys.modules["torch.optim.optimizer"].__file__, 0
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "wrapper" and code.co_filename == file:
             n += frame.f_locals.get("self") is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return n
 
 

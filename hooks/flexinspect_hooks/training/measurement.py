@@ -25,6 +25,7 @@ MIN_HISTORY = 10  # with fewer of them, their scatter is unknown
 EXPLOSION_RATIO = 100.0  # of a total norm to the median of those before
 MIN_LOG_DEVIATIONS = 6.0  # by which it must stand out among their logarithms too
 INITIAL_RATIO = 1e4  # of the first norm of a matrix, which has none before it, to its weights
+MIN_SHARE = 1e-4  # of the total norm that a gradient always had before it counts as lost
 MAX_SAMPLE = 1 << 16  # the most values of a parameter that are copied: rows, evenly spaced
 MAX_FULL_STEPS = 10  # steps with an anomaly that are recorded with all parameters
 
@@ -70,6 +71,40 @@ class NormHistory:
         return math.log(norm) > middle + MIN_LOG_DEVIATIONS * deviation
 
 
+class LostGradients:
+    """Finds gradients that are exactly 0 in one step, in the middle of others that are not.
+
+    A gradient that became 0 in the backward pass leaves none to the layers below it, and an expert
+    that no token reaches has none in any of its parameters. Memory that was lost has neither sign.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[str, float] = {}  # the least share of the total norm that each had
+
+    def find(self, gradients: gradient_statistics.Gradients) -> list[str]:
+        """The names of such gradients in a step."""
+        total, norms = gradients.total, gradients.norms
+        if not 0.0 < total < math.inf:
+            return []
+        named = [one.name for one in gradients.parameters]
+        zero = {name for name, norm in zip(named, norms, strict=True) if norm == 0.0}
+        lost = [one for one in named if one in zero and self._shares.get(one, 0.0) > MIN_SHARE]
+        alive = {_parent(name) for name in named if name not in zero}
+        for name, norm in zip(named, norms, strict=True):
+            self._shares[name] = min(self._shares.get(name, math.inf), norm / total)
+        return [name for name in lost if self._has_siblings(name, alive)]
+
+    @staticmethod
+    def _has_siblings(name: str, alive: set[str]) -> bool:
+        """Whether the module of a parameter, or if it has no other one its parent, has others."""
+        module = _parent(name)
+        return module in alive or any(_parent(one) == _parent(module) for one in alive)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 class GradientMeter:
     """Measures a model's gradients step by step, and how much a step changes its weights.
 
@@ -83,7 +118,9 @@ class GradientMeter:
         self._hooked: list[str] = []
         self._order_hooks = ExitStack()
         self._norm_source = NormSource()
-        self._history = NormHistory()
+        self._history, self._lost = NormHistory(), LostGradients()
+        self.lost: list[str] = []
+        """The gradients of the last measured step that were lost."""
         self._n_problem_steps = 0
         self._set_parameters(self._parameters.trainable_of(model))
 
@@ -177,6 +214,7 @@ class GradientMeter:
         if scale != 1.0:
             gradients = gradients.unscaled(scale)
         vanishing = 0.0 if is_warming else training_step.VANISHING_NORM
+        self.lost = self._lost.find(gradients)
         explosion = self._history.explosion(gradients.total, partial(self._first_ratio, gradients))
         limits = training_step.EXPLODING_NORM if explosion else math.inf, vanishing
         outliers = gradients.outliers(limits)
