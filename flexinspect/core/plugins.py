@@ -81,6 +81,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
+        "training_checks": "flexinspect.rules.training.training_checks:TrainingChecksRule",
     },
     EXPORTS: {
         "perfetto": "flexinspect.exports.perfetto:PerfettoExporter",

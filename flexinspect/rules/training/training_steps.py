@@ -49,7 +49,12 @@ class TrainingRule(Rule):
 
     name = "training_steps"
     needs = (imported.TRAINING,)
-    findings = finding_kinds("training.*")
+    findings = finding_kinds(
+        *("training.dead-parameters", "training.explosion", "training.fp16-overflow"),
+        *("training.learning-rate", "training.loader-bound", "training.loss-nan"),
+        *("training.loss-spike", "training.nan-gradient", "training.scaler-skips"),
+        "training.vanishing",
+    )
 
     def reset(self) -> None:
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)

@@ -46,6 +46,7 @@ NAMES = {
     (_FLEX, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"): "FlexAttention itself is differentiated",
     ("torch._C", "_current_graph_task_id"): "a backward pass through several forwards counts once",
     ("torch.autograd", "Variable._execution_engine.queue_callback"): "backward passes are timed",
+    ("torch.distributed.distributed_c10d", "_get_default_store"): "ranks are compared",
     ("transformers", "PreTrainedModel._init_weights"): "norms and rotary tables are initialised",
 }
 """Module and name of each private name, and the feature that needs it."""
@@ -172,6 +173,12 @@ def optimizer_step_depth(optimizer: Any) -> int:
             n += frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return n
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; None if missing: ranks are not compared."""
+    get = _find("torch.distributed.distributed_c10d", "_get_default_store")
+    return None if get is None else get()
 
 
 def set_flex_debug(enabled: bool) -> None:

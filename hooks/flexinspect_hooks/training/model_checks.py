@@ -82,8 +82,11 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Failure]:
 
 def _held_by_others(optimizer: Optimizer) -> set[int]:
     """The ids of the parameters of all other optimizers of the process."""
-    others = (one for one in gc.get_objects() if isinstance(one, Optimizer))
-    groups = chain.from_iterable(getattr(o, "param_groups", ()) for o in others if o != optimizer)
+    # By type: the class of a lazy object may be computed when it is read.
+    others = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    groups = chain.from_iterable(
+        getattr(o, "param_groups", ()) for o in others if o is not optimizer
+    )
     return {id(one) for group in groups for one in group["params"]}
 
 

@@ -128,10 +128,15 @@ class StepChecks:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def before_step(
-        self, number: int, measured: TrainingStepRecord | None, rates: Sequence[float]
+    def on_gradients(
+        self,
+        number: int,
+        measured: TrainingStepRecord | None,
+        rates: Sequence[float],
+        *,
+        is_before: bool,
     ) -> None:
-        """The gradients of a step are complete."""
+        """The gradients of a step are complete, before the optimizer steps or after it."""
         model, named = self._meter.model, self._meter.named
         if number == 0:
             self._check_first(model)
@@ -148,7 +153,8 @@ class StepChecks:
         held = self._held()
         trained = [one for one in named if held is None or id(one.parameter) in held]
         total = 0.0 if measured is None else measured.total_norm or 0.0
-        self._updates.before(trained, is_expected=total > 0 and any(rate > 0 for rate in rates))
+        is_expected = is_before and total > 0 and any(rate > 0 for rate in rates)
+        self._updates.before(trained, is_expected=is_expected)
         self._clearing.choose(trained)
 
     def _held(self) -> set[int] | None:

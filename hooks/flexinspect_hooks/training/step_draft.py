@@ -20,6 +20,8 @@ from flexinspect_hooks.capture.hook import Hook, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.training.forward_passes import StepPasses, is_remote
 from flexinspect_hooks.training.measurement import GradientMeter
+from flexinspect_hooks.training.rank_comparison import RankComparison
+from flexinspect_hooks.training.step_checks import EVENT as CHECK_EVENT
 
 Loss = float | Tensor
 
@@ -153,8 +155,14 @@ class TrainingRecords(Hook):
 
     name = "training"
 
+    def __init__(self, ranks: RankComparison) -> None:
+        self._ranks = ranks
+
     def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Add the step's record, its memory and the statistics of its outputs."""
         draft.training, finished = kept
+        if (found := self._ranks.compare(step.step, draft.training)) is not None:
+            text, facts = found
+            step.events.append((CHECK_EVENT, text, {"check": "ranks-differ", **facts}))
         draft.memory = finished.memory
         draft.layer_stats += finished.stats

@@ -292,7 +292,8 @@ def _name_of(module: nn.Module) -> str:
 
 def _owners(parameters: frozenset[int]) -> list[nn.Module]:
     """The outermost modules that have some of these parameters, in the order of their size."""
-    modules = [one for one in gc.get_objects() if isinstance(one, nn.Module)]
+    # By type: the class of a lazy object may be computed when it is read.
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     inner = {id(child) for one in modules for child in one.children()}
     roots = (one for one in modules if id(one) not in inner)
     owners = [

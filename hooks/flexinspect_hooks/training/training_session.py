@@ -36,7 +36,8 @@ from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.loop_calls import LoadedBatch
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.model_parts import ModelParts
-from flexinspect_hooks.training.step_checks import StepChecks
+from flexinspect_hooks.training.rank_comparison import RankComparison
+from flexinspect_hooks.training.step_checks import EVENT, StepChecks
 from flexinspect_hooks.training.step_draft import (
     Loss,
     TrainingRecords,
@@ -84,7 +85,8 @@ class TrainingSession:
         self._forwards = ModelParts(model, self._watch_part)
         self._evaluations = EvaluationPasses()
         self._checks = StepChecks(self._meter, optimizer)
-        self._records = TrainingRecords()
+        self._ranks = RankComparison(model, self._generation)
+        self._records = TrainingRecords(self._ranks)
         self._device = next(model.parameters()).device
         self._memory = StepMemory(model, self._device)
         self._hooks = ExitStack()
@@ -133,6 +135,7 @@ class TrainingSession:
         try:
             for kind, text, facts in (*self._checks.take(), *self._evaluations.take()):
                 self._event(kind, text, facts)
+            self.recorder.put(self._finish_ranks)
             answer = f"{self.summary.summary.total_steps} steps"
             end = GenerationEnd(self._generation, state, answer, (), reason, time.time())
             self.recorder.put(end)
@@ -140,6 +143,14 @@ class TrainingSession:
                 self.recorder.stop()
         finally:
             self._uninstall()
+
+    def _finish_ranks(self) -> EventRecord | None:
+        found = self._ranks.finish()
+        if found is None:
+            return None
+        text, facts = found
+        place = (self._generation, facts["first_step"])
+        return EventRecord(EVENT, text, time.time(), *place, {"check": "ranks-differ", **facts})
 
     def discard(self) -> None:
         """Remove all hooks and write nothing, in a forked child."""
@@ -370,7 +381,9 @@ class TrainingSession:
             self._rates_before = now.learning_rates
         norms, self._clip_norms = self._clip_norms, None
         now.measured = self._meter.measure(now.number, detail, scale, is_rising, norms)
-        self._checks.before_step(now.number, now.measured, now.learning_rates)
+        is_before = now.optimizer_started is None  # with a closure they are complete only after it
+        rates = now.learning_rates
+        self._checks.on_gradients(now.number, now.measured, rates, is_before=is_before)
 
     def _synchronize(self) -> None:
         """Wait for the device; its work belongs to the program and is not a cost of capture."""
