@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-sys.path.insert(0, str(Path(__file__).parent))  # it runs as a script of a user would
-import nets
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it runs as a script of a user would
+from benchmarks.training_bugs import nets
 
 
 def train(
@@ -29,7 +29,7 @@ def train(
     for x, y in nets.epochs(nets.loader(seed), 2):
         if clears:
             optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
+        nets.backward(functional.cross_entropy(model(x), y))
         optimizer.step()
 
 
@@ -103,7 +103,7 @@ def dropout_in_evaluation(is_bug: bool, seed: int) -> None:
                 nets.language_loss(model, nets.sequences(8, seed=99))
             model.train()
         optimizer.zero_grad()
-        nets.language_loss(model, nets.sequences(8, seed=seed + step)).backward()
+        nets.backward(nets.language_loss(model, nets.sequences(8, seed=seed + step)))
         optimizer.step()
 
 
@@ -133,7 +133,7 @@ def rows_differ(is_bug: bool, seed: int) -> None:
         images, _ = nets.digits(16, seed + step)
         optimizer.zero_grad()
         logits = model(input_ids=ids, pixel_values=images)
-        functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        nets.backward(functional.cross_entropy(logits.flatten(0, 1), ids.flatten()))
         optimizer.step()
 
 
@@ -141,7 +141,7 @@ def more_tokens(is_bug: bool, seed: int) -> None:
     """transformers-23723: generate returns more tokens than it was asked for."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    class Adding(LlamaForCausalLM):
+    class Adding(LlamaForCausalLM):  # type: ignore[misc]
         def generate(self, *args: Any, max_new_tokens: int = 20, **kwargs: Any) -> Any:
             """Generate, by the length of a prompt that was not trimmed."""
             return super().generate(*args, max_new_tokens=max_new_tokens + 4 * is_bug, **kwargs)
@@ -155,7 +155,7 @@ def more_tokens(is_bug: bool, seed: int) -> None:
     for step in range(4):
         ids = nets.sequences(4, seed=seed + step)
         optimizer.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
+        nets.backward(model(input_ids=ids, labels=ids).loss)
         optimizer.step()
     model.eval()
     model.generate(nets.sequences(1, seed=seed), max_new_tokens=10, do_sample=False)
@@ -213,7 +213,7 @@ def autocast_passed_over(is_bug: bool, seed: int) -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = functional.cross_entropy(model(x).float(), y)
-        loss.backward()
+        nets.backward(loss)
         optimizer.step()
 
 
@@ -239,7 +239,7 @@ def same_numbers(is_bug: bool, seed: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for x, y in nets.epochs(data, 2):
         optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
+        nets.backward(functional.cross_entropy(model(x), y))
         optimizer.step()
 
 
@@ -258,7 +258,7 @@ def lost_transfers(is_bug: bool, seed: int) -> None:
         one.register_hook(transfer)  # type: ignore[no-untyped-call]
     for x, y in nets.epochs(nets.loader(seed), 6):
         optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
+        nets.backward(functional.cross_entropy(model(x), y))
         optimizer.step()
         n_steps += 1
 
@@ -280,7 +280,7 @@ def _train_ranks(rank: int, seed: int, calls: Any, optimizer: Any, *, clips: boo
     for step in range(12):
         x, y = nets.digits(16, seed * 100 + step * 2 + rank)
         optimizer.zero_grad()
-        functional.cross_entropy(calls(step)(x), y).backward()
+        nets.backward(functional.cross_entropy(calls(step)(x), y))
         if clips:
             nn.utils.clip_grad_norm_(calls(step).parameters(), 0.05)
         optimizer.step()

@@ -76,7 +76,9 @@ class Attention(nn.Module):
 class LanguageModel(nn.Module):
     """A transformer of two layers."""
 
-    def __init__(self, vocabulary: int = 32, width: int = 32, *, always_drops: bool = False) -> None:
+    def __init__(
+        self, vocabulary: int = 32, width: int = 32, *, always_drops: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.attentions = nn.ModuleList(
@@ -103,8 +105,12 @@ def language_loss(model: nn.Module, ids: Tensor) -> Tensor:
 def epochs(data: DataLoader[Any], n: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches of `n` passes over the data."""
     for _ in range(n):
-        for x, y in data:
-            yield x, y
+        yield from data
+
+
+def backward(loss: Any) -> None:
+    """Run the backward pass of a loss."""
+    loss.backward()
 
 
 @torch.no_grad()

@@ -80,6 +80,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
+        "generated_length": "flexinspect.rules.text.generated_length:GeneratedLengthRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
         "training_checks": "flexinspect.rules.training.training_checks:TrainingChecksRule",
     },

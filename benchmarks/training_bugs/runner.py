@@ -1,0 +1,157 @@
+"""Silent training errors that others reported, and trainings without an error.
+
+Each is a program that knows nothing of flexinspect, run as `flexinspect run` runs it, in a child of
+a process that has imported torch already. An error counts as named if the finding that stands for
+it appears, as hinted if another finding of a training does, else as silent. A training without an
+error, or with its error fixed, counts as a false alarm if it gets an error or a warning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import markdown
+from flexinspect.records import protocol
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.job import ScriptJob
+from flexinspect.trace.reader import open_trace
+
+FOLDER = Path(__file__).parent
+SEEDS = 3
+
+
+def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Run every program with each seed; return what was found."""
+    import transformers  # noqa: F401 (so that each child has it already)
+
+    from benchmarks.training_bugs.bugs import BUGS, LEFT_OUT, RANKED
+    from benchmarks.training_bugs.clean import PROGRAMS
+    from flexinspect_hooks.training import training_finder  # noqa: F401 (as above)
+
+    torch.set_num_threads(1)
+    bugs = {}
+    for name, (_, wanted) in BUGS.items():
+        if names and name not in names:
+            continue
+        n_ranks = 2 if name in RANKED else 1
+        runs = [found_in("bugs.py", name, "bug", str(n), n_ranks=n_ranks) for n in range(seeds)]
+        twins = [found_in("bugs.py", name, "fixed", str(n), n_ranks=n_ranks) for n in range(seeds)]
+        bugs[name] = {
+            "finding": wanted,
+            "score": min((_score(run, wanted) for run in runs), key=_SCORES.index),
+            "step": max(
+                (one.step or 0 for run in runs for one in run if one.id == wanted), default=None
+            ),
+            "sentence": next((one.sentence for one in runs[0] if one.id == wanted), ""),
+            "false_alarms": [one for run in twins for one in _alarms(run)],
+        }
+        print(name, bugs[name]["score"], bugs[name]["false_alarms"], file=sys.stderr)
+    clean = {}
+    for name in PROGRAMS:
+        if names and name not in names:
+            continue
+        runs = [found_in("clean.py", name, str(seed)) for seed in range(seeds)]
+        clean[name] = {"false_alarms": [one for run in runs for one in _alarms(run)]}
+        print(name, clean[name]["false_alarms"], file=sys.stderr)
+    return {"seeds": seeds, "bugs": bugs, "clean": clean, "left_out": LEFT_OUT}
+
+
+_SCORES = ("silent", "hinted", "named")
+
+
+def _score(found: Sequence[Finding], wanted: str) -> str:
+    if any(one.id == wanted for one in found):
+        return "named"
+    return "hinted" if any(one.id.startswith("training.") for one in found) else "silent"
+
+
+def _alarms(found: Sequence[Finding]) -> list[str]:
+    loud = (one for one in found if one.severity in (Severity.ERROR, Severity.WARNING))
+    # Models with random weights say nothing sensible, which is no error of their training.
+    return [f"{one.id}: {one.sentence}" for one in loud if one.id.startswith("training.")]
+
+
+def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
+    """Run a program, in one process for each rank; return the findings of all."""
+    # Not a TemporaryDirectory, which a child would remove at its end.
+    folder = tempfile.mkdtemp()
+    try:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        children = []
+        for rank in range(n_ranks):
+            out = str(Path(folder) / f"{rank}.flextrace")
+            job = ScriptJob(out=out, program=str(FOLDER / script), args=args, control=False)
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(n_ranks), "LOCAL_RANK": str(rank)}
+            children.append(_fork(job, {**ranks, **address} if n_ranks > 1 else {}))
+        for child in children:
+            os.waitpid(child, 0)
+        return [one for rank in range(n_ranks) for one in _read(Path(folder) / f"{rank}.flextrace")]
+    finally:
+        shutil.rmtree(folder)
+
+
+def _read(trace: Path) -> list[Finding]:
+    with open_trace(trace) as reader:
+        if reader.state != "finished":
+            raise RuntimeError(f"{reader.run().get('program')} ended as {reader.state}")
+        return reader.findings()
+
+
+def _fork(job: ScriptJob, environment: Mapping[str, str]) -> int:
+    """Start a child that runs a program under capture; return its process number."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.environ.update(environment)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        if "DEBUG" not in os.environ:
+            os.dup2(silent, 2)
+        parent, end = socket.socketpair()
+        parent.sendall((job.to_json() + "\n").encode())
+        threading.Thread(target=_answer, args=(parent,), daemon=True).start()
+        from flexinspect_hooks.user_code.script.script_run import main
+
+        main(end.detach())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(0)
+
+
+def _answer(parent: socket.socket) -> None:
+    """Confirm that printed output was read, as the process that starts a run does."""
+    with parent.makefile("r", encoding="utf-8") as lines:
+        for line in lines:
+            facts = protocol.parse_message(line)
+            if facts is not None and facts["kind"] == protocol.DRAIN:
+                parent.sendall((protocol.format_message(protocol.DRAINED) + "\n").encode())
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return the results as tables in Markdown."""
+    rows = [
+        [name, one["score"], f"`{one['finding']}`", str(one["step"]), str(len(one["false_alarms"]))]
+        for name, one in facts["bugs"].items()
+    ]
+    head = ["error", "result", "finding", "latest step", "false alarms when fixed"]
+    clean = [[name, str(len(one["false_alarms"]))] for name, one in facts["clean"].items()]
+    programs = markdown(["program", "false alarms"], clean)
+    return f"{markdown(head, rows)}\n\n{programs}"
