@@ -272,6 +272,11 @@ def _begin_ranks(seed: int) -> int:
     return dist.get_rank()
 
 
+def _end_ranks() -> None:
+    dist.barrier()  # the rank that ends first takes the store with it
+    dist.destroy_process_group()
+
+
 def _small() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 10))
 
@@ -292,7 +297,7 @@ def out_of_sync(is_bug: bool, seed: int) -> None:
     wrapper = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     _train_ranks(rank, seed, lambda n: model if is_bug and n % 2 else wrapper, optimizer)
-    dist.destroy_process_group()
+    _end_ranks()
 
 
 def lost_hooks(is_bug: bool, seed: int) -> None:
@@ -303,7 +308,7 @@ def lost_hooks(is_bug: bool, seed: int) -> None:
         wrapper.double().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     _train_ranks(rank, seed, lambda _: wrapper, optimizer)
-    dist.destroy_process_group()
+    _end_ranks()
 
 
 def clips_alone(is_bug: bool, seed: int) -> None:
@@ -313,7 +318,7 @@ def clips_alone(is_bug: bool, seed: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     clips = not is_bug or rank == 0
     _train_ranks(rank, seed, lambda _: wrapper, optimizer, clips=clips)
-    dist.destroy_process_group()
+    _end_ranks()
 
 
 BUGS = {

@@ -11,15 +11,15 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.common import markdown
 from flexinspect.records import protocol
@@ -29,15 +29,21 @@ from flexinspect.trace.reader import open_trace
 
 FOLDER = Path(__file__).parent
 SEEDS = 3
+PATIENCE_S = 120
 
 
 def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run every program with each seed; return what was found."""
-    import transformers  # noqa: F401 (so that each child has it already)
+    # So that each child has them already.
+    import torch._dynamo
+    import torch.distributed.tensor
+    import torch.testing
+    import transformers.trainer  # noqa: F401
 
     from benchmarks.training_bugs.bugs import BUGS, LEFT_OUT, RANKED
     from benchmarks.training_bugs.clean import PROGRAMS
-    from flexinspect_hooks.training import training_finder  # noqa: F401 (as above)
+    from flexinspect_hooks.training import training_finder  # noqa: F401
+    from flexinspect_hooks.user_code import model_discovery  # noqa: F401
 
     torch.set_num_threads(1)
     bugs = {}
@@ -98,10 +104,21 @@ def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
             ranks = {"RANK": str(rank), "WORLD_SIZE": str(n_ranks), "LOCAL_RANK": str(rank)}
             children.append(_fork(job, {**ranks, **address} if n_ranks > 1 else {}))
         for child in children:
-            os.waitpid(child, 0)
+            _wait(child)
         return [one for rank in range(n_ranks) for one in _read(Path(folder) / f"{rank}.flextrace")]
     finally:
         shutil.rmtree(folder)
+
+
+def _wait(child: int) -> None:
+    """Wait for a child, and end one that hangs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+        time.sleep(0.02)
 
 
 def _read(trace: Path) -> list[Finding]:

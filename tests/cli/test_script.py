@@ -346,11 +346,16 @@ def train():
 """
 
 
-def test_a_plain_training_is_told_how_to_record_it(tmp_path: Path) -> None:
+def test_a_plain_training_is_recorded_and_other_programs_are_told_how(tmp_path: Path) -> None:
     write(tmp_path, "script.py", TRAINING + "train()\n")
+    done = inspected("script.py", cwd=tmp_path)
+    assert unseen(tmp_path) == []
+    assert b"training net" in done.stdout
+    assert b"3 steps, loss" in done.stdout
+    write(tmp_path, "script.py", TRAINING)
     inspected("script.py", cwd=tmp_path)
     (text,) = unseen(tmp_path)
-    assert text.startswith("The training was not recorded. To record it: with flexinspect.watch_tr")
+    assert text.startswith("No step of a torch optimizer was seen. To record another training: ")
     write(tmp_path, "script.py", "import torch; torch.nn.Linear(2, 1)(torch.ones(1, 2))\n")
     inspected("script.py", cwd=tmp_path)
     (text,) = unseen(tmp_path)

@@ -38,8 +38,8 @@ AUTOCAST_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def clean_name(name: str) -> str:
-    """Remove the prefixes of `torch.compile` and of wrappers for several devices."""
-    return name.removeprefix("_orig_mod.").removeprefix("module.")
+    """Remove what `torch.compile` and wrappers for several devices add to a name."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
