@@ -141,6 +141,8 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
         check_job(job)
         stem = f"{Path(job.model).name}-{job.mask}"
     job = replace(job, out=_new_trace(stem) if args.out is None else args.out)
+    if isinstance(job, ScriptJob) and job.out:
+        job = replace(job, out=_rank_path(job.out))
     check_trace(job)
     return replace(job, debugger=_debugger_of(args))
 
@@ -279,6 +281,15 @@ def _new_trace(stem: str) -> str:
     while (path := Path.cwd() / f"{name}{f'-{number}' if number > 1 else ''}.flextrace").exists():
         number += 1
     return str(path)
+
+
+def _rank_path(out: str) -> str:
+    """Return the trace of this rank of `torchrun`: "run.flextrace" becomes "run-rank1.flextrace"."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdecimal() and size.isdecimal()) or int(size) < 2:
+        return out
+    path, width = Path(out), len(str(int(size) - 1))
+    return str(path.with_name(f"{path.stem}-rank{int(rank):0{width}}{path.suffix}"))
 
 
 def check_job(job: Job) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flexinspect.cli.run import job_from_argv
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -449,3 +450,12 @@ def test_a_file_in_the_current_folder_does_not_replace_a_module_of_ours(tmp_path
     command = [sys.executable, "-P", "-m", "flexinspect", "run", "--no-ui", "sub/script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+
+
+def test_each_rank_of_torchrun_writes_its_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    monkeypatch.setenv("RANK", "3")
+    job = job_from_argv(["run", "--out", "a/t.flextrace", "-m", "x"])
+    assert job.out == str(Path("a") / "t-rank03.flextrace")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert job_from_argv(["run", "--out", "t.flextrace", "-m", "x"]).out == "t.flextrace"

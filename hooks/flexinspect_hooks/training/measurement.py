@@ -30,6 +30,11 @@ MAX_SAMPLE = 1 << 16  # the most values of a parameter that are copied: rows, ev
 MAX_FULL_STEPS = 10  # steps with an anomaly that are recorded with all parameters
 
 
+def _rounded(ratio: float) -> str:
+    """A large ratio with three digits."""
+    return f"{float(f'{ratio:.3g}'):,.0f}"
+
+
 class NormHistory:
     """Judges the total gradient norm of a step by those of the steps before.
 
@@ -51,14 +56,14 @@ class NormHistory:
         if not self._norms:
             self._norms.append(norm)
             ratio = first_ratio() if norm > INITIAL_RATIO else 0.0
-            reason = f"the gradient of a matrix is {ratio:.3g} times as large as the matrix"
+            reason = f"the gradient of a matrix is {_rounded(ratio)} times as large as the matrix"
             return reason if ratio > INITIAL_RATIO else ""
         middle = median(self._norms)
         is_large = norm > max(EXPLOSION_RATIO * middle, training_step.EXPLODING_NORM)
         if is_large and middle > 0 and self._stands_out(norm):
             n = len(self._norms)
             before = f"the median of the {n} before" if n > 1 else "that of the step before"
-            return f"the norm of the gradients is {norm / middle:.3g} times {before}"
+            return f"the norm of the gradients is {_rounded(norm / middle)} times {before}"
         self._norms.append(norm)
         return ""
 

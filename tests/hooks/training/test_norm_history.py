@@ -25,7 +25,7 @@ def test_a_norm_far_above_those_before_explodes_and_does_not_become_the_measure(
     reason = NormHistory()
     reason.explosion(2.0, lambda: 0.0)
     text = reason.explosion(4000.0, lambda: 0.0)
-    assert text == "the norm of the gradients is 2e+03 times that of the step before"
+    assert text == "the norm of the gradients is 2,000 times that of the step before"
 
 
 def test_norms_below_ten_never_explode() -> None:
