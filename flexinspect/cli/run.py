@@ -284,7 +284,7 @@ def _new_trace(stem: str) -> str:
 
 
 def _rank_path(out: str) -> str:
-    """Return the trace of this rank of `torchrun`: "run.flextrace" becomes "run-rank1.flextrace"."""
+    """Return the trace of this rank of `torchrun`, such as "run-rank1.flextrace"."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not (rank.isdecimal() and size.isdecimal()) or int(size) < 2:
         return out

@@ -34,13 +34,19 @@ MAX_HASHED_VALUES = 1 << 20  # larger tensors are compared by a part of their va
 
 Notify = Callable[..., None]  # the name of an observer's method, and its arguments
 
-_losses: list[Tensor] = []  # on which `backward` runs, the innermost last
+_losses: list[tuple[Tensor, bool]] = []
+"""On which `backward` runs, before they were scaled, and whether they were; the innermost last."""
 _scaled: list[tuple[weakref.ref[Tensor], Tensor]] = []  # the last loss that a scaler scaled
 
 
 def current_loss() -> Tensor | None:
     """The loss that the backward pass which runs began with, before it was scaled; None if none."""
-    return _losses[-1] if _losses else None
+    return _losses[-1][0] if _losses else None
+
+
+def is_loss_scaled() -> bool:
+    """Whether a gradient scaler scaled the loss of the backward pass that runs."""
+    return bool(_losses) and _losses[-1][1]
 
 
 class LoadedBatch(Struct, frozen=True):
@@ -74,7 +80,8 @@ def _observe_backward(notify: Notify, stack: ExitStack) -> None:
         one = tensors if isinstance(tensors, Tensor) else None
         if one is None or one.numel() != 1:
             return original(tensors, *args, **kwargs)
-        _losses.append(_unscaled(one))
+        loss = _unscaled(one)
+        _losses.append((loss, loss is not one))
         try:
             return original(tensors, *args, **kwargs)
         finally:

@@ -84,19 +84,27 @@ class LostGradients:
     """
 
     def __init__(self) -> None:
-        self._shares: dict[str, float] = {}  # the least share of the total norm that each had
+        self._parameters: gradient_statistics.NamedParameters = ()
+        self._least: list[float] = []  # the least norm of each gradient so far
+        self._largest_total = 0.0
 
     def find(self, gradients: gradient_statistics.Gradients) -> list[str]:
         """The names of such gradients in a step."""
-        total, norms = gradients.total, gradients.norms
+        total, norms, parameters = gradients.total, gradients.norms, gradients.parameters
         if not 0.0 < total < math.inf:
             return []
-        named = [one.name for one in gradients.parameters]
-        zero = {name for name, norm in zip(named, norms, strict=True) if norm == 0.0}
-        lost = [one for one in named if one in zero and self._shares.get(one, 0.0) > MIN_SHARE]
-        alive = {_parent(name) for name in named if name not in zero}
-        for name, norm in zip(named, norms, strict=True):
-            self._shares[name] = min(self._shares.get(name, math.inf), norm / total)
+        if len(parameters) != len(self._parameters):
+            self._parameters, self._least, self._largest_total = parameters, norms, total
+            return []
+        before, enough = self._least, MIN_SHARE * self._largest_total
+        self._least = list(map(min, before, norms))
+        self._largest_total = max(self._largest_total, total)
+        if 0.0 not in norms:
+            return []
+        names = [one.name for one in parameters]
+        alive = {_parent(name) for name, norm in zip(names, norms, strict=True) if norm != 0.0}
+        each = zip(names, norms, before, strict=True)
+        lost = [name for name, norm, least in each if norm == 0.0 and least > enough]
         return [name for name in lost if self._has_siblings(name, alive)]
 
     @staticmethod

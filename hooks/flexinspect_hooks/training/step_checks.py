@@ -18,7 +18,8 @@ from flexinspect.core.text import plural
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training.evaluation_passes import Note
-from flexinspect_hooks.training.loop_calls import LoadedBatch
+from flexinspect_hooks.training.gradient_statistics import NamedParameters
+from flexinspect_hooks.training.loop_calls import LoadedBatch, is_loss_scaled
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.model_checks import (
     AutocastCheck,
@@ -50,6 +51,8 @@ class StepChecks:
         self._clearing = ClearingCheck()
         self._updates = UpdateCheck()
         self._dropout, self._autocast = DropoutCheck(), AutocastCheck()
+        self._sizes: tuple[int, ...] = ()
+        self._trained: NamedParameters = ()
         self._is_unscaled = False
         self._modes: set[bool] = set()  # of the models in the forward passes of the step
         self._was_in_training_mode = False
@@ -150,17 +153,23 @@ class StepChecks:
             text = f"The gradient of {names[0]}{also} is exactly 0 in step {number}, but it was "
             text += "not in any step before, and those of the parameters around it are not"
             self._fail("lost-gradient", text, names=names[:100])
-        held = self._held()
-        trained = [one for one in named if held is None or id(one.parameter) in held]
+        trained = self._trained_by_optimizer(named)
         total = 0.0 if measured is None else measured.total_norm or 0.0
         is_expected = is_before and total > 0 and any(rate > 0 for rate in rates)
         self._updates.before(trained, is_expected=is_expected)
         self._clearing.choose(trained)
 
-    def _held(self) -> set[int] | None:
+    def _trained_by_optimizer(self, named: NamedParameters) -> NamedParameters:
+        """The parameters that the optimizer holds; found again only if their number changes."""
         if self._optimizer is None:
-            return None
-        return {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+            return named
+        groups = self._optimizer.param_groups
+        sizes = (len(named), *(len(group["params"]) for group in groups))
+        if sizes != self._sizes:
+            held = {id(one) for group in groups for one in group["params"]}
+            self._sizes = sizes
+            self._trained = [one for one in named if id(one.parameter) in held]
+        return self._trained
 
     def _check_first(self, model: nn.Module) -> None:
         self._fail_all(check_frozen_flags(model))
@@ -206,7 +215,7 @@ class ClearingCheck:
         """Keep where hooks are registered."""
         self._hooks, self._guarded = hooks, guarded
 
-    def choose(self, trained: Sequence[Any]) -> None:
+    def choose(self, trained: NamedParameters) -> None:
         """Choose the smallest parameter that has a gradient, once."""
         if self._parameter is not None or self._n_value_checks < 0:
             return
@@ -215,8 +224,9 @@ class ClearingCheck:
             return
         one = min(dense, key=lambda o: o.parameter.numel())
         self.name, self._parameter = one.name, one.parameter
-        before = one.parameter.register_hook(self._guarded(self._before_accumulation))
-        add = one.parameter.register_post_accumulate_grad_hook
+        parameter: Any = one.parameter
+        before = parameter.register_hook(self._guarded(self._before_accumulation))
+        add = parameter.register_post_accumulate_grad_hook
         after = add(self._guarded(self._after_accumulation))
         for handle in (before, after):
             self._hooks.callback(handle.remove)
@@ -227,6 +237,7 @@ class ClearingCheck:
 
     def _before_accumulation(self, _: Tensor) -> None:
         self._n_backward += 1
+        self.is_scaled = is_loss_scaled()
         if self._is_cleared:
             return
         state, parameter = self._state(), self._parameter
@@ -267,12 +278,13 @@ class UpdateCheck:
         self._copies = False
         self._n_still = self._n_compared = 0
 
-    def before(self, trained: Sequence[Any], *, is_expected: bool) -> None:
+    def before(self, trained: NamedParameters, *, is_expected: bool) -> None:
         """Note the state of some parameters before a step that is expected to change them."""
         self._before = []
         if not is_expected:
             return
-        with_gradient = [o.parameter for o in trained if o.parameter.grad is not None]
+        every = -(-len(trained) // (4 * MAX_SAMPLES)) or 1
+        with_gradient = [o.parameter for o in trained[::every] if o.parameter.grad is not None]
         self._n_compared += self._copies
         is_remote = any(one.device.type != "cpu" for one in with_gradient)
         is_rare = self._n_compared > MAX_VALUE_CHECKS and self._n_compared % REMOTE_INTERVAL > 0
