@@ -131,13 +131,20 @@ class TrainingObserver(Protocol):
         """A `DataLoader` has returned a batch."""
 
 
-_observers: list[TrainingObserver] = []
+class BatchObserver(Protocol):
+    """An observer that is told of batches alone."""
+
+    def on_batch(self, batch: LoadedBatch) -> None:
+        """A `DataLoader` has returned a batch."""
+
+
+_observers: list[TrainingObserver | BatchObserver] = []
 _patches = ExitStack()
 
 
 @contextmanager
-def observe_training(observer: TrainingObserver) -> Iterator[None]:
-    """Notify `observer` while the block runs."""
+def observe_training(observer: TrainingObserver | BatchObserver) -> Iterator[None]:
+    """Notify `observer` of those calls that it has a method for, while the block runs."""
     if not _observers:
         _install()
     _observers.append(observer)
@@ -150,9 +157,10 @@ def observe_training(observer: TrainingObserver) -> Iterator[None]:
 
 
 def notify(name: str, *args: Any) -> None:
-    """Call a method of every observer."""
+    """Call a method of every observer that has it."""
     for observer in tuple(_observers):
-        getattr(observer, name)(*args)
+        if (call := getattr(observer, name, None)) is not None:
+            call(*args)
 
 
 def _install() -> None:

@@ -12,7 +12,9 @@ import gc
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,9 @@ from flexinspect.core.errors import TraceWriteError
 from flexinspect_hooks.capture.model_layers import model_facts
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
+from flexinspect_hooks.training.loop_calls import LoadedBatch
 from flexinspect_hooks.training.training_session import SharedRun, TrainingSession
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from flexinspect_hooks.capture.recorder import Recorder
     from flexinspect_hooks.control.control_protocols import SessionLevels
 
+MAX_EARLY_BATCHES = 4
 MAX_OPEN = 16  # trainings that are recorded at a time; more end the one that was idle longest
 PATIENCE = 200  # root calls after which an optimizer that never steps is given up
 
@@ -69,19 +74,25 @@ class TrainingFinder:
         self._local = threading.local()
         self._lock = threading.RLock()
         self._restore_call: Callable[[], None] | None = None
-        self._restores: list[Callable[[], None]] = []
+        self._restores = ExitStack()
+        self._batches: deque[LoadedBatch] = deque(maxlen=MAX_EARLY_BATCHES)
+        """Those that were loaded before the first session, which are told to it."""
         self._is_over = False
         self.is_generating: Callable[[], bool] = lambda: False
         """Whether a model generates now: its forward passes are no evaluation of a training."""
 
     def watch(self) -> None:
         """Observe the steps of all optimizers."""
-        before, after = self._before_step, self._after_step
-        for register, hook in (
-            (torch_optimizer.register_optimizer_step_pre_hook, before),
-            (torch_optimizer.register_optimizer_step_post_hook, after),
-        ):
-            self._restores.append(register(hook).remove)
+        before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+        after = torch_optimizer.register_optimizer_step_post_hook(self._after_step)
+        self._restores.callback(before.remove)
+        self._restores.callback(after.remove)
+        self._restores.enter_context(torch_calls.observe_training(self))
+
+    def on_batch(self, batch: LoadedBatch) -> None:
+        """A `DataLoader` returned a batch."""
+        if not self.sessions:
+            self._batches.append(batch)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Record what an optimizer trains, from the next call of its model on."""
@@ -185,6 +196,8 @@ class TrainingFinder:
             self._open.append(one)
             self.sessions.append(session)
             self._note_trained(part)
+            while self._batches:
+                session.on_batch(self._batches.popleft())
             if len(self.sessions) == 1:
                 self._update_manifest(model=model_facts(part), watch_training=True)
 
@@ -256,8 +269,7 @@ class TrainingFinder:
 
     def _remove(self) -> None:
         self._stop_watching_calls()
-        while self._restores:
-            self._restores.pop()()
+        self._restores.close()
 
     def _update_manifest(self, **facts: Any) -> None:
         try:

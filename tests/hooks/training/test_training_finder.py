@@ -153,7 +153,7 @@ def test_loaders_scalers_and_evaluations_are_recognised(tmp_path: Path) -> None:
         events = [row.event for row in reader.events() if row.event.kind == "evaluation"]
         run = reader.run()
     assert len(steps) == 8
-    assert all(step.data_ms is not None and step.data_ms > 0 for step in steps[1:])
+    assert all(step.data_ms is not None and step.data_ms > 0 for step in steps)
     assert all(step.scale == 128.0 and step.loss < 5 for step in steps)
     assert [event.step for event in events] == [4, 8]  # before step 4, and at the end
     assert all(event.data["n_in_evaluation_mode"] == 1 for event in events)
