@@ -23,9 +23,7 @@ def rule() -> TrainingChecksRule:
 
 def step_of(number: int, loss: float, *events: EventRecord) -> StepRecord:
     training = TrainingStepRecord(loss, "output", ())
-    return StepRecord(
-        0, number, "train", 0, 0, 0, 0.0, 1.0, 0.0, training=training, events=events
-    )
+    return StepRecord(0, number, "train", 0, 0, 0, 0.0, 1.0, 0.0, training=training, events=events)
 
 
 def evaluation(loss: float | None, n: int = 3) -> EventRecord:

@@ -28,7 +28,7 @@ Facts = dict[str, list[float]]
 NAMES = {
     "before": "gradient norm before clipping",
     "norm": "gradient norm",
-    "rates": "learning rates",
+    "rates": "learning rate",
 }
 
 
@@ -82,12 +82,14 @@ class RankComparison:
             if not self._store.check(keys):
                 return None
             self._pending.popleft()
+            is_equal = True
             for rank, key in zip(self._others, keys, strict=True):
                 other = json.loads(self._store.get(key).decode())
                 name = next((one for one in NAMES if not _agree(own[one], other[one])), None)
+                is_equal = is_equal and name is None
                 if name is not None and (self._is_replicated or self._n_agreeing >= N_AGREEING):
                     return self._describe(step, rank, name, own[name], other[name])
-            self._n_agreeing += 1
+            self._n_agreeing += is_equal
         return None
 
     def _describe(
