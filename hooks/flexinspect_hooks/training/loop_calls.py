@@ -30,7 +30,7 @@ LOSS_FUNCTIONS = (
 """Functions of `torch.nn.functional` whose scalar result is a loss."""
 
 MAX_KEYS = 64  # earlier batches of an iterator with which a batch is compared
-MAX_HASHED_VALUES = 1 << 20  # larger tensors are compared by a part of their values
+MAX_HASHED_VALUES = 1 << 15  # larger tensors are compared by a part of their values
 
 Notify = Callable[..., None]  # the name of an observer's method, and its arguments
 

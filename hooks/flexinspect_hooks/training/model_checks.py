@@ -192,10 +192,10 @@ class DropoutCheck:
         self._patches = ExitStack()
         self._failures: list[Failure] = []
 
-    def begin(self, model: nn.Module) -> None:
-        """A forward pass in evaluation mode begins."""
+    def begin(self, model: nn.Module) -> bool:
+        """A forward pass in evaluation mode begins; returns whether it is one of the first."""
         if self._model is not None or self._n >= MAX_EVALUATIONS:
-            return
+            return False
         self._n, self._model = self._n + 1, model
         for name in DROPOUTS:
             original = getattr(functional, name)
@@ -203,6 +203,7 @@ class DropoutCheck:
         name = "scaled_dot_product_attention"
         attention = self._observed_attention(getattr(functional, name))
         self._patches.callback(patch(functional, name, attention))
+        return True
 
     def end(self) -> list[Failure]:
         """The forward pass has ended; returns what was found."""

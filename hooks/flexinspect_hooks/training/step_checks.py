@@ -90,8 +90,7 @@ class StepChecks:
 
     def on_evaluation(self, model: nn.Module) -> None:
         """A forward pass without gradients begins."""
-        if not model.training:
-            self._dropout.begin(model)
+        if not model.training and self._dropout.begin(model):
             self._fail_all(check_modes(model))
 
     def on_forward_end(self) -> None:
