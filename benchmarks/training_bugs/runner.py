@@ -13,11 +13,12 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,23 @@ def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        children = []
+        out = Path(folder) / "t.flextrace"
+        if n_ranks == 1:
+            job = ScriptJob(out=str(out), program=str(FOLDER / script), args=args, control=False)
+            _wait(_fork(job))
+            return _read(out)
+        # Processes of their own: a group of processes that were forked may hang when it ends.
+        command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--no-control"]
+        command += ["--out", str(out), str(FOLDER / script), *args]
+        ranks = []
         for rank in range(n_ranks):
-            out = str(Path(folder) / f"{rank}.flextrace")
-            job = ScriptJob(out=out, program=str(FOLDER / script), args=args, control=False)
-            ranks = {"RANK": str(rank), "WORLD_SIZE": str(n_ranks), "LOCAL_RANK": str(rank)}
-            children.append(_fork(job, {**ranks, **address} if n_ranks > 1 else {}))
-        for child in children:
-            _wait(child)
-        return [one for rank in range(n_ranks) for one in _read(Path(folder) / f"{rank}.flextrace")]
+            facts = {"RANK": str(rank), "WORLD_SIZE": str(n_ranks), "LOCAL_RANK": str(rank)}
+            own = {**os.environ, **address, **facts, "OMP_NUM_THREADS": "1"}
+            quiet = subprocess.DEVNULL
+            ranks.append(subprocess.Popen(command, env=own, stdout=quiet, stderr=quiet))
+        for process in ranks:
+            process.wait(PATIENCE_S)
+        return [one for n in range(n_ranks) for one in _read(out.with_stem(f"t-rank{n}"))]
     finally:
         shutil.rmtree(folder)
 
@@ -128,14 +137,13 @@ def _read(trace: Path) -> list[Finding]:
         return reader.findings()
 
 
-def _fork(job: ScriptJob, environment: Mapping[str, str]) -> int:
+def _fork(job: ScriptJob) -> int:
     """Start a child that runs a program under capture; return its process number."""
     sys.stdout.flush()
     child = os.fork()
     if child:
         return child
     try:
-        os.environ.update(environment)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         if "DEBUG" not in os.environ:

@@ -351,8 +351,8 @@ def test_a_plain_training_is_recorded_and_other_programs_are_told_how(tmp_path: 
     write(tmp_path, "script.py", TRAINING + "train()\n")
     done = inspected("script.py", cwd=tmp_path)
     assert unseen(tmp_path) == []
-    assert b"training net" in done.stdout
-    assert b"3 steps, loss" in done.stdout
+    assert b"training net" in done.stderr
+    assert b"3 steps, loss" in done.stderr
     write(tmp_path, "script.py", TRAINING)
     inspected("script.py", cwd=tmp_path)
     (text,) = unseen(tmp_path)

@@ -51,7 +51,8 @@ class StepChecks:
         self._clearing = ClearingCheck()
         self._updates = UpdateCheck()
         self._dropout, self._autocast = DropoutCheck(), AutocastCheck()
-        self._sizes: tuple[int, ...] = ()
+        self._sizes: list[int] = []
+        self._named: NamedParameters = ()
         self._trained: NamedParameters = ()
         self._is_unscaled = False
         self._modes: set[bool] = set()  # of the models in the forward passes of the step
@@ -159,12 +160,13 @@ class StepChecks:
         self._clearing.choose(trained)
 
     def _trained_by_optimizer(self, named: NamedParameters) -> NamedParameters:
-        """The parameters that the optimizer holds; found again only if their number changes."""
+        """The parameters that the optimizer holds; found again only if one of the two changes."""
         if self._optimizer is None:
             return named
         groups = self._optimizer.param_groups
-        sizes = (len(named), *(len(group["params"]) for group in groups))
-        if sizes != self._sizes:
+        sizes = [len(group["params"]) for group in groups]
+        if sizes != self._sizes or named is not self._named:
+            self._named = named
             held = {id(one) for group in groups for one in group["params"]}
             self._sizes = sizes
             self._trained = [one for one in named if id(one.parameter) in held]
