@@ -84,7 +84,7 @@ class LostGradients:
     """
 
     def __init__(self) -> None:
-        self._parameters: gradient_statistics.NamedParameters = ()
+        self._names: list[str] = []  # not the parameters, which may be replaced
         self._least: list[float] = []  # the least norm of each gradient so far
         self._largest_total = 0.0
 
@@ -93,15 +93,15 @@ class LostGradients:
         total, norms, parameters = gradients.total, gradients.norms, gradients.parameters
         if not 0.0 < total < math.inf:
             return []
-        if len(parameters) != len(self._parameters):
-            self._parameters, self._least, self._largest_total = parameters, norms, total
+        names = [one.name for one in parameters]
+        if names != self._names:
+            self._names, self._least, self._largest_total = names, norms, total
             return []
         before, enough = self._least, MIN_SHARE * self._largest_total
         self._least = list(map(min, before, norms))
         self._largest_total = max(self._largest_total, total)
         if 0.0 not in norms:
             return []
-        names = [one.name for one in parameters]
         alive = {_parent(name) for name, norm in zip(names, norms, strict=True) if norm != 0.0}
         each = zip(names, norms, before, strict=True)
         lost = [name for name, norm, least in each if norm == 0.0 and least > enough]
