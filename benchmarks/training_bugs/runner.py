@@ -57,9 +57,7 @@ def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
         bugs[name] = {
             "finding": wanted,
             "score": min((_score(run, wanted) for run in runs), key=_SCORES.index),
-            "step": max(
-                (one.step or 0 for run in runs for one in run if one.id == wanted), default=None
-            ),
+            "step": max((_step(o) for run in runs for o in run if o.id == wanted), default=None),
             "sentence": next((one.sentence for one in runs[0] if one.id == wanted), ""),
             "false_alarms": [one for run in twins for one in _alarms(run)],
         }
@@ -81,6 +79,11 @@ def _score(found: Sequence[Finding], wanted: str) -> str:
     if any(one.id == wanted for one in found):
         return "named"
     return "hinted" if any(one.id.startswith("training.") for one in found) else "silent"
+
+
+def _step(one: Finding) -> int:
+    """The step of a finding; of ranks, the first in which they parted."""
+    return int(one.evidence.get("first_step", one.step or 0))
 
 
 def _alarms(found: Sequence[Finding]) -> list[str]:
