@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-flexinspect
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast torture check format bench demo-model screenshots dist clean
+.PHONY: help setup demo test test-fast torture check format bench bench-training demo-model \
+	screenshots dist clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -51,6 +52,9 @@ format: setup ## put formatting right
 
 bench: setup ## run the benchmarks (quiet machine, some minutes); JSON goes to benchmarks/results
 	$(BIN)/python -m benchmarks
+
+bench-training: setup ## look for public silent training errors, and for false alarms (some minutes)
+	$(BIN)/python -m benchmarks training-bugs
 
 demo-model: setup ## train the shipped demo model again (up to 30 minutes on two cores)
 	$(BIN)/python -m tools.demo_model

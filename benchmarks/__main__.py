@@ -30,6 +30,7 @@ from benchmarks import (
     writing,
 )
 from benchmarks.common import NEW, bench_model, machine, real_model, save
+from benchmarks.training_bugs import runner as training_bugs
 
 CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
     "engine-uncompiled": lambda model, a: engine.measure(
@@ -70,6 +71,7 @@ TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]
         lambda args: training_debuggers.measure(seconds=args.seconds),
         training_debuggers.table,
     ),
+    "training-bugs": (lambda _: training_bugs.measure(), training_bugs.table),
 }
 """Cases that measure for a given time, and how their tables are made."""
 

@@ -22,7 +22,9 @@ from flexinspect.trace.reader import TraceReader, open_trace
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
-NO_NOTES = ("phase", "error", "source", "recompute-check", "audit")
+NO_NOTES = (
+    *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
+)
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200
 MAX_QUESTION_CHARS = 120  # a prompt may have thousands; --json and the trace have all
@@ -52,6 +54,8 @@ def summarize_run(path: Path) -> dict[str, Any]:
 
 def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
     """Return the result of a generation; see `judge_answer` for `correct`."""
+    if "training" in row.declared:
+        return _summarize_training(row, reader)
     steps = reader.steps(row.generation)
     decode_ms = sum(step.wall_ms for step in steps[1:])
     answer = row.answer
@@ -69,6 +73,28 @@ def _summarize_generation(row: GenerationRow, reader: TraceReader) -> dict[str, 
         "stop_reason": row.stop_reason,
         "tokens": len(steps),
         "tokens_per_s": round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
+    }
+
+
+def _summarize_training(row: GenerationRow, reader: TraceReader) -> dict[str, Any]:
+    """Return the result of a training with the same keys; it has no tokens."""
+    answer, last = row.answer, reader.last_step(row.generation)
+    ends = (reader.training_step(row.generation, n) for n in (0, last or 0))
+    losses = [step.loss for step in ends if step is not None and step.has_loss]
+    if answer and len(losses) == 2:
+        answer += f", loss {losses[0]:.4g} to {losses[1]:.4g}"
+    return {
+        "generation": row.generation,
+        "sample_id": row.sample_id,
+        "question": row.sample_id,
+        "answer": answer,
+        "expected": row.expected,
+        "correct": None,
+        "state": row.state,
+        "stop_reason": row.stop_reason,
+        "tokens": 0,
+        "tokens_per_s": None,
+        "is_training": True,
     }
 
 
@@ -111,7 +137,9 @@ def _next_lines(trace: Path, summary: Mapping[str, Any]) -> Iterator[str]:
     if findings:
         steps.append((f"flexinspect explain {findings[0].id}", "the first finding, and its fix"))
     if summary["generations"]:
-        panel = f"flexinspect show {path} --panel mask --picture"
+        is_training = all(one.get("is_training") for one in summary["generations"])
+        what = "training" if is_training else "mask --picture"
+        panel = f"flexinspect show {path} --panel {what}"
         steps.append((panel, "a panel without the interface"))
     if summary["is_own"] and summary["generations"]:
         verbose = "flexinspect run --max-samples 1 --verbose"
@@ -148,7 +176,9 @@ def _answer_text(generation: Mapping[str, Any]) -> Text:
 
 def _cost_line(summary: Mapping[str, Any]) -> str:
     generations, cost = summary["generations"], summary["cost"]
-    parts = [plural(sum(each["tokens"] for each in generations), "token")]
+    n_tokens = sum(each["tokens"] for each in generations)
+    is_training = bool(generations) and all(one.get("is_training") for one in generations)
+    parts = [] if is_training else [plural(n_tokens, "token")]
     if rates := [each["tokens_per_s"] for each in generations if each["tokens_per_s"]]:
         parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
     if isinstance(cost, Mapping) and cost.get("steps"):

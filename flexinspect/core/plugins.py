@@ -88,7 +88,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "audit": "flexinspect.rules.numerics.audit_findings:AuditRule",
         "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
+        "generated_length": "flexinspect.rules.text.generated_length:GeneratedLengthRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
+        "training_checks": "flexinspect.rules.training.training_checks:TrainingChecksRule",
     },
     EXPORTS: {
         "perfetto": "flexinspect.exports.perfetto:PerfettoExporter",
@@ -124,6 +126,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "mask-mod": "flexinspect_hooks.ensemble.mask_laboratory:load_mask_mod_cells",
         "prompt-tokens": "flexinspect_hooks.ensemble.mask_laboratory:compose_prompts",
         "lab-worker": "flexinspect_hooks.lab.lab_worker:LabWorker",
+        "training-finder": "flexinspect_hooks.training.training_finder:TrainingFinder",
         "watch": "flexinspect_hooks:watch",
         "watch_training": "flexinspect_hooks:watch_training",
         "TrainerCallback": "flexinspect_hooks:TrainerCallback",

@@ -12,11 +12,12 @@ from operator import gt
 from msgspec import Struct, field
 
 EXPLODING_NORM = 10.0
-"""A parameter whose gradient norm is above this explodes."""
+"""A parameter whose gradient norm is above this explodes, if its step is one that explodes."""
 
 VANISHING_NORM = 1e-6
 """A parameter whose gradient norm is below this (and not 0) vanishes."""
 
+LOSS_FROM_BACKWARD = "backward"
 LOSS_FROM_OUTPUT = "output"
 LOSS_REPORTED = "reported"
 
@@ -79,8 +80,9 @@ class AnomalyOrigin(Struct, frozen=True):
 class TrainingStepRecord(Struct, frozen=True):
     """One optimizer step: its loss, its gradients, and its time.
 
-    `loss_source` is "reported" (by the user), "output" (the `.loss` of the model's
-    output, the mean over micro-batches), or empty when the loss is unknown, and `loss` NaN. A
+    `loss_source` is "reported" (by the user), "output" (the `.loss` of the model's output),
+    "backward" (what the program called `backward` on, without the scale of a `GradScaler`), both
+    the mean over micro-batches, or empty when the loss is unknown, and `loss` NaN. A
     learning rate that the optimizer does not show is NaN. `total_norm` is the norm of the gradients
     that the optimizer received, `norm_before_clip` the norm before `clip_grad_norm_`, and
     `max_norm` its limit; each is None when not observed. `group_norms` are in the order of the
@@ -150,7 +152,10 @@ class TrainingStepRecord(Struct, frozen=True):
 
 
 class TrainingSummary(Struct, frozen=True):
-    """The number of training steps with anomalies, by kind. All figures count steps."""
+    """The number of training steps with anomalies, by kind. All figures count steps.
+
+    `anomaly_steps` counts a trouble once: the first step with an anomaly of one kind and origin.
+    """
 
     total_steps: int = 0
     anomaly_steps: int = 0
@@ -177,13 +182,17 @@ class TrainingSummaryCounter(Struct):
     """Counts steps one by one, without keeping them."""
 
     summary: TrainingSummary = field(default_factory=TrainingSummary)
+    _origins: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, step: TrainingStepRecord) -> None:
         """Count one step."""
-        before = self.summary
+        before, is_new = self.summary, step.is_anomaly
+        if is_new and (origin := step.anomaly_origin) is not None:
+            is_new = (origin.kind, origin.name) not in self._origins
+            self._origins.add((origin.kind, origin.name))
         self.summary = TrainingSummary(
             total_steps=before.total_steps + 1,
-            anomaly_steps=before.anomaly_steps + step.is_anomaly,
+            anomaly_steps=before.anomaly_steps + is_new,
             gradient_explosions=before.gradient_explosions + step.is_explosion,
             gradient_vanishing=before.gradient_vanishing + step.is_vanishing,
             loss_anomalies=before.loss_anomalies + step.is_loss_anomaly,

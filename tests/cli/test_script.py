@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flexinspect.cli.run import job_from_argv
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -346,11 +347,16 @@ def train():
 """
 
 
-def test_a_plain_training_is_told_how_to_record_it(tmp_path: Path) -> None:
+def test_a_plain_training_is_recorded_and_other_programs_are_told_how(tmp_path: Path) -> None:
     write(tmp_path, "script.py", TRAINING + "train()\n")
+    done = inspected("script.py", cwd=tmp_path)
+    assert unseen(tmp_path) == []
+    assert b"training net" in done.stderr
+    assert b"3 steps, loss" in done.stderr
+    write(tmp_path, "script.py", TRAINING)
     inspected("script.py", cwd=tmp_path)
     (text,) = unseen(tmp_path)
-    assert text.startswith("The training was not recorded. To record it: with flexinspect.watch_tr")
+    assert text.startswith("No step of a torch optimizer was seen. To record another training: ")
     write(tmp_path, "script.py", "import torch; torch.nn.Linear(2, 1)(torch.ones(1, 2))\n")
     inspected("script.py", cwd=tmp_path)
     (text,) = unseen(tmp_path)
@@ -444,3 +450,12 @@ def test_a_file_in_the_current_folder_does_not_replace_a_module_of_ours(tmp_path
     command = [sys.executable, "-P", "-m", "flexinspect", "run", "--no-ui", "sub/script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+
+
+def test_each_rank_of_torchrun_writes_its_own_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    monkeypatch.setenv("RANK", "3")
+    job = job_from_argv(["run", "--out", "a/t.flextrace", "-m", "x"])
+    assert job.out == str(Path("a") / "t-rank03.flextrace")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert job_from_argv(["run", "--out", "t.flextrace", "-m", "x"]).out == "t.flextrace"

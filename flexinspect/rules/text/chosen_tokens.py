@@ -58,7 +58,7 @@ class TextRule(Rule):
 
     name = "text"
     needs = (imported.WORDS, imported.CHOSEN)
-    findings = finding_kinds("text.[!n]*")  # all but text.near-tie and text.not-the-best
+    findings = finding_kinds("text.[!nm]*")  # the others are those of other rules
 
     def reset(self) -> None:
         self._texts = defaultdict[int, _BranchText](_BranchText)

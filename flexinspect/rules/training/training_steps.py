@@ -49,7 +49,12 @@ class TrainingRule(Rule):
 
     name = "training_steps"
     needs = (imported.TRAINING,)
-    findings = finding_kinds("training.*")
+    findings = finding_kinds(
+        *("training.dead-parameters", "training.explosion", "training.fp16-overflow"),
+        *("training.learning-rate", "training.loader-bound", "training.loss-nan"),
+        *("training.loss-spike", "training.nan-gradient", "training.scaler-skips"),
+        "training.vanishing",
+    )
 
     def reset(self) -> None:
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)
@@ -140,9 +145,10 @@ class TrainingRule(Rule):
             return None
         self._first_explosion = self._first_explosion or (step.step, origin.name)
         clipped = f" after clipping to {training.max_norm:g}" if training.max_norm else ""
+        norm, _, reason = origin.detail.partition("; ")
         sentence = (
             f"The gradient of {printable(origin.name)} explodes in step {step.step}: its norm is "
-            f"{origin.detail}{clipped}, above 10; the first in the backward pass"
+            f"{norm}{clipped}, the first in the backward pass; {reason or 'above 10'}"
             f"{_describe_carriers(origin, 'parameter')}"
         )
         return self._finding(step, "training.explosion", sentence, _origin_evidence(origin))

@@ -13,7 +13,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from flexinspect_hooks.python_internals.patching import patch
@@ -52,6 +52,7 @@ NAMES = {
     (_DDP, "DistributedDataParallel._set_ddp_runtime_logging_sample_rate"): (
         "reductions of gradients are timed"
     ),
+    ("torch.distributed.distributed_c10d", "_get_default_store"): "ranks are compared",
     ("transformers", "PreTrainedModel._init_weights"): "norms and rotary tables are initialised",
 }
 """Module and name of each private name, and the feature that needs it."""
@@ -162,6 +163,28 @@ def has_made_optimizer() -> bool:
             return True
         classes += one.__subclasses__() if one is not None else ()
     return False
+
+
+def optimizer_step_depth(optimizer: Any) -> int:
+    """Return how many steps of an optimizer run in this thread, one inside the other.
+
+    The `step` of a subclass that calls `super().step()` runs the hooks of both. If torch names its
+    wrapper of `step` otherwise, each counts as the first.
+    """
+    file, n = sys.modules["torch.optim.optimizer"].__file__, 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "wrapper" and code.co_filename == file:
+            n += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return n
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; None if missing: ranks are not compared."""
+    get = _find("torch.distributed.distributed_c10d", "_get_default_store")
+    return None if get is None else get()
 
 
 def set_flex_debug(enabled: bool) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec import Struct, field
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flexinspect.records.step import LayerStatRecord
 from flexinspect.records.training_step import MODEL_OUTPUT, AnomalyOrigin
 from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.training import loop_calls
 from flexinspect_hooks.training.gradient_statistics import stack_nonfinite_counts, tensor_facts
 
 MAX_PENDING_FORWARDS = 64  # forward passes without a backward pass that are kept
@@ -57,6 +58,9 @@ class StepPasses(Struct):
     extremes: deque[Extremes] = field(default_factory=_micro_batches)
     is_updated: bool = False  # whether the weights may have changed since
     is_counted: bool = False  # a backward pass followed, so it belongs to the step
+    is_evaluation: bool = False  # of a model in evaluation mode
+    backward_losses: deque[Tensor | float] = field(default_factory=_micro_batches)
+    last_backward: int = -1  # its number, as several forward passes may share one
 
     def add(self, one: StepPasses) -> None:
         """Add a forward pass that belongs to the step."""
@@ -69,6 +73,14 @@ class StepPasses(Struct):
         self.device, self.autocast = one.device or self.device, one.autocast or self.autocast
         self.producer = self.producer or one.producer
 
+    def drop_backward(self) -> None:
+        """Forget the passes so far, because the program cleared their gradients."""
+        self.n_forward = self.n_backward = 0
+        self.producer, self.pending, self.stats = None, None, []
+        for values in (self.losses, self.backward_losses, self.output_gradient_norms):
+            values.clear()
+        self.extremes.clear()
+
     def resolve(self) -> None:
         """Read the results of an accelerator, and find the first producer of NaN or Inf."""
         if self.pending is not None:
@@ -79,27 +91,50 @@ class StepPasses(Struct):
         self.extremes.clear()
 
 
+class ForwardListener(Protocol):
+    """What is told of the forward passes of a model."""
+
+    def on_forward_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
+        """A forward pass begins that may have a backward pass."""
+
+    def on_evaluation_begin(self, model: nn.Module) -> None:
+        """A forward pass without gradients begins."""
+
+    def on_forward_end(self) -> None:
+        """A forward pass of either kind has ended, perhaps by an exception."""
+
+    def on_evaluation(self, model: nn.Module, loss: Tensor | float | None) -> None:
+        """A forward pass has ended that has no backward pass; `loss` is what it returned."""
+
+
 class ForwardWatch:
     """Hooks on a model, and the results of its passes since the last `begin_step`.
 
     `watches_leaves` keeps the outputs of the smallest modules instead of the layers', `keeps_stats`
-    computes statistics of the outputs; both may change between two forward passes.
+    computes statistics of the outputs; both may change between two forward passes. `prefix` stands
+    before the names of a model that is a part of another.
     """
 
     def __init__(
-        self, model: nn.Module, *, passes: StepPasses, on_begin: Callable[[], None], guarded: Guard
+        self,
+        model: nn.Module,
+        *,
+        passes: StepPasses,
+        listener: ForwardListener,
+        guarded: Guard,
+        prefix: str = "",
     ) -> None:
         self.watches_leaves = self.keeps_stats = False
         self.own_s = 0.0
         self.passes = passes
         self._model = model
-        self._on_begin, self._guarded = on_begin, guarded
+        self._listener, self._guarded = listener, guarded
+        self.prefix = prefix
         self._outputs: list[tuple[str, nn.Module, Any]] = []
         self._inputs: tuple[Any, ...] = ()
-        self._is_open = self._is_share = False
+        self._is_open = self._is_share = self._is_evaluating = False
         self._pending: deque[StepPasses] = deque(maxlen=MAX_PENDING_FORWARDS)
         self._started = 0.0
-        self._backward = -1
         self._hooks, self._module_hooks = ExitStack(), ExitStack()
         self._watched_leaves: bool | None = None  # no module is hooked yet
 
@@ -136,6 +171,9 @@ class ForwardWatch:
 
     def begin_step(self, passes: StepPasses) -> None:
         """Add the results of passes to `passes` from now on, which has none yet."""
+        for one in self._pending:
+            if one.is_evaluation:
+                self._listener.on_evaluation(self._model, next(iter(one.losses), None))
         self._pending.clear()
         self.passes = passes
 
@@ -161,15 +199,19 @@ class ForwardWatch:
     def _output_hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_open:
-                self._outputs.append((name, module, output))
+                self._outputs.append((f"{self.prefix}{name}", module, output))
 
         return keep
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_open or not torch.is_grad_enabled():
+        if self._is_open:
+            return
+        self._is_evaluating = not torch.is_grad_enabled()
+        if self._is_evaluating:
+            self._listener.on_evaluation_begin(module)
             return
         started = time.perf_counter()
-        self._on_begin()
+        self._listener.on_forward_begin(module, args, kwargs)
         self._release()
         if self._watched_leaves is not self.watches_leaves:
             self._hook_modules()
@@ -182,9 +224,14 @@ class ForwardWatch:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_open:
+            if self._is_evaluating:
+                self._listener.on_forward_end()
+            if self._is_evaluating and output is not None:
+                self._listener.on_evaluation(module, loss_of(output))
             return
         ended = time.perf_counter()
         self._is_open = False
+        self._listener.on_forward_end()
         try:
             if output is not None:
                 with torch.no_grad():
@@ -195,6 +242,7 @@ class ForwardWatch:
 
     def _read(self, output: Any, ended: float) -> None:
         forward = StepPasses(forward_s=ended - self._started, are_shares=self._is_share)
+        forward.is_evaluation = not self._model.training
         loss = loss_of(output)
         self._pending.append(forward)
         main = loss if loss is not None else next(floating_tensors(output), None)
@@ -229,7 +277,8 @@ class ForwardWatch:
         n_deciding = len(outer) if loss is None else 1
         if loss is not None:  # scalars are parts of the loss, or the loss itself
             outer = [one for one in outer if one.dim() and one is not loss]
-        outs += [(MODEL_OUTPUT, self._model, one) for one in outer]
+        root = self.prefix.rstrip(".") or MODEL_OUTPUT
+        outs += [(root, self._model, one) for one in outer]
         outs += [] if loss is None else [("", self._model, loss)]
         # A float mask contains -inf by design, so only the maximum of an input is checked.
         inputs = [one for value in self._inputs for one in dense_tensors(value) if one.numel()]
@@ -250,10 +299,13 @@ class ForwardWatch:
                 passes.output_gradient_norms.append(max_abs(grad.detach()))
             # If one backward pass goes through several forward passes, the first hook is its start.
             number = torch_private.backward_number()
-            if number == self._backward:
+            if number == passes.last_backward:
                 return
-            self._backward = number
+            passes.last_backward = number
             passes.n_backward += 1
+            if (loss := loop_calls.current_loss()) is not None:
+                value = loss.detach().clone() if is_remote(loss) else loss.item()
+                passes.backward_losses.append(value)
 
             def on_backward_end() -> None:
                 passes.backward_s += time.perf_counter() - started

@@ -49,8 +49,8 @@ NormsOf = Callable[[Sequence[Tensor]], list[float]]
 
 
 def _parameters_of(model: nn.Module) -> list[NamedParameter]:
-    # `torch.compile` adds this prefix to all names.
-    named = ((name.removeprefix("_orig_mod."), one) for name, one in model.named_parameters())
+    # `torch.compile` adds this to the names of what it wraps.
+    named = ((name.replace("_orig_mod.", ""), one) for name, one in model.named_parameters())
     return [NamedParameter(name, one, group_of(name), one.dim() > 1) for name, one in named]
 
 

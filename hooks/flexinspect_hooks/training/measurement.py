@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,8 +20,102 @@ from flexinspect_hooks.training.cost_governor import Detail
 from flexinspect_hooks.training.gradient_statistics import gradient_facts, local_part, tensor_norms
 from flexinspect_hooks.training.torch_calls import ClippingNorms, NormSource
 
+HISTORY = 50  # gradient norms of earlier steps that a norm is compared with
+MIN_HISTORY = 10  # with fewer of them, their scatter is unknown
+EXPLOSION_RATIO = 100.0  # of a total norm to the median of those before
+MIN_LOG_DEVIATIONS = 6.0  # by which it must stand out among their logarithms too
+INITIAL_RATIO = 1e4  # of the first norm of a matrix, which has none before it, to its weights
+MIN_SHARE = 1e-4  # of the total norm that a gradient always had before it counts as lost
 MAX_SAMPLE = 1 << 16  # the most values of a parameter that are copied: rows, evenly spaced
 MAX_FULL_STEPS = 10  # steps with an anomaly that are recorded with all parameters
+
+
+def _rounded(ratio: float) -> str:
+    """A large ratio with three digits."""
+    return f"{float(f'{ratio:.3g}'):,.0f}"
+
+
+class NormHistory:
+    """Judges the total gradient norm of a step by those of the steps before.
+
+    A loss that is a sum over many values has large gradients, and norms of small batches vary by
+    powers of ten, so no fixed limit tells an explosion.
+    """
+
+    def __init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=HISTORY)
+
+    def explosion(self, norm: float, first_ratio: Callable[[], float]) -> str:
+        """Why a norm is an explosion, "" if it is none.
+
+        `first_ratio` returns the largest norm of a matrix' gradient relative to the matrix, with
+        which the first step is judged.
+        """
+        if not math.isfinite(norm):
+            return ""
+        if not self._norms:
+            self._norms.append(norm)
+            ratio = first_ratio() if norm > INITIAL_RATIO else 0.0
+            reason = f"the gradient of a matrix is {_rounded(ratio)} times as large as the matrix"
+            return reason if ratio > INITIAL_RATIO else ""
+        middle = median(self._norms)
+        is_large = norm > max(EXPLOSION_RATIO * middle, training_step.EXPLODING_NORM)
+        if is_large and middle > 0 and self._stands_out(norm):
+            n = len(self._norms)
+            before = f"the median of the {n} before" if n > 1 else "that of the step before"
+            return f"the norm of the gradients is {_rounded(norm / middle)} times {before}"
+        self._norms.append(norm)
+        return ""
+
+    def _stands_out(self, norm: float) -> bool:
+        if len(self._norms) < MIN_HISTORY:
+            return True
+        logs = [math.log(one) for one in self._norms if one > 0]
+        middle = median(logs)
+        deviation = 1.4826 * median(abs(one - middle) for one in logs)
+        return math.log(norm) > middle + MIN_LOG_DEVIATIONS * deviation
+
+
+class LostGradients:
+    """Finds gradients that are exactly 0 in one step, in the middle of others that are not.
+
+    A gradient that became 0 in the backward pass leaves none to the layers below it, and an expert
+    that no token reaches has none in any of its parameters. Memory that was lost has neither sign.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []  # not the parameters, which may be replaced
+        self._least: list[float] = []  # the least norm of each gradient so far
+        self._largest_total = 0.0
+
+    def find(self, gradients: gradient_statistics.Gradients) -> list[str]:
+        """The names of such gradients in a step."""
+        total, norms, parameters = gradients.total, gradients.norms, gradients.parameters
+        if not 0.0 < total < math.inf:
+            return []
+        names = [one.name for one in parameters]
+        if names != self._names:
+            self._names, self._least, self._largest_total = names, norms, total
+            return []
+        before, enough = self._least, MIN_SHARE * self._largest_total
+        self._least = list(map(min, before, norms))
+        self._largest_total = max(self._largest_total, total)
+        if 0.0 not in norms:
+            return []
+        alive = {_parent(name) for name, norm in zip(names, norms, strict=True) if norm != 0.0}
+        each = zip(names, norms, before, strict=True)
+        lost = [name for name, norm, least in each if norm == 0.0 and least > enough]
+        return [name for name in lost if self._has_siblings(name, alive)]
+
+    @staticmethod
+    def _has_siblings(name: str, alive: set[str]) -> bool:
+        """Whether the module of a parameter, or if it has no other one its parent, has others."""
+        module = _parent(name)
+        return module in alive or any(_parent(one) == _parent(module) for one in alive)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 class GradientMeter:
@@ -35,6 +131,9 @@ class GradientMeter:
         self._hooked: list[str] = []
         self._order_hooks = ExitStack()
         self._norm_source = NormSource()
+        self._history, self._lost = NormHistory(), LostGradients()
+        self.lost: list[str] = []
+        """The gradients of the last measured step that were lost."""
         self._n_problem_steps = 0
         self._set_parameters(self._parameters.trainable_of(model))
 
@@ -145,9 +244,11 @@ class GradientMeter:
         if scale != 1.0:
             gradients = gradients.unscaled(scale)
         vanishing = 0.0 if is_warming else training_step.VANISHING_NORM
-        limits = training_step.EXPLODING_NORM, vanishing
+        self.lost = self._lost.find(gradients)
+        explosion = self._history.explosion(gradients.total, partial(self._first_ratio, gradients))
+        limits = training_step.EXPLODING_NORM if explosion else math.inf, vanishing
         outliers = gradients.outliers(limits)
-        producer = self._producer(outliers, vanishing)
+        producer = self._producer(outliers, vanishing, explosion)
         self._n_problem_steps += producer is not None
         is_first_problem = producer is not None and self._n_problem_steps <= MAX_FULL_STEPS
         is_recorded = is_first_problem or step % detail.rows_every == 0
@@ -161,8 +262,18 @@ class GradientMeter:
             anomaly_origin=producer,
         )
 
+    def _first_ratio(self, gradients: gradient_statistics.Gradients) -> float:
+        matrices = [at for at, one in enumerate(gradients.parameters) if one.is_matrix]
+        values = [gradients.parameters[at].parameter for at in matrices]
+        weights = tensor_norms([gradient_statistics.real_values(one) for one in values])
+        pairs = zip(matrices, weights, strict=True)
+        return max((gradients.norms[at] / w for at, w in pairs if w > 0), default=0.0)
+
     def _producer(
-        self, outliers: Sequence[training_step.ParameterGradient], vanishing: float
+        self,
+        outliers: Sequence[training_step.ParameterGradient],
+        vanishing: float,
+        explosion: str,
     ) -> training_step.AnomalyOrigin | None:
         """The parameter in which an anomaly first appears in the backward pass."""
         last = len(self._backward_order)
@@ -170,7 +281,9 @@ class GradientMeter:
         if bad := [one for one in ordered if one.has_nonfinite]:
             counts = f"{bad[0].n_nan} NaN, {bad[0].n_inf} Inf"
             return training_step.AnomalyOrigin("backward", bad[0].name, len(bad) - 1, counts)
-        kind, bad = "explosion", [one for one in ordered if one.explodes()]
+        if explosion and (bad := [one for one in ordered if one.explodes()]):
+            detail = f"{bad[0].norm:.4g}; {explosion}"
+            return training_step.AnomalyOrigin("explosion", bad[0].name, len(bad) - 1, detail)
         if not bad:
             kind, bad = "vanishing", [o for o in outliers if o.is_matrix and o.vanishes(vanishing)]
             bad.sort(key=lambda one: one.norm)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from msgspec import Struct
@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grad
 
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training import gradient_statistics, loop_calls
+from flexinspect_hooks.training.loop_calls import LoadedBatch
 
 _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
 """The two parts of torch's `clip_grad_norm_`, private functions that may change."""
@@ -97,35 +98,69 @@ def measure_clipping(
     return ClippingNorms(torch.linalg.vector_norm(norms, 2.0), norms, grads)
 
 
-class TrainingObserver(NamedTuple):
-    """Functions that are called in the thread that trains.
+class TrainingObserver(Protocol):
+    """What is told of the calls of a training loop, in the thread that trains."""
 
-    `on_clipped` gets the parameters whose gradients were clipped, their total norm before, the
-    limit, and the norm of each gradient (None if torch did not measure them in one call). The
-    others get a `GradScaler` and the optimizer that it is about to step or skip, or has.
-    """
+    def on_clipped(
+        self, clipped: Sequence[Tensor], before: Tensor, limit: float, norms: ClippingNorms | None
+    ) -> None:
+        """Gradients of these parameters were clipped; their total norm was `before`.
 
-    on_clipped: Callable[[Sequence[Tensor], Tensor, float, ClippingNorms | None], None]
-    before_scaler_step: Callable[[Any, Any], None]
-    after_scaler_step: Callable[[Any, Any], None]
+        `norms` are those of each gradient, None if torch did not measure them in one call.
+        """
+
+    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """A `GradScaler` is about to step or to skip an optimizer."""
+
+    def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """A `GradScaler` has stepped or skipped an optimizer."""
+
+    def on_unscaled(self, scaler: Any, optimizer: Any) -> None:
+        """A `GradScaler` has unscaled the gradients of an optimizer."""
+
+    def on_cleared(self, owner: Any) -> None:
+        """`zero_grad` of an optimizer or a module was called."""
+
+    def on_loss(self, loss: Tensor) -> None:
+        """A loss function of torch has returned a scalar without a gradient."""
+
+    def on_scheduler(self, optimizer: Any, name: str) -> None:
+        """The program has called the `step` of a scheduler for the first time."""
+
+    def on_batch(self, batch: LoadedBatch) -> None:
+        """A `DataLoader` has returned a batch."""
 
 
-_observers: list[TrainingObserver] = []
+class BatchObserver(Protocol):
+    """An observer that is told of batches alone."""
+
+    def on_batch(self, batch: LoadedBatch) -> None:
+        """A `DataLoader` has returned a batch."""
+
+
+_observers: list[TrainingObserver | BatchObserver] = []
 _patches = ExitStack()
 
 
 @contextmanager
-def observe_training(observer: TrainingObserver) -> Iterator[None]:
-    """Notify `observer` while the block runs."""
+def observe_training(observer: TrainingObserver | BatchObserver) -> Iterator[None]:
+    """Notify `observer` of those calls that it has a method for, while the block runs."""
     if not _observers:
         _install()
     _observers.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        _observers[:] = [one for one in _observers if one is not observer]
         if not _observers:
             _patches.close()
+
+
+def notify(name: str, *args: Any) -> None:
+    """Call a method of every observer that has it."""
+    for observer in tuple(_observers):
+        if (call := getattr(observer, name, None)) is not None:
+            call(*args)
 
 
 def _install() -> None:
@@ -138,14 +173,13 @@ def _install() -> None:
 
     @functools.wraps(step_original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        for observer in tuple(_observers):
-            observer.before_scaler_step(self, optimizer)
+        notify("before_scaler_step", self, optimizer)
         result = step_original(self, optimizer, *args, **kwargs)
-        for observer in tuple(_observers):
-            observer.after_scaler_step(self, optimizer)
+        notify("after_scaler_step", self, optimizer)
         return result
 
     _patches.callback(patch(scaler, "step", step))
+    _patches.enter_context(loop_calls.observe_loop(notify))
 
 
 def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -> tuple[Any, Any]:
@@ -171,7 +205,6 @@ def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -
         if norms is not None:
             is_same, versions = norms.total is total_norm, [*map(tensor_version, norms.grads)]
             norms = replace(norms, max_norm=float(max_norm), versions=versions) if is_same else None
-        for observer in tuple(_observers):
-            observer.on_clipped(clipped, total_norm, float(max_norm), norms)
+        notify("on_clipped", clipped, total_norm, float(max_norm), norms)
 
     return total_norm, clip_grads

@@ -7,212 +7,93 @@ which the program may report afterwards, and is written when the next step begin
 from __future__ import annotations
 
 import functools
-import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from msgspec import field
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.records import training_step
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
-from flexinspect.records.step import (
-    ArrayRecord,
-    EventRecord,
-    GenerationEnd,
-    GenerationRecord,
-    MemoryRecord,
-)
+from flexinspect.records.step import EventRecord, GenerationEnd
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.collectives import (
-    CollectiveLog,
-    collective_arrays,
-    observe_collectives,
-)
-from flexinspect_hooks.capture.hook import Hook, StepDraft, built_in_rules
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.collectives import CollectiveLog, observe_collectives
+from flexinspect_hooks.capture.hook import built_in_rules
 from flexinspect_hooks.capture.ranks import current_rank
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
-from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
-from flexinspect_hooks.python_internals.torch_private import active_data_parallel, hide_hooks
+from flexinspect_hooks.python_internals.torch_private import (
+    active_data_parallel,
+    hide_hooks,
+    optimizer_step_depth,
+)
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
-from flexinspect_hooks.training.forward_passes import ForwardWatch, StepPasses, is_remote
+from flexinspect_hooks.training.evaluation_passes import EvaluationPasses
+from flexinspect_hooks.training.forward_passes import ForwardWatch
 from flexinspect_hooks.training.gradient_statistics import learning_rates
+from flexinspect_hooks.training.loop_calls import LoadedBatch
 from flexinspect_hooks.training.measurement import GradientMeter
+from flexinspect_hooks.training.model_parts import ModelParts
+from flexinspect_hooks.training.rank_comparison import RankComparison
+from flexinspect_hooks.training.step_checks import EVENT, StepChecks
+from flexinspect_hooks.training.step_draft import (
+    Loss,
+    TrainingRecords,
+    TrainingStepDraft,
+    training_generation,
+)
 from flexinspect_hooks.training.torch_calls import ClippingNorms
 
 T = TypeVar("T")
-Loss = float | Tensor
-
-TRAINING_SAMPLE_ID = "training"  # the `sample_id` of the generation that represents a training run
 MAX_UNWRITTEN_STEPS = 16  # that may wait until something waits for the device anyway
 LINGER_S = 0.5  # delay of a commit: a training step takes longer than a decode step
 
 
-def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> GenerationRecord:
-    """The generation record that represents a training run at its start."""
-    placement: Counter[str] = Counter()
-    for one in meter.model.parameters():
-        placement[str(one.device)] += one.numel()
-    facts = {
-        "groups": list(meter.groups),
-        "parameters": len(meter.named),
-        "values": sum(one.parameter.numel() for one in meter.named),
-        "optimizer": "" if optimizer is None else type(optimizer).__name__,
-        "placement": dict(placement),
-    }
-    sample, declared = TRAINING_SAMPLE_ID, {"training": facts}
-    return GenerationRecord(0, sample, "", "", (), (), declared=declared, started_at=time.time())
+class SharedRun(NamedTuple):
+    """What a session shares with others of its trace: the recorder, and its own generation."""
 
-
-_RECORDED_FIELDS = (  # that a draft and the record of its step have under the same name
-    *("learning_rates", "max_norm", "group_ratios", "n_backward"),
-    *("scale", "is_skipped", "device", "autocast", "detail"),
-)
-
-
-class TrainingStepDraft(StepPasses):
-    """The data of one step until it is complete; the program passed `reported_loss` to `step`."""
-
-    number: int = 0
-    started: float = 0.0
-    started_at: float = 0.0
-    measured: training_step.TrainingStepRecord | None = None
-    learning_rates: tuple[float, ...] = ()
-    group_ratios: tuple[float, ...] = ()
-    norm_before_clip: Loss | None = None
-    max_norm: float | None = None
-    scale: float | None = None
-    is_skipped: bool = False
-    optimizer_started: float | None = None
-    optimizer_s: float = 0.0
-    data_s: float | None = None
-    waited_s: float = 0.0
-    own_s: float = 0.0
-    wall_s: float = 0.0
-    detail: str = ""
-    reported_loss: Loss | None = None
-    memory: MemoryRecord | None = None
-    collectives: tuple[Any, ...] = ()
-    weights: dict[str, Any] = field(default_factory=dict)
-    """By stream, the sums of their bits by group, on their device until `read`."""
-    notes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-
-    def context(self) -> StepContext:
-        """The step's context for the writer thread."""
-        context = StepContext(0, self.number, "train", 0, 0, "", self.started_at, self.started)
-        context.wall_ms, context.capture_s = self.wall_s * 1e3, self.own_s
-        context.events += self.notes
-        return context
-
-    def read(self) -> None:
-        """Convert results on a device to numbers, which waits for the device."""
-        self.resolve()
-        for values in (self.losses, self.output_gradient_norms):
-            values.extend([float(values.popleft()) for _ in range(len(values))])
-        loss, norm = self.reported_loss, self.norm_before_clip
-        self.reported_loss = None if loss is None else float(loss)
-        self.norm_before_clip = None if norm is None else float(norm)
-        for stream, sums in self.weights.items():
-            self.weights[stream] = sums.cpu().numpy() if isinstance(sums, Tensor) else sums
-
-    def needs_wait(self) -> bool:
-        """Whether `read` would wait for a device."""
-        values = [self.reported_loss, self.norm_before_clip, *self.losses]
-        values += self.weights.values()
-        values += [*self.output_gradient_norms, *(one.values for one in self.extremes)]
-        tensors = (value for value in values if isinstance(value, Tensor))
-        return self.pending is not None or any(map(is_remote, tensors))
-
-    def record(self) -> training_step.TrainingStepRecord:
-        """The record of the step from everything that is known."""
-        self.is_updated = True  # results not read yet are read after the optimizer's step
-        self.read()
-        loss, source = self._loss()
-        spent = self.forward_s + self.backward_s + self.optimizer_s
-        spent += (self.data_s or 0.0) + self.own_s + self.waited_s
-        return replace(
-            self.measured or training_step.TrainingStepRecord(loss, source, ()),
-            loss=loss,
-            loss_source=source,
-            norm_before_clip=cast(float | None, self.norm_before_clip),
-            anomaly_origin=self._producer(loss, source),
-            forward_ms=self.forward_s * 1e3,
-            backward_ms=self.backward_s * 1e3,
-            optimizer_ms=self.optimizer_s * 1e3,
-            data_ms=None if self.data_s is None else self.data_s * 1e3,
-            other_ms=max(self.wall_s - spent, 0.0) * 1e3,
-            **{name: getattr(self, name) for name in _RECORDED_FIELDS},
-        )
-
-    def _loss(self) -> tuple[float, str]:
-        if self.reported_loss is not None:
-            return float(self.reported_loss), training_step.LOSS_REPORTED
-        if self.losses:
-            losses = [*map(float, self.losses)]
-            loss = math.fsum(losses) if self.are_shares else fmean(losses)
-            return loss, training_step.LOSS_FROM_OUTPUT
-        return math.nan, ""
-
-    def _producer(self, loss: float, source: str) -> training_step.AnomalyOrigin | None:
-        """Where the anomaly began: in the forward pass, else in the loss, else in the backward."""
-        origin = None if self.measured is None else self.measured.anomaly_origin
-        if self.producer is not None:
-            return self.producer
-        if source and not math.isfinite(loss):
-            n_affected = 0 if origin is None else origin.n_affected + 1
-            return training_step.AnomalyOrigin("loss", "", n_affected)
-        if origin is None or origin.kind != "backward":
-            return origin
-        if all(math.isfinite(float(norm)) for norm in self.output_gradient_norms):
-            return origin
-        detail = f"{origin.detail}; it arrives at the model's output, so the loss makes it"
-        return training_step.AnomalyOrigin(origin.kind, origin.name, origin.n_affected, detail)
-
-
-class TrainingRecords(Hook):
-    """The hook that adds a finished step to the draft of the writer thread."""
-
-    name = "training"
-
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
-        """Add the step's record, its memory and the statistics of its outputs."""
-        draft.training, finished = kept
-        draft.memory = finished.memory
-        draft.layer_stats += finished.stats
-        draft.arrays += collective_arrays(finished.collectives)
-        draft.arrays += [ArrayRecord(stream, sums) for stream, sums in finished.weights.items()]
+    recorder: Recorder
+    generation: int
+    model: str
 
 
 class TrainingSession:
-    """Records the steps of `optimizer`; without one, each call of `set_loss` ends a step."""
+    """Records the steps of `optimizer`; without one, each call of `set_loss` ends a step.
+
+    With `shared` it is one of several sessions of a trace, whose recorder others start and stop.
+    """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, sink: TraceWriter, governor: Governor
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        sink: TraceWriter,
+        governor: Governor,
+        shared: SharedRun | None = None,
     ) -> None:
-        self.recorder = Recorder(sink, linger_s=LINGER_S)
+        self._shared = shared
+        self.recorder = Recorder(sink, linger_s=LINGER_S) if shared is None else shared.recorder
+        self._generation = 0 if shared is None else shared.generation
         self.summary = training_step.TrainingSummaryCounter()
         self.own_s = self.total_s = 0.0
-        self._model, self._optimizer = model, optimizer
+        self._optimizer = optimizer
         self._governor = governor
         self._meter = GradientMeter(model)
         self._current = TrainingStepDraft()
-        self._forwards = ForwardWatch(
-            model, passes=self._current, on_begin=self._on_forward_begin, guarded=self._guarded
-        )
-        self._records = TrainingRecords()
+        self._forwards = ModelParts(model, self._watch_part)
+        self._evaluations = EvaluationPasses()
+        self._checks = StepChecks(self._meter, optimizer)
+        self._ranks = RankComparison(model, self._generation)
+        self._records = TrainingRecords(self._ranks)
         self._device = next(model.parameters()).device
         self._memory = StepMemory(model, self._device)
         self._hooks = ExitStack()
@@ -226,15 +107,19 @@ class TrainingSession:
         self._scaler_step: int | None = None
         self._collectives = CollectiveLog() if current_rank() is not None else None
         self._is_off = False
+        self.is_paused: Callable[[], bool] = lambda: False
+        """Whether forward passes belong to something else now, such as a call of `generate`."""
 
     def begin(self) -> None:
         """Install all hooks and begin the generation that represents the run."""
         rules, off = built_in_rules()
-        self.recorder.has_core = not self._cores_are_taken()
-        self.recorder.start()
+        if self._shared is None:
+            self.recorder.has_core = not self._cores_are_taken()
+            self.recorder.start()
         for name, sentence in off.items():
             self._event("rule-disabled", f"{name}: {sentence}")
-        generation = training_generation(self._meter, self._optimizer)
+        name = "" if self._shared is None else self._shared.model
+        generation = training_generation(self._meter, self._optimizer, self._generation, name)
         self.recorder.begin_generation(generation, RuleRunner(rules))
         self._forwards.install()
         self._apply_detail()
@@ -243,12 +128,11 @@ class TrainingSession:
             before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
             self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
-        calls = (self._on_clipped, self._before_scaler_step, self._after_scaler_step)
-        observing = torch_calls.observe_training(torch_calls.TrainingObserver(*calls))
-        self._hooks.enter_context(observing)
+        self._checks.install(self._hooks, self._guarded)
+        self._hooks.enter_context(torch_calls.observe_training(self))
         if self._collectives is not None:
             self._hooks.enter_context(observe_collectives(self._collectives))
-            self._collectives.watch_reducer(self._model)
+            self._collectives.watch_reducer(self._forwards.model)
         self._hooks.callback(hide_hooks())
         self._hooks.callback(self._memory.close)
 
@@ -260,11 +144,46 @@ class TrainingSession:
         except Exception as error:
             self._switch_off(error)
         try:
+            for kind, text, facts in (*self._checks.take(), *self._evaluations.take()):
+                self._event(kind, text, facts)
+            self.recorder.put(self._finish_ranks)
             answer = f"{self.summary.summary.total_steps} steps"
-            self.recorder.put(GenerationEnd(0, state, answer, (), reason, time.time()))
-            self.recorder.stop()
+            end = GenerationEnd(self._generation, state, answer, (), reason, time.time())
+            self.recorder.put(end)
+            if self._shared is None:
+                self.recorder.stop()
         finally:
             self._uninstall()
+
+    def _finish_ranks(self) -> EventRecord | None:
+        found = self._ranks.finish()
+        if found is None:
+            return None
+        text, facts = found
+        place = (self._generation, facts["first_step"])
+        return EventRecord(EVENT, text, time.time(), *place, {"check": "ranks-differ", **facts})
+
+    def discard(self) -> None:
+        """Remove all hooks and write nothing, in a forked child."""
+        self._is_off = True
+        self._uninstall()
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The modules that the program calls."""
+        return self._forwards.parts
+
+    def add_part(self, part: nn.Module, name: str, first_name: str) -> None:
+        """Watch another module that the same optimizer trains."""
+        self._forwards.add(part, name, first_name)
+        self._meter.model = self._forwards.model
+        self._meter.refresh()
+        self._meter.learn_order()
+
+    def _watch_part(self, part: nn.Module, prefix: str) -> ForwardWatch:
+        return ForwardWatch(
+            part, passes=self._current, listener=self, guarded=self._guarded, prefix=prefix
+        )
 
     def _uninstall(self) -> None:
         self._forwards.remove()
@@ -335,6 +254,8 @@ class TrainingSession:
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
+        if optimizer_step_depth(optimizer) > 1:
+            return  # a `step` that calls `super().step()` is one step
         now = self._current
         self._flush()
         now.learning_rates = learning_rates(optimizer)
@@ -354,6 +275,8 @@ class TrainingSession:
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
+        if optimizer_step_depth(optimizer) > 1:
+            return
         if self._current.optimizer_started is not None:
             inside = self._passes_s() - self._passes_before_s  # a closure runs forward and backward
             self._current.optimizer_s = max(started - self._current.optimizer_started - inside, 0.0)
@@ -368,25 +291,60 @@ class TrainingSession:
     def _passes_s(self) -> float:
         return self._current.forward_s + self._current.backward_s + self._forwards.own_s
 
-    def _on_clipped(
+    def on_clipped(
         self, clipped: Sequence[Tensor], before: Tensor, limit: float, norms: ClippingNorms | None
     ) -> None:
         """Gradients were clipped; those of other models are ignored."""
         if not self._meter.parameter_ids.isdisjoint(map(id, clipped)):
             self._current.norm_before_clip, self._current.max_norm = before.detach(), limit
             self._clip_norms = norms
+            self._checks.on_clipped()
 
-    def _before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         if optimizer is self._optimizer and scaler.is_enabled():
             self._current.scale = float(scaler.get_scale())
             self._clip_norms = None  # the scaler may divide gradients without a new tensor version
             self._scaler_step = self._current.number
 
-    def _after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+    def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """It has called the optimizer, or skipped the step: then no step began since."""
         if optimizer is self._optimizer and self._scaler_step == self._current.number:
             self._scaler_step = None
             self._guarded(self._on_skipped_step)(optimizer)
+
+    def on_unscaled(self, scaler: Any, optimizer: Any) -> None:
+        """The gradients of an optimizer were unscaled."""
+        if optimizer is self._optimizer:
+            self._checks.on_unscaled()
+
+    def on_cleared(self, owner: Any) -> None:
+        """Backward passes whose gradients are cleared do not belong to the step."""
+        now = self._current
+        if now.n_backward and now.optimizer_started is None and self._is_own(owner):
+            now.drop_backward()
+
+    def _is_own(self, owner: Any) -> bool:
+        if isinstance(owner, nn.Module):
+            one = next(iter(owner.parameters()), None)
+            return one is not None and id(one) in self._meter.parameter_ids
+        return owner is self._optimizer
+
+    def on_loss(self, loss: Tensor) -> None:
+        """A loss function returned a loss without a gradient."""
+        self._evaluations.on_loss(loss)
+
+    def on_scheduler(self, optimizer: Any, name: str) -> None:
+        """A scheduler made its first step."""
+        if optimizer is self._optimizer:
+            self._checks.on_scheduler(name, self._current.number)
+
+    def on_batch(self, batch: LoadedBatch) -> None:
+        """A `DataLoader` returned a batch."""
+        if not self._is_off:
+            self._current.data_s = (self._current.data_s or 0.0) + batch.wait_s
+            if self._step_started is None:
+                self._step_started = time.perf_counter() - batch.wait_s
+            self._checks.on_batch(batch)
 
     def _on_skipped_step(self, optimizer: Optimizer) -> None:
         started = time.perf_counter()
@@ -396,13 +354,29 @@ class TrainingSession:
         self._measure()
         self._end_step(started)
 
-    def _on_forward_begin(self) -> None:
+    def on_forward_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
+        """A forward pass begins."""
+        self._evaluations.on_training()
+        self._checks.on_forward(model, args, kwargs, self._current.number)
         if self._step_started is None:
             self._step_started = time.perf_counter()
         self._clip_norms = None  # do not keep gradients alive that the program may drop
         if self._collectives is not None and (parallel := active_data_parallel()) is not None:
             self._collectives.watch_reducer(parallel)  # of a Trainer, whose model is inside it
         self._flush()
+
+    def on_evaluation_begin(self, model: nn.Module) -> None:
+        """A forward pass without a backward pass begins."""
+        self._checks.on_evaluation(model)
+
+    def on_forward_end(self) -> None:
+        """A forward pass has ended."""
+        self._checks.on_forward_end()
+
+    def on_evaluation(self, model: nn.Module, loss: Tensor | float | None) -> None:
+        """A forward pass without a backward pass has ended."""
+        if not self.is_paused():
+            self._evaluations.add(loss, is_evaluation=not model.training)
 
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._current, self._governor.detail
@@ -420,6 +394,9 @@ class TrainingSession:
             self._rates_before = now.learning_rates
         norms, self._clip_norms = self._clip_norms, None
         now.measured = self._meter.measure(now.number, detail, scale, is_rising, norms)
+        is_before = now.optimizer_started is None  # with a closure they are complete only after it
+        rates = now.learning_rates
+        self._checks.on_gradients(now.number, now.measured, rates, is_before=is_before)
 
     def _synchronize(self) -> None:
         """Wait for the device; its work belongs to the program and is not a cost of capture."""
@@ -432,6 +409,8 @@ class TrainingSession:
     def _end_step(self, started: float) -> None:
         """End the current step; `started` is when capture began to work on its end."""
         now = self._current
+        self._checks.after_step(now.number, is_skipped=now.is_skipped)
+        now.notes += [*self._checks.take(), *self._evaluations.take()]
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
         now.memory = self._memory.read()
         if self._collectives is not None:
@@ -456,7 +435,7 @@ class TrainingSession:
         self.total_s += now.wall_s
         self._check_overhead(now)
         self._reported_loss, self._step_started = None, ended
-        self._step_own_s = self._forwards.own_s = 0.0
+        self._step_own_s = 0.0
         self._awaiting_loss, self._current = now, TrainingStepDraft(number=now.number + 1)
         self._forwards.begin_step(self._current)
 
@@ -472,9 +451,7 @@ class TrainingSession:
             self._apply_detail()
 
     def _apply_detail(self) -> None:
-        detail = self._governor.detail
-        self._forwards.watches_leaves = detail.watches_leaves
-        self._forwards.keeps_stats = detail.keeps_stats
+        self._forwards.set_detail(self._governor.detail)
 
     def _flush(self) -> None:
         """Stop waiting for the newest step's loss; write the steps that need not wait for a GPU."""
@@ -491,7 +468,8 @@ class TrainingSession:
             training = step.record()
             self.summary.add(training)
             kept = ((self._records, (training, step)),)
-            self.recorder.put(FinishedStep(step.context(), StepBuffer(torch.device("cpu")), kept))
+            context = step.context(self._generation)
+            self.recorder.put(FinishedStep(context, StepBuffer(torch.device("cpu")), kept))
 
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         """Wrap a call so that it never raises into the program: on errors, capture ends."""
@@ -513,8 +491,9 @@ class TrainingSession:
         self._event("hook-disabled", text)
         self._uninstall()
 
-    def _event(self, kind: str, text: str) -> None:
-        self.recorder.put(EventRecord(kind, text, time.time(), 0, self._current.number))
+    def _event(self, kind: str, text: str, facts: Mapping[str, Any] | None = None) -> None:
+        place = (self._generation, self._current.number)
+        self.recorder.put(EventRecord(kind, text, time.time(), *place, facts or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
         """Copies of the model or the optimizer copy their hooks, but must not copy the session."""

@@ -115,8 +115,8 @@ def watch_training(
             Above it, detail is dropped and restored later, with an event each time.
         quiet: do not print the summary at the end.
 
-    The loss of a step is the one that the model returns (`.loss`, `["loss"]`, or a scalar), unless
-    `step(loss=...)` sets another.
+    The loss of a step is the one that the model returns (`.loss`, `["loss"]`, or a scalar), else
+    what the program calls `backward` on, unless `step(loss=...)` sets another.
 
     Raises `UsageError` for an unknown level, an existing file, or a model without trainable
     parameters.

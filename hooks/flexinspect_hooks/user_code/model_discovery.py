@@ -22,6 +22,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from flexinspect.core import plugins
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.audit.evidence import EvidenceStore
@@ -78,7 +79,11 @@ class ModelFinder:
         self.audits: AuditBudget | None = None
         if job.audit_seconds > 0 and job.level != "basic":
             self.audits = AuditBudget(AuditOptions(job.audit_seconds, job.audit_dtype))
+        self._end = ("finished", "")
+        """How the program ended: the state, and what it raised."""
         self._standalone: StandaloneCalls | None = None
+        self._trainings: Any = None
+        """The `TrainingFinder`, which is above this package; None before the first optimizer."""
         run.attach_recorder(self.recorder)
         self.recorder.start()
 
@@ -95,6 +100,8 @@ class ModelFinder:
             # Inside another model's forward the model is a part of that one, and a compiled graph
             # must not contain this wrapper.
             if torch.compiler.is_compiling() or getattr(local, "root", None):
+                return nn.Module.__call__(model, *args, **kwargs)
+            if self._trainings is not None and self._is_training(model):
                 return nn.Module.__call__(model, *args, **kwargs)
             local.root = id(model)
             try:
@@ -146,6 +153,26 @@ class ModelFinder:
         session.__enter__()
         self._standalone = session
         session.use_levels(self._run.levels)
+
+    def watch_trainings(self) -> None:
+        """Record what each optimizer of the program trains."""
+        make = plugins.load(plugins.CAPTURE, "training-finder")
+        report = functools.partial(self.event, "not-recorded")
+        levels, recorder = self._run.levels, self.recorder
+        self._trainings = make(self.writer, recorder, self.numbers, levels, report)
+        self._trainings.is_generating = lambda: any(one.generate_depth for one in self._open)
+        self._trainings.watch()
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """Note an optimizer that the program has made."""
+        self._trainings.add_optimizer(optimizer)
+
+    def _is_training(self, model: nn.Module) -> bool:
+        """Whether a call of a model belongs to a training, and not to a generation."""
+        if self._trainings is None or not self._trainings.trains(model):
+            return False
+        session = self._found.get(model)
+        return session is None or not session.generate_depth
 
     # -- a model ---------------------------------------------------------------------------------
 
@@ -242,6 +269,7 @@ class ModelFinder:
     def on_program_failed(self, error: BaseException) -> None:
         """Record the exception that ends the program, at the step that it interrupted."""
         strip_own_frames(error)
+        self._end = (end_state(error), f"{type(error).__name__}: {error}")
         if any(session.recorded_error is error for session in self._sessions):
             return
         with self._lock:
@@ -264,10 +292,18 @@ class ModelFinder:
                 self._end_session(session)
             if self._standalone is not None:
                 self._standalone.__exit__()
+            if self._trainings is not None:
+                self._trainings.close(*self._end)
             self._wrappers.close()
             sessions = [session for session in (*self._sessions, self._standalone) if session]
-            cost = capture_cost(sessions, self.recorder) if sessions else None
+            trained = [] if self._trainings is None else self._trainings.sessions
             self.recorder.stop()
+            cost = capture_cost(sessions, self.recorder) if sessions else None
+            if trained and not self._facts:
+                own, total = (sum(getattr(o, n) for o in trained) for n in ("own_s", "total_s"))
+                ratio = round(own / max(total - own, 1e-9), 5)
+                times = {"capture_s": round(own, 6), "total_s": round(total, 6)}
+                cost = {**times, "ratio": ratio, "steps": self.recorder.n_steps}
         return cost
 
     def discard(self) -> None:
@@ -277,12 +313,16 @@ class ModelFinder:
             session.remove_hooks()
         if self._standalone is not None:
             self._standalone.remove_hooks()
+        if self._trainings is not None:
+            self._trainings.discard()
         self._wrappers.close()
 
     @property
     def has_found_anything(self) -> bool:
-        """Whether a model was found, or FlexAttention was called outside of any model."""
-        return bool(self._facts) or (self._standalone is not None and self._standalone.n_calls > 0)
+        """Whether a model or a training was found, or FlexAttention called outside of a model."""
+        is_trained = self._trainings is not None and self._trainings.has_steps
+        has_calls = self._standalone is not None and self._standalone.n_calls > 0
+        return bool(self._facts) or is_trained or has_calls
 
 
 class FoundSession(WatchSession):

@@ -14,10 +14,10 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import RLock, get_ident
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
+from flexinspect.rules.text.generated_length import LENGTH_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
@@ -108,6 +109,8 @@ class WatchSession(CaptureSession):
         self.generate_depth = self._n_forwards = 0
         self._paused_s = 0.0
         self._prompt: Tensor | None = None
+        self._asked: int | None = None
+        self._n_prompt = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchSession:
         """Return self: a copy of the model copies its hooks, but must not copy the session."""
@@ -375,6 +378,7 @@ class WatchSession(CaptureSession):
             return
         self._finish_generation()
         self._is_followed = _follows_row_0(self._model, kwargs)
+        self._asked = asked_tokens(self._model, kwargs)
         candidates = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
         prompt = next((value for value in candidates if value is not None), None)
         n_prompt = 0
@@ -390,12 +394,15 @@ class WatchSession(CaptureSession):
         self.generate_depth -= 1
         if self.generate_depth:
             return
-        self._generate_thread, self._prompt = 0, None
+        prompt, self._prompt = self._prompt, None
+        self._n_prompt = 0 if prompt is None else int(prompt.shape[1])
+        self._generate_thread = 0
         if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)
             self.finish("interrupted" if is_stop else "failed", error)
             return
         try:
+            self._check_length(result)
             self._record_last_token(result)
         except Exception as failure:
             message = f"{type(failure).__name__}: {failure}"
@@ -403,6 +410,17 @@ class WatchSession(CaptureSession):
         self._finish_generation()
         self._tracker.end()
         self.pass_breakpoints()
+
+    def _check_length(self, result: Any) -> None:
+        """Report more new tokens than `max_new_tokens` of the outermost call allowed."""
+        sequences = getattr(result, "sequences", result)
+        if not self._asked or not self._n_prompt or not isinstance(sequences, Tensor):
+            return
+        produced = int(sequences.shape[-1]) - self._n_prompt
+        if produced > self._asked:
+            text = f"generate was asked for at most {self._asked} new tokens, and returned "
+            facts = {"asked": self._asked, "produced": produced}
+            self._event(LENGTH_EVENT, f"{text}{produced}", None, facts)
 
     def _record_last_token(self, result: Any) -> None:
         """Finish the last step with the last token that `generate` returned."""
@@ -422,6 +440,23 @@ class WatchSession(CaptureSession):
 
 
 # -- helpers for a model that code of the user runs ------------------------------------------------
+
+
+def asked_tokens(model: nn.Module, kwargs: Mapping[str, Any]) -> int | None:
+    """Return `max_new_tokens` of the outermost `generate` of a model that runs; None if unknown.
+
+    A class may override `generate`, and pass on another number than it was asked for.
+    """
+    asked = kwargs.get("max_new_tokens")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            facts = frame.f_locals
+            others = (value for value in facts.values() if isinstance(value, dict))
+            named = (one["max_new_tokens"] for one in (facts, *others) if "max_new_tokens" in one)
+            asked = next(named, asked)
+        frame = frame.f_back
+    return asked if isinstance(asked, int) else None
 
 
 _UNFOLLOWED_ARGUMENTS = ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha")

@@ -19,7 +19,12 @@ from flexinspect.panels.training_panel import TrainingData, step_facts
 from flexinspect.records.step import StepRecord
 from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
 from flexinspect.rules.training.training_steps import TrainingRule
-from flexinspect_hooks.training import cost_governor, forward_passes, training_session
+from flexinspect_hooks.training import (
+    cost_governor,
+    forward_passes,
+    step_draft,
+    training_session,
+)
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.watch_training import TrainingWatch, watch_training
 from flexinspect_hooks.training_debuggers import switch_board
@@ -204,7 +209,8 @@ def test_a_model_that_returns_its_parameter_is_left_without_hooks(path: Path) ->
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        assert not model.loss._backward_hooks
+        assert len(model.loss._backward_hooks) == 1  # they do not accumulate
+    assert not model.loss._backward_hooks
     assert [step.loss for step in steps_of(trace)] == pytest.approx([1.0, 0.9])
 
 
@@ -245,7 +251,7 @@ def test_a_step_waits_for_a_gpu_only_if_gradients_are_measured(
         original(self)
 
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
-    for module in (forward_passes, training_session):
+    for module in (forward_passes, step_draft):
         monkeypatch.setattr(module, "is_remote", lambda tensor: True)
     monkeypatch.setattr(training_session.TrainingStepDraft, "read", noted)
     monkeypatch.setitem(
@@ -277,3 +283,32 @@ def test_what_is_written_counts_once_as_cost(path: Path, monkeypatch: pytest.Mon
         cost = trace.cost
         assert 0.15 <= float(cost["capture_s"]) <= float(cost["total_s"])
         assert float(cost["capture_s"]) < 0.25
+
+
+class Skipping(torch.optim.SGD):
+    """Calls the step of its base class, as an optimizer that adds something does."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("once")
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_is_one_step(path: Path) -> None:
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch then hooks the base class too
+    model = Net()
+    optimizer = Skipping(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        loop(model, optimizer, 2)
+        optimizer.fails = True
+        with pytest.raises(RuntimeError, match="once"):
+            loop(model, optimizer, 1)
+        optimizer.fails = False
+        loop(model, optimizer, 2)
+    steps = steps_of(trace)
+    assert len(steps) == 4
+    assert all(step.has_loss and step.n_parameters == 4 for step in steps)
+    with trace.reader() as reader:
+        assert [*reader.training_steps(0)] == [0, 1, 2, 3]

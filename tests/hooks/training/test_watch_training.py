@@ -503,7 +503,7 @@ def test_a_forward_that_raises_keeps_no_references(path: Path) -> None:
         with pytest.raises(RuntimeError):
             model(X, torch.ones(3, 5))
         assert watch._session is not None
-        assert not watch._session._forwards._outputs
+        assert not watch._session._forwards._watches[0]._outputs
         model(X, Y).loss.backward()
         optimizer.step()
     assert steps_of(watch)[0].n_backward == 1
@@ -528,7 +528,7 @@ def test_a_prediction_of_one_value_is_not_a_loss(path: Path) -> None:
     with watch_training(model, optimizer, out=path, quiet=True) as watch:
         (model(X[:1]) ** 2).mean().backward()
         optimizer.step()
-    assert not steps_of(watch)[0].has_loss
+    assert steps_of(watch)[0].loss_source == "backward"  # not the prediction itself
 
 
 @pytest.mark.parametrize("shape", [(8, 512, 512), (3, 1 << 17), (1 << 18,), (512, 3, 3, 64)])

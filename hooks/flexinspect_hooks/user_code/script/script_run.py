@@ -7,12 +7,13 @@ are applied and the `ModelFinder` is created.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
@@ -30,6 +31,7 @@ from flexinspect_hooks.breakpoints.actions import StoppedAtBreakpointError
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
 from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 from flexinspect_hooks.python_internals.threads import background_thread
 from flexinspect_hooks.sessions.captured_run import CapturedRun, send_error
@@ -64,7 +66,8 @@ class ProgramCapture(CapturedRun):
         self._finder: ModelFinder | None = None
         self._finder_lock = threading.Lock()
         self._pending_calls: deque[str] = deque()
-        self._has_own_traces = False
+        self._has_own_traces = self._watches_trainings = False
+        self._restore_optimizers: Callable[[], None] = lambda: None
         self.tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
@@ -140,9 +143,32 @@ class ProgramCapture(CapturedRun):
         self.control.start()
         if self.job.threads is not None:
             torch.set_num_threads(self.job.threads)
+        self._watch_optimizers()
         self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
         self.record_event("phase", "note", text=device_report(opens_gpu=False))
         self.record_event("phase", _RUNNING)
+
+    def _watch_optimizers(self) -> None:
+        """Record trainings from the first optimizer on; most programs make none."""
+        from torch.optim import Optimizer
+
+        original = Optimizer.__init__
+
+        @functools.wraps(original)
+        def init(optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if self._is_closing or os.getpid() != self._pid:
+                return
+            try:
+                if not self._watches_trainings:
+                    self._watches_trainings = True
+                    self._call_finder("watch_trainings")
+                if self._finder is not None:
+                    self._finder.add_optimizer(optimizer)
+            except Exception as error:
+                self._on_import_error("optimizers", error)
+
+        self._restore_optimizers = patch(Optimizer, "__init__", init)
 
     def _on_flex(self) -> None:
         self._call_finder("watch_standalone_calls")
@@ -220,6 +246,7 @@ class ProgramCapture(CapturedRun):
         cost = self._finder.close() if self._finder is not None else None
         self.report_missing_steps()
         self._import_hooks.remove()
+        self._restore_optimizers()
         self.tokenizers.end()
         self._children.end()
         for stream in (sys.stdout, sys.stderr):
@@ -261,6 +288,7 @@ class ProgramCapture(CapturedRun):
         """Remove all hooks in a forked child, because the trace belongs to its parent."""
         self.control.close_sockets()
         self._import_hooks.remove()
+        self._restore_optimizers()
         self.tokenizers.end()
         self._children.end()
         if self._finder is not None:
@@ -273,7 +301,9 @@ def _nothing_recorded() -> str:
         return "Nothing was recorded: the program did not import torch."
     training = "flexinspect.watch_training(model, optimizer, out=…), see docs/training.md"
     if torch_private.has_made_optimizer():
-        return f"The training was not recorded. To record it: with {training}."
+        return (
+            f"No step of a torch optimizer was seen. To record another training: with {training}."
+        )
     reason = "the program did not use transformers' models"
     if "transformers.modeling_utils" in sys.modules:
         reason = "none was called in this process, or only inside a graph that torch.compile made"

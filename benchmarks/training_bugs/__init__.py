@@ -1,0 +1,1 @@
+"""Programs with public silent training errors, and without: see `runner`."""

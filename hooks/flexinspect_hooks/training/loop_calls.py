@@ -1,0 +1,219 @@
+"""Observes what a training loop calls of torch besides its model and optimizer.
+
+Losses, cleared gradients, schedulers, gradient scalers and data loaders. While installed, these
+functions of torch are replaced, for the whole process, by functions that do the same and notify.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import dataloader
+
+from flexinspect_hooks.python_internals.patching import patch
+
+LOSS_FUNCTIONS = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "ctc_loss"),
+    *("cosine_embedding_loss", "margin_ranking_loss", "hinge_embedding_loss"),
+    *("triplet_margin_loss", "poisson_nll_loss", "gaussian_nll_loss"),
+)
+"""Functions of `torch.nn.functional` whose scalar result is a loss."""
+
+MAX_KEYS = 64  # earlier batches of an iterator with which a batch is compared
+MAX_HASHED_VALUES = 1 << 15  # larger tensors are compared by a part of their values
+
+Notify = Callable[..., None]  # the name of an observer's method, and its arguments
+
+_losses: list[tuple[Tensor, bool]] = []
+"""On which `backward` runs, before they were scaled, and whether they were; the innermost last."""
+_scaled: list[tuple[weakref.ref[Tensor], Tensor]] = []  # the last loss that a scaler scaled
+
+
+def current_loss() -> Tensor | None:
+    """The loss that the backward pass which runs began with, before it was scaled; None if none."""
+    return _losses[-1][0] if _losses else None
+
+
+def is_loss_scaled() -> bool:
+    """Whether a gradient scaler scaled the loss of the backward pass that runs."""
+    return bool(_losses) and _losses[-1][1]
+
+
+class LoadedBatch(Struct, frozen=True):
+    """A batch that a `DataLoader` returned: the time it took, and an equal one before.
+
+    `number` counts the batches of the iterator, `earlier` is that of an equal batch among the last
+    `MAX_KEYS` (None without one).
+    """
+
+    wait_s: float
+    number: int
+    earlier: int | None
+    n_workers: int
+
+
+def observe_loop(notify: Notify) -> ExitStack:
+    """Install everything; closing the result restores it."""
+    stack = ExitStack()
+    for install in (_observe_backward, _observe_clearing, _observe_scaler, _observe_losses):
+        install(notify, stack)
+    _observe_schedulers(notify, stack)
+    _observe_loaders(notify, stack)
+    return stack
+
+
+def _observe_backward(notify: Notify, stack: ExitStack) -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        one = tensors if isinstance(tensors, Tensor) else None
+        if one is None or one.numel() != 1:
+            return original(tensors, *args, **kwargs)
+        loss = _unscaled(one)
+        _losses.append((loss, loss is not one))
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            _losses.pop()
+
+    stack.callback(patch(torch.autograd, "backward", backward))
+
+
+def _unscaled(loss: Tensor) -> Tensor:
+    return next((before for scaled, before in _scaled if scaled() is loss), loss)
+
+
+def _observe_clearing(notify: Notify, stack: ExitStack) -> None:
+    for owner in (torch.optim.Optimizer, nn.Module):
+        original = owner.zero_grad
+
+        def clear(
+            self: Any, *args: Any, _original: Callable[..., None] = original, **kwargs: Any
+        ) -> None:
+            _original(self, *args, **kwargs)
+            notify("on_cleared", self)
+
+        stack.callback(patch(owner, "zero_grad", functools.wraps(original)(clear)))
+
+
+def _observe_scaler(notify: Notify, stack: ExitStack) -> None:
+    scaler: Any = torch.amp.GradScaler
+    scale_original, unscale_original = scaler.scale, scaler.unscale_
+
+    @functools.wraps(scale_original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = scale_original(self, outputs)
+        if isinstance(outputs, Tensor) and isinstance(result, Tensor) and result is not outputs:
+            _scaled[:] = [(weakref.ref(result), outputs.detach())]
+        return result
+
+    @functools.wraps(unscale_original)
+    def unscale(self: Any, optimizer: Any) -> Any:
+        result = unscale_original(self, optimizer)
+        notify("on_unscaled", self, optimizer)
+        return result
+
+    stack.callback(_scaled.clear)
+    stack.callback(patch(scaler, "scale", scale))
+    stack.callback(patch(scaler, "unscale_", unscale))
+
+
+def _observe_losses(notify: Notify, stack: ExitStack) -> None:
+    for name in LOSS_FUNCTIONS:
+        original = getattr(functional, name, None)
+        if original is not None:
+            stack.callback(patch(functional, name, _observed_loss(original, notify)))
+
+
+def _observed_loss(original: Callable[..., Any], notify: Notify) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not torch.compiler.is_compiling() and not result.requires_grad and result.dim() == 0:
+            notify("on_loss", result)
+        return result
+
+    return loss
+
+
+def _observe_schedulers(notify: Notify, stack: ExitStack) -> None:
+    base: Any = torch.optim.lr_scheduler.LRScheduler
+    original = base.step
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if getattr(self, "_step_count", 0) == 2:  # 1 is the step of its own creation
+            notify("on_scheduler", getattr(self, "optimizer", None), type(self).__name__)
+        return result
+
+    stack.callback(patch(base, "step", step))
+
+
+def _observe_loaders(notify: Notify, stack: ExitStack) -> None:
+    base: Any = dataloader._BaseDataLoaderIter
+    original = base.__next__
+    keys: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def following(self: Any) -> Any:
+        started = time.perf_counter()
+        batch = original(self)
+        waited = time.perf_counter() - started
+        known = keys.setdefault(self, {})
+        number = known[None] = known.get(None, -1) + 1
+        key = batch_key(batch)
+        earlier = None if key is None else known.get(key)
+        if key is not None:
+            known[key] = number
+            if len(known) > MAX_KEYS + 1:
+                del known[next(one for one in known if one is not None)]
+        n_workers = int(getattr(self, "_num_workers", 0))
+        notify("on_batch", LoadedBatch(waited, number, earlier, n_workers))
+        return batch
+
+    stack.callback(patch(base, "__next__", following))
+
+
+def batch_key(batch: Any) -> tuple[Any, ...] | None:
+    """What only an equal batch has too; None if its values could be equal by chance.
+
+    That needs floating values on the CPU that differ, with at least two rows.
+    """
+    key, is_telling = [], False
+    for tensor in _tensors(batch):
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            continue
+        values = tensor.detach().reshape(-1)
+        values = values[:: -(-values.numel() // MAX_HASHED_VALUES) or 1]
+        if values.is_complex() or not values.numel():
+            continue
+        total = values.sum(dtype=torch.float64)
+        some = values[:: -(-values.numel() // 16)].tolist()
+        key.append((tuple(tensor.shape), float(total), *some))
+        if values.is_floating_point() and tensor.dim() > 1 and tensor.shape[0] > 1:
+            low, high = torch.aminmax(values)
+            is_telling = is_telling or bool(low < high)
+    return tuple(key) if is_telling else None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for one in value:
+            yield from _tensors(one)

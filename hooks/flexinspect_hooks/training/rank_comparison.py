@@ -1,0 +1,125 @@
+"""Compares the steps of replicas: after reduction, all ranks have the same gradients.
+
+Each rank puts the norms and learning rates of a step into the store of the process group, and reads
+those of the others when they are there: no rank waits for another, and no collective is called, so
+ranks that part cannot hang. It runs in the writer thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections import deque
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from flexinspect.records.training_step import TrainingStepRecord
+from flexinspect_hooks.python_internals import torch_private
+
+TOLERANCE = 1e-4  # relative difference of norms that are equal but for the order of a sum
+N_FIRST_STEPS, INTERVAL = 32, 10  # steps of which each is compared, and then every so many
+N_AGREEING = 3  # steps that must agree without DistributedDataParallel, before one may differ
+MAX_PENDING = 64  # steps of this rank whose counterparts have not come yet
+
+Facts = dict[str, list[float]]
+NAMES = {
+    "before": "gradient norm before clipping",
+    "norm": "gradient norm",
+    "rates": "learning rate",
+}
+
+
+class RankComparison:
+    """Compares the steps of this rank with those of rank 0, and on rank 0 with all others."""
+
+    def __init__(self, model: nn.Module, generation: int) -> None:
+        self._generation = generation
+        self._pending: deque[tuple[int, Facts]] = deque(maxlen=MAX_PENDING)
+        self._n_agreeing = 0
+        self._store = torch_private.default_store() if _is_distributed() else None
+        self._is_replicated = self._store is not None and _is_replicated(model)
+        if self._store is not None:
+            self._rank, size = dist.get_rank(), dist.get_world_size()
+            self._others = range(1, size) if self._rank == 0 else (0,)
+
+    def compare(self, step: int, record: TrainingStepRecord) -> tuple[str, dict[str, Any]] | None:
+        """Add a step; return a sentence and facts about the first step that differs, if any."""
+        if self._store is None or record.total_norm is None or record.is_skipped:
+            return None
+        if step >= N_FIRST_STEPS and step % INTERVAL:
+            return None
+        before = record.norm_before_clip
+        facts: Facts = {
+            "before": [] if before is None else [before],
+            "norm": [record.total_norm],
+            "rates": [*record.learning_rates],
+        }
+        try:
+            self._store.set(self._key(step, self._rank), json.dumps(facts))
+            self._pending.append((step, facts))
+            return self._compare_pending()
+        except Exception:  # the process group was destroyed
+            self._store = None
+            return None
+
+    def finish(self) -> tuple[str, dict[str, Any]] | None:
+        """Compare what the other ranks have written by now."""
+        try:
+            return None if self._store is None else self._compare_pending()
+        except Exception:
+            return None
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"flexinspect/training/{self._generation}/{step}/{rank}"
+
+    def _compare_pending(self) -> tuple[str, dict[str, Any]] | None:
+        while self._pending and self._store is not None:
+            step, own = self._pending[0]
+            keys = [self._key(step, rank) for rank in self._others]
+            if not self._store.check(keys):
+                return None
+            self._pending.popleft()
+            is_equal = True
+            for rank, key in zip(self._others, keys, strict=True):
+                other = json.loads(self._store.get(key).decode())
+                name = next((one for one in NAMES if not _agree(own[one], other[one])), None)
+                is_equal = is_equal and name is None
+                if name is not None and (self._is_replicated or self._n_agreeing >= N_AGREEING):
+                    return self._describe(step, rank, name, own[name], other[name])
+            self._n_agreeing += is_equal
+        return None
+
+    def _describe(
+        self, step: int, rank: int, name: str, own: list[float], other: list[float]
+    ) -> tuple[str, dict[str, Any]]:
+        shown = [", ".join(f"{one:.6g}" for one in values) or "none" for values in (own, other)]
+        text = f"The ranks part in step {step}: the {NAMES[name]} is {shown[0]} on rank "
+        text += f"{self._rank} and {shown[1]} on rank {rank}"
+        if not own or not other:
+            text += ": only one of them clips"
+        self._store = None  # later steps only follow
+        facts = {"first_step": step, "ranks": [self._rank, rank], "quantity": NAMES[name]}
+        return text, {**facts, "values": [own, other]}
+
+
+def _agree(own: list[float], other: list[float]) -> bool:
+    return len(own) == len(other) and all(
+        one == another
+        or math.isclose(one, another, rel_tol=TOLERANCE)
+        or (math.isnan(one) and math.isnan(another))
+        for one, another in zip(own, other, strict=True)
+    )
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    """Whether a `DistributedDataParallel` reduces the gradients of a model."""
+    own = {id(one) for one in model.parameters()}
+    wrappers = (o for o in gc.get_objects() if type(o).__name__ == "DistributedDataParallel")
+    return any(not own.isdisjoint(map(id, one.parameters())) for one in wrappers)

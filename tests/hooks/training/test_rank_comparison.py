@@ -1,0 +1,98 @@
+"""Ranks tell each other their norms without waiting, and the first step that differs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from flexinspect.records.training_step import TrainingStepRecord
+from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.training import rank_comparison
+from flexinspect_hooks.training.rank_comparison import RankComparison
+
+
+class Store(dict[str, bytes]):
+    """The part of a store of torch that is used."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.keys() >= {*keys}
+
+
+Ranks = Callable[..., list[RankComparison]]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    store = Store()
+    now = {"rank": 0}
+    monkeypatch.setattr(torch_private, "default_store", lambda: store)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: now["rank"])
+
+    def make(*, is_replicated: bool = True) -> list[RankComparison]:
+        monkeypatch.setattr(rank_comparison, "_is_replicated", lambda model: is_replicated)
+        made = []
+        for now["rank"] in range(2):
+            made.append(RankComparison(nn.Linear(1, 1), 0))
+        return made
+
+    return make
+
+
+def step(norm: float, **fields: Any) -> TrainingStepRecord:
+    facts = {"learning_rates": (0.1,), "total_norm": norm, **fields}
+    return TrainingStepRecord(1.0, "output", **facts)
+
+
+def test_equal_norms_are_no_finding_and_no_rank_waits(ranks: Ranks) -> None:
+    first, second = ranks()
+    assert [first.compare(n, step(1.0 + n)) for n in range(3)] == [None] * 3
+    assert [second.compare(n, step(1.0 + n + 1e-6)) for n in range(3)] == [None] * 3
+    assert first.finish() is None
+
+
+def test_the_first_step_that_differs_is_named_on_both_ranks(ranks: Ranks) -> None:
+    first, second = ranks()
+    for n in range(3):
+        assert first.compare(n, step(1.0)) is None
+    assert second.compare(0, step(1.0)) is None
+    found = second.compare(1, step(2.0))
+    assert found is not None
+    text, facts = found
+    assert text == "The ranks part in step 1: the gradient norm is 2 on rank 1 and 1 on rank 0"
+    assert facts["first_step"] == 1
+    assert second.compare(2, step(3.0)) is None  # later steps only follow
+    last = first.finish()
+    assert last is not None
+    assert last[1]["ranks"] == [0, 1]
+
+
+def test_clipping_and_rates_of_one_rank_are_named(ranks: Ranks) -> None:
+    first, second = ranks()
+    first.compare(0, step(1.0, norm_before_clip=3.0))
+    found = second.compare(0, step(3.0))
+    assert found is not None
+    assert found[0].endswith("is none on rank 1 and 3 on rank 0: only one of them clips")
+    first, second = ranks()
+    first.compare(1, step(1.0))
+    found = second.compare(1, step(1.0, learning_rates=(0.2,)))
+    assert found is not None
+    assert "the learning rate is 0.2 on rank 1" in found[0]
+
+
+def test_ranks_that_never_agreed_are_not_replicas(ranks: Ranks) -> None:
+    first, second = ranks(is_replicated=False)
+    for n in range(6):
+        assert first.compare(n, step(1.0)) is None
+        assert second.compare(n, step(2.0)) is None
+    for n in range(6, 9):
+        first.compare(n, step(1.0))
+        assert second.compare(n, step(1.0)) is None
