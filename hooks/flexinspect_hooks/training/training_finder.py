@@ -26,6 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect_hooks.capture.model_layers import model_facts
+from flexinspect_hooks.capture.ranks import parallel_facts
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.training import torch_calls
@@ -199,7 +200,10 @@ class TrainingFinder:
             while self._batches:
                 session.on_batch(self._batches.popleft())
             if len(self.sessions) == 1:
-                self._update_manifest(model=model_facts(part), watch_training=True)
+                self._update_manifest(watch_training=True)
+            if shared.generation == 0:  # else a model that generated has given its facts
+                facts = model_facts(part)
+                self._update_manifest(model=facts, **parallel_facts(facts))
 
     def _note_trained(self, part: nn.Module) -> None:
         self._trained.add(part)
