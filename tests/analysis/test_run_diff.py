@@ -285,9 +285,9 @@ def test_the_coarser_dtype_sets_the_noise(tmp_path: Path) -> None:
 
 def two_layers(step: StepRecord, *shifts: float) -> StepRecord:
     """A step in bfloat16: q and hidden states of layer 0, then those of layer 1, are shifted."""
-    names = ("q", "hidden", "q", "hidden")
+    names, heads = ("q", "hidden", "q", "hidden"), {"q": (1,), "hidden": ()}
     arrays = tuple(
-        ArrayRecord(name, np.full((step.q_len, 4), 1 + by), n // 2)
+        ArrayRecord(name, np.full((*heads[name], step.q_len, 4), 1 + by), n // 2)
         for n, (name, by) in enumerate(zip(names, shifts, strict=True))
     )
     step = of_calls(step, lambda call: replace(call, dtype="bfloat16"))

@@ -22,7 +22,12 @@ from flexinspect.analysis.run_diff.generations import (
     Place,
 )
 from flexinspect.analysis.run_diff.quantities import QUANTITIES
-from flexinspect.analysis.run_diff.traces import Comparison, compare_traces, is_training
+from flexinspect.analysis.run_diff.traces import (
+    TRAINING,
+    Comparison,
+    compare_traces,
+    kinds_of_parts,
+)
 from flexinspect.analysis.run_diff.training import WEIGHTS, TrainingDifference
 from flexinspect.core.errors import UsageError
 from flexinspect.trace.reader import TraceReader
@@ -101,12 +106,17 @@ def compare_ranks(
     Raises `UsageError` for traces without steps and for a training beside a generation, and
     `TraceError`.
     """
-    kinds = [is_training(reader) for reader in readers]
-    if len(set(kinds)) > 1:
+    kinds = {kinds_of_parts(reader) for reader in readers}
+    if len(kinds) > 1:
         what = f"Some ranks of {run.name} recorded a training, and others a generation."
         raise UsageError(what, hint="Record the same code on each rank.")
     tp_size, shards = split_sizes(readers)
-    own = own_quantities(tp_size, shards, is_training=kinds[0])
+    own: dict[str, str] = {}
+    for kind in kinds.pop():
+        is_training = kind == TRAINING
+        is_other = is_training and _trains_another_model(readers[0])
+        sizes = (1, 1) if is_other else (tp_size, shards)
+        own |= own_quantities(*sizes, is_training=is_training)
     references = [_reference_row(run, row, 0, tp_size) for row in range(len(readers))]
     pairs = _compare_with(run, readers, references, own, progress)
     reference, first = 0, _first_place(run, references, pairs, tp_size)
@@ -119,7 +129,7 @@ def compare_ranks(
             reference, first, pairs = 1, other, again
     return RankComparison(
         run=run,
-        is_training=kinds[0],
+        is_training=kinds_of_parts(readers[0]) == {TRAINING},
         tp_size=tp_size,
         shards=shards,
         reference=run.traces[reference].rank,
@@ -128,6 +138,12 @@ def compare_ranks(
         own_inputs=_own_inputs(pairs) if tp_size == 1 else (),
         waiting=measure_waiting(run, readers),
     )
+
+
+def _trains_another_model(reader: TraceReader) -> bool:
+    """Tell whether a program that generated with one model also trained another."""
+    name = (reader.run().get("model") or {}).get("name")
+    return any("training" in row.declared and row.model != name for row in reader.generations())
 
 
 def own_quantities(tp_size: int, shards: int, *, is_training: bool) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from msgspec import Struct, to_builtins
 
@@ -23,9 +23,11 @@ from flexinspect.analysis.run_diff.generations import (
 from flexinspect.analysis.run_diff.quantities import Noise
 from flexinspect.analysis.run_diff.training import TrainingDifference, compare_trainings
 from flexinspect.core.errors import UsageError
+from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 
 JSON_VERSION = 2
+TRAINING = "training"
 MAX_REPEATS = 4
 """Repeats of a generation that are compared for its noise."""
 
@@ -60,16 +62,25 @@ class Comparison(Struct, frozen=True):
         return {"version": JSON_VERSION, "verdict": self.verdict, **fields}
 
 
+def kinds_of_parts(reader: TraceReader) -> frozenset[str]:
+    """Return what the parts of a trace are: "training", "generation", or both."""
+    return frozenset(_kind(row) for row in reader.generations())
+
+
+def _kind(row: GenerationRow) -> str:
+    return TRAINING if "training" in row.declared else "generation"
+
+
 def is_training(reader: TraceReader) -> bool:
-    """Tell whether a trace holds a training."""
-    return any("training" in row.declared for row in reader.generations())
+    """Tell whether a trace holds trainings alone."""
+    return kinds_of_parts(reader) == {TRAINING}
 
 
 def check_same_kind(a: TraceReader, b: TraceReader) -> None:
     """Raise `UsageError` for a training and a generation of tokens."""
-    kinds = ["training" if is_training(reader) else "generation" for reader in (a, b)]
-    if kinds[0] != kinds[1]:
-        what = f"A is a {kinds[0]} and B a {kinds[1]}, so they cannot be compared."
+    kinds = [kinds_of_parts(reader) for reader in (a, b)]
+    if all(kinds) and kinds[0].isdisjoint(kinds[1]):
+        what = f"A is a {min(kinds[0])} and B a {min(kinds[1])}, so they cannot be compared."
         raise UsageError(what, hint="Name two traces of the same kind.")
 
 
@@ -100,14 +111,19 @@ def compare_traces(
     if not pairs:
         which = "" if generation is None else f" {generation}"
         raise UsageError(f"Neither {names[0]} nor {names[1]} has a generation{which} of a model.")
-    if is_training(a):
-        trainings = (compare_trainings((a, one), (b, other), repeat, own) for one, other in pairs)
-        return Comparison(*names, identical, trainings=tuple(trainings))
-    found = tuple(_compare_pair(a, b, pair, repeat, own) for pair in pairs)
-    if repeat is not None and not any(one.noise and one.noise.is_measured for one in found):
+    trained = [pair for pair in pairs if _kind(pair[0] or cast(GenerationRow, pair[1])) == TRAINING]
+    trainings = tuple(
+        compare_trainings((a, one), (b, other), repeat, own) for one, other in trained
+    )
+    found = tuple(_compare_pair(a, b, pair, repeat, own) for pair in pairs if pair not in trained)
+    if (
+        repeat is not None
+        and found
+        and not any(one.noise and one.noise.is_measured for one in found)
+    ):
         what = f"{repeat.path} repeats none of the compared generations of {a.path}."
         raise UsageError(what, hint="--noise takes another recording of the same run as A.")
-    return Comparison(*names, identical, found)
+    return Comparison(*names, identical, found, trainings)
 
 
 def _compare_pair(
