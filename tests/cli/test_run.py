@@ -521,6 +521,6 @@ def test_a_full_disk_lets_the_model_continue_and_is_an_exit_code(
         ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    assert "t.flextrace stopped at step " in done.stderr
+    assert "t.flextrace stopped at step" in done.stderr
     with open_trace(tmp_path / "t.flextrace") as reader:
         assert reader.run()["state"] in ("failed", "recording")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -69,7 +70,9 @@ class Folder:
         return self.output(*(("-m", "flexinspect") if program == "flexinspect" else ()), *arguments)
 
     def _run(self, *arguments: str) -> Ran:
-        done = run([sys.executable, *arguments], cwd=self.path, capture_output=True, text=True)
+        wide = {**os.environ, "COLUMNS": "120"}  # lines that a narrow terminal would break
+        command = [sys.executable, *arguments]
+        done = run(command, cwd=self.path, capture_output=True, text=True, env=wide)
         return Ran(done.returncode, done.stdout, done.stderr)
 
 

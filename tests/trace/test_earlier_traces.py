@@ -115,7 +115,7 @@ _PENDING: dict[str, dict[int, tuple[str, ...]]] = {
 """By trace: the rules that have to report the end of a generation that never ended."""
 
 
-_NEW_RULES = ("inferred_segments", "recompute")
+_NEW_RULES = ("audit", "generated_length", "inferred_segments", "recompute", "training_checks")
 """Rules that did not exist when the traces were recorded."""
 
 

@@ -54,8 +54,14 @@ def _edit(path: Path, edit: Callable[[sqlite3.Connection], str]) -> str:
 
 def _pick_table(db: sqlite3.Connection, rng: random.Random) -> str:
     """Return a table that has rows."""
-    full = [t.name for t in TABLES if db.execute(f"SELECT 1 FROM {t.name} LIMIT 1").fetchone()]
-    return rng.choice(full)
+    stored = _stored_tables(db)
+    return rng.choice([t for t in stored if db.execute(f"SELECT 1 FROM {t} LIMIT 1").fetchone()])
+
+
+def _stored_tables(db: sqlite3.Connection) -> list[str]:
+    """Return the tables that the file has; earlier versions had fewer."""
+    found = {name for (name,) in db.execute("SELECT name FROM sqlite_schema")}
+    return [table.name for table in TABLES if table.name in found]
 
 
 def _column(db: sqlite3.Connection, table: str, rng: random.Random) -> tuple[str, str]:
@@ -154,7 +160,7 @@ def _schema(path: Path, rng: random.Random) -> str:
     """Change the schema: a table or column is missing, renamed, or computed."""
 
     def edit(db: sqlite3.Connection) -> str:
-        table = rng.choice(TABLES).name
+        table = rng.choice(_stored_tables(db))
         column, _ = _column(db, table, rng)
         changes = (
             [f"DROP TABLE {table}"],

@@ -79,7 +79,7 @@ class Run:
         job = Job(out=str(path), sampling=sampling, max_new_tokens=NEW, stop="length", seed=3)
         self.path = path
         self.ensemble = EnsembleRunner(loaded, job, compiled=False)
-        self.ensemble._eos = ()
+        self.ensemble.eos_ids = ()
         self.writer = TraceWriter.create(path, {"model": {"name": "demo"}})
         vocabulary = self.ensemble.vocabulary
         self.session = CaptureSession(
