@@ -30,4 +30,8 @@ def adapter(env: Mapping[str, str] | None = None) -> Iterator[int]:
             yield int(json.loads(text)["client"]["port"])
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:  # it waits for a debugger that never came
+                process.kill()
+                process.wait()
