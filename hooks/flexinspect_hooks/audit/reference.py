@@ -68,6 +68,7 @@ class Reference:
             raise FlexInspectError(f"No attention layers were found in {cls.__name__}.")
         self._install(layer_of)
         self.device = next(iter(source.parameters)).device
+        self.program_attributes = source.attributes
 
     # -- building --------------------------------------------------------------------------------
 
@@ -138,8 +139,6 @@ class Reference:
 
     def _install(self, layer_of: Mapping[int, int]) -> None:
         """Put hooks on the reference's own modules."""
-        embedding = self.model.get_input_embeddings()
-        embedding.register_forward_hook(self._on_embedding)
         prefixes = {f"{name}.": layer for layer, (name, _) in self.blocks.items()}
         for number, (_, block) in self.blocks.items():
             block.register_forward_pre_hook(self._before_block(number), with_kwargs=True)
@@ -155,6 +154,8 @@ class Reference:
             last, is_leaf = name.rpartition(".")[2], not any(True for _ in module.children())
             if name and (is_leaf or id(module) in layer_of or last in BLOCKS):
                 module.register_forward_hook(self._after_module(last, layer))
+        # The last hook, so that the value that is kept has the edits of the module in it.
+        self.model.get_input_embeddings().register_forward_hook(self._on_embedding)
 
     def _on_embedding(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         run = self._run_of()
@@ -268,6 +269,11 @@ class Reference:
                 for name, value in edit.config.items():
                     stack.callback(setattr, self.config, name, getattr(self.config, name, None))
                     setattr(self.config, name, value)
+                for name, values in edit.attributes.items():
+                    module = self.model.get_submodule(name)
+                    for attribute, value in values.items():
+                        stack.callback(setattr, module, attribute, getattr(module, attribute))
+                        setattr(module, attribute, value)
             try:
                 yield
             finally:
