@@ -404,15 +404,18 @@ class ProgramAudit:
     def _generation_of(self, sequence: FedSequence) -> int:
         return sequence.steps[0].evidence.generation
 
-    def _own_forwards(self, layer: int | None) -> list[str]:
-        """Return the replaced forwards of modules in a layer, and of those outside of layers."""
+    def _replaced_modules(self, layer: int | None) -> list[str]:
+        """Return modules in a layer, or outside of all, with another class or `forward`."""
         reference = self._reference(self._affordable_dtype())
         others = [name for number, (name, _) in reference.blocks.items() if number != layer]
-        return [
-            f"{name}.forward"
-            for name in self._source.own_forwards
-            if not any(_is_in_layer(name, block) for block in others)
+        classes = self._source.classes
+        replaced = [f"{name}.forward" for name in self._source.own_forwards]
+        replaced += [
+            f"{name} (by {classes[name]})"
+            for name, module in reference.model.named_modules()
+            if classes.get(name, type(module).__name__) != type(module).__name__
         ]
+        return [one for one in replaced if not any(one.startswith(f"{name}.") for name in others)]
 
     def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
         """Return circumstances that belong to a divergence without an explanation."""
@@ -424,12 +427,10 @@ class ProgramAudit:
             "dropout": _dropout(self._source),
             "path": path or "",
             "score_mod": layer in evidence.score_mods,
-            "replaced": [*self._own_forwards(layer), *replaced_names(self._source.model_class)][:8],
+            "replaced": [*self._replaced_modules(layer), *replaced_names(self._source.model_class)][
+                :8
+            ],
         }
-
-
-def _is_in_layer(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
 
 
 def _dropout(source: Snapshot) -> float:

@@ -14,7 +14,8 @@ class Snapshot(Struct):
     """A model's class, configuration and weights, shared and not copied, as of one moment.
 
     `attributes` are the numbers that modules hold besides tensors, such as the epsilon of a norm,
-    by name of the module. `own_forwards` are modules whose `forward` was replaced in the instance.
+    by name of the module, and `classes` the names of their classes. `own_forwards` are modules
+    whose `forward` was replaced in the instance.
     `grafts` are leaf modules of another library (adapters, quantised matrices), which the reference
     uses as they are. `versions` is the sum of the weights' in-place modifications.
     """
@@ -26,6 +27,7 @@ class Snapshot(Struct):
     parameters: Sequence[Tensor]
     versions: int
     attributes: dict[str, dict[str, float]] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
     own_forwards: tuple[str, ...] = ()
 
     @property
@@ -55,6 +57,7 @@ def snapshot(model: nn.Module) -> Snapshot:
         parameters,
         _versions(parameters),
         {name: numbers_of(module) for name, module in model.named_modules()},
+        {name: type(module).__name__ for name, module in model.named_modules() if name},
         tuple(name for name, module in model.named_modules() if name and _has_own_forward(module)),
     )
 
