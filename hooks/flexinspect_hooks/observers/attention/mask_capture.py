@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.masks import algebra
-from flexinspect.records.step import MaskRecord
+from flexinspect.records.step import OWN_FUNCTION, MaskRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -190,7 +190,7 @@ def _implied_causal(ref: AttentionCall) -> bool:
     """
     if ref.causal is not None:
         return ref.causal
-    if ref.path == "other":
+    if ref.path == OWN_FUNCTION:
         return _sees_only_itself(ref)
     return ref.path == "sdpa" and ref.is_causal and ref.query.shape[2] > 1
 
