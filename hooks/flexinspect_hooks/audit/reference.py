@@ -91,7 +91,7 @@ class Reference:
             if tensor.is_meta:
                 held = source.tensors.get(name)
                 if held is None or held.shape != tensor.shape:
-                    held = self._usual_value(name, tensor, device)
+                    held = self._usual_value(name, tensor, device, source.classes)
                 self._set(name, nn.Parameter(self._convert(held), requires_grad=False))
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
             if buffer.is_meta:
@@ -116,11 +116,20 @@ class Reference:
             if not buffer.is_meta and buffer.is_floating_point() and bool(buffer.isnan().any()):
                 raise FlexInspectError(f"The table {name} of the architecture cannot be made.")
 
-    def _usual_value(self, name: str, like: Tensor, device: torch.device) -> Tensor:
+    def _usual_value(
+        self, name: str, like: Tensor, device: torch.device, classes: Mapping[str, str]
+    ) -> Tensor:
         """Return the initial value of a norm's weight or of a bias that the model does not have."""
-        module = self.model.get_submodule(name.rpartition(".")[0])
+        owner = name.rpartition(".")[0]
+        module = self.model.get_submodule(owner)
         if "norm" not in type(module).__name__.lower() and not name.endswith(".bias"):
-            raise FlexInspectError(f"The model has no weights {name} of the expected shape.")
+            own, theirs = type(module).__name__, classes.get(owner)
+            if theirs in (None, own):
+                raise FlexInspectError(f"The model has no weights {name} of the expected shape.")
+            raise FlexInspectError(
+                f"The program replaced {owner} ({own}) by {theirs}, which has other weights, so "
+                "there is nothing to compare with."
+            )
         self.notes.append(f"the model has no {name}; the reference has its initial value")
         value = 0.0 if name.endswith("bias") or "gemma" in type(module).__name__.lower() else 1.0
         return torch.full(like.shape, value, device=device)

@@ -21,6 +21,7 @@ from flexinspect.rules.numerics.audit_findings import (
 )
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.forward_run import LOGITS
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
     ProgramAudit,
@@ -220,7 +221,7 @@ def describe_verdict(verdict: Verdict) -> str:
         at = "" if layer is None else f" of layer {layer}"
         return (
             f"{where}: {judged} compared with the untouched implementation; the {name}{at} "
-            f"differs from step {verdict.divergence.step} on.{rest}"
+            f"{'differ' if name == LOGITS else 'differs'} from step {verdict.divergence.step} on.{rest}"
         )
     under = {
         "declared": ", under the declared mask",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.tiny import ids, make_model
+from transformers import AttentionInterface
 
 from flexinspect.core import plugins
 from flexinspect.records.finding import Finding
@@ -279,6 +280,43 @@ def test_positions_that_count_the_padding_are_a_fault_of_learned_positions(
     words = "the position ids that the model makes if none are passed, which count the padding"
     expected = [] if passes_positions else [True]
     assert [words in one.sentence for one in findings] == expected, findings
+
+
+def test_heads_and_rows_that_are_not_swapped_are_named(audit: Audit) -> None:
+    def mixed(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        is_prompt = q.shape[2] > 1
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_prompt, enable_gqa=True
+        )
+        return output.reshape(output.transpose(1, 2).shape), None
+
+    model = make_model("llama")
+    AttentionInterface.register("mixed", mixed)
+    try:
+        model.set_attn_implementation("mixed")
+        _, findings, _ = audit(model, lambda: decode(model, 1))
+    finally:
+        del AttentionInterface._global_mapping["mixed"]
+    words = "whose heads and rows are not swapped before they are flattened"
+    assert [words in one.sentence for one in findings] == [True], findings
+
+
+def test_an_adapter_of_the_program_is_not_judged_and_named(audit: Audit) -> None:
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: torch.nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, rows: Any) -> Any:
+            return self.base(rows) * 2
+
+    model = make_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+    _, findings, events = audit(model, lambda: decode(model))
+    assert not findings
+    replaced = "The program replaced model.layers.1.self_attn.q_proj (Linear) by Adapter"
+    assert replaced in events[0]
 
 
 def test_numbers_that_are_not_finite_are_a_divergence(audit: Audit) -> None:
