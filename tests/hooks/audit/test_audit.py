@@ -24,7 +24,12 @@ from flexinspect_hooks.audit.forward_run import LOGITS, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
 from flexinspect_hooks.audit.reference import Reference
-from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session, describe_verdict
+from flexinspect_hooks.audit.session_audit import (
+    AuditBudget,
+    audit_session,
+    describe_verdict,
+    summarize_verdicts,
+)
 from flexinspect_hooks.audit.weights import snapshot
 from flexinspect_hooks.capture.new_trace import create_trace
 from flexinspect_hooks.loading.tokenizers import IdAdapter
@@ -124,6 +129,8 @@ def test_equal_prompts_may_be_beams_from_their_second_decode_step_on(audit: Audi
     assert not findings
     assert [one.n_steps for one in verdicts] == [2, 2]
     assert all("they may be beams" in one.not_judged[0] for one in verdicts)
+    nothing = summarize_verdicts([replace(one, n_steps=0) for one in verdicts])
+    assert nothing.startswith("No step of 2 sequences was compared")
 
 
 def test_a_model_of_no_known_architecture_is_not_judged(audit: Audit) -> None:
