@@ -38,6 +38,9 @@ STANDALONE_MASKS = "masks built, and no call after them"
 TRAIN = "train"
 """The phase of an optimizer step; the other phases are those of generation."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
+OWN_FUNCTION = "other"
+"""The path of an attention function of the program that calls no known kernel: what it masks by
+itself is not recorded."""
 UNKNOWN_PATH = "unknown"
 """The path of a call in an imported trace, whose source does not say which kernel ran."""
 INFERRED_MASK = "inferred"

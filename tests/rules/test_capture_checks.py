@@ -437,3 +437,26 @@ def test_a_compiled_call_that_does_not_build() -> None:
     found = one(found_in_case("l01_compiled_does_not_build"), "kernel.does-not-build")
     assert (found.step, found.layer, found.severity) == (1, 0, Severity.ERROR)
     assert "InductorError" in found.sentence
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_an_own_function_that_masks_by_itself_is_no_fault(
+    tmp_path: Path, window: int | None
+) -> None:
+    def mine(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        n, m = q.shape[2], k.shape[2]
+        rows, keys = torch.arange(m - n, m)[:, None], torch.arange(m)[None]
+        allowed = keys <= rows
+        if window is not None:
+            allowed &= keys > rows - window
+        closed = torch.zeros(n, m).masked_fill(~allowed, -torch.inf)[None, None]
+        return eager(module, q, k, v, closed)
+
+    model = make_model("llama" if window is None else "mistral")
+    AttentionInterface.register("mine", mine)
+    try:
+        model.set_attn_implementation("mine")
+        found = planted(tmp_path, model, lambda: model(prompt()))
+    finally:
+        del AttentionInterface._global_mapping["mine"]
+    assert [one for one in found if one.severity is not Severity.NOTE] == []

@@ -13,7 +13,7 @@ from flexinspect.core.text import format_layers, printable
 from flexinspect.masks.attention_row import LSE_TOLERANCE, recorded_check
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import CallRecord, EventRecord, StepRecord
+from flexinspect.records.step import OWN_FUNCTION, CallRecord, EventRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
@@ -68,7 +68,18 @@ class ObserverRule(Rule):
         )
         evidence = {"check_error": value, "tolerance": tolerance, "kind": worst.check_kind}
         series = ",".join(map(str, which))
-        yield self.finding(step, "observer.check-failed", sentence, which, evidence, series=series)
+        # What a function of the program masks by itself is not recorded, which is no fault of it.
+        is_own = all(call.path == OWN_FUNCTION for _, _, call in bad)
+        severity = Severity.NOTE if is_own else Severity.WARNING
+        yield self.finding(
+            step,
+            "observer.check-failed",
+            sentence,
+            which,
+            evidence,
+            severity=severity,
+            series=series,
+        )
 
     def _check_events(self, step: StepRecord) -> Findings:
         no_weights = [event for event in step.events if event.kind == "not-attention-weights"]

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 from flexinspect.core.text import plural
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.masks.attention_row import recorded_check
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind, declared_tokenizer
-from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
+from flexinspect.records.step import OWN_FUNCTION, CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_findings, mask_views
@@ -486,6 +487,8 @@ class SlidingWindowRule(Rule):
             window = call.window
             if window is None or call.causal is False or step.kv_after <= window:
                 continue
+            if call.path == OWN_FUNCTION and recorded_check(call).is_failed:
+                continue  # the function masks in its own way, which the record does not hold
             key = (call.mask, window, call.kv_len, call.q_len)
             if key not in checked:
                 checked[key] = self._rows_beyond_window(step, call, window)

@@ -74,8 +74,9 @@ class AuditRule(Rule):
         )
 
     def _unexplained(self, data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+        verb = "differ" if data["quantity"] == "logits" else "differs"
         sentence = (
-            f"{_place(data)}: from {self._row(data)} on the {data['quantity']} differs from the "
+            f"{_place(data)}: from {self._row(data)} on the {data['quantity']} {verb} from the "
             f"untouched implementation by {data['difference']:.2g} of the row's norm, where "
             f"rounding explains {data['limit']:.1g}."
         )

@@ -60,7 +60,8 @@ class Edit(Struct, frozen=True, kw_only=True):
 
     `modules` maps the last part of a module's name to its edit. `config` are attributes of the
     configuration, set during the forward; such an edit holds for all layers and rows. `prefix` are
-    ids before the text. With `whole_model` the edit cannot be limited to a layer.
+    ids before the text. `attributes` are numbers of modules by their full names, set during the
+    forward. With `whole_model` the edit cannot be limited to a layer.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Edit(Struct, frozen=True, kw_only=True):
     positions: Callable[[Tensor], Tensor] | None = None
     modules: Mapping[str, ModuleEdit] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     prefix: tuple[int, ...] = ()
     whole_model: bool = False
 

@@ -16,8 +16,10 @@ class Probe(Struct):
 
     `ids` are the committed tokens and `n_prompt` those of the prompt; `first_row` is the first row
     of the diverging step. `positions` (1, rows) are the position ids that the program passed, None
-    if they are 0, 1, 2 … . `masks` are the keys of each row under which the reference ran, where
-    they are not the architecture's own, and `executed` those that the program's layers applied.
+    if they are 0, 1, 2 … ; with `counts_padding` it passed none, and they are those that the model
+    made, which count padding before the text. `masks` are the keys of each row under which the
+    reference ran, where they are not the architecture's own, and `executed` those that the
+    program's layers applied.
     `padding` are ids before the text that the attention should not read. `score_mods` are those of
     the step's layers, and `has_bias` says whether the reference adds those of the prompt.
     """
@@ -37,6 +39,7 @@ class Probe(Struct):
     segment_starts: tuple[int, ...] = ()
     score_mods: Mapping[int, Any] = field(default_factory=dict)
     has_bias: bool = False
+    counts_padding: bool = False
 
     @property
     def config(self) -> Any:

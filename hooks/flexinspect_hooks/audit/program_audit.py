@@ -379,7 +379,10 @@ class ProgramAudit:
         found: Divergence,
     ) -> Probe:
         step = comparison.step_of(found)
+        counts_padding = sequence.has_default_positions and sequence.is_padded
         passed = sequence.passed_positions()
+        if counts_padding:
+            passed = torch.tensor([sequence.input_rows])
         return Probe(
             reference,
             sequence.ids,
@@ -395,10 +398,24 @@ class ProgramAudit:
             is_training=step.evidence.is_training,
             segment_starts=segment_starts(self._reader, self._generation_of(sequence)),
             score_mods=step.evidence.score_mods,
+            counts_padding=counts_padding,
         )
 
     def _generation_of(self, sequence: FedSequence) -> int:
         return sequence.steps[0].evidence.generation
+
+    def _replaced_modules(self, layer: int | None) -> list[str]:
+        """Return modules in a layer, or outside of all, with another class or `forward`."""
+        reference = self._reference(self._affordable_dtype())
+        others = [name for number, (name, _) in reference.blocks.items() if number != layer]
+        classes = self._source.classes
+        replaced = [f"{name}.forward" for name in self._source.own_forwards]
+        replaced += [
+            f"{name} (by {classes[name]})"
+            for name, module in reference.model.named_modules()
+            if classes.get(name, type(module).__name__) != type(module).__name__
+        ]
+        return [one for one in replaced if not any(one.startswith(f"{name}.") for name in others)]
 
     def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
         """Return circumstances that belong to a divergence without an explanation."""
@@ -410,7 +427,9 @@ class ProgramAudit:
             "dropout": _dropout(self._source),
             "path": path or "",
             "score_mod": layer in evidence.score_mods,
-            "replaced": replaced_names(self._source.model_class)[:8],
+            "replaced": [*self._replaced_modules(layer), *replaced_names(self._source.model_class)][
+                :8
+            ],
         }
 
 

@@ -68,6 +68,7 @@ class Reference:
             raise FlexInspectError(f"No attention layers were found in {cls.__name__}.")
         self._install(layer_of)
         self.device = next(iter(source.parameters)).device
+        self.program_attributes = source.attributes
 
     # -- building --------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class Reference:
             if tensor.is_meta:
                 held = source.tensors.get(name)
                 if held is None or held.shape != tensor.shape:
-                    held = self._usual_value(name, tensor, device)
+                    held = self._usual_value(name, tensor, device, source.classes)
                 self._set(name, nn.Parameter(self._convert(held), requires_grad=False))
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
             if buffer.is_meta:
@@ -115,11 +116,20 @@ class Reference:
             if not buffer.is_meta and buffer.is_floating_point() and bool(buffer.isnan().any()):
                 raise FlexInspectError(f"The table {name} of the architecture cannot be made.")
 
-    def _usual_value(self, name: str, like: Tensor, device: torch.device) -> Tensor:
+    def _usual_value(
+        self, name: str, like: Tensor, device: torch.device, classes: Mapping[str, str]
+    ) -> Tensor:
         """Return the initial value of a norm's weight or of a bias that the model does not have."""
-        module = self.model.get_submodule(name.rpartition(".")[0])
+        owner = name.rpartition(".")[0]
+        module = self.model.get_submodule(owner)
         if "norm" not in type(module).__name__.lower() and not name.endswith(".bias"):
-            raise FlexInspectError(f"The model has no weights {name} of the expected shape.")
+            own, theirs = type(module).__name__, classes.get(owner)
+            if theirs in (None, own):
+                raise FlexInspectError(f"The model has no weights {name} of the expected shape.")
+            raise FlexInspectError(
+                f"The program replaced {owner} ({own}) by {theirs}, which has other weights, so "
+                "there is nothing to compare with."
+            )
         self.notes.append(f"the model has no {name}; the reference has its initial value")
         value = 0.0 if name.endswith("bias") or "gemma" in type(module).__name__.lower() else 1.0
         return torch.full(like.shape, value, device=device)
@@ -138,8 +148,6 @@ class Reference:
 
     def _install(self, layer_of: Mapping[int, int]) -> None:
         """Put hooks on the reference's own modules."""
-        embedding = self.model.get_input_embeddings()
-        embedding.register_forward_hook(self._on_embedding)
         prefixes = {f"{name}.": layer for layer, (name, _) in self.blocks.items()}
         for number, (_, block) in self.blocks.items():
             block.register_forward_pre_hook(self._before_block(number), with_kwargs=True)
@@ -155,6 +163,8 @@ class Reference:
             last, is_leaf = name.rpartition(".")[2], not any(True for _ in module.children())
             if name and (is_leaf or id(module) in layer_of or last in BLOCKS):
                 module.register_forward_hook(self._after_module(last, layer))
+        # The last hook, so that the value that is kept has the edits of the module in it.
+        self.model.get_input_embeddings().register_forward_hook(self._on_embedding)
 
     def _on_embedding(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         run = self._run_of()
@@ -268,6 +278,11 @@ class Reference:
                 for name, value in edit.config.items():
                     stack.callback(setattr, self.config, name, getattr(self.config, name, None))
                     setattr(self.config, name, value)
+                for name, values in edit.attributes.items():
+                    module = self.model.get_submodule(name)
+                    for attribute, value in values.items():
+                        stack.callback(setattr, module, attribute, getattr(module, attribute))
+                        setattr(module, attribute, value)
             try:
                 yield
             finally:

@@ -21,6 +21,7 @@ from flexinspect.rules.numerics.audit_findings import (
 )
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.forward_run import LOGITS
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
     ProgramAudit,
@@ -192,6 +193,11 @@ def summarize_verdicts(verdicts: Sequence[Verdict]) -> str:
     if len(verdicts) == 1:
         return describe_verdict(verdicts[0])
     n_steps = sum(one.n_steps for one in verdicts)
+    if not n_steps:
+        return (
+            f"No step of {plural(len(verdicts), 'sequence')} was compared with the untouched "
+            "implementation (flexinspect audit TRACE lists why)."
+        )
     n_differ = sum(one.divergence is not None for one in verdicts)
     n_partly = sum(bool(one.not_judged) for one in verdicts)
     text = (
@@ -218,9 +224,10 @@ def describe_verdict(verdict: Verdict) -> str:
     if verdict.divergence is not None:
         name, layer = verdict.divergence.point
         at = "" if layer is None else f" of layer {layer}"
+        verb = "differ" if name == LOGITS else "differs"
         return (
             f"{where}: {judged} compared with the untouched implementation; the {name}{at} "
-            f"differs from step {verdict.divergence.step} on.{rest}"
+            f"{verb} from step {verdict.divergence.step} on.{rest}"
         )
     under = {
         "declared": ", under the declared mask",

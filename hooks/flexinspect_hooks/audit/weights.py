@@ -6,13 +6,16 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 
 class Snapshot(Struct):
     """A model's class, configuration and weights, shared and not copied, as of one moment.
 
+    `attributes` are the numbers that modules hold besides tensors, such as the epsilon of a norm,
+    by name of the module, and `classes` the names of their classes. `own_forwards` are modules
+    whose `forward` was replaced in the instance.
     `grafts` are leaf modules of another library (adapters, quantised matrices), which the reference
     uses as they are. `versions` is the sum of the weights' in-place modifications.
     """
@@ -23,6 +26,9 @@ class Snapshot(Struct):
     grafts: dict[str, nn.Module]
     parameters: Sequence[Tensor]
     versions: int
+    attributes: dict[str, dict[str, float]] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    own_forwards: tuple[str, ...] = ()
 
     @property
     def n_bytes(self) -> int:
@@ -43,7 +49,31 @@ def snapshot(model: nn.Module) -> Snapshot:
         name: module for name, module in model.named_modules() if name and _is_foreign_leaf(module)
     }
     config = copy.deepcopy(getattr(model, "config", None))
-    return Snapshot(model.__class__, config, tensors, grafts, parameters, _versions(parameters))
+    return Snapshot(
+        model.__class__,
+        config,
+        tensors,
+        grafts,
+        parameters,
+        _versions(parameters),
+        {name: numbers_of(module) for name, module in model.named_modules()},
+        {name: type(module).__name__ for name, module in model.named_modules() if name},
+        tuple(name for name, module in model.named_modules() if name and _has_own_forward(module)),
+    )
+
+
+def numbers_of(module: nn.Module) -> dict[str, float]:
+    """Return the public attributes of a module that are numbers, without flags."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and type(value) in (int, float)
+    }
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    # Accelerate wraps the `forward` of instances to move their inputs, which is no fault.
+    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
 
 
 def _versions(tensors: Sequence[Tensor]) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 from support.tiny import ids, make_model
+from transformers import AttentionInterface
 
 from flexinspect.core import plugins
 from flexinspect.records.finding import Finding
@@ -22,7 +24,12 @@ from flexinspect_hooks.audit.forward_run import LOGITS, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
 from flexinspect_hooks.audit.reference import Reference
-from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session, describe_verdict
+from flexinspect_hooks.audit.session_audit import (
+    AuditBudget,
+    audit_session,
+    describe_verdict,
+    summarize_verdicts,
+)
 from flexinspect_hooks.audit.weights import snapshot
 from flexinspect_hooks.capture.new_trace import create_trace
 from flexinspect_hooks.loading.tokenizers import IdAdapter
@@ -122,6 +129,8 @@ def test_equal_prompts_may_be_beams_from_their_second_decode_step_on(audit: Audi
     assert not findings
     assert [one.n_steps for one in verdicts] == [2, 2]
     assert all("they may be beams" in one.not_judged[0] for one in verdicts)
+    nothing = summarize_verdicts([replace(one, n_steps=0) for one in verdicts])
+    assert nothing.startswith("No step of 2 sequences was compared")
 
 
 def test_a_model_of_no_known_architecture_is_not_judged(audit: Audit) -> None:
@@ -202,7 +211,119 @@ def test_where_nothing_fits_the_finding_says_what_was_tried(audit: Audit) -> Non
     assert findings[0].sentence.startswith('Layer 1, step 0: from position 0 "')
     assert "the hidden state differs" in findings[0].sentence
     assert "gives these numbers (scale, " in findings[0].sentence
+    replaced = "The program replaced model.layers.1.mlp.act_fn (by ReLU)."
+    assert findings[0].sentence.endswith(replaced)
     assert describe_verdict(verdicts[0]) == events[0]
+
+
+def test_a_forward_that_was_replaced_in_the_layer_of_the_difference_is_named(audit: Audit) -> None:
+    model = make_model("llama")
+    for layer in (1, 2):
+        projection = model.model.layers[layer].self_attn.q_proj
+        plain = projection.forward
+        projection.forward = lambda rows, plain=plain: plain(rows) + rows  # an adapter, for example
+    _, findings, _ = audit(model, lambda: decode(model, 2))
+    assert [one.id for one in findings] == ["audit.unexplained"]
+    replaced = "The program replaced model.layers.1.self_attn.q_proj.forward."
+    assert findings[0].sentence.endswith(replaced)
+
+
+def _without_mlp_residual(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+    """Compute a layer of Llama or of Gemma 2, but forget the second residual."""
+    before = hidden_states
+    rows, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    if not hasattr(self, "pre_feedforward_layernorm"):
+        return self.mlp(self.post_attention_layernorm(before + rows))
+    rows = before + self.post_attention_layernorm(rows)
+    return self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_missing_residual_of_the_mlp_is_named(audit: Audit, family: str) -> None:
+    model = make_model(family)
+    layer = model.model.layers[1]
+    layer.forward = MethodType(_without_mlp_residual, layer)
+    _, findings, _ = audit(model, lambda: decode(model, 2))
+    words = "without the residual around mlp in this layer only"
+    assert [words in one.sentence for one in findings] == [True], findings
+
+
+def test_a_number_of_a_module_that_is_not_the_configurations_is_named(audit: Audit) -> None:
+    model = make_model("llama")
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 0.1
+    _, findings, _ = audit(model, lambda: decode(model, 2))
+    words = "in which post_attention_layernorm.variance_epsilon is 0.1, not 1e-06"
+    assert [words in one.sentence for one in findings] == [True], findings
+
+
+def test_a_missing_scale_of_the_embeddings_is_named(audit: Audit) -> None:
+    options = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}
+    model = make_model("gemma3_text", **options)
+    embedding = model.model.embed_tokens
+    embedding.forward = lambda rows: torch.nn.functional.embedding(rows, embedding.weight)
+    _, findings, _ = audit(model, lambda: decode(model, 2))
+    words = "without the scale of the embeddings"
+    assert [words in one.sentence for one in findings] == [True], findings
+
+
+@pytest.mark.parametrize("passes_positions", [False, True])
+def test_positions_that_count_the_padding_are_a_fault_of_learned_positions(
+    audit: Audit, passes_positions: bool
+) -> None:
+    model = make_model("gpt2")
+    rows = torch.tensor([ids(12, 3), (0,) * 4 + ids(8, 4)])
+    mask = (rows != 0).long()
+
+    def decode_batch() -> None:
+        given, past, seen = rows, None, mask
+        for _ in range(3):
+            positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, -given.shape[1] :]
+            more = {"position_ids": positions} if passes_positions else {}
+            output = model(given, attention_mask=seen, past_key_values=past, **more)
+            past, given = output.past_key_values, output.logits[:, -1:].argmax(-1)
+            seen = torch.cat((seen, torch.ones(2, 1, dtype=torch.long)), 1)
+
+    _, findings, _ = audit(model, decode_batch)
+    words = "the position ids that the model makes if none are passed, which count the padding"
+    expected = [] if passes_positions else [True]
+    assert [words in one.sentence for one in findings] == expected, findings
+
+
+def test_heads_and_rows_that_are_not_swapped_are_named(audit: Audit) -> None:
+    def mixed(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        is_prompt = q.shape[2] > 1
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=is_prompt, enable_gqa=True
+        )
+        return output.reshape(output.transpose(1, 2).shape), None
+
+    model = make_model("llama")
+    AttentionInterface.register("mixed", mixed)
+    try:
+        model.set_attn_implementation("mixed")
+        _, findings, _ = audit(model, lambda: decode(model, 1))
+    finally:
+        del AttentionInterface._global_mapping["mixed"]
+    words = "whose heads and rows are not swapped before they are flattened"
+    assert [words in one.sentence for one in findings] == [True], findings
+
+
+def test_an_adapter_of_the_program_is_not_judged_and_named(audit: Audit) -> None:
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: torch.nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, rows: Any) -> Any:
+            return self.base(rows) * 2
+
+    model = make_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+    _, findings, events = audit(model, lambda: decode(model))
+    assert not findings
+    replaced = "The program replaced model.layers.1.self_attn.q_proj (Linear) by Adapter"
+    assert replaced in events[0]
 
 
 def test_numbers_that_are_not_finite_are_a_divergence(audit: Audit) -> None:

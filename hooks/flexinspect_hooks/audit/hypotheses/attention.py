@@ -146,8 +146,29 @@ def precision(probe: Probe) -> Edits:
         )
 
 
-def no_softmax(probe: Probe) -> Edits:
-    """Weights that are not divided by their sum, or zero attention."""
+def heads_mixed(probe: Probe) -> Edits:
+    """The output (1, heads, rows, size) of a prompt is flattened without swapping heads and rows.
+
+    Decode steps have one row, so that nothing changes there.
+    """
+    if probe.is_decode:
+        return
+
+    def mixed(call: AttentionInput) -> Tensor:
+        output = _dense(replace(call, output=None))
+        prompt = output[:, : probe.n_prompt]
+        flat = prompt.transpose(1, 2).reshape(prompt.shape)
+        return torch.cat((flat, output[:, probe.n_prompt :]), 1)
+
+    yield Edit(
+        name="heads.mixed",
+        sentence="whose heads and rows are not swapped before they are flattened",
+        attention=lambda call: replace(call, output=mixed),
+    )
+
+
+def attention_zero(probe: Probe) -> Edits:
+    """The attention gives zeros."""
 
     def nothing(call: AttentionInput) -> Tensor:
         rows = call.query.transpose(1, 2)
@@ -191,6 +212,7 @@ HYPOTHESES = (
     soft_cap_missing,
     sinks_missing,
     heads_tiled,
+    heads_mixed,
     precision,
-    no_softmax,
+    attention_zero,
 )

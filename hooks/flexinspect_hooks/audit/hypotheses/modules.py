@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flexinspect_hooks.audit.forward_edits import Edit, ModuleEdit
 from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.weights import numbers_of
 
 Edits = Iterator[Edit]
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")
@@ -111,6 +112,36 @@ def residual_skipped(probe: Probe) -> Edits:
             yield Edit(name="block.skipped", sentence=f"without {name}", modules={name: zero})
 
 
+def mlp_residual_skipped(probe: Probe) -> Edits:
+    """The input of the MLP, before its norm, is not added to its output."""
+    names = _names(probe, inside=True)
+    block = next((n for n in ("mlp", "feed_forward") if n in names), None)
+    if block is None:
+        return
+    norms: list[tuple[Tensor, Tensor]] = []
+    residual: list[Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
+        norms.append((inputs, output))
+        return output
+
+    def find(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
+        # Without a norm before it, the MLP takes the residual itself.
+        given = next((one for one, normed in norms if torch.equal(normed, inputs)), inputs)
+        residual[:] = [given]
+        norms.clear()
+        return output if last != block else output - given
+
+    def minus(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
+        return output - residual[0]
+
+    last = next((n for n in ("post_feedforward_layernorm",) if n in names), block)
+    edits: dict[str, ModuleEdit] = {n: keep for n, m in names.items() if _is_norm(m)}
+    edits |= {block: find} if last == block else {block: find, last: minus}
+    sentence = f"without the residual around {block}"
+    yield Edit(name="residual.skipped", sentence=sentence, modules=edits)
+
+
 def embedding_scale(probe: Probe) -> Edits:
     """The embeddings are scaled by the root of the hidden size, or not scaled though they are."""
     size = float(getattr(probe.config, "hidden_size", 1)) ** 0.5
@@ -133,4 +164,32 @@ def embedding_scale(probe: Probe) -> Edits:
             )
 
 
-HYPOTHESES = (norm_skipped, bias_skipped, residual_skipped, embedding_scale)
+def attribute_changed(probe: Probe) -> Edits:
+    """A number that the program's modules hold, such as an epsilon, is not the configuration's."""
+    changed: dict[tuple[str, str, float, float], list[str]] = {}
+    for name, module in probe.reference.model.named_modules():
+        theirs = probe.reference.program_attributes.get(name, {})
+        for attribute, own in numbers_of(module).items():
+            value = theirs.get(attribute, own)
+            if value != own:
+                key = (name.rpartition(".")[2], attribute, value, own)
+                changed.setdefault(key, []).append(name)
+    n_layers = len(probe.reference.blocks)
+    for (last, attribute, value, own), names in changed.items():
+        where = "" if len(names) == n_layers else f" (in {', '.join(names)})"
+        yield Edit(
+            name="attribute.changed",
+            sentence=f"in which {last}.{attribute} is {value:g}, not {own:g}{where}",
+            attributes={name: {attribute: value} for name in names},
+            whole_model=True,
+        )
+
+
+HYPOTHESES = (
+    norm_skipped,
+    bias_skipped,
+    residual_skipped,
+    mlp_residual_skipped,
+    embedding_scale,
+    attribute_changed,
+)

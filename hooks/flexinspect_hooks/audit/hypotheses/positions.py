@@ -33,7 +33,8 @@ def rope_missing(probe: Probe) -> Edits:
     def without_key(turn: Rotation) -> tuple[Tensor, Tensor]:
         return turn.rotate(turn.query, turn.key, turn.cos, turn.sin)[0], turn.key
 
-    yield Edit(name="rope.missing", sentence="without RoPE", rope=none)
+    same = ", or with position 0 for each of its rows, which is the same" if probe.is_decode else ""
+    yield Edit(name="rope.missing", sentence=f"without RoPE{same}", rope=none)
     yield Edit(name="rope.missing", sentence="without RoPE of the queries", rope=without_query)
     yield Edit(name="rope.missing", sentence="without RoPE of the keys", rope=without_key)
 
@@ -108,10 +109,10 @@ def positions_passed(probe: Probe) -> Edits:
     here = passed[0, probe.first_row :]
     first, last = int(here[0]), int(here[-1])
     span = f"{first}" if first == last else f"{first} to {last}"
-    sentence = (
-        f"with the position ids that the program passed ({span}, where the text is at "
-        f"{probe.first_row})"
-    )
+    who = "that the program passed"
+    if probe.counts_padding:
+        who = "that the model makes if none are passed, which count the padding"
+    sentence = f"with the position ids {who} ({span}, where the text is at {probe.first_row})"
     yield Edit(
         name="positions.passed",
         sentence=sentence,

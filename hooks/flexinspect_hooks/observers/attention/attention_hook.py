@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.core.text import plural
-from flexinspect.records.step import ArrayRecord, BuildRecord, CallRecord
+from flexinspect.records.step import OWN_FUNCTION, ArrayRecord, BuildRecord, CallRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -93,7 +93,7 @@ class AttentionHook(Hook):
     def _wrap_function(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
         context, layer_of, kernels = self._context, self._context.layer_of, self.kernels
         name = BACKEND if backend.startswith(BACKEND) else backend
-        path = _BACKEND_PATHS.get(name, "other")
+        path = _BACKEND_PATHS.get(name, OWN_FUNCTION)
         own_module = getattr(function, "__module__", None) or ""
         is_plain = name in ("sdpa", "eager") and own_module.startswith("transformers.")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.masks import algebra
-from flexinspect.records.step import MaskRecord
+from flexinspect.records.step import OWN_FUNCTION, MaskRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -59,7 +59,7 @@ class MaskStore:
             if not isinstance(mask, BlockMask):
                 shared = (*shared, ref.query.shape[2], ref.key.shape[2])
             if mask is None:  # the executed mask depends on the call
-                shared = (*shared, ref.is_causal)
+                shared = (*shared, _implied_causal(ref))
             key = shared
             if by_head and shared in by_head:
                 key = (*shared, ref.query.shape[1])
@@ -183,13 +183,32 @@ def _describe_mask(ref: AttentionCall, number: int, step: StepContext) -> Captur
 def _implied_causal(ref: AttentionCall) -> bool:
     """Whether a call without a mask is causal.
 
-    In transformers SDPA without a mask is causal over a prompt; every other call is open. If
-    `is_causal` is passed to SDPA itself, it is causal from the upper left for any number of rows,
-    so that a single row attends to one key.
+    In transformers SDPA without a mask is causal over a prompt; eager and flex attention are open.
+    If `is_causal` is passed to SDPA itself, it is causal from the upper left for any number of
+    rows, so that a single row attends to one key. What the program's own function does is seen in
+    its output.
     """
     if ref.causal is not None:
         return ref.causal
+    if ref.path == OWN_FUNCTION:
+        return _sees_only_itself(ref)
     return ref.path == "sdpa" and ref.is_causal and ref.query.shape[2] > 1
+
+
+def _sees_only_itself(ref: AttentionCall) -> bool:
+    """Whether the first row of a prompt attends to its own key only, so that it gives its value.
+
+    The order in which the function assigns value heads to query heads is left open.
+    """
+    q_len, output, value = ref.query.shape[2], ref.output, ref.value
+    is_usual = isinstance(output, Tensor) and output.dim() == 4 and output.shape[1] == q_len
+    if q_len < 2 or value.shape[2] != q_len or not is_usual:
+        return False
+    if output.shape[-1] != value.shape[-1]:
+        return False
+    first, own = output[0, 0].float(), value[0, :, 0].float()  # (heads, D), (kv heads, D)
+    distance = (first[:, None] - own[None]).abs().amax(-1).amin(1)
+    return bool((distance <= 8 * torch.finfo(output.dtype).eps * own.abs().max()).all())
 
 
 def _expand_dense_mask(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
