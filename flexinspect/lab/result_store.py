@@ -25,8 +25,9 @@ VERSION = 1
 class ResultStore(Generic[Result]):
     """The results of one run, of type `kind`; open it with `with`, which closes the file.
 
-    `settings` are plain data. They must equal those of the file, if it has a result. Raises `UsageError`
-    for a file of other settings, of another format, in use by another run, or not writable.
+    `settings` are plain data. They must equal those of the file, if it has a result. Raises
+    `UsageError` for a file of other settings, of another format or command, in use by another run,
+    or not writable.
     """
 
     def __init__(self, file: Path, settings: Mapping[str, Any], kind: type[Result]) -> None:
