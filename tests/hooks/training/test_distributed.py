@@ -97,7 +97,7 @@ def test_under_data_parallel_gradients_and_weights_agree_and_the_late_rank_is_na
     assert {"gradient norm", "weights", "all weights"} <= training.compared.keys()
     assert training.not_compared["loss"] == "each rank has its own batch"
     assert found.waiting.late == 1
-    assert found.waiting.late_s[1] > 0.1  # five steps of 50 ms, less where rank 0 was held up
+    assert found.waiting.late_s[1] > 0.4  # five steps of 200 ms, less where rank 0 was held up
     assert {one.last_call for one in found.waiting.steps.values()} <= {
         "ddp_gradients",
         "all_gather",
