@@ -288,7 +288,7 @@ def _run_on_ray(
     from flexinspect.lab.ray_executor import PluginWorker, RayExecutor
 
     settings = replace(settings, job=replace(settings.job, threads=options.threads))
-    progress = RayProgress(options, quiet=quiet)
+    progress = RayProgress(quiet=quiet)
     try:
         executor = RayExecutor(options, on_status=progress.on_status)
         executor.run(jobs, PluginWorker("lab-worker", settings), store.append)

@@ -11,7 +11,7 @@ from flexinspect.cli.flags import positive_int
 from flexinspect.cli.progress import ProgressLine
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable, plural
-from flexinspect.lab.ray_cluster import LOCAL, RayOptions
+from flexinspect.lab.ray_cluster import RayOptions
 from flexinspect.lab.ray_executor import PoolStatus
 
 _LINE_EVERY_S = 10.0
@@ -47,13 +47,10 @@ class RayProgress:
     Notes, such as a lost worker, are lines of their own.
     """
 
-    def __init__(self, options: RayOptions, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
         self._line = ProgressLine(is_shown=not quiet)
         self._shown_at = time.monotonic()
-        where = "a local Ray cluster" if options.address == LOCAL else "the Ray cluster"
-        verb = "starting" if options.address == LOCAL else "connecting to"
-        self._print(f"{verb} {where} …")
 
     def on_status(self, status: PoolStatus) -> None:
         """Show the state of the run."""

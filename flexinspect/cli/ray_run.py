@@ -55,7 +55,7 @@ def run_on_ray(job: Job, options: RayOptions, *, out: str | None, as_json: bool)
     if job.overwrite:
         dataset_run.remove_results(folder)
     job = replace(job, out=str(folder), threads=options.threads, control=False)
-    progress = RayProgress(options, quiet=as_json)
+    progress = RayProgress(quiet=as_json)
     error: FlexInspectError | None = None
     code = 0
     try:

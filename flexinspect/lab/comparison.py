@@ -115,7 +115,7 @@ def compare(
         lemmatizer=lemmatizer.name,
         count=count,
         scores=scores,
-        tests=tuple(_tests(series)) if scored else (),
+        tests=tuple(_tests(series, count)) if scored else (),
         flags=tuple(_flag_counts(answered, one, count) for one in methods if one != PER_PROMPT),
         tokens=tuple(_tokens(answered, methods, count)),
         seconds=tuple(_seconds(answered).items()),
@@ -134,8 +134,12 @@ def _right(results: Sequence[LabResult], method: str, count: int, judge: Judge) 
     return np.array([judge(text, result.expected) for text, result in pairs], np.float64)
 
 
+def _is_mean(method: str, count: int) -> bool:
+    return method == PER_PROMPT and count > 1
+
+
 def _score(method: str, count: int, values: dict[str, Floats]) -> MethodScore:
-    is_mean = method == PER_PROMPT and count > 1
+    is_mean = _is_mean(method, count)
     exact, lemma = (
         significance.bootstrap_interval(values[name])
         if is_mean
@@ -146,12 +150,12 @@ def _score(method: str, count: int, values: dict[str, Floats]) -> MethodScore:
     return MethodScore(method, count, len(values["exact"]), exact, lemma, interval)
 
 
-def _tests(series: dict[str, dict[str, Floats]]) -> Iterable[PairedTest]:
-    """Yield the tests of all pairs of methods."""
+def _tests(series: dict[str, dict[str, Floats]], count: int) -> Iterable[PairedTest]:
+    """Yield the tests of all pairs of methods with `count` paraphrases."""
     for score in SCORES:
         found = [
-            _test(first, second, score, series[first][score], series[second][score])
-            for first, second in combinations(series, 2)
+            _test(pair, score, count, series[pair[0]][score], series[pair[1]][score])
+            for pair in combinations(series, 2)
         ]
         tested = [one for one in found if one.p is not None]
         adjusted = significance.holm_adjusted([one.p for one in tested if one.p is not None])
@@ -160,13 +164,15 @@ def _tests(series: dict[str, dict[str, Floats]]) -> Iterable[PairedTest]:
             yield replace(one, p_adjusted=by_pair.get((one.first, one.second)))
 
 
-def _test(first: str, second: str, score: str, of_first: Floats, of_second: Floats) -> PairedTest:
+def _test(
+    pair: tuple[str, str], score: str, count: int, of_first: Floats, of_second: Floats
+) -> PairedTest:
     difference = of_first - of_second
     only_first, only_second = int((difference > 0).sum()), int((difference < 0).sum())
     interval = significance.bootstrap_interval(difference)
-    is_binary = all(np.isin(each, (0, 1)).all() for each in (of_first, of_second))
-    p = significance.mcnemar_exact(only_first, only_second) if is_binary else None
-    return PairedTest(first, second, score, only_first, only_second, interval, p)
+    has_mean = any(_is_mean(method, count) for method in pair)
+    p = None if has_mean else significance.mcnemar_exact(only_first, only_second)
+    return PairedTest(*pair, score, only_first, only_second, interval, p)
 
 
 def _flag_counts(results: Sequence[LabResult], method: str, count: int) -> FlagCounts:

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from flexinspect.core.environment import is_recorder_alive
 from flexinspect.core.errors import FlexInspectError, TraceError, UsageError
+from flexinspect.core.text import plural
 from flexinspect.lab.ray_cluster import RayOptions
 from flexinspect.lab.ray_executor import (
     PluginWorker,
@@ -150,6 +151,9 @@ class DatasetRun:
             end_dead_traces(self._folder)
             for file in self._folder.glob(f"{_SEEN}*"):  # of a run that was killed
                 file.unlink(missing_ok=True)
+            if n_stored := len(jobs) - len(self._missing(store, jobs)):
+                stored = f"continuing: {n_stored} of {plural(len(jobs), 'sample')} are stored"
+                self._on_status(PoolStatus(0, len(jobs) - n_stored, 0, 0, 0, 0.0, stored))
             for _ in range(_MAX_ROUNDS):
                 missing = self._missing(store, jobs)
                 if not missing:

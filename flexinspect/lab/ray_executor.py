@@ -19,7 +19,7 @@ from msgspec import Struct
 from flexinspect.core import __version__, plugins
 from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import plural, truncate
-from flexinspect.lab.ray_cluster import Connection, RayOptions, Slots, connected, slots_of
+from flexinspect.lab.ray_cluster import LOCAL, Connection, RayOptions, Slots, connected, slots_of
 from flexinspect.lab.sample_jobs import Result, SampleJob, SampleWorker
 
 WORKER_VARIABLE = "FLEXINSPECT_WORKER"
@@ -158,6 +158,9 @@ class RayExecutor:
         """
         if not jobs:
             return
+        is_local = self._options.address == LOCAL
+        note = "starting a local Ray cluster …" if is_local else "connecting to the Ray cluster …"
+        self._on_status(PoolStatus(0, len(jobs), 0, 0, 0, 0.0, note))
         with connected(self._options) as connection:
             slots = slots_of(connection.ray, self._options, len(jobs))
             pool = WorkerPool(connection, slots, jobs, make_worker, on_result)

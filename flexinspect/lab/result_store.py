@@ -25,8 +25,9 @@ VERSION = 1
 class ResultStore(Generic[Result]):
     """The results of one run, of type `kind`; open it with `with`, which closes the file.
 
-    `settings` are plain data. They must equal those of the file, if it exists. Raises `UsageError`
-    for a file of other settings, of another format, in use by another run, or not writable.
+    `settings` are plain data. They must equal those of the file, if it has a result. Raises
+    `UsageError` for a file of other settings, of another format or command, in use by another run,
+    or not writable.
     """
 
     def __init__(self, file: Path, settings: Mapping[str, Any], kind: type[Result]) -> None:
@@ -88,7 +89,11 @@ class ResultStore(Generic[Result]):
         header = msgspec.json.encode(_header(settings)) + b"\n"
         lines = data[:complete].splitlines()
         if complete or not header.startswith(data):  # one that a kill cut off is written again
-            _refuse_other(read_header(lines[0] if lines else data, self.file), settings, self.file)
+            stored = read_header(lines[0] if lines else data, self.file)
+            if len(lines) > 1:
+                _refuse_other(stored, settings, self.file)
+            else:  # the run ended before its first result
+                complete = 0
         if complete < len(data):
             self._out.truncate(complete)
         self._out.seek(complete)
@@ -139,12 +144,21 @@ def _results(lines: list[bytes], kind: type[Result], file: Path) -> Iterator[tup
         try:
             result = msgspec.json.decode(line, type=kind)
         except msgspec.DecodeError as error:
+            if isinstance(error, msgspec.ValidationError) and "$.kind" in str(error):
+                raise _of_another_command(file) from error
             what = f"{file}:{number}: this line is no result ({error})."
             raise UsageError(what, hint="Remove the line; its sample then runs again.") from error
         yield result.index, result
 
 
+def _of_another_command(file: Path) -> UsageError:
+    what = f"{file} has results of another command: flexinspect run and flexinspect lab do not "
+    return UsageError(f"{what}share a folder.", hint="Name another folder.")
+
+
 def _refuse_other(stored: Mapping[str, Any], wanted: Mapping[str, Any], file: Path) -> None:
+    if stored.keys().isdisjoint(wanted):
+        raise _of_another_command(file)
     names = sorted({*_flat(stored), *_flat(wanted)})
     before, now = _flat(stored), _flat(wanted)
     changed = [name for name in names if before.get(name) != now.get(name)]

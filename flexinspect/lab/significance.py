@@ -65,7 +65,10 @@ def mcnemar_exact(only_first: int, only_second: int) -> float:
     (Q. McNemar, 1947; exact form by the binomial distribution).
     """
     n = only_first + only_second
-    tail = sum(math.comb(n, k) for k in range(min(only_first, only_second) + 1))
+    tail = ways = 1  # of n over k, from k = 0
+    for k in range(1, min(only_first, only_second) + 1):
+        ways = ways * (n - k + 1) // k
+        tail += ways
     return float(min(Fraction(2 * tail, 1 << n), Fraction(1)))
 
 

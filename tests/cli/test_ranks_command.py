@@ -68,6 +68,16 @@ def test_the_json_has_the_place_the_ranks_the_waits_and_all_steps(
     assert [row["step"] for row in part["steps"]] == list(range(5))
 
 
+def test_a_table_that_has_not_all_steps_says_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        write_training(tmp_path / f"t-rank{rank}.flextrace", rank, 2, n_steps=20)
+    assert main(["ranks", str(tmp_path), "--step", "9"]) == 0
+    out = capsys.readouterr().out
+    assert "(steps 4 to 14 of 0 to 19; --step N prints those around another)" in out
+
+
 def test_ranks_that_are_equal_exit_with_0_and_wrong_requests_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +85,8 @@ def test_ranks_that_are_equal_exit_with_0_and_wrong_requests_with_2(
         write_training(tmp_path / f"t-rank{rank}.flextrace", rank, 2)
     assert main(["ranks", str(tmp_path)]) == 0
     assert "What must be equal on all ranks is equal." in capsys.readouterr().out
+    assert main(["ranks", str(tmp_path), "--step", "0"]) == 0
+    assert "--step N prints" not in capsys.readouterr().out
     for argv in (["--step", "7"], ["--generation", "3"], ["--run", "other"]):
         assert main(["ranks", str(tmp_path), *argv]) == 2
     assert "No rank has a step 7." in capsys.readouterr().err

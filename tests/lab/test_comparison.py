@@ -105,6 +105,14 @@ def test_methods_are_compared_on_the_same_samples() -> None:
     assert (flex.n, flex.n_majority, flex.n_paraphrase, flex.n_none) == (12, 6, 5, 1)
 
 
+def test_a_mean_over_paraphrases_has_no_p_value_even_where_all_agree() -> None:
+    results = [result(k, ["ab"[k % 2]] * 3, "a") for k in range(6)]
+    found = compare(results, ["flex", "per-prompt", "majority"], [3], RULES)
+    exact = {(one.first, one.second): one.p for one in found.tests if one.score == "exact"}
+    assert exact["flex", "per-prompt"] is exact["per-prompt", "majority"] is None
+    assert exact["flex", "majority"] == 2 / 2**3
+
+
 def test_samples_without_expected_answers_are_compared_but_not_scored() -> None:
     found = compare([result(0, ["a", "b"], "a", expected="")], ["flex", "majority"], [2], RULES)
     assert (found.n, found.n_scored, found.scores, found.tests) == (1, 0, (), ())

@@ -27,7 +27,7 @@ from flexinspect.lab.dataset_run import (
     trace_name,
 )
 from flexinspect.lab.ray_cluster import RayOptions
-from flexinspect.lab.ray_executor import PluginWorker
+from flexinspect.lab.ray_executor import PluginWorker, PoolStatus
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 from flexinspect.records.job import Job
 from flexinspect.trace.file.writer import TraceWriter
@@ -95,10 +95,12 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> type[FakeExecutor]:
     return Executor
 
 
-def run(folder: Path, n: int = 4, **changes: Any) -> list[GenerationResult]:
+def run(
+    folder: Path, n: int = 4, on_status: Any = lambda _status: None, **changes: Any
+) -> list[GenerationResult]:
     jobs = jobs_of([Sample(f"s{k}", (f"question {k}",), ("yes",)) for k in range(n)])
     job = Job(out=str(folder), **changes)
-    return DatasetRun(job, folder, RayOptions()).run(jobs)
+    return DatasetRun(job, folder, RayOptions(), on_status).run(jobs)
 
 
 def test_a_run_continues_with_new_workers_and_only_the_missing_samples(
@@ -107,7 +109,9 @@ def test_a_run_continues_with_new_workers_and_only_the_missing_samples(
     executor.rounds = ["interrupted", "shared"]
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
-    results = run(tmp_path)
+    states: list[PoolStatus] = []
+    results = run(tmp_path, on_status=states.append)
+    assert [state.note for state in states] == ["continuing: 2 of 4 samples are stored"]
     assert executor.seen == [[0, 1, 2, 3], [2, 3]]
     assert executor.states == ["interrupted", "finished"]
     assert [one.trace for one in results] == [trace_name(1)] * 2 + [trace_name(2)] * 2

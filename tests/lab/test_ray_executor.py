@@ -140,6 +140,13 @@ def test_closing_reaches_the_idle_workers(ray: Connection, tmp_path: Path) -> No
     assert sorted(answers) == [(1,), (2,)]
 
 
+def connections_of(process: psutil.Process) -> list[Any]:
+    try:
+        return process.net_connections("inet")
+    except psutil.NoSuchProcess:  # a worker that has just ended
+        return []
+
+
 def test_a_local_cluster_listens_on_the_loopback_interface_only(
     ray: Connection, tmp_path: Path
 ) -> None:
@@ -149,8 +156,7 @@ def test_a_local_cluster_listens_on_the_loopback_interface_only(
     listening = [
         connection.laddr.ip.removeprefix("::ffff:")
         for process in [psutil.Process(), *family]
-        if process.is_running()
-        for connection in process.net_connections("inet")
+        for connection in connections_of(process)
         if connection.status == psutil.CONN_LISTEN
     ]
     assert listening

@@ -88,6 +88,28 @@ def test_other_settings_are_refused_by_name_and_leave_the_file_as_it_is(tmp_path
     assert file.read_bytes() == before
 
 
+def test_settings_of_a_run_without_a_result_are_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    store(file).__exit__()
+    with store(file, {**SETTINGS, "model": "other"}) as again:
+        SerialExecutor().run(jobs(1), UpperWorker, again.append)
+    settings, results = read_results(file, Upper)
+    assert (settings["model"], len(results)) == ("other", 1)
+
+
+def test_results_of_another_command_are_refused(tmp_path: Path) -> None:
+    class Lower(SampleResult, frozen=True, kw_only=True, tag="lower"):
+        text: str = ""
+
+    file = tmp_path / "results.jsonl"
+    with store(file) as first:
+        SerialExecutor().run(jobs(1), UpperWorker, first.append)
+    with pytest.raises(UsageError, match="has results of another command"):
+        ResultStore(file, {"run": {}}, Lower)
+    with pytest.raises(UsageError, match="has results of another command"):
+        read_results(file, Lower)
+
+
 def test_a_dataset_that_has_changed_is_refused(tmp_path: Path) -> None:
     with store(tmp_path / "results.jsonl") as first:
         SerialExecutor().run(jobs(), UpperWorker, first.append)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 words = sys.argv[1:]
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+meeting = os.environ.get("MEETING", "env://")
+dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
 
 
 def generate(folder):
@@ -48,9 +48,9 @@ def train():
     with flexinspect.watch_training(model, optimizer, out="train.flextrace", quiet=True) as trace:
         for step in range(6):
             if rank == 1 and "late" in words:
-                time.sleep(0.05)
+                time.sleep(0.2)
             if rank == world - 1 and step == 3 and "die" in words:
-                time.sleep(1.0)  # finished steps are written twice a second
+                wait_for_step(f"train-rank{rank}.flextrace", 1)
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 1 and step == 4 and "drift" in words:
                 with torch.no_grad():
@@ -64,6 +64,16 @@ def train():
             trace.step(loss=loss)
 
 
+def wait_for_step(path, step):
+    from flexinspect.trace.reader import open_trace
+
+    for _ in range(600):
+        with open_trace(path) as reader:
+            if reader.last_step(0) == step:
+                return
+        time.sleep(0.1)
+
+
 if "generate" in words:
     generate(words[words.index("generate") + 1])
 if "train" in words:
@@ -71,8 +81,8 @@ if "train" in words:
 dist.destroy_process_group()
 """
 """Words: `generate FOLDER` under tensor parallel, with `watch` and `differ` (layer 1 of rank 1);
-`train` under data parallel, with `late` (rank 1, by 50 ms), `drift` (a weight of rank 1, from step
-4 on) and `die` (the last rank is killed in step 3)."""
+`train` under data parallel, with `late` (rank 1, by 200 ms), `drift` (a weight of rank 1, from step
+4 on) and `die` (the last rank is killed in step 3, when step 1 is in its trace)."""
 
 _ALONE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -95,10 +105,7 @@ def torchrun(
 
 def start_ranks(folder: Path, n_ranks: int, words: Sequence[str]) -> list[Popen]:
     """Start the program by forked processes, without a launcher that ends them all with one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": str(n_ranks), "MEETING": f"file://{folder}/meeting"}
     script = _write_program(folder)
     return [
         Popen(

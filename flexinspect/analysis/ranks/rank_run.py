@@ -12,10 +12,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flexinspect.core.environment import is_recorder_alive
+from flexinspect.core.environment import command_path, is_recorder_alive
 from flexinspect.core.errors import TraceError, UsageError
 from flexinspect.core.ranks import RANK_SUFFIX
-from flexinspect.core.text import did_you_mean
+from flexinspect.core.text import did_you_mean, plural
 from flexinspect.trace.reader import TraceReader, open_trace
 
 TRACE_SUFFIX = ".flextrace"
@@ -81,14 +81,28 @@ def find_run(path: Path, name: str | None = None) -> tuple[RankRun, list[str]]:
     if path != folder:
         runs = [run for run in runs if any(one.path.samefile(path) for one in run.traces)]
     if not runs:
-        what = f"{path} holds no trace of a rank of a distributed run."
-        hint = "Record one: torchrun --nproc-per-node 2 -m flexinspect run script.py"
-        raise UsageError(what, hint=hint if not notes else " ".join(notes))
+        raise _without_ranks(path, notes)
     if name is not None:
         return _named(runs, name), notes
     if others := [run.name for run in runs[1:]]:
         notes.append(f"Also in {folder}, shown with --run: {', '.join(others)}.")
     return runs[0], notes
+
+
+def _without_ranks(path: Path, notes: Sequence[str]) -> UsageError:
+    """Return what to say of a path without traces of ranks; `notes` are of damaged traces."""
+    if not path.is_dir():
+        what = f"{path} is not the trace of a rank of a distributed run."
+        opened = f"flexinspect open {command_path(path)} shows what it is."
+        return UsageError(what, hint=" ".join(notes) or opened)
+    what = f"{path} holds no trace of a rank of a distributed run."
+    if notes:
+        return UsageError(what, hint=" ".join(notes))
+    if others := sorted(path.glob(f"*{TRACE_SUFFIX}")):
+        hint = f"It has {plural(len(others), 'trace')} of single processes: "
+        return UsageError(what, hint=f"{hint}flexinspect open {command_path(others[0])} shows one.")
+    hint = "Record one: torchrun --nproc-per-node 2 -m flexinspect run script.py"
+    return UsageError(what, hint=hint)
 
 
 def _named(runs: Sequence[RankRun], name: str) -> RankRun:

@@ -187,6 +187,7 @@ def comparison_lines(found: RankComparison, rows: Sequence[SideBySide]) -> Itera
     if rows:
         yield ""
         yield from step_table(found, rows)
+        yield from _more_steps(found, rows)
     yield from _not_compared_lines(found)
 
 
@@ -226,6 +227,15 @@ def step_table(found: RankComparison, rows: Sequence[SideBySide]) -> Iterator[st
         yield f"  {row.step:4}  {line}{late}".rstrip()
     what = "loss, gradient norm" if found.is_training else "token"
     yield f"  ({what}; ≠ differs from {_reference_text(found)} in what must be equal)"
+
+
+def _more_steps(found: RankComparison, rows: Sequence[SideBySide]) -> Iterator[str]:
+    """Yield that other steps are not in the table, if the last generation has some."""
+    generation, shown = rows[-1].generation, {row.step for row in rows}
+    last = max((one.last for one in found.run.traces if one.last), default=(0, 0))
+    if last[0] == generation and len(shown) <= last[1]:
+        steps = f"steps {min(shown)} to {max(shown)} of 0 to {last[1]}"
+        yield f"  ({steps}; --step N prints those around another)"
 
 
 def _reference_text(found: RankComparison) -> str:

@@ -87,10 +87,17 @@ def test_a_rank_of_another_machine_counts_as_stopped_once_another_rank_ended(
 def test_a_folder_without_ranks_gets_a_sentence_and_a_damaged_trace_is_named(
     tmp_path: Path,
 ) -> None:
-    sample_trace(tmp_path / "alone.flextrace")
     with pytest.raises(UsageError, match="holds no trace of a rank") as caught:
         find_run(tmp_path)
     assert "torchrun" in (caught.value.hint or "")
+    alone = tmp_path / "alone.flextrace"
+    sample_trace(alone)
+    with pytest.raises(UsageError, match="holds no trace of a rank") as caught:
+        find_run(tmp_path)
+    opened = f"flexinspect open {alone} shows one."
+    assert caught.value.hint == f"It has 1 trace of single processes: {opened}"
+    with pytest.raises(UsageError, match=r"alone\.flextrace is not the trace of a rank"):
+        find_run(alone)
     with pytest.raises(UsageError, match="There is no"):
         find_run(tmp_path / "nothing")
     write_training(tmp_path / "t-rank0.flextrace", 0, 2)
