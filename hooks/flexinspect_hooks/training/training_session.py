@@ -40,11 +40,11 @@ from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.evaluation_passes import EvaluationPasses
 from flexinspect_hooks.training.forward_passes import ForwardWatch
 from flexinspect_hooks.training.gradient_statistics import learning_rates
+from flexinspect_hooks.training.live_ranks import LiveRanks
 from flexinspect_hooks.training.loop_calls import LoadedBatch
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.model_checks import Failure
 from flexinspect_hooks.training.model_parts import ModelParts
-from flexinspect_hooks.training.rank_comparison import RankComparison
 from flexinspect_hooks.training.step_checks import EVENT, StepChecks
 from flexinspect_hooks.training.step_draft import (
     Loss,
@@ -93,7 +93,7 @@ class TrainingSession:
         self._forwards = ModelParts(model, self._watch_part)
         self._evaluations = EvaluationPasses()
         self._checks = StepChecks(self._meter, optimizer)
-        self._ranks = RankComparison(model, self._generation)
+        self._ranks = LiveRanks(model, self._generation)
         self._records = TrainingRecords(self._ranks)
         self._device = next(model.parameters()).device
         self._memory = StepMemory(model, self._device)
