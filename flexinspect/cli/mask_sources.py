@@ -97,18 +97,18 @@ def _check_sources(args: argparse.Namespace) -> None:
     if args.trace is not None and (args.mask or args.what):
         hint = "Compare it with another mask: --against MASK."
         raise UsageError("A trace has its own mask, and another one is named.", hint=hint)
-    if args.trace is None and (given_place := _first_given(args, PLACE_FLAGS)):
+    if args.trace is None and (given_place := _first_set(args, PLACE_FLAGS)):
         raise UsageError(f"--{given_place} goes with --trace.")
     if args.view == "received" and args.verify:
         what = "--view received shows blocks; the mask_mod closes cells in them, as it should."
         raise UsageError(what, hint="Verify the executed mask: leave out --view.")
     if args.checks is not None and not args.verify:
         raise UsageError("--checks goes with --verify.")
-    if not (args.prompt or args.dataset) and (prompt := _first_given(args, PROMPT_FLAGS)):
+    if not (args.prompt or args.dataset) and (prompt := _first_set(args, PROMPT_FLAGS)):
         raise UsageError(f"--{prompt} goes with --prompt or --dataset.")
     if given:
         is_prompt = given[0] in ("--prompt", "--dataset")
-        shape = _first_given(args, _FIXED_BY_PROMPT if is_prompt else SHAPE_FLAGS[:4])
+        shape = _first_set(args, _FIXED_BY_PROMPT if is_prompt else SHAPE_FLAGS[:4])
         name = args.what if args.what in PRESET_CONFIGS else shape and _flag(shape)
         if name:
             raise UsageError(f"{given[0]} decides the sizes, and {name} does too.")
@@ -118,7 +118,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _first_given(args: argparse.Namespace, names: tuple[str, ...]) -> str | None:
+def _first_set(args: argparse.Namespace, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if getattr(args, name) is not None), None)
 
 
@@ -224,7 +224,7 @@ def _configured_input(args: argparse.Namespace) -> MaskInput:
     mask = load_mask(mask_text or DEFAULT_MASK, segments, args)
     if isinstance(mask, ArrayMask):
         return _array_input(
-            args, mask, config if is_shape or _first_given(args, SHAPE_FLAGS) else None
+            args, mask, config if is_shape or _first_set(args, SHAPE_FLAGS) else None
         )
     limit = MAX_DISPLAY if args.verify else config.display_limit()
     return MaskInput(mask, config.length, config.length, limit, segments)

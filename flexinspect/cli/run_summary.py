@@ -113,7 +113,8 @@ def print_summary(
     lines += map(_answer_text, with_text[n_earlier:])
     if n_empty := len(generations) - len(with_text):
         lines.append(f"{plural(n_empty, 'generation')} without tokens")
-    lines.append(_cost_line(summary))
+    if line := _cost_line(summary):
+        lines.append(line)
     lines += map(finding_text, findings[:_SHOWN_FINDINGS])
     if (more := len(findings) - _SHOWN_FINDINGS) > 0:
         lines.append(f"      and {more} more findings, in the interface")
@@ -189,4 +190,4 @@ def _cost_line(summary: Mapping[str, Any]) -> str:
             share = 100 * cost["checks_s"] / max(cost["total_s"] + cost["checks_s"], 1e-9)
             checks = f"{plural(cost['checks'], 'recompute')} of --check-every"
             parts.append(f"{checks} took {cost['checks_s']:.2f} s, {share:.0f} % of the time")
-    return "      " + ", ".join(parts)
+    return "      " + ", ".join(parts) if parts else ""

@@ -41,7 +41,7 @@ def training_columns(span: BranchSpan) -> contents.TrainingColumns | None:
         bad=np.array([_bad(point) for point in points.values()], np.uint8),
         groups=[printable(name) for name in groups],
         group_norm=norms,
-        facts=_facts_in_words(span) if n_points == n_steps else [],
+        facts=_described_facts(span) if n_points == n_steps else [],
     )
 
 
@@ -53,7 +53,7 @@ def _bad(point: CurvePoint) -> int:
     return BAD_LOSS * point.has_nonfinite_loss + BAD_GRADIENT * point.has_nonfinite_gradient
 
 
-def _facts_in_words(span: BranchSpan) -> list[list[tuple[str, str]]]:
+def _described_facts(span: BranchSpan) -> list[list[tuple[str, str]]]:
     """Return the facts of each step as the training panel shows them."""
     run_facts = training_facts(span.source, span.generation) or {}
     steps = span.source.reader.training_steps(span.generation, span.branch, span.start, span.stop)

@@ -20,18 +20,27 @@ FINDING_OF: Mapping[str, str] = {
     "optimizer-frozen": "training.optimizer-parameters",
     "optimizer-stale": "training.optimizer-parameters",
     "optimizer-misses": "training.optimizer-parameters",
+    "no-gradients": "training.optimizer-parameters",
     "gradients-not-cleared": "training.gradients-not-cleared",
     "no-update": "training.no-update",
     "lost-gradient": "training.lost-gradient",
     "frozen-trains": "training.frozen-trains",
+    "frozen-gradients": "training.frozen-trains",
     "untied-weights": "training.untied-weights",
     "scheduler-first": "training.call-order",
     "clip-before-unscale": "training.call-order",
     "repeated-batch": "training.repeated-batch",
+    "restarted-loader": "training.repeated-batch",
+    "constant-inputs": "training.constant-inputs",
+    "labels-out-of-range": "training.loss-inputs",
+    "loss-of-scores": "training.loss-inputs",
+    "loss-of-probabilities": "training.loss-inputs",
+    "loss-of-sizes": "training.loss-inputs",
     "rows-differ": "training.rows-differ",
     "dropout-in-evaluation": "training.dropout-in-evaluation",
     "mixed-modes": "training.wrong-mode",
     "trained-in-evaluation-mode": "training.wrong-mode",
+    "evaluated-in-training-mode": "training.wrong-mode",
     "autocast-passed-over": "training.autocast-passed-over",
     "ranks-differ": "training.ranks-differ",
 }
@@ -98,6 +107,8 @@ def _severity(check: str, facts: Mapping[str, Any]) -> Severity | None:
     """The severity of a failed check, None for that of its finding."""
     if check == "optimizer-misses":
         return Severity.NOTE if facts.get("is_whole_part") else Severity.WARNING
+    if check == "labels-out-of-range":
+        return Severity.ERROR
     if check == "repeated-batch" and int(facts.get("n_workers", 0)) < 2:
         return Severity.NOTE
     return None

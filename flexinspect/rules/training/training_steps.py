@@ -301,7 +301,7 @@ def _describe_origin(origin: AnomalyOrigin) -> str:
         return f"{first} ({printable(dtype)}); {weights}"
     return (
         "the model's outputs are finite, so the loss function produces it (a logarithm of 0, a "
-        "square that overflows)"
+        "square that overflows, a mean over no label)"
     )
 
 

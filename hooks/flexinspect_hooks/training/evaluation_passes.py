@@ -21,6 +21,9 @@ class EvaluationPasses:
         self._reset()
 
     def _reset(self) -> None:
+        self.n_losses_in_training_mode = 0
+        """Losses without gradients since the last `take`, of the model in training mode."""
+        self._is_in_training_mode = False
         self._n = self._n_evaluating = self._n_losses = 0
         self._sum = 0.0
         self._waiting: list[Tensor] = []
@@ -31,6 +34,7 @@ class EvaluationPasses:
         self._n += 1
         self._n_evaluating += is_evaluation
         self._expects_loss = loss is None
+        self._is_in_training_mode = not is_evaluation
         if loss is not None:
             self._add_loss(loss)
 
@@ -45,6 +49,7 @@ class EvaluationPasses:
 
     def _add_loss(self, loss: Tensor | float) -> None:
         self._n_losses += 1
+        self.n_losses_in_training_mode += self._is_in_training_mode
         is_remote = isinstance(loss, Tensor) and loss.device.type != "cpu"
         if isinstance(loss, Tensor) and is_remote and len(self._waiting) < MAX_WAITING:
             self._waiting.append(loss.detach().clone())

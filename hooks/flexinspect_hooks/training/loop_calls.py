@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.data import dataloader
 
 from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.training.loss_checks import check_loss_inputs
 
 LOSS_FUNCTIONS = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -29,6 +30,7 @@ LOSS_FUNCTIONS = (
 )
 """Functions of `torch.nn.functional` whose scalar result is a loss."""
 
+MAX_CHECKED_LOSSES = 3  # calls of each loss function whose arguments are checked
 MAX_KEYS = 64  # earlier batches of an iterator with which a batch is compared
 MAX_HASHED_VALUES = 1 << 15  # larger tensors are compared by a part of their values
 
@@ -53,13 +55,15 @@ class LoadedBatch(Struct, frozen=True):
     """A batch that a `DataLoader` returned: the time it took, and an equal one before.
 
     `number` counts the batches of the iterator, `earlier` is that of an equal batch among the last
-    `MAX_KEYS` (None without one).
+    `MAX_KEYS` (None without one). `n_restarts` counts the loads just before it that also were the
+    first of a new iterator over the same loader, and equal, although the loader has more batches.
     """
 
     wait_s: float
     number: int
     earlier: int | None
     n_workers: int
+    n_restarts: int = 0
 
 
 def observe_loop(notify: Notify) -> ExitStack:
@@ -133,13 +137,33 @@ def _observe_losses(notify: Notify, stack: ExitStack) -> None:
     for name in LOSS_FUNCTIONS:
         original = getattr(functional, name, None)
         if original is not None:
-            stack.callback(patch(functional, name, _observed_loss(original, notify)))
+            stack.callback(patch(functional, name, _observed_loss(name, original, notify)))
 
 
-def _observed_loss(original: Callable[..., Any], notify: Notify) -> Callable[..., Any]:
+def _observed_loss(name: str, original: Callable[..., Any], notify: Notify) -> Callable[..., Any]:
+    n_checked = 0
+
+    def check(args: Any, kwargs: Any) -> None:
+        try:
+            with torch.no_grad():
+                failures = check_loss_inputs(name, args, kwargs)
+        except Exception:
+            return  # values that cannot be read, as under vmap
+        if failures:
+            notify("on_loss_inputs", failures)
+
     @functools.wraps(original)
     def loss(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+        nonlocal n_checked
+        try:
+            result = original(*args, **kwargs)
+        except (IndexError, RuntimeError):  # wrong labels on a CPU
+            if all(one.device.type == "cpu" for one in args if isinstance(one, Tensor)):
+                check(args, kwargs)
+            raise
+        if n_checked < MAX_CHECKED_LOSSES and not torch.compiler.is_compiling():
+            n_checked += 1
+            check(args, kwargs)
         if not torch.compiler.is_compiling() and not result.requires_grad and result.dim() == 0:
             notify("on_loss", result)
         return result
@@ -165,6 +189,7 @@ def _observe_loaders(notify: Notify, stack: ExitStack) -> None:
     base: Any = dataloader._BaseDataLoaderIter
     original = base.__next__
     keys: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+    restarts = Restarts()
 
     @functools.wraps(original)
     def following(self: Any) -> Any:
@@ -173,21 +198,50 @@ def _observe_loaders(notify: Notify, stack: ExitStack) -> None:
         waited = time.perf_counter() - started
         known = keys.setdefault(self, {})
         number = known[None] = known.get(None, -1) + 1
-        key = batch_key(batch)
+        values, is_telling = batch_values(batch)
+        key = values if is_telling else None
         earlier = None if key is None else known.get(key)
         if key is not None:
             known[key] = number
             if len(known) > MAX_KEYS + 1:
                 del known[next(one for one in known if one is not None)]
         n_workers = int(getattr(self, "_num_workers", 0))
-        notify("on_batch", LoadedBatch(waited, number, earlier, n_workers))
+        n_restarts = restarts.add(getattr(self, "_index_sampler", None), number, values)
+        notify("on_batch", LoadedBatch(waited, number, earlier, n_workers, n_restarts))
         return batch
 
     stack.callback(patch(base, "__next__", following))
 
 
-def batch_key(batch: Any) -> tuple[Any, ...] | None:
-    """What only an equal batch has too; None if its values could be equal by chance.
+class Restarts:
+    """Counts the loads in succession that are the same first batch of ever new iterators."""
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Any] | None = None
+        self._values: tuple[Any, ...] = ()
+        self._n = 0
+
+    def add(self, sampler: Any, number: int, values: tuple[Any, ...]) -> int:
+        """Count a batch of a loader with this sampler; returns the equal ones just before it."""
+        is_same = number == 0 and self._source is not None and self._source() is sampler
+        if is_same and values and values == self._values and _has_more_than_one(sampler):
+            self._n += 1
+        else:
+            self._n = 0
+        self._source = weakref.ref(sampler) if number == 0 and sampler is not None else None
+        self._values = values
+        return self._n
+
+
+def _has_more_than_one(sampler: Any) -> bool:
+    try:
+        return len(sampler) > 1
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def batch_values(batch: Any) -> tuple[tuple[Any, ...], bool]:
+    """What only an equal batch has too, and whether its values are never equal by chance.
 
     That needs floating values on the CPU that differ, with at least two rows.
     """
@@ -205,7 +259,7 @@ def batch_key(batch: Any) -> tuple[Any, ...] | None:
         if values.is_floating_point() and tensor.dim() > 1 and tensor.shape[0] > 1:
             low, high = torch.aminmax(values)
             is_telling = is_telling or bool(low < high)
-    return tuple(key) if is_telling else None
+    return tuple(key), is_telling
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

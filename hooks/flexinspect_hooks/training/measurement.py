@@ -60,14 +60,14 @@ class NormHistory:
             return reason if ratio > INITIAL_RATIO else ""
         middle = median(self._norms)
         is_large = norm > max(EXPLOSION_RATIO * middle, training_step.EXPLODING_NORM)
-        if is_large and middle > 0 and self._stands_out(norm):
+        if is_large and middle > 0 and self._is_outlier(norm):
             n = len(self._norms)
             before = f"the median of the {n} before" if n > 1 else "that of the step before"
             return f"the norm of the gradients is {_rounded(norm / middle)} times {before}"
         self._norms.append(norm)
         return ""
 
-    def _stands_out(self, norm: float) -> bool:
+    def _is_outlier(self, norm: float) -> bool:
         if len(self._norms) < MIN_HISTORY:
             return True
         logs = [math.log(one) for one in self._norms if one > 0]

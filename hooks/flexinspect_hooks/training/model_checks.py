@@ -10,7 +10,7 @@ import gc
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from itertools import chain
 from types import FrameType
@@ -32,6 +32,7 @@ ROW_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "labels", "decoder_i
 """Names of inputs of transformers models whose first dimension is that of the batch."""
 FROZEN_COUNT = re.compile(r"^(num_)?(frozen_stages|frozen_layers|freeze_at|frozen_blocks)$")
 FROZEN_FLAG = re.compile(r"^(freeze|freeze_(backbone|encoder|body|base|features|stem)|frozen)$")
+FROZEN_TYPO = re.compile(r"^requires?d?_?(grads?|gradients?)$")
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
 AUTOCAST_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose computation autocast casts to its dtype."""
@@ -106,20 +107,43 @@ def _are_whole_parts(model: nn.Module, names: list[str], ids: set[int]) -> bool:
 
 def check_frozen_flags(model: nn.Module) -> list[Failure]:
     """Find a module that says it is frozen, or has frozen stages, and has no frozen parameter."""
+    for name, one in model.named_parameters():
+        typo = next((key for key in vars(one) if FROZEN_TYPO.match(key)), None)
+        if typo is not None and one.requires_grad and getattr(one, typo) is False:
+            text = f"{clean_name(name)} has an attribute {typo} = False, which torch does not know "
+            text += "(it is requires_grad): the parameter is trained"
+            return [("frozen-trains", text, {"parameter": clean_name(name), "attribute": typo})]
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             is_count = isinstance(value, int) and not isinstance(value, bool)
             says_so = bool(FROZEN_FLAG.match(attribute)) and value is True
+            says_so |= attribute == "requires_grad" and value is False
             says_so |= bool(FROZEN_COUNT.match(attribute)) and is_count and value > 0
             own = [*module.parameters()]
             if says_so and own and all(one.requires_grad for one in own):
                 where = clean_name(name) or type(module).__name__
                 text = f"{where} has {attribute} = {value}, but all of its "
                 text += f"{plural(len(own), 'parameter')} are trained"
-                if type(module).train is not nn.Module.train:
+                if attribute == "requires_grad":
+                    text += ": it is an attribute of parameters, requires_grad_() sets it"
+                elif type(module).train is not nn.Module.train:
                     text += ": it freezes them in its train(), which was not called"
                 return [("frozen-trains", text, {"module": where, "attribute": attribute})]
     return []
+
+
+def check_stale_gradients(model: nn.Module, held: Set[int]) -> list[Failure]:
+    """Find frozen parameters whose last gradient is still there: the optimizer goes on with it."""
+    names = [
+        clean_name(name)
+        for name, one in model.named_parameters()
+        if not one.requires_grad and one.grad is not None and id(one) in held
+    ]
+    if not names:
+        return []
+    text = f"{plural(len(names), 'parameter')} of the optimizer were frozen, first {names[0]}, but "
+    text += "keep the gradient of an earlier step: each step still changes them"
+    return [("frozen-gradients", text, {"names": names[:100]})]
 
 
 def check_tied_weights(model: nn.Module) -> list[Failure]:
@@ -153,6 +177,23 @@ def check_rows(inputs: Mapping[str, Any]) -> list[Failure]:
     shown = ", ".join(f"{name} {n}" for name, n in rows.items())
     text = f"The inputs of one forward pass have different numbers of rows: {shown}"
     return [("rows-differ", text, {"rows": rows})]
+
+
+def check_constant_inputs(inputs: Sequence[Any]) -> list[Failure]:
+    """Find inputs of a forward pass that are one value throughout; waits for their device."""
+    tensors = [one for one in inputs if isinstance(one, Tensor) and one.numel() > 1]
+    large = [o for o in tensors if o.is_floating_point() and o.dim() > 1 and o.shape[0] > 1]
+    if not large or any(one.layout is not torch.strided or one.is_complex() for one in tensors):
+        return []
+    try:
+        if any(bool((one != one.reshape(-1)[0]).any()) for one in tensors):
+            return []
+    except RuntimeError:
+        return []  # values that cannot be read, as under vmap
+    value = float(large[0].detach().reshape(-1)[0])
+    text = f"Every value of the inputs of the first forward passes is {value:.4g}, in size "
+    text += f"{tuple(large[0].shape)}: the model sees nothing of the data"
+    return [("constant-inputs", text, {"value": value})]
 
 
 # -- modes -----------------------------------------------------------------------------------------

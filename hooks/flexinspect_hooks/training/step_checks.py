@@ -24,10 +24,13 @@ from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.model_checks import (
     AutocastCheck,
     DropoutCheck,
+    Failure,
+    check_constant_inputs,
     check_frozen_flags,
     check_modes,
     check_optimizer,
     check_rows,
+    check_stale_gradients,
     check_tied_weights,
     has_modes,
 )
@@ -37,6 +40,8 @@ MAX_VALUE_CHECKS = 3  # steps in which a gradient is read that nobody seems to h
 REMOTE_INTERVAL = 100  # steps between two comparisons of values on a device, which wait for it
 MAX_SAMPLES, SAMPLE_SIZE = 8, 16  # parameters whose update is checked, and values of each
 N_FIRST_STEPS = 2  # in which inputs and dtypes are checked
+N_WITHOUT_GRADIENT = 3  # first steps without a gradient: the first may only appease a scheduler
+MIN_TRAINING_MODE_LOSSES = 2  # without gradients, which are an evaluation without eval()
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -55,6 +60,8 @@ class StepChecks:
         self._named: NamedParameters = ()
         self._trained: NamedParameters = ()
         self._is_unscaled = False
+        self._n_constant = 0  # forward passes in succession whose inputs are constant
+        self._without_gradient = 0  # steps, -1 after one with a gradient
         self._modes: set[bool] = set()  # of the models in the forward passes of the step
         self._was_in_training_mode = False
 
@@ -74,7 +81,8 @@ class StepChecks:
             self._reported.add(check)
             self._notes.append((EVENT, text, {"check": check, **facts}))
 
-    def _fail_all(self, failures: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+    def report(self, failures: Sequence[Failure]) -> None:
+        """Report failed checks, each once."""
         for check, text, facts in failures:
             self._fail(check, text, **facts)
 
@@ -85,19 +93,23 @@ class StepChecks:
         if not model.training:
             self._dropout.begin(model)
         if number < N_FIRST_STEPS:
-            self._fail_all(check_rows(kwargs))
+            self.report(check_rows(kwargs))
+            constant = check_constant_inputs([*args, *kwargs.values()])
+            self._n_constant = self._n_constant + 1 if constant else 0
+            if self._n_constant > 1:
+                self.report(constant)
             self._autocast.begin(model)
         self._modes.add(model.training)
 
     def on_evaluation(self, model: nn.Module) -> None:
         """A forward pass without gradients begins."""
         if not model.training and self._dropout.begin(model):
-            self._fail_all(check_modes(model))
+            self.report(check_modes(model))
 
     def on_forward_end(self) -> None:
         """A forward pass has ended."""
-        self._fail_all(self._dropout.end())
-        self._fail_all(self._autocast.end())
+        self.report(self._dropout.end())
+        self.report(self._autocast.end())
 
     def on_clipped(self) -> None:
         """Gradients of the step were clipped."""
@@ -119,6 +131,10 @@ class StepChecks:
 
     def on_batch(self, batch: LoadedBatch) -> None:
         """A loader returned a batch."""
+        if batch.n_restarts >= N_FIRST_STEPS:
+            text = "The program makes a new iterator of the DataLoader for each step, as in "
+            text += "next(iter(loader)), and trains on its first batch again and again"
+            self._fail("restarted-loader", text, n=batch.n_restarts + 1)
         if batch.earlier is None:
             return
         why = ""
@@ -128,6 +144,17 @@ class StepChecks:
         text += f"pass in every value that was compared{why}"
         facts = {"batch": batch.number, "earlier": batch.earlier, "n_workers": batch.n_workers}
         self._fail("repeated-batch", text, **facts)
+
+    def on_evaluated(self, n_losses: int) -> None:
+        """So many losses were computed without gradients, with the model in training mode."""
+        check = "evaluated-in-training-mode"
+        if n_losses < MIN_TRAINING_MODE_LOSSES or check in self._reported:
+            return
+        if has_modes(self._meter.model):
+            text = f"The model is in training mode in {n_losses} forward passes without gradients "
+            text += "whose loss was computed: dropout and batch norm act as in training, and batch "
+            text += "norm learns from these batches"
+            self._fail(check, text, n=n_losses)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -154,6 +181,7 @@ class StepChecks:
             text += "not in any step before, and those of the parameters around it are not"
             self._fail("lost-gradient", text, names=names[:100])
         trained = self._trained_by_optimizer(named)
+        self._check_any_gradient(number, trained)
         total = 0.0 if measured is None else measured.total_norm or 0.0
         is_expected = is_before and total > 0 and any(rate > 0 for rate in rates)
         self._updates.before(trained, is_expected=is_expected)
@@ -170,13 +198,30 @@ class StepChecks:
             held = {id(one) for group in groups for one in group["params"]}
             self._sizes = sizes
             self._trained = [one for one in named if id(one.parameter) in held]
+            self.report(check_stale_gradients(self._meter.model, held))
         return self._trained
 
+    def _check_any_gradient(self, number: int, trained: NamedParameters) -> None:
+        """Find an optimizer that steps without any gradient, in the first steps."""
+        if self._without_gradient < 0 or self._optimizer is None or not trained:
+            return
+        if any(one.parameter.grad is not None for one in trained):
+            self._without_gradient = -1
+            return
+        self._without_gradient += 1
+        if self._without_gradient == N_WITHOUT_GRADIENT:
+            kind = type(self._optimizer).__name__
+            text = (
+                f"No parameter of {kind} has a gradient in the first {N_WITHOUT_GRADIENT} steps: "
+            )
+            text += "no backward pass reaches them (a loss that is detached, or of another model)"
+            self._fail("no-gradients", text, optimizer=kind)
+
     def _check_first(self, model: nn.Module) -> None:
-        self._fail_all(check_frozen_flags(model))
-        self._fail_all(check_tied_weights(model))
+        self.report(check_frozen_flags(model))
+        self.report(check_tied_weights(model))
         if self._optimizer is not None:
-            self._fail_all(check_optimizer(model, self._optimizer))
+            self.report(check_optimizer(model, self._optimizer))
 
     def after_step(self, number: int, *, is_skipped: bool) -> None:
         """A step has ended."""

@@ -20,8 +20,8 @@ from flexinspect_hooks.capture.collectives import collective_arrays
 from flexinspect_hooks.capture.hook import Hook, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.training.forward_passes import StepPasses, is_remote
+from flexinspect_hooks.training.live_ranks import LiveRanks
 from flexinspect_hooks.training.measurement import GradientMeter
-from flexinspect_hooks.training.rank_comparison import RankComparison
 from flexinspect_hooks.training.step_checks import EVENT as CHECK_EVENT
 
 Loss = float | Tensor
@@ -162,7 +162,7 @@ class TrainingRecords(Hook):
 
     name = "training"
 
-    def __init__(self, ranks: RankComparison) -> None:
+    def __init__(self, ranks: LiveRanks) -> None:
         self._ranks = ranks
 
     def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:

@@ -23,6 +23,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training import gradient_statistics, loop_calls
 from flexinspect_hooks.training.loop_calls import LoadedBatch
+from flexinspect_hooks.training.model_checks import Failure
 
 _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
 """The two parts of torch's `clip_grad_norm_`, private functions that may change."""
@@ -123,6 +124,9 @@ class TrainingObserver(Protocol):
 
     def on_loss(self, loss: Tensor) -> None:
         """A loss function of torch has returned a scalar without a gradient."""
+
+    def on_loss_inputs(self, failures: Sequence[Failure]) -> None:
+        """A loss function of torch was called with arguments that are wrong."""
 
     def on_scheduler(self, optimizer: Any, name: str) -> None:
         """The program has called the `step` of a scheduler for the first time."""

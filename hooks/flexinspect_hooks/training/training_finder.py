@@ -78,6 +78,8 @@ class TrainingFinder:
         self._restores = ExitStack()
         self._batches: deque[LoadedBatch] = deque(maxlen=MAX_EARLY_BATCHES)
         """Those that were loaded before the first session, which are told to it."""
+        self._called: weakref.ref[nn.Module] | None = None
+        """The last module that was called with gradients while an optimizer had no model."""
         self._is_over = False
         self.is_generating: Callable[[], bool] = lambda: False
         """Whether a model generates now: its forward passes are no evaluation of a training."""
@@ -152,6 +154,8 @@ class TrainingFinder:
         if not waiting or self._is_over:
             return
         part = _unwrapped(module)
+        if torch.is_grad_enabled():
+            self._called = weakref.ref(part)
         ids = {id(one) for one in part.parameters()}
         for one in waiting:
             one.n_calls += 1
@@ -226,8 +230,16 @@ class TrainingFinder:
         """
         for one in self._found:
             if one.optimizer() is optimizer and not one.is_settled and one.session is None:
-                for module in _owners(one.parameters):
+                for module in _owners(one.parameters) or self._called_instead(optimizer):
                     self._add_part(one, module)
+
+    def _called_instead(self, optimizer: Optimizer) -> list[nn.Module]:
+        """The module that was trained, of an optimizer whose parameters no module has any more."""
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        module = None if self._called is None else self._called()
+        if module is None or any(one.grad is not None for one in held):
+            return []
+        return [module] if any(one.grad is not None for one in module.parameters()) else []
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = next((one for one in self._found if one.optimizer() is optimizer), None)

@@ -40,10 +40,11 @@ from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.evaluation_passes import EvaluationPasses
 from flexinspect_hooks.training.forward_passes import ForwardWatch
 from flexinspect_hooks.training.gradient_statistics import learning_rates
+from flexinspect_hooks.training.live_ranks import LiveRanks
 from flexinspect_hooks.training.loop_calls import LoadedBatch
 from flexinspect_hooks.training.measurement import GradientMeter
+from flexinspect_hooks.training.model_checks import Failure
 from flexinspect_hooks.training.model_parts import ModelParts
-from flexinspect_hooks.training.rank_comparison import RankComparison
 from flexinspect_hooks.training.step_checks import EVENT, StepChecks
 from flexinspect_hooks.training.step_draft import (
     Loss,
@@ -92,7 +93,7 @@ class TrainingSession:
         self._forwards = ModelParts(model, self._watch_part)
         self._evaluations = EvaluationPasses()
         self._checks = StepChecks(self._meter, optimizer)
-        self._ranks = RankComparison(model, self._generation)
+        self._ranks = LiveRanks(model, self._generation)
         self._records = TrainingRecords(self._ranks)
         self._device = next(model.parameters()).device
         self._memory = StepMemory(model, self._device)
@@ -144,6 +145,7 @@ class TrainingSession:
         except Exception as error:
             self._switch_off(error)
         try:
+            self._checks.on_evaluated(self._evaluations.n_losses_in_training_mode)
             for kind, text, facts in (*self._checks.take(), *self._evaluations.take()):
                 self._event(kind, text, facts)
             self.recorder.put(self._finish_ranks)
@@ -333,6 +335,10 @@ class TrainingSession:
         """A loss function returned a loss without a gradient."""
         self._evaluations.on_loss(loss)
 
+    def on_loss_inputs(self, failures: Sequence[Failure]) -> None:
+        """A loss function was called with arguments that are wrong."""
+        self._checks.report(failures)
+
     def on_scheduler(self, optimizer: Any, name: str) -> None:
         """A scheduler made its first step."""
         if optimizer is self._optimizer:
@@ -410,6 +416,7 @@ class TrainingSession:
         """End the current step; `started` is when capture began to work on its end."""
         now = self._current
         self._checks.after_step(now.number, is_skipped=now.is_skipped)
+        self._checks.on_evaluated(self._evaluations.n_losses_in_training_mode)
         now.notes += [*self._checks.take(), *self._evaluations.take()]
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
         now.memory = self._memory.read()

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from flexinspect.records.finding import Finding, Severity
-from flexinspect_hooks.training.loop_calls import batch_key
+from flexinspect_hooks.training.loop_calls import batch_values
+from flexinspect_hooks.training.loss_checks import check_loss_inputs
 from flexinspect_hooks.training.model_checks import check_rows, check_tied_weights
 from flexinspect_hooks.training.watch_training import watch_training
 
@@ -343,6 +345,121 @@ def test_autocast_that_passes_over_a_layer_is_named(tmp_path: Path) -> None:
         assert [one.evidence["names"] for one in findings] == [["2"]] * (kind is Wide)
 
 
+def test_a_misspelt_attribute_freezes_nothing(tmp_path: Path) -> None:
+    model = Net()
+    for one in model.first.parameters():
+        one.require_grad = False  # type: ignore[attr-defined]
+    finding = the_only(found(tmp_path, model), "training.frozen-trains")
+    assert "first.weight has an attribute require_grad = False" in finding.sentence
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_frozen_parameters_that_keep_a_gradient_are_named(tmp_path: Path, clears: bool) -> None:
+    def freeze(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number == 2:
+            model.head.requires_grad_(False)
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                one.grad = None if clears or one.requires_grad else one.grad
+        functional.mse_loss(model(X), Y).backward()
+        optimizer.step()
+
+    findings = found(tmp_path, Net(), body=freeze)
+    assert [one.id for one in findings] == ["training.frozen-trains"] * (not clears)
+    assert all("2 parameters of the optimizer were frozen" in one.sentence for one in findings)
+
+
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_an_optimizer_that_gets_no_gradient_is_named(tmp_path: Path, is_detached: bool) -> None:
+    def detached(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(X), Y)
+        if is_detached or number < 1:  # one step without a gradient silences schedulers
+            loss = loss.detach().requires_grad_()
+        loss.backward()
+        optimizer.step()
+
+    ids = [one.id for one in found(tmp_path, Net(), body=detached)]
+    assert ids == ["training.optimizer-parameters"] * is_detached
+
+
+@pytest.mark.parametrize("is_once", [True, False])
+def test_an_iterator_that_is_made_in_the_loop_is_named(tmp_path: Path, is_once: bool) -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+    other = DataLoader(TensorDataset(X + 1, Y), batch_size=4)
+    batches = iter(loader)
+
+    def restart(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x, y = next(batches) if is_once else next(iter(loader))
+        if is_once:
+            next(iter(other))  # as a look at samples does
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    findings = found(tmp_path, Net(), body=restart)
+    assert [one.id for one in findings] == ["training.repeated-batch"] * (not is_once)
+    assert all((one.severity, one.step) == (Severity.WARNING, 2) for one in findings)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_losses_of_an_evaluation_in_training_mode_are_named(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    def validate(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        step(model, optimizer, number)
+        with torch.no_grad():
+            model.train(not evaluates)
+            for _ in range(2):
+                functional.mse_loss(model(X), Y)
+            model.train()
+
+    ids = [one.id for one in found(tmp_path, Net(), body=validate)]
+    assert ids == ["training.wrong-mode"] * (not evaluates)
+
+
+@pytest.mark.parametrize("value", [0.0, None])
+def test_constant_inputs_are_named(tmp_path: Path, value: float | None) -> None:
+    x = X if value is None else torch.full_like(X, value)
+
+    def constant(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), Y).backward()
+        optimizer.step()
+
+    ids = {one.id for one in found(tmp_path, Net(), body=constant)}
+    assert ("training.constant-inputs" in ids) == (value is not None)
+
+
+SCORES = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+LABELS = torch.tensor([0, 1, 2, 0, 1, -100])
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "check"),
+    [
+        ("cross_entropy", (SCORES, LABELS), None),
+        ("cross_entropy", (SCORES, torch.full((6,), -100)), None),
+        ("cross_entropy", (SCORES, SCORES.softmax(1)), None),
+        ("cross_entropy", (torch.zeros(6, 3), LABELS), None),
+        ("cross_entropy", (SCORES.log_softmax(1), LABELS), None),
+        ("cross_entropy", (SCORES.softmax(1), LABELS), "loss-of-probabilities"),
+        ("cross_entropy", (SCORES.softmax(0), LABELS), "loss-of-probabilities"),
+        ("cross_entropy", (SCORES, LABELS + 1), "labels-out-of-range"),
+        ("nll_loss", (SCORES.log_softmax(1), LABELS), None),
+        ("nll_loss", (SCORES, LABELS), "loss-of-scores"),
+        ("binary_cross_entropy_with_logits", (SCORES, SCORES.sigmoid()), None),
+        ("binary_cross_entropy_with_logits", (SCORES, SCORES.abs() + 1), "labels-out-of-range"),
+        ("mse_loss", (SCORES, SCORES), None),
+        ("mse_loss", (SCORES, torch.tensor(1.0)), None),
+        ("mse_loss", (SCORES[:, :1], SCORES[:, 0]), "loss-of-sizes"),
+    ],
+)
+def test_arguments_of_losses_are_checked(name: str, args: Any, check: str | None) -> None:
+    failures = check_loss_inputs(name, args, {})
+    assert [one for one, _, _ in failures] == ([] if check is None else [check])
+
+
 def test_rows_of_named_inputs_are_compared() -> None:
     ids, images = torch.zeros(1, 5, dtype=torch.long), torch.zeros(50, 3, 4, 4)
     ((check, text, _),) = check_rows({"input_ids": ids, "pixel_values": images})
@@ -374,8 +491,9 @@ def test_embeddings_that_came_apart_are_named() -> None:
 
 def test_equal_batches_have_equal_keys_unless_their_values_tell_nothing() -> None:
     batch = (torch.randn(4, 3), torch.arange(4))
-    assert batch_key(batch) == batch_key([one.clone() for one in batch])
-    assert batch_key(batch) != batch_key((batch[0] + 1e-3, batch[1]))
-    assert batch_key(torch.zeros(4, 3)) is None
-    assert batch_key(torch.arange(4)) is None
-    assert batch_key({"x": torch.randn(1, 3)}) is None
+    values, is_telling = batch_values(batch)
+    assert is_telling
+    assert values == batch_values([one.clone() for one in batch])[0]
+    assert values != batch_values((batch[0] + 1e-3, batch[1]))[0]
+    for unclear in (torch.zeros(4, 3), torch.arange(4), {"x": torch.randn(1, 3)}):
+        assert not batch_values(unclear)[1]

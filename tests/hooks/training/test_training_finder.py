@@ -211,6 +211,25 @@ def test_a_generate_that_returns_more_than_asked_is_named(tmp_path: Path) -> Non
     assert one.generation == 1
 
 
+COPIED = """
+import copy
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = copy.deepcopy(model)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_optimizer_of_a_model_that_a_copy_replaced_is_named(tmp_path: Path) -> None:
+    _, out = recorded(tmp_path, COPIED)
+    with open_trace(out) as reader:
+        (one,) = [one for one in reader.findings() if one.id == "training.optimizer-parameters"]
+    assert one.sentence.startswith("SGD holds 4 parameters that the model no longer has")
+
+
 def test_an_optimizer_that_never_steps_is_no_training(tmp_path: Path) -> None:
     optimizer = "torch.optim.SGD(model.parameters(), lr=1)"
     script = f"model = nn.Linear(2, 1)\n{optimizer}\nmodel(torch.ones(1, 2))\n"

@@ -11,8 +11,8 @@ from torch import nn
 
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect_hooks.python_internals import torch_private
-from flexinspect_hooks.training import rank_comparison
-from flexinspect_hooks.training.rank_comparison import RankComparison
+from flexinspect_hooks.training import live_ranks
+from flexinspect_hooks.training.live_ranks import LiveRanks
 
 
 class Store(dict[str, bytes]):
@@ -25,7 +25,7 @@ class Store(dict[str, bytes]):
         return self.keys() >= {*keys}
 
 
-Ranks = Callable[..., list[RankComparison]]
+Ranks = Callable[..., list[LiveRanks]]
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: now["rank"])
 
-    def make(*, is_replicated: bool = True) -> list[RankComparison]:
-        monkeypatch.setattr(rank_comparison, "_is_replicated", lambda model: is_replicated)
+    def make(*, is_replicated: bool = True) -> list[LiveRanks]:
+        monkeypatch.setattr(live_ranks, "_is_replicated", lambda model: is_replicated)
         made = []
         for now["rank"] in range(2):
-            made.append(RankComparison(nn.Linear(1, 1), 0))
+            made.append(LiveRanks(nn.Linear(1, 1), 0))
         return made
 
     return make

@@ -32,7 +32,7 @@ NAMES = {
 }
 
 
-class RankComparison:
+class LiveRanks:
     """Compares the steps of this rank with those of rank 0, and on rank 0 with all others."""
 
     def __init__(self, model: nn.Module, generation: int) -> None:
