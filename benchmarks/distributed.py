@@ -21,7 +21,7 @@ import psutil
 from benchmarks.common import markdown, ratio
 from flexinspect.inputs import datasets, samples
 from flexinspect.lab.lab_result import LabResult
-from flexinspect.lab.ray_cluster import Connection, RayOptions, Slots, connected
+from flexinspect.lab.ray_cluster import Connection, RayOptions, WorkerSlots, connected
 from flexinspect.lab.ray_executor import PluginWorker, PoolStatus, WorkerPool
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 from flexinspect.lab.settings import LabSettings
@@ -142,7 +142,7 @@ def _by_workers(
 ) -> Speed:
     window = Window(n, WINDOW)
     make_worker = PluginWorker("lab-worker", settings)
-    pool = WorkerPool(connection, Slots(n, 1, 0.0), jobs, make_worker, window.on_result)
+    pool = WorkerPool(connection, WorkerSlots(n, 1, 0.0), jobs, make_worker, window.on_result)
     pool.on_status = window.on_status
     try:
         pool.run()

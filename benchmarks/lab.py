@@ -22,8 +22,8 @@ from flexinspect.cli import lab_output
 from flexinspect.inputs import datasets
 from flexinspect.inputs.samples import Sample
 from flexinspect.lab.agreement import majority_vote
-from flexinspect.lab.comparison import compare
 from flexinspect.lab.lab_result import LabResult
+from flexinspect.lab.method_comparison import compare
 from flexinspect.lab.result_store import ResultStore
 from flexinspect.lab.sample_jobs import SampleJob, SerialExecutor, jobs_of
 from flexinspect.lab.scoring import load_lemmatizer

@@ -323,7 +323,7 @@ def _report(
 ) -> int:
     """Print results, and write the files beside them; return the exit code."""
     from flexinspect.cli import lab_output
-    from flexinspect.lab.comparison import compare
+    from flexinspect.lab.method_comparison import compare
     from flexinspect.lab.scoring import load_lemmatizer
 
     stored = msgspec.to_builtins(stored)

@@ -17,8 +17,8 @@ from flexinspect.core.environment import command_path, save_file
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import escape_unprintable, plural, print_message, truncate
 from flexinspect.lab.agreement import TokenShares, answer_of, sample_flags
-from flexinspect.lab.comparison import Comparison, FlagCounts, MethodScore, PairedTest
-from flexinspect.lab.lab_result import Answer, LabResult
+from flexinspect.lab.lab_result import LabResult, MethodAnswer
+from flexinspect.lab.method_comparison import FlagCounts, MethodComparison, MethodScore, PairedTest
 from flexinspect.lab.scoring import Lemmatizer, is_exact_match
 from flexinspect.lab.settings import PER_PROMPT
 from flexinspect.lab.significance import Interval
@@ -34,7 +34,7 @@ def write_files(
     folder: Path,
     settings: Mapping[str, Any],
     results: Sequence[LabResult],
-    comparison: Comparison,
+    comparison: MethodComparison,
     lemmatizer: Lemmatizer,
     figure: str | None,
 ) -> list[Path]:
@@ -63,13 +63,13 @@ def write_files(
     return written
 
 
-def summary(settings: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:
+def summary(settings: Mapping[str, Any], comparison: MethodComparison) -> dict[str, Any]:
     """Return settings and comparison as plain data."""
     facts: dict[str, Any] = msgspec.to_builtins(comparison)
     return {"settings": settings, **facts}
 
 
-def figure_of(settings: Mapping[str, Any], comparison: Comparison) -> tuple[Any, str]:
+def figure_of(settings: Mapping[str, Any], comparison: MethodComparison) -> tuple[Any, str]:
     """Return the series of the accuracy figure, and its title."""
     from flexinspect.figures.accuracy_figure import AccuracySeries
 
@@ -154,7 +154,7 @@ def _interesting(results: Sequence[LabResult]) -> int:
 # -- the comparison --------------------------------------------------------------------------------
 
 
-def print_comparison(comparison: Comparison, settings: Mapping[str, Any]) -> None:
+def print_comparison(comparison: MethodComparison, settings: Mapping[str, Any]) -> None:
     """Print the tables of a comparison."""
     console = stdout_console()
     for line in _heading(comparison, settings):
@@ -180,7 +180,7 @@ def print_comparison(comparison: Comparison, settings: Mapping[str, Any]) -> Non
     console.print()
 
 
-def _heading(comparison: Comparison, settings: Mapping[str, Any]) -> Iterator[str]:
+def _heading(comparison: MethodComparison, settings: Mapping[str, Any]) -> Iterator[str]:
     job, n = settings["job"], comparison.n
     mask = f"mask {job['mask']}, positions {job['positions']}"
     yield f"{plural(n, 'sample')} of {job['dataset']}, model {job['model']}, {mask}"
@@ -199,7 +199,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _score_table(comparison: Comparison) -> Table:
+def _score_table(comparison: MethodComparison) -> Table:
     table = _table("method", "exact %", "95 % interval", "lemma %", "95 % interval", "made by")
     for one in comparison.scores:
         if one.count == comparison.count:
@@ -216,7 +216,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def _count_table(comparison: Comparison, settings: Mapping[str, Any]) -> Table:
+def _count_table(comparison: MethodComparison, settings: Mapping[str, Any]) -> Table:
     counts = settings["counts"]
     table = _table("method", *(str(count) for count in counts))
     by_key: dict[tuple[str, int], MethodScore] = {
@@ -228,7 +228,7 @@ def _count_table(comparison: Comparison, settings: Mapping[str, Any]) -> Table:
     return table
 
 
-def _test_table(comparison: Comparison) -> tuple[Table, str]:
+def _test_table(comparison: MethodComparison) -> tuple[Table, str]:
     """Return the pairs that differ, and a line about the others."""
     tests = [one for one in comparison.tests if one.score == "exact"]
     differ = [one for one in tests if one.only_first or one.only_second]
@@ -355,7 +355,7 @@ def _answer_table(
     return table
 
 
-def _vote_table(answer: Answer) -> Table:
+def _vote_table(answer: MethodAnswer) -> Table:
     """One row a token: its probability, and each paraphrase's; the winner is marked.
 
     Where a paraphrase prefers another token, that one stands beside.

@@ -18,7 +18,7 @@ from flexinspect.core.signals import exit_code_of
 from flexinspect.core.text import print_message
 from flexinspect.inputs.job_samples import load_samples
 from flexinspect.lab import dataset_run
-from flexinspect.lab.dataset_run import DatasetRun, GenerationResult
+from flexinspect.lab.dataset_run import DatasetRun, RecordedSample
 from flexinspect.lab.ray_cluster import RayOptions
 from flexinspect.lab.result_store import read_results
 from flexinspect.lab.sample_jobs import jobs_of
@@ -84,13 +84,13 @@ def run_on_ray(job: Job, options: RayOptions, *, out: str | None, as_json: bool)
     return code
 
 
-def _results(folder: Path, n_jobs: int) -> list[GenerationResult]:
+def _results(folder: Path, n_jobs: int) -> list[RecordedSample]:
     """Return the results whose traces are in the folder."""
     file = folder / dataset_run.RESULTS
     if not file.exists():
         return []
     names = {file.name for file in dataset_run.trace_files(folder)}
-    results = read_results(file, GenerationResult)[1]
+    results = read_results(file, RecordedSample)[1]
     return [one for one in results if one.trace in names and one.index < n_jobs]
 
 
@@ -100,7 +100,7 @@ def _how_to_continue(folder: Path, n_done: int, n_jobs: int, *, has_out: bool) -
     return text + same + ("" if has_out else command_path(folder)) + "."
 
 
-def summarize_runs(folder: Path, results: Sequence[GenerationResult]) -> dict[str, Any]:
+def summarize_runs(folder: Path, results: Sequence[RecordedSample]) -> dict[str, Any]:
     """Return the result of a run by several workers, with the keys of `run --json`.
 
     `trace` is the folder, `traces` are its files. Each generation names its `trace`; generations

@@ -18,7 +18,7 @@ from flexinspect.cli.run_flags import configure
 from flexinspect.core.addresses import format_address, is_loopback
 from flexinspect.core.environment import SHARE_VARIABLE, check_free, git_state
 from flexinspect.core.errors import UsageError
-from flexinspect.core.ranks import rank_of_environment, rank_path
+from flexinspect.core.rank_environment import rank_of_environment, rank_path
 from flexinspect.core.text import capitalize, print_message
 from flexinspect.records import job as jobs
 from flexinspect.records.job import DebuggerOptions, Job, ScriptJob

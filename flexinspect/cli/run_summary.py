@@ -127,8 +127,8 @@ def print_summary(
     lines.append(f"{counted}{escape_unprintable(str(place))} ({size}, {state})")
     lines += _next_lines(trace, summary)
     console = console or stdout_console()
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    for each_line in lines:
+        console.print(each_line, soft_wrap=True)
 
 
 def _next_lines(trace: Path, summary: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from flexinspect.core.text import plural
-from flexinspect.lab.lab_result import Answer, LabResult
+from flexinspect.lab.lab_result import LabResult, MethodAnswer
 from flexinspect.lab.scoring import normalized
 from flexinspect.lab.settings import FLEX, MAJORITY
 
@@ -43,7 +43,7 @@ def answer_of(result: LabResult, method: str, count: int) -> str | None:
     return None if found is None else found.text
 
 
-def fused_answer(result: LabResult, method: str, count: int) -> Answer | None:
+def fused_answer(result: LabResult, method: str, count: int) -> MethodAnswer | None:
     """Return the stored answer of flex or a fusing method, with its tokens."""
     wanted = (method, count)
     return next((one for one in result.answers if (one.method, one.count) == wanted), None)
@@ -113,7 +113,7 @@ class TokenShares(Struct, frozen=True):
     wins: tuple[int, ...]
 
 
-def token_shares(answers: Iterable[Answer], count: int) -> TokenShares:
+def token_shares(answers: Iterable[MethodAnswer], count: int) -> TokenShares:
     """Count whose tokens won in the answers to `count` paraphrases."""
     kinds: Counter[str] = Counter()
     wins = [0] * count

@@ -45,7 +45,7 @@ _OF_RUN = ("out", "max_samples", "threads", "argv", "overwrite", "control")
 """Fields of a job that change no generation."""
 
 
-class GenerationResult(SampleResult, frozen=True, kw_only=True, tag="generation"):
+class RecordedSample(SampleResult, frozen=True, kw_only=True, tag="generation"):
     """Where a sample's generation is recorded, its answer, and which process made it.
 
     `trace` is a file of the folder, `seconds` the time of the generation, `n_tokens` its tokens.
@@ -136,18 +136,18 @@ class DatasetRun:
         folder: Path,
         options: RayOptions,
         on_status: Callable[[PoolStatus], None] = lambda _status: None,
-        on_result: Callable[[GenerationResult], None] = lambda _result: None,
+        on_result: Callable[[RecordedSample], None] = lambda _result: None,
     ) -> None:
         self._job, self._folder, self._options = job, folder.resolve(), options
         self._on_status, self._on_result = on_status, on_result
 
-    def run(self, jobs: Sequence[SampleJob]) -> list[GenerationResult]:
+    def run(self, jobs: Sequence[SampleJob]) -> list[RecordedSample]:
         """Run the samples that have no result and no trace yet; return the results of all.
 
         Raises what `RayExecutor.run` raises, and `UsageError` for a folder that cannot be used.
         """
         settings = {"run": _compared(self._job)}
-        with ResultStore(self._folder / RESULTS, settings, GenerationResult) as store:
+        with ResultStore(self._folder / RESULTS, settings, RecordedSample) as store:
             end_dead_traces(self._folder)
             for file in self._folder.glob(f"{_SEEN}*"):  # of a run that was killed
                 file.unlink(missing_ok=True)
@@ -165,7 +165,7 @@ class DatasetRun:
             return store.results
 
     def _missing(
-        self, store: ResultStore[GenerationResult], jobs: Sequence[SampleJob]
+        self, store: ResultStore[RecordedSample], jobs: Sequence[SampleJob]
     ) -> list[SampleJob]:
         """Return the jobs without a result, or whose trace is not in the folder."""
         waiting = {job.index for job in store.remaining(list(jobs))}
@@ -173,8 +173,8 @@ class DatasetRun:
         waiting |= {one.index for one in store.results if one.trace not in names}
         return [job for job in jobs if job.index in waiting]
 
-    def _run_round(self, store: ResultStore[GenerationResult], jobs: list[SampleJob]) -> None:
-        def keep(result: GenerationResult) -> None:
+    def _run_round(self, store: ResultStore[RecordedSample], jobs: list[SampleJob]) -> None:
+        def keep(result: RecordedSample) -> None:
             store.append(result)
             self._on_result(result)
 

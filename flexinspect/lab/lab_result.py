@@ -33,7 +33,7 @@ class TokenVote(Struct, frozen=True):
         return max(range(len(self.own)), key=lambda index: self.own[index].probability)
 
 
-class Answer(Struct, frozen=True):
+class MethodAnswer(Struct, frozen=True):
     """The answer of a method to the first `count` paraphrases; `ended` is "eos", "stop" or
     "length"."""
 
@@ -70,7 +70,7 @@ class LabResult(SampleResult, frozen=True, kw_only=True, tag="lab"):
     paraphrases: tuple[str, ...] = ()
     expected: tuple[str, ...] = ()
     alone: tuple[AloneAnswer, ...] = ()
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[MethodAnswer, ...] = ()
     orders: tuple[OrderAnswer, ...] = ()
     trace: str = ""
     seconds: dict[str, float] = field(default_factory=dict)

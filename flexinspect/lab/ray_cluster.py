@@ -49,7 +49,7 @@ class RayOptions(Struct, frozen=True, kw_only=True):
     device: str = "auto"
 
 
-class Slots(Struct, frozen=True):
+class WorkerSlots(Struct, frozen=True):
     """How many workers run, and what the cluster reserves for each."""
 
     n_workers: int
@@ -218,7 +218,7 @@ def _children() -> set[psutil.Process]:
     return {*psutil.Process().children(recursive=True)}
 
 
-def slots_of(ray: Any, options: RayOptions, n_jobs: int) -> Slots:
+def slots_of(ray: Any, options: RayOptions, n_jobs: int) -> WorkerSlots:
     """Return the workers that the cluster has room for: one per GPU, or per `threads` cores.
 
     More workers than GPUs share them. No more than `n_jobs` are started.
@@ -232,7 +232,7 @@ def slots_of(ray: Any, options: RayOptions, n_jobs: int) -> Slots:
     room = n_gpus if uses_gpu else n_cpus // options.threads
     n_workers = max(min(options.workers or room, n_jobs), 1)
     share = math.floor(1e4 / math.ceil(n_workers / n_gpus)) / 1e4 if uses_gpu else 0.0
-    return Slots(n_workers, options.threads, share)
+    return WorkerSlots(n_workers, options.threads, share)
 
 
 _TOKEN = secrets.token_hex(32)

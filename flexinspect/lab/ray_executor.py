@@ -19,7 +19,14 @@ from msgspec import Struct
 from flexinspect.core import __version__, plugins
 from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import plural, truncate
-from flexinspect.lab.ray_cluster import LOCAL, Connection, RayOptions, Slots, connected, slots_of
+from flexinspect.lab.ray_cluster import (
+    LOCAL,
+    Connection,
+    RayOptions,
+    WorkerSlots,
+    connected,
+    slots_of,
+)
 from flexinspect.lab.sample_jobs import Result, SampleJob, SampleWorker
 
 WORKER_VARIABLE = "FLEXINSPECT_WORKER"
@@ -182,7 +189,7 @@ class WorkerPool(Generic[Result]):
     def __init__(
         self,
         connection: Connection,
-        slots: Slots,
+        slots: WorkerSlots,
         jobs: Sequence[SampleJob],
         make_worker: Callable[[], SampleWorker[Result]],
         on_result: Callable[[Result], None],

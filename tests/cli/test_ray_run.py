@@ -22,7 +22,7 @@ from flexinspect.cli.main import main
 from flexinspect.cli.ray_options import status_text
 from flexinspect.cli.ray_run import total_cost
 from flexinspect.lab import ray_executor
-from flexinspect.lab.lab_result import Answer, LabResult
+from flexinspect.lab.lab_result import LabResult, MethodAnswer
 from flexinspect.lab.ray_cluster import RayOptions
 from flexinspect.lab.ray_executor import PluginWorker, PoolStatus
 
@@ -86,7 +86,7 @@ class FakeExecutor:
         type(self).made = (self.options, make_worker, len(jobs))
         for job in jobs[: self.stops_after]:
             ids = {"index": job.index, "sample_id": job.sample.id, "digest": job.digest}
-            answer = Answer("flex", 2, "Paris", "eos")
+            answer = MethodAnswer("flex", 2, "Paris", "eos")
             on_result(LabResult(**ids, expected=job.sample.answers, answers=(answer,)))
         if len(jobs) > self.stops_after:
             raise KeyboardInterrupt

@@ -18,8 +18,8 @@ from support.paths import DOCS, TESTS
 
 from flexinspect.cli import lab_output
 from flexinspect.cli.main import build_parser
-from flexinspect.lab.comparison import Comparison
-from flexinspect.lab.lab_result import AloneAnswer, Answer, LabResult
+from flexinspect.lab.lab_result import AloneAnswer, LabResult, MethodAnswer
+from flexinspect.lab.method_comparison import MethodComparison
 from flexinspect.lab.result_store import ResultStore
 from flexinspect.lab.scoring import Lemmatizer, rule_lemmas
 from flexinspect.lab.settings import METHODS, TRACE_CHOICES, LabSettings
@@ -57,7 +57,7 @@ def test_the_tables_are_those_of_the_measured_runs(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     facts: dict[str, Any] = json.loads((TESTS / "fixtures/lab" / f"{name}.json").read_text("utf-8"))
-    lab_output.print_comparison(msgspec.convert(facts, Comparison), facts["settings"])
+    lab_output.print_comparison(msgspec.convert(facts, MethodComparison), facts["settings"])
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     outputs = [part for block in blocks(PAGE, "console") for part in block.split("$ flexinspect ")]
     (output,) = [one for one in outputs if MEASURED[name] in one and "…" in one]
@@ -74,7 +74,7 @@ def test_the_columns_of_the_answers_are_listed() -> None:
         sample_id="s",
         expected=("a",),
         alone=(AloneAnswer("a", "eos", 0.0),),
-        answers=(Answer("flex", 1, "a", "eos"),),
+        answers=(MethodAnswer("flex", 1, "a", "eos"),),
     )
     settings = {"methods": METHODS, "counts": [1]}
     text = lab_output.answers_csv(settings, [one], Lemmatizer("rules", rule_lemmas))

@@ -6,15 +6,15 @@ import pytest
 
 from flexinspect.core.errors import UsageError
 from flexinspect.lab.agreement import majority_vote, sample_flags, token_shares
-from flexinspect.lab.comparison import PairedTest, compare
 from flexinspect.lab.lab_result import (
     AloneAnswer,
-    Answer,
     LabResult,
+    MethodAnswer,
     OrderAnswer,
     OwnChoice,
     TokenVote,
 )
+from flexinspect.lab.method_comparison import PairedTest, compare
 from flexinspect.lab.scoring import Lemmatizer, rule_lemmas
 from flexinspect.lab.settings import parse_counts, parse_methods
 from flexinspect.lab.traced_samples import traced_samples
@@ -31,7 +31,7 @@ def result(
         sample_id=f"s{index}",
         expected=(expected,) if expected else (),
         alone=tuple(AloneAnswer(text, "eos", -1.0) for text in alone),
-        answers=(Answer("flex", n, flex, "eos"),),
+        answers=(MethodAnswer("flex", n, flex, "eos"),),
         orders=tuple(OrderAnswer(tuple(reversed(range(n))), text) for text in orders),
     )
 
@@ -71,7 +71,7 @@ def test_disputed_tokens_are_won_by_the_paraphrase_that_gives_them_most() -> Non
         vote([(0.1, 0.9), (0.3, 0.5), (0.7, 0.7)]),  # one would
         vote([(0.4, 0.5), (0.3, 0.5), (0.2, 0.7)]),  # nobody's own choice
     )
-    shares = token_shares([Answer("avg", 3, "t", "eos", votes)], 3)
+    shares = token_shares([MethodAnswer("avg", 3, "t", "eos", votes)], 3)
     kinds = (shares.n_unanimous, shares.n_majority, shares.n_minority, shares.n_nobody)
     assert (shares.n, kinds, shares.wins) == (4, (1, 1, 1, 1), (1, 1, 1))
 
@@ -122,7 +122,7 @@ def test_samples_without_expected_answers_are_compared_but_not_scored() -> None:
 def test_traces_are_chosen_by_number_or_by_what_was_answered() -> None:
     right, wrong = result(3, ["a", "b"], "a"), result(4, ["a", "b"], "b")
     split = result(5, ["a"], "a")
-    both = (*split.answers, Answer("avg", 1, "b", "eos"))
+    both = (*split.answers, MethodAnswer("avg", 1, "b", "eos"))
     split = LabResult(index=5, sample_id="s", expected=("a",), answers=both)
     chosen = {
         choice: [traced_samples(choice)(one) for one in (right, wrong, split)]

@@ -19,7 +19,7 @@ from flexinspect.lab.dataset_run import (
     RESULTS,
     ClosedTrace,
     DatasetRun,
-    GenerationResult,
+    RecordedSample,
     check_folder,
     end_dead_traces,
     remove_results,
@@ -54,7 +54,7 @@ class FakeExecutor:
         self,
         jobs: Sequence[SampleJob],
         make_worker: PluginWorker,
-        on_result: Callable[[GenerationResult], None],
+        on_result: Callable[[RecordedSample], None],
     ) -> None:
         how = self.rounds[len(self.seen)]
         self.seen.append([job.index for job in jobs])
@@ -64,7 +64,7 @@ class FakeExecutor:
         name = trace_name(self.number)
         for number, job in enumerate(jobs[:2] if error else jobs):
             ids = {"index": job.index, "sample_id": job.sample.id, "digest": job.digest}
-            on_result(GenerationResult(**ids, trace=name, generation=number))
+            on_result(RecordedSample(**ids, trace=name, generation=number))
         if how in ("shared", "interrupted"):
             Path(self.settings.folder, name).write_bytes(CONTENT)
         self.is_remote = how == "remote"
@@ -97,7 +97,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> type[FakeExecutor]:
 
 def run(
     folder: Path, n: int = 4, on_status: Any = lambda _status: None, **changes: Any
-) -> list[GenerationResult]:
+) -> list[RecordedSample]:
     jobs = jobs_of([Sample(f"s{k}", (f"question {k}",), ("yes",)) for k in range(n)])
     job = Job(out=str(folder), **changes)
     return DatasetRun(job, folder, RayOptions(), on_status).run(jobs)

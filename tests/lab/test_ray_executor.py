@@ -15,7 +15,7 @@ from support.ray_workers import MakeScripted, Ran
 
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.inputs.samples import Sample
-from flexinspect.lab.ray_cluster import Connection, RayOptions, Slots, connected, slots_of
+from flexinspect.lab.ray_cluster import Connection, RayOptions, WorkerSlots, connected, slots_of
 from flexinspect.lab.ray_executor import PoolStatus, RayExecutor, RemoteWorker, WorkerPool
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 
@@ -43,7 +43,7 @@ class Pool:
         self.results: list[Ran] = []
         self.states: list[PoolStatus] = []
         make = MakeScripted(str(folder), fault)
-        self.pool = WorkerPool(ray, Slots(2, 1, 0.0), jobs(*acts), make, self.results.append)
+        self.pool = WorkerPool(ray, WorkerSlots(2, 1, 0.0), jobs(*acts), make, self.results.append)
         self.pool.on_status = self.states.append
 
     def run(self) -> list[Ran]:
@@ -175,19 +175,19 @@ def cluster(**resources: float) -> Any:
 @pytest.mark.parametrize(
     ("resources", "options", "n_jobs", "expected"),
     [
-        ({"CPU": 8}, RayOptions(), 100, Slots(8, 1, 0.0)),
-        ({"CPU": 8}, RayOptions(threads=3), 100, Slots(2, 3, 0.0)),
-        ({"CPU": 8}, RayOptions(workers=2), 100, Slots(2, 1, 0.0)),
-        ({"CPU": 8}, RayOptions(), 3, Slots(3, 1, 0.0)),
-        ({"CPU": 1}, RayOptions(threads=2), 3, Slots(1, 2, 0.0)),
-        ({"CPU": 8, "GPU": 4}, RayOptions(), 100, Slots(4, 1, 1.0)),
-        ({"CPU": 8, "GPU": 4}, RayOptions(device="cpu"), 100, Slots(8, 1, 0.0)),
-        ({"CPU": 8, "GPU": 1}, RayOptions(workers=3), 100, Slots(3, 1, 0.3333)),
-        ({"CPU": 8, "GPU": 2}, RayOptions(workers=3, device="cuda"), 9, Slots(3, 1, 0.5)),
+        ({"CPU": 8}, RayOptions(), 100, WorkerSlots(8, 1, 0.0)),
+        ({"CPU": 8}, RayOptions(threads=3), 100, WorkerSlots(2, 3, 0.0)),
+        ({"CPU": 8}, RayOptions(workers=2), 100, WorkerSlots(2, 1, 0.0)),
+        ({"CPU": 8}, RayOptions(), 3, WorkerSlots(3, 1, 0.0)),
+        ({"CPU": 1}, RayOptions(threads=2), 3, WorkerSlots(1, 2, 0.0)),
+        ({"CPU": 8, "GPU": 4}, RayOptions(), 100, WorkerSlots(4, 1, 1.0)),
+        ({"CPU": 8, "GPU": 4}, RayOptions(device="cpu"), 100, WorkerSlots(8, 1, 0.0)),
+        ({"CPU": 8, "GPU": 1}, RayOptions(workers=3), 100, WorkerSlots(3, 1, 0.3333)),
+        ({"CPU": 8, "GPU": 2}, RayOptions(workers=3, device="cuda"), 9, WorkerSlots(3, 1, 0.5)),
     ],
 )
 def test_one_worker_for_each_gpu_or_for_the_cores_that_it_needs(
-    resources: dict[str, float], options: RayOptions, n_jobs: int, expected: Slots
+    resources: dict[str, float], options: RayOptions, n_jobs: int, expected: WorkerSlots
 ) -> None:
     assert slots_of(cluster(**resources), options, n_jobs) == expected
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.environment import command_path, is_recorder_alive
 from flexinspect.core.errors import TraceError, UsageError
-from flexinspect.core.ranks import RANK_SUFFIX
+from flexinspect.core.rank_environment import RANK_SUFFIX
 from flexinspect.core.text import did_you_mean, plural
 from flexinspect.trace.reader import TraceReader, open_trace
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexinspect.masks import algebra
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.audit.fed_sequence import FedSequence
-from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.reference_model import ReferenceModel
 
 MAX_ROWS = 2048
 """Masks of longer sequences are not read."""
@@ -39,7 +39,7 @@ class GenerationMasks(Struct):
 
 
 def read_masks(
-    reader: TraceReader | None, generation: int, sequence: FedSequence, reference: Reference
+    reader: TraceReader | None, generation: int, sequence: FedSequence, reference: ReferenceModel
 ) -> GenerationMasks:
     """Return the masks of a generation: the declared one counts, else the executed one."""
     n = len(sequence.ids)

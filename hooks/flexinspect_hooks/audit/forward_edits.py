@@ -55,7 +55,7 @@ ModuleEdit = Callable[[Any, Any, Tensor, Tensor], Any]
 """Takes the module, its input and output, and the input of its layer; returns the output."""
 
 
-class Edit(Struct, frozen=True, kw_only=True):
+class ForwardEdit(Struct, frozen=True, kw_only=True):
     """One fault. `sentence` completes "the numbers are those of a forward …".
 
     `modules` maps the last part of a module's name to its edit. `config` are attributes of the

@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_edits import Edit, Scope
+from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 
 Point = tuple[str, int | None]
 """What is compared, and its layer: see `QUANTITIES`."""
@@ -38,7 +38,7 @@ class Run(Struct):
     ends: Tensor | None = None
     masks: Mapping[int, Tensor] = field(default_factory=dict)
     biases: Mapping[int, Tensor] = field(default_factory=dict)
-    edits: Sequence[tuple[Edit, Scope]] = ()
+    edits: Sequence[tuple[ForwardEdit, Scope]] = ()
     noise: float = 0.0
     stop_after: int | None = None
     generator: torch.Generator | None = None

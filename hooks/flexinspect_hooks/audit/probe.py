@@ -8,10 +8,10 @@ from typing import Any
 from msgspec import Struct, field
 from torch import Tensor
 
-from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.reference_model import ReferenceModel
 
 
-class Probe(Struct):
+class FaultProbe(Struct):
     """A divergence that is to be explained.
 
     `ids` are the committed tokens and `n_prompt` those of the prompt; `first_row` is the first row
@@ -24,7 +24,7 @@ class Probe(Struct):
     the step's layers, and `has_bias` says whether the reference adds those of the prompt.
     """
 
-    reference: Reference
+    reference: ReferenceModel
     ids: Sequence[int]
     n_prompt: int
     layer: int | None

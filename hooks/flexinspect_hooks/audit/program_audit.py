@@ -15,14 +15,6 @@ from msgspec import Struct, field
 
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.audit.clean_classes import replaced_names
-from flexinspect_hooks.audit.comparison import (
-    Comparison,
-    Divergence,
-    describe,
-    dtype_of,
-    forward_order,
-    noise_limits,
-)
 from flexinspect_hooks.audit.evidence import (
     MAX_HELD_SHARE,
     EvidenceStore,
@@ -33,9 +25,17 @@ from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, 
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
-from flexinspect_hooks.audit.probe import Probe
-from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
+from flexinspect_hooks.audit.row_comparison import (
+    Divergence,
+    RowComparison,
+    describe,
+    dtype_of,
+    forward_order,
+    noise_limits,
+)
 from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
@@ -88,7 +88,7 @@ class _Attempt(Struct, frozen=True):
 
     base: Run
     clean: Mapping[Point, torch.Tensor]
-    comparison: Comparison
+    comparison: RowComparison
     divergence: Divergence | None
     largest: float
 
@@ -107,7 +107,7 @@ class ProgramAudit:
     ) -> None:
         self._store, self._reader, self._options = store, reader, options
         self._deadline, self._report = deadline, report
-        self._references: dict[torch.dtype, Reference] = {}
+        self._references: dict[torch.dtype, ReferenceModel] = {}
         self._noise = torch.Generator().manual_seed(0)
         self._dtype_note = ""
 
@@ -163,14 +163,14 @@ class ProgramAudit:
             "(flexinspect audit --seconds S has more)"
         )
 
-    def _reference(self, dtype: torch.dtype) -> Reference:
+    def _reference(self, dtype: torch.dtype) -> ReferenceModel:
         if dtype not in self._references:
-            self._references[dtype] = Reference(self._source, dtype)
+            self._references[dtype] = ReferenceModel(self._source, dtype)
         return self._references[dtype]
 
     # -- one sequence ----------------------------------------------------------------------------
 
-    def _judge(self, reference: Reference, generation: int, batch: int) -> Verdict:
+    def _judge(self, reference: ReferenceModel, generation: int, batch: int) -> Verdict:
         verdict = Verdict(generation, batch)
         verdict.notes += [self._dtype_note] if self._dtype_note else []
         skipped = self._store.skipped.get(generation)
@@ -203,7 +203,7 @@ class ProgramAudit:
         return verdict
 
     def _biases(
-        self, reference: Reference, sequence: FedSequence, verdict: Verdict
+        self, reference: ReferenceModel, sequence: FedSequence, verdict: Verdict
     ) -> dict[int, torch.Tensor]:
         """Return what the program's score_mods add to the scores of each layer."""
         heads = getattr(reference.config, "num_attention_heads", 1)
@@ -218,7 +218,7 @@ class ProgramAudit:
 
     def _compare(
         self,
-        reference: Reference,
+        reference: ReferenceModel,
         sequence: FedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
@@ -263,7 +263,7 @@ class ProgramAudit:
 
     def _best_attempt(
         self,
-        reference: Reference,
+        reference: ReferenceModel,
         sequence: FedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
@@ -298,7 +298,7 @@ class ProgramAudit:
 
     def _attempt(
         self,
-        reference: Reference,
+        reference: ReferenceModel,
         sequence: FedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
@@ -322,12 +322,12 @@ class ProgramAudit:
         noisy = [self._noisy(reference, ids, base, rows, dtype)]
         if dtype != reference.dtype:
             noisy.append(self._in_dtype(ids, base, rows, dtype))
-        comparison = Comparison(sequence, noise_limits(clean, noisy, dtype), rows, generation)
+        comparison = RowComparison(sequence, noise_limits(clean, noisy, dtype), rows, generation)
         largest = comparison.agreement(clean, comparison.steps, None)[0]
         return _Attempt(base, clean, comparison, comparison.first(clean), largest)
 
     def _judge_shortened(
-        self, reference: Reference, comparison: Comparison, crop: int, verdict: Verdict
+        self, reference: ReferenceModel, comparison: RowComparison, crop: int, verdict: Verdict
     ) -> None:
         """Judge steps after a cache became shorter, if its first and newest keys were kept."""
         steps = self._store.with_earlier_steps(verdict.generation)
@@ -352,7 +352,12 @@ class ProgramAudit:
             verdict.pos = whole.input_rows[result.divergence.row]
 
     def _noisy(
-        self, reference: Reference, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: Any
+        self,
+        reference: ReferenceModel,
+        ids: Sequence[int],
+        base: Run,
+        rows: Sequence[int],
+        dtype: Any,
     ) -> dict[Point, torch.Tensor]:
         noise = torch.finfo(dtype).eps
         run = Run(
@@ -372,18 +377,18 @@ class ProgramAudit:
 
     def _probe(
         self,
-        reference: Reference,
+        reference: ReferenceModel,
         sequence: FedSequence,
         masks: GenerationMasks,
-        comparison: Comparison,
+        comparison: RowComparison,
         found: Divergence,
-    ) -> Probe:
+    ) -> FaultProbe:
         step = comparison.step_of(found)
         counts_padding = sequence.has_default_positions and sequence.is_padded
         passed = sequence.passed_positions()
         if counts_padding:
             passed = torch.tensor([sequence.input_rows])
-        return Probe(
+        return FaultProbe(
             reference,
             sequence.ids,
             sequence.n_prompt,

@@ -14,11 +14,11 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from flexinspect_hooks.audit.comparison import Comparison, Divergence, relative
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
-from flexinspect_hooks.audit.forward_edits import Edit
+from flexinspect_hooks.audit.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
-from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison, relative
 from flexinspect_hooks.audit.search import Explanation, SearchResult
 
 NAME = "cache.rejected"
@@ -43,7 +43,7 @@ def rows_of_proposals(sequence: FedSequence) -> list[int]:
 
 
 def find_rejected(
-    reference: Reference, comparison: Comparison, values: Mapping[Point, Tensor]
+    reference: ReferenceModel, comparison: RowComparison, values: Mapping[Point, Tensor]
 ) -> tuple[Divergence, SearchResult] | None:
     """Return the first step that reads rejected proposals, with the difference that they make.
 
@@ -72,12 +72,12 @@ def find_rejected(
         f"{found.stop - 1})"
     )
     same = float(relative(ours[0], fed).max())
-    explanation = Explanation((Edit(name=NAME, sentence=sentence),), None, same, 1, 1, 0, 0)
+    explanation = Explanation((ForwardEdit(name=NAME, sentence=sentence),), None, same, 1, 1, 0, 0)
     at = Divergence(step.evidence.step, (LOGITS, None), row, difference, limit)
     return at, SearchResult(explanation, (NAME,), 1, is_cut=False)
 
 
-def _first_rejected(comparison: Comparison, values: Mapping[Point, Tensor]) -> _Rejected | None:
+def _first_rejected(comparison: RowComparison, values: Mapping[Point, Tensor]) -> _Rejected | None:
     sequence, rows = comparison.sequence, list(comparison.logit_rows)
     best = values[LOGITS, None][0].argmax(-1).tolist()
     best_after = dict(zip(rows, best, strict=True))

@@ -16,13 +16,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.comparison import Comparison, Divergence
 from flexinspect_hooks.audit.fed_sequence import FedStep
-from flexinspect_hooks.audit.forward_edits import Edit, Scope
+from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
 from flexinspect_hooks.audit.hypotheses import Hypothesis, edits_of
-from flexinspect_hooks.audit.probe import Probe
-from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
 
 MIN_GAIN = 10
 """A hypothesis must come this many times closer to the numbers than the correct forward."""
@@ -38,7 +38,7 @@ class Explanation(Struct, frozen=True):
     the fault is, None for all.
     """
 
-    edits: tuple[Edit, ...]
+    edits: tuple[ForwardEdit, ...]
     layers: tuple[int, ...] | None
     difference: float
     agree: int
@@ -66,10 +66,10 @@ class Search:
 
     def __init__(
         self,
-        reference: Reference,
-        comparison: Comparison,
+        reference: ReferenceModel,
+        comparison: RowComparison,
         base: Run,
-        probe: Probe,
+        probe: FaultProbe,
         divergence: Divergence,
         *,
         deadline: float,
@@ -103,7 +103,9 @@ class Search:
             return SearchResult(best, tuple(tried), n, is_cut=cut)
         return SearchResult(best, tuple(tried), n, is_cut=False)
 
-    def _combine(self, first: Explanation, edits: Sequence[Edit]) -> tuple[Explanation, bool]:
+    def _combine(
+        self, first: Explanation, edits: Sequence[ForwardEdit]
+    ) -> tuple[Explanation, bool]:
         """Add a second fault greedily where the first one explains a part of the step."""
         best, scope_1 = first, self._scope(first.layers)
         rest = self._comparison.first(self._run([(first.edits[0], scope_1)]))
@@ -123,7 +125,7 @@ class Search:
                 break
         return best, False
 
-    def _try(self, edits: tuple[Edit, ...]) -> Explanation | None:
+    def _try(self, edits: tuple[ForwardEdit, ...]) -> Explanation | None:
         """Return the explanation by one edit, in the layers where it agrees with most."""
         edit, best = edits[0], None
         layer = self._at.point[1]
@@ -138,7 +140,7 @@ class Search:
                 best = found
         return best
 
-    def _scopes(self, edit: Edit, layer: int | None = None) -> list[Scope]:
+    def _scopes(self, edit: ForwardEdit, layer: int | None = None) -> list[Scope]:
         """Return the layers in which an edit may be: from that of the divergence, or another."""
         layer = self._at.point[1] if layer is None else layer
         numbers = sorted(self._reference.blocks)
@@ -159,7 +161,7 @@ class Search:
         return Scope(first, None if layers is None else frozenset(layers))
 
     def _run(
-        self, edits: Sequence[tuple[Edit, Scope]], stop_after: int | None = None
+        self, edits: Sequence[tuple[ForwardEdit, Scope]], stop_after: int | None = None
     ) -> dict[Point, Tensor]:
         ids = self._comparison.sequence.ids
         rows = list(self._comparison.logit_rows)
@@ -176,8 +178,8 @@ class Search:
 
     def _judge(
         self,
-        edits: tuple[Edit, ...],
-        run: Sequence[tuple[Edit, Scope]],
+        edits: tuple[ForwardEdit, ...],
+        run: Sequence[tuple[ForwardEdit, Scope]],
         layers: frozenset[int] | None,
     ) -> Explanation | None:
         values = self._run(run)
@@ -214,7 +216,11 @@ def _rank(found: Explanation | None) -> tuple[Any, ...]:
 
 
 def _run_with_prefix(
-    reference: Reference, run: Run, prefix: Sequence[int], ids: Sequence[int], rows: Sequence[int]
+    reference: ReferenceModel,
+    run: Run,
+    prefix: Sequence[int],
+    ids: Sequence[int],
+    rows: Sequence[int],
 ) -> dict[Point, Tensor]:
     """Return the values of `ids` with other ids before them."""
     n = len(prefix)

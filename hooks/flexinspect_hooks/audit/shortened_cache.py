@@ -12,11 +12,11 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from flexinspect_hooks.audit.comparison import Comparison, Divergence
 from flexinspect_hooks.audit.fed_sequence import FedSequence
-from flexinspect_hooks.audit.forward_edits import Edit, Scope
+from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 from flexinspect_hooks.audit.forward_run import HIDDEN, Run
-from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
 from flexinspect_hooks.audit.search import Explanation, SearchResult
 
 MAX_CHOICES = 64
@@ -33,7 +33,7 @@ class ShortenedResult(Struct, frozen=True):
 
 
 def explain_shortened(
-    reference: Reference, comparison: Comparison, deadline: float
+    reference: ReferenceModel, comparison: RowComparison, deadline: float
 ) -> ShortenedResult | None:
     """Return under which keys, and positions, the steps after the loss agree; None if under none.
 
@@ -62,7 +62,7 @@ def explain_shortened(
 
 
 def _masks(
-    reference: Reference, sequence: FedSequence, first: int, left: int, before: int
+    reference: ReferenceModel, sequence: FedSequence, first: int, left: int, before: int
 ) -> dict[int, Tensor]:
     n = len(sequence.ids)
     masks = {}
@@ -74,8 +74,8 @@ def _masks(
 
 
 def _attempt(
-    reference: Reference,
-    comparison: Comparison,
+    reference: ReferenceModel,
+    comparison: RowComparison,
     masks: dict[int, Tensor],
     positions: Tensor | None,
     before: int,
@@ -90,8 +90,8 @@ def _attempt(
 
 
 def _run(
-    reference: Reference,
-    comparison: Comparison,
+    reference: ReferenceModel,
+    comparison: RowComparison,
     masks: dict[int, Tensor],
     positions: Tensor | None,
     before: int,
@@ -103,13 +103,13 @@ def _run(
     return Run(torch.arange(n, device=reference.device)[None], masks=masks, edits=edits)
 
 
-def _edit(sequence: FedSequence, positions: Tensor, before: int) -> Edit:
+def _edit(sequence: FedSequence, positions: Tensor, before: int) -> ForwardEdit:
     first = int(positions[0, before])
     whose = "that the program passed"
     if sequence.has_default_positions:
         whose = "that follow the length of the shortened cache"
     sentence = f"with position ids {whose} (from {first} on, where the text is at {before})"
-    return Edit(
+    return ForwardEdit(
         name="positions.cache-length",
         sentence=sentence,
         positions=lambda _: positions,
@@ -118,8 +118,8 @@ def _edit(sequence: FedSequence, positions: Tensor, before: int) -> Edit:
 
 
 def _positions_fault(
-    reference: Reference,
-    comparison: Comparison,
+    reference: ReferenceModel,
+    comparison: RowComparison,
     masks: dict[int, Tensor],
     positions: Tensor,
     worst: float,

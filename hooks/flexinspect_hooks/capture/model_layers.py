@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from flexinspect_hooks.capture.ranks import split_facts
+from flexinspect_hooks.capture.rank_facts import split_facts
 
 
 def attention_layers(model: nn.Module) -> dict[int, int]:

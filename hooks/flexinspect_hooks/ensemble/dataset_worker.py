@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from flexinspect.lab.dataset_run import (
     ClosedTrace,
     DatasetWorkerSettings,
-    GenerationResult,
+    RecordedSample,
     trace_name,
 )
 from flexinspect.lab.ray_executor import WORKER_VARIABLE
@@ -49,7 +49,7 @@ class DatasetWorker:
             self._stack.close()
             raise
 
-    def run(self, job: SampleJob) -> GenerationResult:
+    def run(self, job: SampleJob) -> RecordedSample:
         """Run one sample, and return when its generation is in the trace.
 
         Raises `DatasetError` for a prompt that the model cannot read, and `TraceWriteError` if the
@@ -64,7 +64,7 @@ class DatasetWorker:
         self._capture.recorder.drain()
         if self._capture.recorder.failure is not None:
             raise self._capture.recorder.failure
-        return GenerationResult(
+        return RecordedSample(
             index=job.index,
             sample_id=job.sample.id,
             digest=job.digest,

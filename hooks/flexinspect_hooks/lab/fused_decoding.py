@@ -49,7 +49,7 @@ class Distributions(NamedTuple):
         return cls(logits, probabilities, best.tolist(), highest.tolist())
 
 
-class Rule:
+class FusionRule:
     """Chooses the tokens of one answer from the distributions of some paraphrases.
 
     `rows` are these paraphrases, from 0. Without a subclass the first of them chooses alone.
@@ -74,7 +74,7 @@ class Rule:
         return all_.best[row]
 
 
-class FusingRule(Rule):
+class FusingRule(FusionRule):
     """Chooses the token with the highest fused score, and keeps what each paraphrase says."""
 
     def __init__(self, method: str, rows: Sequence[int], weights: Tensor | None = None) -> None:
@@ -163,7 +163,7 @@ class FusedDecoder:
         self._first = self._forward(ids, places, list(range(len(prompts))), self._cache)
 
     @torch.no_grad()
-    def decode(self, rules: Sequence[Rule], *, is_last: bool = True) -> None:
+    def decode(self, rules: Sequence[FusionRule], *, is_last: bool = True) -> None:
         """Decode every rule to its end. Unless `is_last`, the prefill is kept for another call."""
         # Selecting rows and adding keys replace tensors of a cache.
         cache = self._cache if is_last else copy.deepcopy(self._cache)
@@ -181,17 +181,17 @@ class FusedDecoder:
                 logits = self._forward([[one] for one in tokens], places, rows, cache)
 
     def _advance(
-        self, groups: list[tuple[list[int], list[Rule]]], all_: Distributions
-    ) -> tuple[list[tuple[list[int], list[Rule]]], list[int], list[int]]:
+        self, groups: list[tuple[list[int], list[FusionRule]]], all_: Distributions
+    ) -> tuple[list[tuple[list[int], list[FusionRule]]], list[int], list[int]]:
         """Let each rule choose; return the groups that go on, their rows here, and the tokens."""
-        parted: list[tuple[list[int], list[Rule]]] = []
+        parted: list[tuple[list[int], list[FusionRule]]] = []
         selected: list[int] = []
         tokens: list[int] = []
         start = 0
         for rows, rules in groups:
             at = {row: start + place for place, row in enumerate(rows)}
             start += len(rows)
-            by_token: dict[int, list[Rule]] = {}
+            by_token: dict[int, list[FusionRule]] = {}
             for rule in rules:
                 token_id = rule.advance(all_, [at[row] for row in rule.rows], self._criteria)
                 if not rule.ended:

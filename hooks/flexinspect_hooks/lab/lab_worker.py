@@ -22,7 +22,7 @@ from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
 from flexinspect.inputs.hub_download import OnLoadProgress
 from flexinspect.inputs.samples import Sample
-from flexinspect.lab.lab_result import AloneAnswer, Answer, LabResult, OrderAnswer
+from flexinspect.lab.lab_result import AloneAnswer, LabResult, MethodAnswer, OrderAnswer
 from flexinspect.lab.sample_jobs import SampleJob
 from flexinspect.lab.settings import FLEX, FUSING, LabSettings
 from flexinspect.lab.traced_samples import traced_samples
@@ -31,7 +31,7 @@ from flexinspect_hooks.ensemble import capture_process
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner, encode_pieces
 from flexinspect_hooks.generation.decoding import Choice, StopCriteria, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
-from flexinspect_hooks.lab.fused_decoding import ForcedRule, FusedDecoder, FusingRule, Rule
+from flexinspect_hooks.lab.fused_decoding import ForcedRule, FusedDecoder, FusingRule, FusionRule
 from flexinspect_hooks.lab.sample_trace import record_sample
 
 FlexAnswer = tuple[str, str, list[tuple[int, float]]]
@@ -152,12 +152,12 @@ class LabWorker:
 
     def _own_prompts(
         self, sample: Sample, flex: dict[int, FlexAnswer]
-    ) -> tuple[tuple[AloneAnswer, ...], tuple[Answer, ...]]:
+    ) -> tuple[tuple[AloneAnswer, ...], tuple[MethodAnswer, ...]]:
         """Answer each paraphrase alone, and all of them by the fusing methods."""
         settings, counts = self._settings, self._settings.counts
         prompts = [self._own_prompt(sample, index) for index in range(counts[-1])]
         decoder = FusedDecoder(self.model, prompts, self._criteria)
-        alone = [Rule("alone", (index,)) for index in range(counts[-1])]
+        alone = [FusionRule("alone", (index,)) for index in range(counts[-1])]
         rules: list[FusingRule] = [
             ForcedRule(FLEX, range(count), tokens) for count, (_, _, tokens) in flex.items()
         ]
@@ -184,10 +184,10 @@ class LabWorker:
         self.ensemble.check_length(prompt)
         return prompt
 
-    def _fused_answer(self, rule: FusingRule) -> Answer:
+    def _fused_answer(self, rule: FusingRule) -> MethodAnswer:
         text = self._text(rule.token_ids)
         votes = rule.votes(self._vocabulary)
-        return Answer(rule.method, len(rule.rows), text, rule.ended, votes)
+        return MethodAnswer(rule.method, len(rule.rows), text, rule.ended, votes)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         one_line = self._settings.job.stop == "newline"

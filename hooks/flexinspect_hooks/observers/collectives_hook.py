@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
-from flexinspect_hooks.capture.collectives import (
+from flexinspect_hooks.capture.collective_log import (
     CollectiveLog,
     collective_arrays,
     observe_collectives,
 )
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
-from flexinspect_hooks.capture.ranks import current_rank
+from flexinspect_hooks.capture.rank_facts import current_rank
 from flexinspect_hooks.capture.step_clock import StepContext
 
 

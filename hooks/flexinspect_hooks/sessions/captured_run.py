@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flexinspect.control import messages
 from flexinspect.control.discovery import ServeOptions
 from flexinspect.core.errors import FlexInspectError, TraceWriteError
-from flexinspect.core.ranks import rank_facts, rank_of_environment
+from flexinspect.core.rank_environment import rank_facts, rank_of_environment
 from flexinspect.records import protocol
 from flexinspect.records.job import Job, ScriptJob
 from flexinspect.records.step import EventRecord

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from flexinspect.records import training_step
 from flexinspect.records.step import ArrayRecord, GenerationRecord, MemoryRecord
 from flexinspect_hooks.capture.buffer import Values
-from flexinspect_hooks.capture.collectives import collective_arrays
+from flexinspect_hooks.capture.collective_log import collective_arrays
 from flexinspect_hooks.capture.hook import Hook, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.training.forward_passes import StepPasses, is_remote

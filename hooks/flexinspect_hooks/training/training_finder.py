@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect_hooks.capture.model_layers import model_facts
-from flexinspect_hooks.capture.ranks import parallel_facts
+from flexinspect_hooks.capture.rank_facts import parallel_facts
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.training import torch_calls

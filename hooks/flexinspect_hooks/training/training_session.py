@@ -24,9 +24,9 @@ from flexinspect.rules.engine import RuleRunner
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
 from flexinspect_hooks.capture.buffer import StepBuffer
-from flexinspect_hooks.capture.collectives import CollectiveLog, observe_collectives
+from flexinspect_hooks.capture.collective_log import CollectiveLog, observe_collectives
 from flexinspect_hooks.capture.hook import built_in_rules
-from flexinspect_hooks.capture.ranks import current_rank
+from flexinspect_hooks.capture.rank_facts import current_rank
 from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder
 from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from flexinspect.analysis.summary import summarize_trace
 from flexinspect.core.errors import TraceError, UsageError
-from flexinspect.core.ranks import rank_path
+from flexinspect.core.rank_environment import rank_path
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.records.step import EventRecord
 from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter
 from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture import argument_checks
-from flexinspect_hooks.capture.ranks import current_rank
+from flexinspect_hooks.capture.rank_facts import current_rank
 from flexinspect_hooks.control import control_protocols
 from flexinspect_hooks.sessions.capture_session import check_level
 from flexinspect_hooks.training.cost_governor import Governor

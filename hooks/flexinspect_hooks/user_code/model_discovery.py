@@ -29,7 +29,7 @@ from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
 from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
-from flexinspect_hooks.capture.ranks import parallel_facts
+from flexinspect_hooks.capture.rank_facts import parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.control.control_protocols import chosen_layers

@@ -23,7 +23,7 @@ from flexinspect.analysis.summary import TraceSummary, summarize_trace
 from flexinspect.breakpoints.store import BreakpointStore
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
-from flexinspect.core.ranks import rank_facts, rank_path
+from flexinspect.core.rank_environment import rank_facts, rank_path
 from flexinspect.core.text import escape_unprintable, print_message
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records.finding import Finding
@@ -33,7 +33,7 @@ from flexinspect_hooks.breakpoints import actions
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.new_trace import create_trace
-from flexinspect_hooks.capture.ranks import current_rank, parallel_facts
+from flexinspect_hooks.capture.rank_facts import current_rank, parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder, recording_error
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl

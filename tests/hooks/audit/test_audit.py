@@ -19,11 +19,11 @@ from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.clean_classes import replaced_names
 from flexinspect_hooks.audit.evidence import EvidenceStore
-from flexinspect_hooks.audit.forward_edits import Edit
+from flexinspect_hooks.audit.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward_run import LOGITS, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
-from flexinspect_hooks.audit.reference import Reference
+from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.session_audit import (
     AuditBudget,
     audit_session,
@@ -175,18 +175,20 @@ def test_a_replaced_function_does_not_reach_the_reference(patched_rope: Any) -> 
     assert replaced_names(type(model)) == ["apply_rotary_pos_emb"]
     positions = torch.arange(12)[None]
     rows = ids(12, 3)
-    clean = Reference(snapshot(model)).run(rows, Run(positions), range(12))[LOGITS, None]
+    clean = ReferenceModel(snapshot(model)).run(rows, Run(positions), range(12))[LOGITS, None]
     with torch.no_grad():
         faulty = model(torch.tensor([rows])).logits
     assert not torch.allclose(clean, faulty, atol=1e-2)
 
 
 def test_a_fault_of_a_plug_in_is_tried(audit: Audit, monkeypatch: Any) -> None:
-    def cold(probe: Any) -> Iterator[Edit]:
+    def cold(probe: Any) -> Iterator[ForwardEdit]:
         def attention(call: Any) -> Any:
             return replace(call, query=call.query / 2)
 
-        yield Edit(name="softmax.cold", sentence="with scores divided by 2", attention=attention)
+        yield ForwardEdit(
+            name="softmax.cold", sentence="with scores divided by 2", attention=attention
+        )
 
     group = {"own": "tests:cold"}
     monkeypatch.setattr(plugins, "BUILT_IN", {**plugins.BUILT_IN, plugins.HYPOTHESES: group})

@@ -20,13 +20,13 @@ from flexinspect.records.collectives import (
     TIMES_STREAM,
     group_number,
 )
-from flexinspect_hooks.capture.collectives import (
+from flexinspect_hooks.capture.collective_log import (
     METHODS,
     CollectiveLog,
     collective_arrays,
     observe_collectives,
 )
-from flexinspect_hooks.capture.ranks import split_facts
+from flexinspect_hooks.capture.rank_facts import split_facts
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from flexinspect.records.prompt import Prompt, PromptTokenIds, compose_prompt
 from flexinspect_hooks.generation.decoding import StopCriteria
-from flexinspect_hooks.lab.fused_decoding import ForcedRule, FusedDecoder, FusingRule, Rule, fuse
+from flexinspect_hooks.lab.fused_decoding import (
+    ForcedRule,
+    FusedDecoder,
+    FusingRule,
+    FusionRule,
+    fuse,
+)
 from flexinspect_hooks.loading.tokenizers import IdTokenizer, Vocabulary
 
 N_NEW = 5
@@ -89,7 +95,7 @@ def test_every_rule_chooses_as_a_loop_of_its_own(
 ) -> None:
     model = family_model(family)
     decoder = FusedDecoder(model, prompts(), StopCriteria(N_NEW))
-    alone = [Rule("alone", (row,)) for row in range(N)]
+    alone = [FusionRule("alone", (row,)) for row in range(N)]
     cases = references()
     rules = {key: FusingRule(key[0], range(key[1]), WEIGHTS[: key[1]]) for key in cases}
     later = [key for key in cases if key[0].startswith("weighted")]
@@ -125,7 +131,7 @@ def test_an_answer_made_elsewhere_is_judged_by_each_prompt(llama: Any) -> None:
 
 
 def test_the_probability_of_an_answer_is_the_product_over_its_tokens(llama: Any) -> None:
-    rule = Rule("alone", (2,))
+    rule = FusionRule("alone", (2,))
     FusedDecoder(llama, prompts(), StopCriteria(N_NEW)).decode([rule])
     expected = 0.0
     for step, token_id in enumerate(rule.token_ids):
@@ -137,7 +143,7 @@ def test_the_probability_of_an_answer_is_the_product_over_its_tokens(llama: Any)
 def test_a_rule_that_has_ended_leaves_the_others_to_go_on(llama: Any) -> None:
     first = plain(llama, lambda logits: int(logits[0].argmax()))
     criteria = StopCriteria(N_NEW, eos_ids=(first[2],))
-    rules = [Rule("alone", (row,)) for row in range(N)]
+    rules = [FusionRule("alone", (row,)) for row in range(N)]
     FusedDecoder(llama, prompts(), criteria).decode(rules)
     assert (rules[0].token_ids, rules[0].ended) == (first[: first.index(first[2]) + 1], "eos")
     for row, rule in enumerate(rules[1:], start=1):

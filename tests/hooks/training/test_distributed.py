@@ -16,10 +16,10 @@ from torch import nn
 from flexinspect.analysis.ranks.rank_comparison import RankComparison, compare_ranks
 from flexinspect.analysis.ranks.rank_run import STOPPED, RankRun, find_runs, open_ranks
 from flexinspect.core.errors import UsageError
-from flexinspect.core.ranks import Rank, rank_facts, rank_of_environment, rank_path
+from flexinspect.core.rank_environment import Rank, rank_facts, rank_of_environment, rank_path
 from flexinspect.records.collectives import KINDS, WEIGHTS_STREAM
 from flexinspect.trace.reader import open_trace
-from flexinspect_hooks.capture.ranks import current_rank
+from flexinspect_hooks.capture.rank_facts import current_rank
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.watch_training import TrainerCallback
 from flexinspect_hooks.user_code.watch_trace import free_path

@@ -1,8 +1,8 @@
 """Hypotheses: faults that are tried on the reference until one gives the program's numbers.
 
-A hypothesis is a function that takes a `Probe` and yields `Edit`s, each with a sentence that
-completes "the numbers are those of a forward …". It yields nothing where it cannot apply. Plug-ins
-of the group `flexinspect.hypotheses` are such functions, or tuples of them.
+A hypothesis is a function that takes a `FaultProbe` and yields `ForwardEdit`s, each with a sentence
+that completes "the numbers are those of a forward …". It yields nothing where it cannot apply.
+Plug-ins of the group `flexinspect.hypotheses` are such functions, or tuples of them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from flexinspect.core import plugins
-from flexinspect_hooks.audit.forward_edits import Edit
-from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.forward_edits import ForwardEdit
+from flexinspect_hooks.audit.probe import FaultProbe
 
-Hypothesis = Callable[[Probe], Iterable[Edit]]
+Hypothesis = Callable[[FaultProbe], Iterable[ForwardEdit]]
 
 
 def load_hypotheses() -> tuple[list[Hypothesis], dict[str, str]]:
@@ -25,7 +25,7 @@ def load_hypotheses() -> tuple[list[Hypothesis], dict[str, str]]:
     return functions, failed
 
 
-def edits_of(hypotheses: Iterable[Hypothesis], probe: Probe) -> Iterator[Edit]:
+def edits_of(hypotheses: Iterable[Hypothesis], probe: FaultProbe) -> Iterator[ForwardEdit]:
     """Yield the edits of all hypotheses; one that raises is left out."""
     for hypothesis in hypotheses:
         try:

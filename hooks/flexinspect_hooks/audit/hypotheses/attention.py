@@ -10,13 +10,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import AttentionInput, Edit
-from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
+from flexinspect_hooks.audit.probe import FaultProbe
 
-Edits = Iterator[Edit]
+Edits = Iterator[ForwardEdit]
 
 
-def scale(probe: Probe) -> Edits:
+def scale(probe: FaultProbe) -> Edits:
     """The scores are not scaled, scaled twice, or by another head size."""
     config = probe.config
     heads = getattr(config, "num_attention_heads", 1)
@@ -41,10 +41,10 @@ def scale(probe: Probe) -> Edits:
             def attention(call: AttentionInput, value: float = value) -> AttentionInput:
                 return replace(call, scaling=value)
 
-            yield Edit(name="scale", sentence=sentence, attention=attention)
+            yield ForwardEdit(name="scale", sentence=sentence, attention=attention)
 
 
-def soft_cap_missing(probe: Probe) -> Edits:
+def soft_cap_missing(probe: FaultProbe) -> Edits:
     """The scores, or the logits, are not capped."""
     if getattr(probe.config, "attn_logit_softcapping", None):
 
@@ -52,9 +52,9 @@ def soft_cap_missing(probe: Probe) -> Edits:
             return replace(call, options={**call.options, "softcap": None})
 
         sentence = "without the soft cap of the scores"
-        yield Edit(name="soft-cap.missing", sentence=sentence, attention=attention)
+        yield ForwardEdit(name="soft-cap.missing", sentence=sentence, attention=attention)
     if getattr(probe.config, "final_logit_softcapping", None):
-        yield Edit(
+        yield ForwardEdit(
             name="soft-cap.missing",
             sentence="without the soft cap of the logits",
             config={"final_logit_softcapping": None},
@@ -62,7 +62,7 @@ def soft_cap_missing(probe: Probe) -> Edits:
         )
 
 
-def sinks_missing(probe: Probe) -> Edits:
+def sinks_missing(probe: FaultProbe) -> Edits:
     """The learned attention sinks are not part of the softmax."""
 
     def weights(call: AttentionInput) -> Tensor:
@@ -71,7 +71,7 @@ def sinks_missing(probe: Probe) -> Edits:
     _, block = next(iter(probe.reference.blocks.values()))
     if any(hasattr(module, "sinks") for module in block.modules()):
         sentence = "without the attention sinks"
-        yield Edit(
+        yield ForwardEdit(
             name="sinks.missing",
             sentence=sentence,
             attention=lambda call: replace(call, output=weights),
@@ -93,7 +93,7 @@ def _dense(call: AttentionInput, dtype: torch.dtype | None = None) -> Tensor:
     return (weights @ value).transpose(1, 2).to(kept)
 
 
-def heads_tiled(probe: Probe) -> Edits:
+def heads_tiled(probe: FaultProbe) -> Edits:
     """Keys and values of grouped heads are tiled instead of repeated one by one."""
 
     def attention(call: AttentionInput) -> AttentionInput:
@@ -118,7 +118,7 @@ def heads_tiled(probe: Probe) -> Edits:
     kv_heads = getattr(config, "num_key_value_heads", None)
     if kv_heads and 1 < kv_heads < config.num_attention_heads:
         sentence = "whose key and value heads are tiled, not repeated one by one"
-        yield Edit(name="heads.tiled", sentence=sentence, attention=attention)
+        yield ForwardEdit(name="heads.tiled", sentence=sentence, attention=attention)
 
     def first(call: AttentionInput) -> AttentionInput:
         key, value = (one[:, :1].expand_as(one) for one in (call.key, call.value))
@@ -126,10 +126,10 @@ def heads_tiled(probe: Probe) -> Edits:
 
     if kv_heads is None or kv_heads > 1:
         sentence = "in which all heads read the keys and values of head 0"
-        yield Edit(name="heads.first", sentence=sentence, attention=first)
+        yield ForwardEdit(name="heads.first", sentence=sentence, attention=first)
 
 
-def precision(probe: Probe) -> Edits:
+def precision(probe: FaultProbe) -> Edits:
     """The attention is computed in a lower precision than the model has."""
     if probe.reference.dtype in (torch.float16, torch.bfloat16):
         return
@@ -139,14 +139,14 @@ def precision(probe: Probe) -> Edits:
             return replace(call, output=partial(_dense, dtype=dtype))
 
         name = str(dtype).removeprefix("torch.")
-        yield Edit(
+        yield ForwardEdit(
             name="precision",
             sentence=f"whose attention is computed in {name}",
             attention=attention,
         )
 
 
-def heads_mixed(probe: Probe) -> Edits:
+def heads_mixed(probe: FaultProbe) -> Edits:
     """The output (1, heads, rows, size) of a prompt is flattened without swapping heads and rows.
 
     Decode steps have one row, so that nothing changes there.
@@ -160,14 +160,14 @@ def heads_mixed(probe: Probe) -> Edits:
         flat = prompt.transpose(1, 2).reshape(prompt.shape)
         return torch.cat((flat, output[:, probe.n_prompt :]), 1)
 
-    yield Edit(
+    yield ForwardEdit(
         name="heads.mixed",
         sentence="whose heads and rows are not swapped before they are flattened",
         attention=lambda call: replace(call, output=mixed),
     )
 
 
-def attention_zero(probe: Probe) -> Edits:
+def attention_zero(probe: FaultProbe) -> Edits:
     """The attention gives zeros."""
 
     def nothing(call: AttentionInput) -> Tensor:
@@ -175,14 +175,14 @@ def attention_zero(probe: Probe) -> Edits:
         return torch.zeros(*rows.shape[:-1], call.value.shape[-1], dtype=rows.dtype).to(rows.device)
 
     sentence = "whose attention gives zeros"
-    yield Edit(
+    yield ForwardEdit(
         name="attention.zero",
         sentence=sentence,
         attention=lambda call: replace(call, output=nothing),
     )
 
 
-def score_mod_changed(probe: Probe) -> Edits:
+def score_mod_changed(probe: FaultProbe) -> Edits:
     """The program's score_mod is not applied, or a decode step evaluates it at row 0."""
 
     def dropped(call: AttentionInput) -> AttentionInput:
@@ -200,10 +200,10 @@ def score_mod_changed(probe: Probe) -> Edits:
         name = "score-mod"
         if probe.is_decode:
             sentence = "whose decode rows have the score_mod of row 0 (no offset)"
-            yield Edit(name=name, sentence=sentence, attention=row_0)
-        yield Edit(name=name, sentence="without the score_mod", attention=dropped)
+            yield ForwardEdit(name=name, sentence=sentence, attention=row_0)
+        yield ForwardEdit(name=name, sentence="without the score_mod", attention=dropped)
         sentence = "in which all heads have the score_mod of head 0"
-        yield Edit(name=name, sentence=sentence, attention=head_0)
+        yield ForwardEdit(name=name, sentence=sentence, attention=head_0)
 
 
 HYPOTHESES = (

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_edits import Edit, ModuleEdit
-from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.forward_edits import ForwardEdit, ModuleEdit
+from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.weights import numbers_of
 
-Edits = Iterator[Edit]
+Edits = Iterator[ForwardEdit]
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")
 
 
-def _names(probe: Probe, *, inside: bool) -> dict[str, nn.Module]:
+def _names(probe: FaultProbe, *, inside: bool) -> dict[str, nn.Module]:
     """Return the leaf modules of a layer (or those outside of all layers) by their last name."""
     blocks = list(probe.reference.blocks.values())
     number = probe.layer if probe.layer is not None else next(iter(probe.reference.blocks))
@@ -36,7 +36,7 @@ def _skip(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Ten
     return inputs if isinstance(inputs, Tensor) and inputs.shape == output.shape else output
 
 
-def norm_skipped(probe: Probe) -> Edits:
+def norm_skipped(probe: FaultProbe) -> Edits:
     """A normalization is left out, or its weight, or the 1 that is added to its weight."""
     modules = _names(probe, inside=True)
     modules |= {n: m for n, m in _names(probe, inside=False).items() if n in _FINAL_NORMS}
@@ -51,12 +51,12 @@ def norm_skipped(probe: Probe) -> Edits:
     for name, module in modules.items():
         if not _is_norm(module):
             continue
-        yield Edit(name="norm.skipped", sentence=f"without {name}", modules={name: _skip})
+        yield ForwardEdit(name="norm.skipped", sentence=f"without {name}", modules={name: _skip})
         sentence = f"in which {name} does not use its weight"
-        yield Edit(name="norm.skipped", sentence=sentence, modules={name: unweighted})
+        yield ForwardEdit(name="norm.skipped", sentence=sentence, modules={name: unweighted})
         if "gemma" in type(module).__name__.lower():
             sentence = f"in which {name} multiplies by its weight, not by 1 + weight"
-            yield Edit(name="norm.weight", sentence=sentence, modules={name: without_one})
+            yield ForwardEdit(name="norm.weight", sentence=sentence, modules={name: without_one})
 
 
 def _epsilon(module: Any) -> float:
@@ -66,7 +66,7 @@ def _epsilon(module: Any) -> float:
     return 1e-6
 
 
-def bias_skipped(probe: Probe) -> Edits:
+def bias_skipped(probe: FaultProbe) -> Edits:
     """The biases of a linear module are left out."""
 
     def unbiased(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
@@ -77,16 +77,16 @@ def bias_skipped(probe: Probe) -> Edits:
     linear = {name: module for name, module in biased.items() if not _is_norm(module)}
     for name in linear:
         edit = {name: unbiased}
-        yield Edit(name="bias.skipped", sentence=f"without the bias of {name}", modules=edit)
+        yield ForwardEdit(name="bias.skipped", sentence=f"without the bias of {name}", modules=edit)
     projections: dict[str, ModuleEdit] = {
         n: unbiased for n in ("q_proj", "k_proj", "v_proj") if n in linear
     }
     if len(projections) > 1:
         sentence = "without the biases of q_proj, k_proj and v_proj"
-        yield Edit(name="bias.skipped", sentence=sentence, modules=projections)
+        yield ForwardEdit(name="bias.skipped", sentence=sentence, modules=projections)
 
 
-def residual_skipped(probe: Probe) -> Edits:
+def residual_skipped(probe: FaultProbe) -> Edits:
     """The input of the layer is not added to the output of its attention."""
 
     def minus(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
@@ -102,17 +102,19 @@ def residual_skipped(probe: Probe) -> Edits:
     attention = next((n for n in ("self_attn", "attn", "attention") if n in names), None)
     if attention is not None:
         sentence = "without the residual around the attention"
-        yield Edit(name="residual.skipped", sentence=sentence, modules={attention: minus})
+        yield ForwardEdit(name="residual.skipped", sentence=sentence, modules={attention: minus})
         sentence = "in which the residual around the attention is added twice"
-        yield Edit(name="residual.doubled", sentence=sentence, modules={attention: plus})
+        yield ForwardEdit(name="residual.doubled", sentence=sentence, modules={attention: plus})
         sentence = "without the attention block"
-        yield Edit(name="block.skipped", sentence=sentence, modules={attention: zero})
+        yield ForwardEdit(name="block.skipped", sentence=sentence, modules={attention: zero})
     for name in ("mlp", "feed_forward"):
         if name in names:
-            yield Edit(name="block.skipped", sentence=f"without {name}", modules={name: zero})
+            yield ForwardEdit(
+                name="block.skipped", sentence=f"without {name}", modules={name: zero}
+            )
 
 
-def mlp_residual_skipped(probe: Probe) -> Edits:
+def mlp_residual_skipped(probe: FaultProbe) -> Edits:
     """The input of the MLP, before its norm, is not added to its output."""
     names = _names(probe, inside=True)
     block = next((n for n in ("mlp", "feed_forward") if n in names), None)
@@ -139,10 +141,10 @@ def mlp_residual_skipped(probe: Probe) -> Edits:
     edits: dict[str, ModuleEdit] = {n: keep for n, m in names.items() if _is_norm(m)}
     edits |= {block: find} if last == block else {block: find, last: minus}
     sentence = f"without the residual around {block}"
-    yield Edit(name="residual.skipped", sentence=sentence, modules=edits)
+    yield ForwardEdit(name="residual.skipped", sentence=sentence, modules=edits)
 
 
-def embedding_scale(probe: Probe) -> Edits:
+def embedding_scale(probe: FaultProbe) -> Edits:
     """The embeddings are scaled by the root of the hidden size, or not scaled though they are."""
     size = float(getattr(probe.config, "hidden_size", 1)) ** 0.5
 
@@ -155,16 +157,16 @@ def embedding_scale(probe: Probe) -> Edits:
     for name in ("embed_tokens", "wte", "embed_in", "word_embeddings"):
         if name in _names(probe, inside=False):
             sentence = "without the scale of the embeddings"
-            yield Edit(
+            yield ForwardEdit(
                 name="embedding.scale", sentence=sentence, modules={name: smaller}, whole_model=True
             )
             sentence = "with embeddings scaled by the root of the hidden size"
-            yield Edit(
+            yield ForwardEdit(
                 name="embedding.scale", sentence=sentence, modules={name: larger}, whole_model=True
             )
 
 
-def attribute_changed(probe: Probe) -> Edits:
+def attribute_changed(probe: FaultProbe) -> Edits:
     """A number that the program's modules hold, such as an epsilon, is not the configuration's."""
     changed: dict[tuple[str, str, float, float], list[str]] = {}
     for name, module in probe.reference.model.named_modules():
@@ -177,7 +179,7 @@ def attribute_changed(probe: Probe) -> Edits:
     n_layers = len(probe.reference.blocks)
     for (last, attribute, value, own), names in changed.items():
         where = "" if len(names) == n_layers else f" (in {', '.join(names)})"
-        yield Edit(
+        yield ForwardEdit(
             name="attribute.changed",
             sentence=f"in which {last}.{attribute} is {value:g}, not {own:g}{where}",
             attributes={name: {attribute: value} for name in names},

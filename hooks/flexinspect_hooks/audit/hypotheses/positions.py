@@ -8,18 +8,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import Edit, Rotation
-from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.forward_edits import ForwardEdit, Rotation
+from flexinspect_hooks.audit.probe import FaultProbe
 
-Edits = Iterator[Edit]
+Edits = Iterator[ForwardEdit]
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 
 
-def _has_rope(probe: Probe) -> bool:
+def _has_rope(probe: FaultProbe) -> bool:
     return "apply_rotary_pos_emb" in vars(probe.reference.namespace)
 
 
-def rope_missing(probe: Probe) -> Edits:
+def rope_missing(probe: FaultProbe) -> Edits:
     """Neither queries nor keys are rotated, or only one of them is."""
     if not _has_rope(probe):
         return
@@ -34,12 +34,14 @@ def rope_missing(probe: Probe) -> Edits:
         return turn.rotate(turn.query, turn.key, turn.cos, turn.sin)[0], turn.key
 
     same = ", or with position 0 for each of its rows, which is the same" if probe.is_decode else ""
-    yield Edit(name="rope.missing", sentence=f"without RoPE{same}", rope=none)
-    yield Edit(name="rope.missing", sentence="without RoPE of the queries", rope=without_query)
-    yield Edit(name="rope.missing", sentence="without RoPE of the keys", rope=without_key)
+    yield ForwardEdit(name="rope.missing", sentence=f"without RoPE{same}", rope=none)
+    yield ForwardEdit(
+        name="rope.missing", sentence="without RoPE of the queries", rope=without_query
+    )
+    yield ForwardEdit(name="rope.missing", sentence="without RoPE of the keys", rope=without_key)
 
 
-def rope_doubled(probe: Probe) -> Edits:
+def rope_doubled(probe: FaultProbe) -> Edits:
     """Queries and keys are rotated twice."""
     if not _has_rope(probe):
         return
@@ -52,11 +54,13 @@ def rope_doubled(probe: Probe) -> Edits:
         query, key = turn.rotate(turn.query, turn.key, turn.cos, turn.sin)
         return query, turn.rotate(query, key, turn.cos, turn.sin)[1]
 
-    yield Edit(name="rope.doubled", sentence="with RoPE applied twice", rope=twice)
-    yield Edit(name="rope.doubled", sentence="with RoPE applied twice to the keys", rope=key_twice)
+    yield ForwardEdit(name="rope.doubled", sentence="with RoPE applied twice", rope=twice)
+    yield ForwardEdit(
+        name="rope.doubled", sentence="with RoPE applied twice to the keys", rope=key_twice
+    )
 
 
-def rope_turned(probe: Probe) -> Edits:
+def rope_turned(probe: FaultProbe) -> Edits:
     """The rotation goes the other way, or pairs neighbouring dimensions."""
     if not _has_rope(probe):
         return
@@ -68,9 +72,9 @@ def rope_turned(probe: Probe) -> Edits:
         return _interleaved(turn.query, turn), _interleaved(turn.key, turn)
 
     name = "rope.turned"
-    yield Edit(name=name, sentence="with RoPE turned the other way", rope=backwards)
+    yield ForwardEdit(name=name, sentence="with RoPE turned the other way", rope=backwards)
     sentence = "with RoPE that pairs neighbouring dimensions"
-    yield Edit(name=name, sentence=sentence, rope=neighbours)
+    yield ForwardEdit(name=name, sentence=sentence, rope=neighbours)
 
 
 def _interleaved(states: Tensor, turn: Rotation) -> Tensor:
@@ -81,7 +85,7 @@ def _interleaved(states: Tensor, turn: Rotation) -> Tensor:
     return torch.cat((pairs, states[..., 2 * half :]), -1)
 
 
-def rope_base(probe: Probe) -> Edits:
+def rope_base(probe: FaultProbe) -> Edits:
     """The rotary tables have another base, or no scaling."""
     if not _has_rope(probe):
         return
@@ -94,14 +98,14 @@ def rope_base(probe: Probe) -> Edits:
             return turn.rotate(turn.query, turn.key, *turn.tables(turn.positions, base))
 
         what = f"with RoPE of base {text}"
-        yield Edit(name="rope.base", sentence=f"{what} and no scaling", rope=turned)
+        yield ForwardEdit(name="rope.base", sentence=f"{what} and no scaling", rope=turned)
 
 
 def _moved(turn: Rotation, positions: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     return turn.rotate(turn.query, turn.key, *turn.tables(positions(turn.positions)))
 
 
-def positions_passed(probe: Probe) -> Edits:
+def positions_passed(probe: FaultProbe) -> Edits:
     """The position ids are those that the program passed."""
     passed = probe.positions
     if passed is None:
@@ -113,7 +117,7 @@ def positions_passed(probe: Probe) -> Edits:
     if probe.counts_padding:
         who = "that the model makes if none are passed, which count the padding"
     sentence = f"with the position ids {who} ({span}, where the text is at {probe.first_row})"
-    yield Edit(
+    yield ForwardEdit(
         name="positions.passed",
         sentence=sentence,
         positions=lambda positions: passed,
@@ -121,7 +125,7 @@ def positions_passed(probe: Probe) -> Edits:
     )
 
 
-def positions_restarted(probe: Probe) -> Edits:
+def positions_restarted(probe: FaultProbe) -> Edits:
     """Positions begin again at 0, at 1, or at a segment; or all rows of a step have the same."""
     n = probe.n_prompt
 
@@ -151,7 +155,7 @@ def positions_restarted(probe: Probe) -> Edits:
         yield _positions_edit(probe, "positions.restarted", sentence, change)
 
 
-def positions_shifted(probe: Probe) -> Edits:
+def positions_shifted(probe: FaultProbe) -> Edits:
     """The rows of the step are some positions too far left or right."""
     shifts = [*range(-3, 0), *range(1, 4)]
     if probe.padding:
@@ -167,12 +171,12 @@ def _shift(positions: Tensor, k: int) -> Tensor:
 
 
 def _positions_edit(
-    probe: Probe, name: str, sentence: str, change: Callable[[Tensor], Tensor]
-) -> Edit:
+    probe: FaultProbe, name: str, sentence: str, change: Callable[[Tensor], Tensor]
+) -> ForwardEdit:
     """Return an edit of the rotary tables, by layer; else of the ids that are looked up."""
     if _has_rope(probe):
-        return Edit(name=name, sentence=sentence, rope=partial(_moved, positions=change))
-    return Edit(name=name, sentence=sentence, positions=change, whole_model=True)
+        return ForwardEdit(name=name, sentence=sentence, rope=partial(_moved, positions=change))
+    return ForwardEdit(name=name, sentence=sentence, positions=change, whole_model=True)
 
 
 HYPOTHESES = (

@@ -8,23 +8,23 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import AttentionInput, Edit
+from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
 from flexinspect_hooks.audit.forward_run import window_mask
-from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.probe import FaultProbe
 
-Edits = Iterator[Edit]
+Edits = Iterator[ForwardEdit]
 
 
-def mask_edit(name: str, sentence: str, change: Callable[[AttentionInput], Tensor]) -> Edit:
+def mask_edit(name: str, sentence: str, change: Callable[[AttentionInput], Tensor]) -> ForwardEdit:
     """Return an edit of the cells: `change` returns each row's keys, bool (1, …, rows, keys)."""
 
     def attention(call: AttentionInput) -> AttentionInput:
         return replace(call, allowed=change(call))
 
-    return Edit(name=name, sentence=sentence, attention=attention)
+    return ForwardEdit(name=name, sentence=sentence, attention=attention)
 
 
-def executed_mask(probe: Probe) -> Edits:
+def executed_mask(probe: FaultProbe) -> Edits:
     """The mask is the one that the trace shows as executed."""
     if not probe.executed:
         return
@@ -37,7 +37,7 @@ def executed_mask(probe: Probe) -> Edits:
     yield mask_edit("mask.executed", sentence, change)
 
 
-def mask_dropped(probe: Probe) -> Edits:
+def mask_dropped(probe: FaultProbe) -> Edits:
     """A causal mask instead of the declared one, or none at all."""
 
     def causal(call: AttentionInput) -> Tensor:
@@ -59,7 +59,7 @@ def mask_dropped(probe: Probe) -> Edits:
         yield mask_edit("mask.none", sentence, everything)
 
 
-def mask_shifted(probe: Probe) -> Edits:
+def mask_shifted(probe: FaultProbe) -> Edits:
     """Each row has the mask of a row some positions away, or keys are shifted."""
     for k in (-3, -2, -1, 1, 2, 3):
 
@@ -82,7 +82,7 @@ def mask_shifted(probe: Probe) -> Edits:
             yield mask_edit("mask.shifted", f"under a mask shifted by {k:+d} keys", keys)
 
 
-def mask_decode_row(probe: Probe) -> Edits:
+def mask_decode_row(probe: FaultProbe) -> Edits:
     """A decode step has the mask of another row: row 0, or that of its number in the step."""
     if not probe.is_decode:
         return
@@ -112,20 +112,20 @@ def mask_decode_row(probe: Probe) -> Edits:
     yield mask_edit(name, "whose decode rows attend to the prompt only", prompt)
 
 
-def mask_transposed(probe: Probe) -> Edits:
+def mask_transposed(probe: FaultProbe) -> Edits:
     """Rows and keys are exchanged."""
     sentence = "under the transposed mask (rows and keys exchanged)"
     yield mask_edit("mask.transposed", sentence, lambda call: call.allowed.transpose(-1, -2))
 
 
-def mask_of_head(probe: Probe) -> Edits:
+def mask_of_head(probe: FaultProbe) -> Edits:
     """All heads have the mask of head 0."""
     if any(mask.shape[0] > 1 for mask in probe.masks.values()):
         sentence = "in which all heads have the mask of head 0"
         yield mask_edit("mask.head", sentence, lambda call: call.allowed[:, :1])
 
 
-def window_of_layer(probe: Probe) -> Edits:
+def window_of_layer(probe: FaultProbe) -> Edits:
     """A sliding window is missing, one off, or that of another layer."""
     reference = probe.reference
     windows = {layer: reference.layer_window(layer) for layer in reference.blocks}
@@ -153,7 +153,7 @@ def window_of_layer(probe: Probe) -> Edits:
             yield mask_edit("mask.window", sentence, change)
 
 
-def bool_added(probe: Probe) -> Edits:
+def bool_added(probe: FaultProbe) -> Edits:
     """A bool mask is added to the scores, +1 where it is open, and closes nothing."""
 
     def attention(call: AttentionInput) -> AttentionInput:
@@ -162,15 +162,15 @@ def bool_added(probe: Probe) -> Edits:
         return replace(call, allowed=everything, bias=bias)
 
     sentence = "in which the bool mask is added to the scores (it closes nothing)"
-    yield Edit(name="mask.bool-added", sentence=sentence, attention=attention)
+    yield ForwardEdit(name="mask.bool-added", sentence=sentence, attention=attention)
 
 
-def padding_attended(probe: Probe) -> Edits:
+def padding_attended(probe: FaultProbe) -> Edits:
     """The padding before the text is attended to."""
     if probe.padding:
         n = len(probe.padding)
         sentence = f"that attends to the {n} padding tokens before the text"
-        yield Edit(
+        yield ForwardEdit(
             name="padding.attended", sentence=sentence, prefix=probe.padding, whole_model=True
         )
 

@@ -41,7 +41,7 @@ BLOCKS = ("mlp", "feed_forward")
 """Names of modules with children that an edit may change, besides the attention."""
 
 
-class Reference:
+class ReferenceModel:
     """An untouched model with the weights of a snapshot, in float32 or another dtype.
 
     Raises `FlexInspectError` if the architecture is not one of transformers, or its weights do not

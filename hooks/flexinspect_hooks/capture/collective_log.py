@@ -86,7 +86,7 @@ FUNCTIONAL = {
 """Functional collectives and their kinds; the first argument is what they send."""
 
 
-class _Call:
+class _CollectiveCall:
     """One call; `left` is NaN until it has ended. Times are seconds since the epoch."""
 
     __slots__ = ("entered", "group", "is_late", "kind", "left", "n_bytes")
@@ -108,10 +108,10 @@ class CollectiveLog:
     """The calls of this process since the last `take`."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[_CollectiveCall] = []
         self._reducers = ReducerTimes()
 
-    def add(self, call: _Call) -> None:
+    def add(self, call: _CollectiveCall) -> None:
         """Keep a call that begins."""
         if len(self._calls) < MAX_CALLS:
             self._calls.append(call)
@@ -120,7 +120,7 @@ class CollectiveLog:
         """Take the times of a DistributedDataParallel model too; others are ignored."""
         self._reducers.watch(model)
 
-    def take(self) -> tuple[_Call, ...]:
+    def take(self) -> tuple[_CollectiveCall, ...]:
         """Return the calls in the order of their begin, and forget them.
 
         A call that has not ended is returned by the next `take`.
@@ -148,16 +148,18 @@ class ReducerTimes:
             self._read = torch_private.gradient_reduction_times(model)
             self._group = _number_of(getattr(model, "process_group", None))
 
-    def take(self) -> Iterator[_Call]:
+    def take(self) -> Iterator[_CollectiveCall]:
         """Yield the reduction of the newest backward pass, once."""
         found = self._read() if self._read is not None else None
         if found is not None and found != self._last:
             self._last = found
-            yield _Call(DDP_GRADIENTS, self._group, 0, *found)
+            yield _CollectiveCall(DDP_GRADIENTS, self._group, 0, *found)
 
 
 _logs: list[CollectiveLog] = []
-_waited: dict[int, _Call] = {}  # by the `id` of the `Work`, or of the tensor, that ends it
+_waited: dict[
+    int, _CollectiveCall
+] = {}  # by the `id` of the `Work`, or of the tensor, that ends it
 _inside = threading.local()  # `is_so` in a functional collective, which may call another
 _patches = ExitStack()
 
@@ -235,14 +237,14 @@ def _observed_functional(original: Callable[..., Any], kind: str) -> Callable[..
     return call
 
 
-def _note(kind: str, group: Any, sent: Any) -> _Call:
-    noted = _Call(kind, _number_of(group), _count_bytes(sent), time.time())
+def _note(kind: str, group: Any, sent: Any) -> _CollectiveCall:
+    noted = _CollectiveCall(kind, _number_of(group), _count_bytes(sent), time.time())
     for log in _logs:
         log.add(noted)
     return noted
 
 
-def _await_end(awaited: Any, noted: _Call) -> None:
+def _await_end(awaited: Any, noted: _CollectiveCall) -> None:
     """Let a call end when this `Work` or tensor was waited for."""
     if len(_waited) >= MAX_CALLS:
         _waited.clear()
@@ -287,7 +289,7 @@ def _count_bytes(sent: Any) -> int:
     return 0
 
 
-def collective_arrays(calls: Iterable[_Call]) -> tuple[ArrayRecord, ...]:
+def collective_arrays(calls: Iterable[_CollectiveCall]) -> tuple[ArrayRecord, ...]:
     """Return the calls of a step as arrays of its record; none without calls."""
     rows = [*calls]
     if not rows:

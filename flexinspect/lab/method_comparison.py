@@ -71,7 +71,7 @@ class FlagCounts(Struct, frozen=True):
     n_order_dependent: int
 
 
-class Comparison(Struct, frozen=True):
+class MethodComparison(Struct, frozen=True):
     """All that the results say; tests, flags and tokens are for the most paraphrases.
 
     `n` samples were answered, `n_scored` of them have expected answers, `n_failed` have an error.
@@ -95,7 +95,7 @@ def compare(
     methods: Sequence[str],
     counts: Sequence[int],
     lemmatizer: Lemmatizer,
-) -> Comparison:
+) -> MethodComparison:
     """Compare methods over results; those with an error are counted and left out."""
     answered = [one for one in results if not one.error]
     scored = [one for one in answered if one.expected]
@@ -108,7 +108,7 @@ def compare(
     scores = tuple(_score(*key, values) for key, values in right.items()) if scored else ()
     count = counts[-1]
     series = {method: right[method, count] for method in methods}
-    return Comparison(
+    return MethodComparison(
         n=len(answered),
         n_scored=len(scored),
         n_failed=len(results) - len(answered),

@@ -8,14 +8,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import AttentionInput, Edit
-from flexinspect_hooks.audit.hypotheses.masks import mask_edit
-from flexinspect_hooks.audit.probe import Probe
+from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
+from flexinspect_hooks.audit.hypotheses.mask_faults import mask_edit
+from flexinspect_hooks.audit.probe import FaultProbe
 
-Edits = Iterator[Edit]
+Edits = Iterator[ForwardEdit]
 
 
-def _without(key: int) -> Edit:
+def _without(key: int) -> ForwardEdit:
     def change(call: AttentionInput) -> Tensor:
         allowed = call.allowed.clone()
         allowed[..., key] = False
@@ -27,7 +27,7 @@ def _without(key: int) -> Edit:
     return mask_edit("cache.missing", sentence, change)
 
 
-def key_missing(probe: Probe) -> Edits:
+def key_missing(probe: FaultProbe) -> Edits:
     """One cached key is missing: the first, the last of the prompt, or the one before the row."""
     if probe.is_decode:
         for key in sorted({0, probe.n_prompt - 1, probe.first_row - 1}):
@@ -41,7 +41,7 @@ def key_missing(probe: Probe) -> Edits:
         yield mask_edit("cache.missing", sentence, newest)
 
 
-def key_duplicated(probe: Probe) -> Edits:
+def key_duplicated(probe: FaultProbe) -> Edits:
     """One key counts twice: the last of the prompt, the one before the row, or the row's own."""
     if not probe.is_decode:
         return
@@ -54,10 +54,10 @@ def key_duplicated(probe: Probe) -> Edits:
             return replace(call, bias=bias if call.bias is None else call.bias + bias)
 
         sentence = f"in which the cached key of position {key} counts twice"
-        yield Edit(name="cache.duplicated", sentence=sentence, attention=attention)
+        yield ForwardEdit(name="cache.duplicated", sentence=sentence, attention=attention)
 
 
-def key_stale(probe: Probe) -> Edits:
+def key_stale(probe: FaultProbe) -> Edits:
     """A cache row holds the key and value of another position."""
     if not probe.is_decode:
         return
@@ -71,7 +71,7 @@ def key_stale(probe: Probe) -> Edits:
             return replace(call, key=key, value=value)
 
         sentence = f"in which the cache row {to} holds the key and value of position {source}"
-        yield Edit(name="cache.stale", sentence=sentence, attention=attention)
+        yield ForwardEdit(name="cache.stale", sentence=sentence, attention=attention)
 
     def empty(call: AttentionInput) -> AttentionInput:
         # Slots that are not filled hold zeros, which softmax gives the weight of score 0.
@@ -80,7 +80,7 @@ def key_stale(probe: Probe) -> Edits:
         return replace(call, key=key, value=value)
 
     sentence = f"in which the cache row {row - 1} holds zeros"
-    yield Edit(name="cache.stale", sentence=sentence, attention=empty)
+    yield ForwardEdit(name="cache.stale", sentence=sentence, attention=empty)
 
 
 HYPOTHESES = (key_missing, key_duplicated, key_stale)

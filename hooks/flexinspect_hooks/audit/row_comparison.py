@@ -77,7 +77,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor[0].transpose(0, 1).flatten(1) if tensor.dim() == 4 else tensor[0]
 
 
-class Comparison(Struct):
+class RowComparison(Struct):
     """Compares the steps of a sequence with values of the reference.
 
     `logit_rows` are the positions whose logits the reference gave, in order. Only the steps of

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from flexinspect.core.ranks import Rank, rank_of_environment
+from flexinspect.core.rank_environment import Rank, rank_of_environment
 
 
 def current_rank() -> Rank | None:
