@@ -157,9 +157,8 @@ class ReducerTimes:
 
 
 _logs: list[CollectiveLog] = []
-_waited: dict[
-    int, _CollectiveCall
-] = {}  # by the `id` of the `Work`, or of the tensor, that ends it
+_waited: dict[int, _CollectiveCall] = {}
+"""Calls that have not ended, by the `id` of the `Work`, or of the tensor, that ends them."""
 _inside = threading.local()  # `is_so` in a functional collective, which may call another
 _patches = ExitStack()
 
