@@ -22,19 +22,24 @@ TOLERANCE = 1e-2  # of a sum of probabilities, in bfloat16
 
 
 def check_loss_inputs(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Failure]:
-    """Check the arguments of `torch.nn.functional`'s function `name`; waits for their device."""
+    """Check the arguments of `torch.nn.functional`'s function `name`.
+
+    Values are read on the CPU only, because reading them elsewhere waits for the device.
+    """
     output = args[0] if args else kwargs.get("input")
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not output.numel():
         return []
     output, target = output.detach(), target.detach()
+    if name in OF_DIFFERENCES:
+        return _check_sizes(name, output, target)
+    if output.device.type != "cpu" or target.device.type != "cpu":
+        return []
     if name in OF_CLASSES and output.dim() > 0:
         ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED_LABEL)
         return [*_check_labels(name, output, target, ignored), *_check_scores(name, output)]
     if name in OF_PROBABILITIES and target.numel():
         return _check_probabilities(name, target)
-    if name in OF_DIFFERENCES:
-        return _check_sizes(name, output, target)
     return []
 
 

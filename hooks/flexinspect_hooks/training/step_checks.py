@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from flexinspect.core.text import plural
 from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect_hooks.python_internals.torch_private import tensor_version
+from flexinspect_hooks.training import forward_passes
 from flexinspect_hooks.training.evaluation_passes import Note
 from flexinspect_hooks.training.gradient_statistics import NamedParameters
 from flexinspect_hooks.training.loop_calls import LoadedBatch, is_loss_scaled
@@ -94,7 +95,10 @@ class StepChecks:
             self._dropout.begin(model)
         if number < N_FIRST_STEPS:
             self.report(check_rows(kwargs))
-            constant = check_constant_inputs([*args, *kwargs.values()])
+            inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+            # A forward never waits for its device.
+            is_here = not any(map(forward_passes.is_remote, inputs))
+            constant = check_constant_inputs(inputs) if is_here else []
             self._n_constant = self._n_constant + 1 if constant else 0
             if self._n_constant > 1:
                 self.report(constant)
