@@ -158,7 +158,7 @@ def test_a_change_that_cannot_be_undone_is_refused_with_what_to_do(
     half_changed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_read_only_folder(half_changed, monkeypatch)
-    monkeypatch.setattr(connections.shutil, "copyfile", raise_full_disk)
+    monkeypatch.setattr(shutil, "copyfile", raise_full_disk)
     with pytest.raises(TraceError, match="its -journal file cannot be used") as caught:
         open_trace(half_changed)
     assert caught.value.hint is not None

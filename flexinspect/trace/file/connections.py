@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from flexinspect.core.errors import TraceError, TruncatedTraceError
 from flexinspect.trace.codec import Statement
 from flexinspect.trace.file.earlier_versions import OLDEST_VERSION, compatibility_selects
 from flexinspect.trace.schema import APPLICATION_ID, EVENTS, FINDINGS, REVIEWS, VERSION
+
+if TYPE_CHECKING:
+    from tempfile import TemporaryDirectory
 
 ReviewKey = tuple[str, int]  # a rule and a generation that it has reviewed
 Overlay = Mapping[ReviewKey, Sequence[Statement]]
@@ -83,7 +84,7 @@ class TraceConnections:
         self._overlay: Overlay = {}
         self._overlaid_state: object = None
         self._source = path
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._copy: TemporaryDirectory[str] | None = None
         roll_back(path)
         self.version = check_header(path)
         try:
@@ -101,6 +102,9 @@ class TraceConnections:
         """
         if not (journal_bytes(self.path) or wal_bytes(self.path)):
             return False
+        import shutil
+        import tempfile
+
         self._copy = tempfile.TemporaryDirectory(prefix="flexinspect-")
         self._source = Path(self._copy.name, self.path.name)
         try:
