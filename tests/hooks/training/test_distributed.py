@@ -38,9 +38,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which three ranks trained, until the last one was killed."""
+    """A folder in which four ranks trained, until the last one was killed."""
     folder = tmp_path_factory.mktemp("died")
-    ranks = start_ranks(folder, 3, ["train", "die"])
+    ranks = start_ranks(folder, 4, ["train", "die"])
     errors = [rank.communicate(timeout=240)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks][-1] == -9, errors
     return folder
@@ -107,11 +107,11 @@ def test_under_data_parallel_gradients_and_weights_agree_and_the_late_rank_is_na
 @pytest.mark.slow
 def test_the_trace_of_a_killed_rank_is_valid_up_to_its_last_step(died: Path) -> None:
     run, found = compared(died, "train")
-    assert [one.rank for one in run.traces] == [0, 1, 2]
-    killed = run.traces[2]
+    assert [one.rank for one in run.traces] == [0, 1, 2, 3]
+    killed = run.traces[3]
     assert (killed.state, killed.last) == (STOPPED, (0, 1))
     assert run.stopped[0] == killed  # the others reached step 2, and waited for it in step 3
-    assert [one.last for one in run.traces[:2]] == [(0, 2)] * 2
+    assert [one.last for one in run.traces[:3]] == [(0, 2)] * 3
     assert found.verdict == "same"
     with sqlite3.connect(killed.path) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
