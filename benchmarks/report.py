@@ -116,6 +116,14 @@ def html_report_table(facts: dict[str, Any]) -> str:
     return markdown(["run", "report, s", "report, s of CPU", "report, MB", "trace, MB"], rows)
 
 
+def doctor_table(facts: dict[str, Any]) -> str:
+    """Return how soon the doctor answers."""
+    target = f"{facts['target_s']:.0f} s"
+    rows = [["first line", f"{facts['first_s']:.2f} s", target]]
+    rows.append(["whole command", f"{facts['whole_s']:.2f} s", ""])
+    return markdown(["", "time", "target"], rows)
+
+
 def masks_table(facts: dict[str, Any]) -> str:
     """Return how long masks take to draw and to verify."""
     rows = [
@@ -292,6 +300,13 @@ QUESTIONS: Sequence[Question] = (
         "html-report",
         "html-report",
         html_report_table,
+    ),
+    Question(
+        "How soon does the doctor answer?",
+        "`flexinspect doctor` as a whole command, through a pipe.",
+        "doctor",
+        "doctor",
+        doctor_table,
     ),
     Question(
         "How long do masks take?",
