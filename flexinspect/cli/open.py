@@ -122,7 +122,7 @@ def _server_class() -> type:
     class LocalServer(Server):  # type: ignore[misc,unused-ignore]
         """Answers pages of this machine only: browsers let any page connect to any WebSocket.
 
-        At its end every viewer is told to quit, and ended if it does not.
+        On shutdown it tells each viewer to quit, and terminates those that do not.
         """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

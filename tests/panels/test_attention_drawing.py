@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -88,16 +89,22 @@ def test_keys_beyond_the_bound_are_not_read(made: Made, monkeypatch: pytest.Monk
     assert "more than the limit of 0 MiB" in load(source, step=1).missing_reason
 
 
-@pytest.mark.parametrize(("stream", "shape"), [("k", (2, 1, 6)), ("q", (4, 1, 5))])
-def test_arrays_of_a_foreign_shape_are_a_sentence_not_a_crash(
-    made: Made, stream: str, shape: tuple[int, ...]
-) -> None:
-    def odd(step: StepRecord) -> StepRecord:
+def with_zeros(stream: str, shape: tuple[int, ...]) -> Callable[[StepRecord], StepRecord]:
+    """A change of step 1: the arrays of a stream are zeros of another shape."""
+
+    def change(step: StepRecord) -> StepRecord:
         zeros = np.zeros(shape, np.float32)
         arrays = [replace(a, array=zeros) if a.stream == stream else a for a in step.arrays]
         return replace(step, arrays=tuple(arrays)) if step.step == 1 else step
 
-    _, source = made(change=odd)
+    return change
+
+
+@pytest.mark.parametrize(("stream", "shape"), [("k", (2, 1, 6)), ("q", (4, 1, 5))])
+def test_arrays_of_a_foreign_shape_are_a_sentence_not_a_crash(
+    made: Made, stream: str, shape: tuple[int, ...]
+) -> None:
+    _, source = made(change=with_zeros(stream, shape))
     data = load(source, step=1)
     assert data.tokens is None
     assert data.missing_reason.endswith(".")
@@ -107,12 +114,7 @@ def test_arrays_of_a_foreign_shape_are_a_sentence_not_a_crash(
 def test_arrays_of_other_dimensions_are_damage(
     made: Made, stream: str, shape: tuple[int, ...]
 ) -> None:
-    def odd(step: StepRecord) -> StepRecord:
-        zeros = np.zeros(shape, np.float32)
-        arrays = [replace(a, array=zeros) if a.stream == stream else a for a in step.arrays]
-        return replace(step, arrays=tuple(arrays)) if step.step == 1 else step
-
-    _, source = made(change=odd)
+    _, source = made(change=with_zeros(stream, shape))
     with pytest.raises(TraceError, match="has 3 dimensions"):
         load(source, step=1)
 
