@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#000000")
 """The colours of Okabe and Ito, told apart by readers who are colour-blind."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-"""No method is told by its colour alone."""
+"""Each method has a marker of its own, so that the lines differ without colour."""
 _ASPECT = 0.58
 _LABEL = "exact match, % (bars: 95 % interval)"
 
