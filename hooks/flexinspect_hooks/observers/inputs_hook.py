@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from flexinspect_hooks.capture.step_clock import StepContext
 CACHE_OFF = "cache-disabled"
 LEARNED_POSITIONS = "learned-positions"
 
+SMALL_TABLE = 64
+"""Ids in a table on a CPU that is read as a list, which costs less than one operation of torch."""
+
 _Lengths = list[int | None]
 """Keys per layer; None for a layer whose length is a tensor, which goes through the buffer."""
 
@@ -38,6 +41,15 @@ class _PendingInputs(Struct):
     cache: weakref.ref[Any] | None = None
     before: tuple[_Lengths, Tensor | None] = ([], None)
     tables: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _KeptInputs(NamedTuple):
+    """What the writer thread gets; `positions` are those of a small table."""
+
+    batch: int
+    before: _Lengths
+    after: _Lengths
+    positions: list[list[int]] | None
 
 
 class InputsHook(Hook):
@@ -80,35 +92,42 @@ class InputsHook(Hook):
                 text = f"Position ids are looked up in {self._position_embedding}."
                 step.events.append((LEARNED_POSITIONS, text))
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> tuple[int, _Lengths, _Lengths]:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> _KeptInputs:
         """Put tables, and lengths that are tensors; nothing waits for the device."""
         pending, self._pending = self._pending, _PendingInputs()
         if pending.cache is None:
             pending.cache = _weak_cache(getattr(step.output, "past_key_values", None))
         after = _cached_lengths(pending.cache() if pending.cache is not None else None)
-        if isinstance(pending.positions, Tensor) and pending.positions.dim() == 2:
-            pending.tables["inputs.positions"] = pending.positions.to(torch.int32, copy=True)
+        positions, small = pending.positions, None
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            if positions.device.type == "cpu" and positions.numel() <= SMALL_TABLE:
+                small = positions.tolist()
+            else:
+                pending.tables["inputs.positions"] = positions.to(torch.int32, copy=True)
         lengths = {"inputs.before": pending.before[1], "inputs.after": after[1]}
         for name, table in (pending.tables | lengths).items():
             if table is not None:
                 buffer.put(name, table)
-        return pending.batch, pending.before[0], after[0]
+        return _KeptInputs(pending.batch, pending.before[0], after[0], small)
 
-    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+    def record(
+        self, step: StepContext, kept: _KeptInputs, values: Values, draft: StepDraft
+    ) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch as arrays."""
-        batch, before, after = kept
-        positions = values.get("inputs.positions")
+        tables = {name: values.get(f"inputs.{name}") for name in ("ids", "positions", "mask")}
+        if kept.positions is not None:
+            tables["positions"] = np.asarray(kept.positions, np.int32)
+        positions = tables["positions"]
         runs = () if positions is None or not len(positions) else _position_runs(positions[0])
         draft.inputs = InputsRecord(
-            batch=batch,
+            batch=kept.batch,
             positions=runs,
-            cached_before=_merge_lengths(before, values.get("inputs.before")),
-            cached_after=_merge_lengths(after, values.get("inputs.after")),
+            cached_before=_merge_lengths(kept.before, values.get("inputs.before")),
+            cached_after=_merge_lengths(kept.after, values.get("inputs.after")),
         )
-        for name in ("inputs.ids", "inputs.positions", "inputs.mask"):
-            table = values.get(name)
-            if table is not None and (name != "inputs.positions" or len(table) > 1):
-                draft.arrays.append(ArrayRecord(name, table))
+        for name, table in tables.items():
+            if table is not None and (name != "positions" or len(table) > 1):
+                draft.arrays.append(ArrayRecord(f"inputs.{name}", table))
 
 
 def _position_embedding_name(model: nn.Module) -> str:
@@ -164,9 +183,9 @@ class InputRows:
     """Row 0 of the ids, positions and padding mask of one forward; each None if not passed.
 
     The tensors are copied when the forward starts, because loops may write to them, and read on
-    demand. On CUDA a `StepBuffer` copies them on a side stream, so that reading waits for work that
-    was queued before the forward, never for the forward itself. `ids` (rows,) stays on its device.
-    The methods may be called from any thread.
+    demand; small ones on a CPU are read at once. On CUDA a `StepBuffer` copies them on a side
+    stream, so that reading waits for work that was queued before the forward, never for the forward
+    itself. The methods may be called from any thread.
     """
 
     def __init__(
@@ -178,15 +197,26 @@ class InputRows:
         buffer: StepBuffer | None = None,
     ) -> None:
         self.batch = batch_size_of(arguments)
-        self.ids = _first_row(input_ids_of(arguments), n_rows)
         self._buffer = buffer or StepBuffer(torch.device("cpu"))
         names = ("position_ids", "attention_mask") if with_mask else ("position_ids",)
-        parts = {name: _first_row(arguments.get(name), n_rows) for name in names}
-        for name, part in (parts | {"ids": self.ids}).items():
-            if part is not None:
-                self._buffer.put(name, part)
-        self._buffer.start_copy()
+        tables = {name: _id_table(arguments.get(name), n_rows) for name in names}
+        tables["ids"] = _id_table(input_ids_of(arguments), n_rows)
+        found = {name: table for name, table in tables.items() if table is not None}
+        self.has_ids = "ids" in found
+        self._ids: Tensor | None = None  # not of small tables on a CPU
         self._lists: dict[str, list[int]] | None = None
+        if all(t.numel() <= SMALL_TABLE and t.device.type == "cpu" for t in found.values()):
+            self._lists = {name: table.tolist()[0] for name, table in found.items()}
+            return
+        rows = {name: table[0].detach().clone() for name, table in found.items()}
+        for name, row in rows.items():
+            self._buffer.put(name, row)
+        self._buffer.start_copy()
+        self._ids = rows.get("ids")
+
+    def newest_id(self) -> Tensor:
+        """Return the last token id (1,), on the device of the ids; only if there are any."""
+        return torch.tensor(self._read()["ids"][-1:]) if self._ids is None else self._ids[-1:]
 
     def token_ids(self) -> list[int] | None:
         """Return the token ids, None if the forward was called with embeddings."""
@@ -238,12 +268,10 @@ def _as_id_table(value: Any) -> Tensor | None:
     return value
 
 
-def _first_row(value: Any, n_rows: int) -> Tensor | None:
-    """Return a copy of row 0 of a table (batch or 1, rows) of whole numbers, None for any other."""
+def _id_table(value: Any, n_rows: int) -> Tensor | None:
+    """Return a table (batch or 1, rows) of whole numbers with `n_rows` rows, None for any other."""
     table = _as_id_table(value)
-    if table is None or not len(table) or table.shape[1] != n_rows or not n_rows:
-        return None
-    return table[0].detach().clone()
+    return table if table is not None and len(table) and table.shape[1] == n_rows > 0 else None
 
 
 def batch_size_of(arguments: Mapping[str, Any]) -> int:

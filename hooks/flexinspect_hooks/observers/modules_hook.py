@@ -36,7 +36,7 @@ class _Layers(NamedTuple):
 class ModuleHook(Hook):
     """Keeps each decoder layer's output during the forward and reduces them together.
 
-    At level basic only layers with NaN/Inf are recorded, if the chosen logit is not finite; from
+    At level basic only layers with NaN/Inf are recorded, if the best logit is not finite; from
     advanced on all of them. At extreme the rows of the chosen layers are stored as stream "hidden",
     and read through the logit lens.
     """
@@ -65,8 +65,13 @@ class ModuleHook(Hook):
         if not kept:
             return _Layers()
         on_cpu = kept[0][1].device.type == "cpu"
-        if step.level == "basic" and on_cpu and _is_best_logit_finite(step):
-            return _Layers()
+        if step.level == "basic" and on_cpu and step.logits is not None:
+            if step.q_len == 1 and step.logits.dtype is kept[0][1].dtype is torch.float32:
+                outputs = [output for _, output in kept]
+                buffer.defer(_statistics_if_not_finite, outputs=outputs, logits=step.logits)
+                return _Layers([layer for layer, _ in kept])
+            if math.isfinite(float(step.logits.max())):
+                return _Layers()
         rows = [output[0] for _, output in kept]
         if step.q_len == 1:
             buffer.defer(partial(_statistics, on_cpu, 1), rows=torch.stack(rows).flatten(1).float())
@@ -101,7 +106,7 @@ class ModuleHook(Hook):
 
     def record(self, step: StepContext, kept: _Layers, values: Values, draft: StepDraft) -> None:
         """Write one `LayerStatRecord` per layer (at basic: per layer with NaN/Inf)."""
-        if not kept.reduced:
+        if "modules.stats" not in values:
             return
         if kept.lens and self._lens is not None:
             draft.lens += self._lens.records(kept.lens, step, values, self._context.text_of)
@@ -123,17 +128,14 @@ class ModuleHook(Hook):
             draft.add_activations(values, ("hidden",))
 
 
-def _is_best_logit_finite(step: StepContext) -> bool:
-    """Whether the chosen logit is finite; argmax picks NaN and +Inf first.
+def _statistics_if_not_finite(xp: Any, outputs: Sequence[Any], logits: Any) -> dict[str, Any]:
+    """Return statistics of the outputs (batch, 1, hidden) if the best logit is not finite, else {}.
 
     NaN and Inf of a layer reach the newest row's logits, because they survive norms and sums.
-    Reading one number on CPU costs nothing; on an accelerator it would wait for the device, and the
-    full statistics cost less than that.
     """
-    if step.logits is None:
-        return False
-    best = step.logits.max() if step.token_id is None else step.logits[step.token_id]
-    return math.isfinite(float(best))
+    if math.isfinite(float(xp.max(logits))):
+        return {}
+    return _statistics(True, 1, xp, xp.stack([output[0].reshape(-1) for output in outputs]))
 
 
 def _statistics(on_cpu: bool, n_rows: int, xp: Any, rows: Any) -> dict[str, Any]:

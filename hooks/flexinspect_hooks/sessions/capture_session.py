@@ -493,7 +493,9 @@ def newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | 
         logits = next((tensor for tensor in tensors if tensor.shape[2] == size), None)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
         return None
-    row = logits[0, -1].detach()
+    row = logits.view(-1) if logits.numel() == logits.shape[2] else logits[0, -1]
+    if row.requires_grad:
+        row = row.detach()
     return row.clone() if copy else row
 
 

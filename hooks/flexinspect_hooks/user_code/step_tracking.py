@@ -68,7 +68,7 @@ class StepPlace(Struct, frozen=True):
         if rows.batch > 1:
             text = f"The batch has {rows.batch} sequences; only row 0 of the batch is recorded."
             events.append(("batched-input", text))
-        if rows.ids is None:
+        if not rows.has_ids:
             text = "The forward received no token ids, so there are no tokens to show."
             events.append(("no-input-ids", text))
         return events

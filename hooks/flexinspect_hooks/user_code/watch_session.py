@@ -247,8 +247,8 @@ class WatchSession(CaptureSession):
         step, input_tokens = finished.context, finished.tokens
         if now is not None:
             step.wall_ms = (now - step.started) * 1e3
-        if rows is not None and rows.ids is not None and row is not None:
-            reduce_chosen(row, rows.ids[-1:], finished.buffer)
+        if rows is not None and rows.has_ids and row is not None:
+            reduce_chosen(row, rows.newest_id(), finished.buffer)
 
         def tokens() -> tuple[TokenRecord, ...]:
             chosen = builder.append_tokens(rows, pos, step.step) if rows is not None else ()

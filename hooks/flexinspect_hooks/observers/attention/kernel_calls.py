@@ -121,10 +121,19 @@ def observe_kernels(observer: KernelCalls) -> Remove:
 _UNCOMPILED_ONLY = "setup_compilation_env"
 """A function that `flex_attention` calls only when it runs as plain Python."""
 
-_thread = threading.local()
-"""Of this thread: `ran_plain`, whether the last call of FlexAttention ran as plain Python;
-`is_quiet`, whether kernel calls are not recorded, because their caller is; `is_unrecorded`, whether
-it runs a forward of a watched model that is not recorded."""
+
+class _ThreadState(threading.local):
+    """What holds for the calls of one thread.
+
+    `ran_plain`: the last call of FlexAttention ran as plain Python. `is_quiet`: kernel calls are
+    not recorded, because their caller is. `is_unrecorded`: a forward of a watched model runs that
+    is not recorded.
+    """
+
+    ran_plain = is_quiet = is_unrecorded = False
+
+
+_thread = _ThreadState()
 
 
 def _track_uncompiled(function: Callable[..., Any]) -> Remove:
@@ -260,7 +269,8 @@ def _rebind(function: Callable[..., Any]) -> Remove:
     """Replace the function by a wrapper in every module that refers to it."""
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # No observer accepts this kernel in a quiet call.
+        if torch.compiler.is_compiling() or _thread.is_quiet:
             return function(*args, **kwargs)
         return _observed_call(SDPA, function, _SDPA_NAMES, args, kwargs)
 
@@ -303,8 +313,7 @@ def _names_of(target: object, module: ModuleType) -> list[str]:
 
 def is_forward_running() -> bool:
     """Whether this thread runs a forward of a watched model, recorded or not."""
-    is_unrecorded = getattr(_thread, "is_unrecorded", False)
-    return is_unrecorded or any(calls.context.is_open for calls in _observers)
+    return _thread.is_unrecorded or any(calls.context.is_open for calls in _observers)
 
 
 def set_unrecorded(*, is_unrecorded: bool) -> None:
@@ -388,7 +397,7 @@ class KernelCalls(Struct, eq=False):
         if self.context.is_standalone:
             return name in (FLEX, BUILD) and not is_forward_running()
         if self.context.is_open:
-            return not getattr(_thread, "is_quiet", False)
+            return not _thread.is_quiet
         return name == BUILD and not is_forward_running()
 
     def before(self, call: KernelCall) -> bool:
@@ -419,7 +428,7 @@ class KernelCalls(Struct, eq=False):
             builds = self._builds if self.context.is_open else unassigned_builds
             builds.append(self._build_record(call))
             return
-        if call.compiled and call.name == FLEX and getattr(_thread, "ran_plain", False):
+        if call.compiled and call.name == FLEX and _thread.ran_plain:
             call.compiled = False
         call.output = output
         self.done.append(call)
