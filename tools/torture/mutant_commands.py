@@ -31,6 +31,8 @@ class TooSlow(BaseException):
 
 
 COMMANDS_PER_SEED = 5
+OWN_FAULT = "This is a bug in the panel"
+"""What the program says of an error that no decoder has refused."""
 
 
 def commands(path: Path, out: Path) -> list[list[str]]:
@@ -92,6 +94,9 @@ def _problem(argv: list[str]) -> dict[str, str] | None:
         return {"kind": "control character", "detail": ascii(found[0])}
     if "Traceback (most recent" in err.getvalue():
         return {"kind": "traceback", "detail": "printed"}
+    if OWN_FAULT in (said := out.getvalue() + err.getvalue()):
+        at = said.index(OWN_FAULT)
+        return {"kind": "own fault", "detail": said[:at].rsplit("The panel", 1)[-1].strip()[:200]}
     return None
 
 
