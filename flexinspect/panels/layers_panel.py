@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -142,7 +142,7 @@ def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> Fir
     reader, generation = source.reader, place.generation
     for branch, first, stop in reversed(queries.lineage(reader, generation, place.branch)):
         end = window.last + 1 if stop is None else min(stop, window.last + 1)
-        for start in _recorded_ranges(reader, generation, branch, first, end):
+        for start in range(first, end, SCAN_STEPS):
             steps = (generation, start, min(start + SCAN_STEPS, end), branch)
             search = partial(queries.first_nonfinite_output, reader, *steps)
             is_done = start + SCAN_STEPS <= window.last
@@ -151,20 +151,6 @@ def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> Fir
             if output is not None:
                 return _with_details(reader, generation, branch, *output)
     return None
-
-
-def _recorded_ranges(
-    reader: TraceReader, generation: int, branch: int, first: int, end: int
-) -> Iterator[int]:
-    """Yield the starts of ranges of `SCAN_STEPS` steps that hold any step, in order.
-
-    In a damaged trace the numbers of two steps can be far apart.
-    """
-    start = first
-    while start < end and (found := reader.steps(generation, branch, start, end, limit=1)):
-        start += (found[0].step - start) // SCAN_STEPS * SCAN_STEPS
-        yield start
-        start += SCAN_STEPS
 
 
 def _with_details(

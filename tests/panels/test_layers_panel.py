@@ -178,14 +178,6 @@ def test_the_first_bad_output_is_found_outside_the_window_and_once(
     assert seen[8:] == [56], "what is finished was searched again"
 
 
-def test_the_search_skips_numbers_without_a_step(source: Make) -> None:
-    far = 2**61
-    made = source([*clean(3), step(far, [stat(1, n_nan=2)])])
-    data = load(made, step=far)
-    assert data.first_bad is not None
-    assert data.first_bad.step == far
-
-
 def test_the_action_cycles_through_the_measures(source: Make) -> None:
     data, made_request = load(source(clean())), request()
     names = []

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
 import re
 import resource
 import shutil
 import signal
-import sys
-import tempfile
-import time
 import traceback
 from pathlib import Path
-from typing import Any
 
+import zstandard
+from msgspec import Struct
+
+from tools.torture.results import Failure
 from tools.torture.trace_mutations import mutate
 
+FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures" / "traces"
 MAX_S = 5.0
 """Seconds of CPU time that a command may take."""
 MAX_MIB = 500
@@ -52,18 +52,50 @@ def commands(path: Path, out: Path) -> list[list[str]]:
     ]
 
 
-def run_seed(whole: Path, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Damage a copy of the trace `whole`, and return what went wrong with each command."""
+class Sound(Struct, frozen=True):
+    """The undamaged traces, and the memory in MiB that the process takes for them."""
+
+    traces: list[Path]
+    base: int
+
+
+def unpack(folder: Path) -> None:
+    """Write the recorded traces of the test suite into a folder."""
+    for packed in sorted(FIXTURES.glob("*.flextrace.zst")):
+        whole = zstandard.ZstdDecompressor().decompress(packed.read_bytes())
+        (folder / packed.name.removesuffix(".zst")).write_bytes(whole)
+
+
+def prepare(folder: Path) -> Sound:
+    """Read sound traces with every command: everything is imported before memory is measured."""
+    unpack(folder)
+    traces = sorted(folder.glob("*.flextrace"))
+    out = folder / "out"
+    out.mkdir()
+    for trace in traces:
+        for argv in commands(trace, out):
+            _problem(argv)
+    return Sound(traces, _peak_mib())
+
+
+def attempt(sound: Sound, seed: int, folder: Path) -> list[Failure]:
+    """Damage a copy of a trace, and return what went wrong with each command."""
+    whole = sound.traces[seed % len(sound.traces)]
+    failures = _run_commands(whole, folder, seed)
+    grown = _peak_mib() - sound.base
+    if grown > MAX_MIB:
+        failures.append(Failure(kind="memory", detail=f"{grown} MiB more"))
+    return failures
+
+
+def _run_commands(whole: Path, folder: Path, seed: int) -> list[Failure]:
     path, failures = folder / "mutant.flextrace", []
-    for old in folder.iterdir():
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
     shutil.copyfile(whole, path)
     how = mutate(path, seed)
     for argv in random.Random(seed).sample(commands(path, folder), COMMANDS_PER_SEED):
         if (problem := _problem(argv)) is not None:
-            failures.append(
-                {"seed": seed, "trace": whole.name, "argv": argv, "how": how, **problem}
-            )
+            kind, detail = problem["kind"], problem["detail"]
+            failures.append(Failure(kind, detail, how, tuple(argv[:1]), whole.name))
     return failures
 
 
@@ -106,28 +138,3 @@ def _stop(*_: object) -> None:
 
 def _peak_mib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-
-
-def main() -> None:
-    """Run seeds on the traces of a folder; print a line of JSON for each seed."""
-    folder, first, n_seeds, until = sys.argv[1:]
-    traces = sorted(Path(folder).glob("*.flextrace"))
-    with tempfile.TemporaryDirectory(prefix="flexinspect-torture-") as scratch:
-        for trace in traces:
-            for argv in commands(trace, Path(scratch)):
-                _problem(argv)  # everything is imported once before memory is measured
-        base = _peak_mib()
-        for seed in range(int(first), int(first) + int(n_seeds)):
-            if time.time() > float(until):
-                return
-            failures = run_seed(traces[seed % len(traces)], Path(scratch), seed)
-            grown = _peak_mib() - base
-            if grown > MAX_MIB:
-                failures.append({"seed": seed, "kind": "memory", "detail": f"{grown} MiB more"})
-            print(json.dumps({"seed": seed, "failures": failures}), flush=True)
-            if grown > MAX_MIB:
-                return  # the peak of a process never falls: go on in a new one
-
-
-if __name__ == "__main__":
-    main()
