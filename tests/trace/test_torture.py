@@ -22,6 +22,8 @@ SEEDS = {
     "crash-points": 40,
     "random-kills": 14,
     "model-kills": 4,
+    "model-faults": 7,
+    "live-faults": 24,
     "io-faults": 28,
 }
 

@@ -109,6 +109,11 @@ def run_child(body: Callable[[Tell], None], limit_s: float = LIMIT_S) -> Outcome
     return Outcome(child.finish(limit_s), tuple(child.lines))
 
 
+def highest_descriptor() -> int:
+    """Return the highest descriptor that is open in this process."""
+    return max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+
+
 def become_nobody() -> None:
     """Give up the rights of the superuser, who may write everywhere."""
     if os.getuid() == 0:

@@ -6,8 +6,12 @@ step when `TraceWriter` has returned from writing it, and a token when the model
 
 from __future__ import annotations
 
+import errno
+import itertools
 import random
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,11 +20,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from flexinspect.core.errors import TraceWriteError
+from flexinspect.core.errors import FlexInspectError, TraceWriteError
 from flexinspect.records.step import StepRecord
+from flexinspect.trace import codec
+from flexinspect.trace.file import connections
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from tools.torture import faults, recordings
+from tools.torture import faults, forks, recordings
 from tools.torture.faults import Fault
 from tools.torture.forks import Child, Tell, run_child
 from tools.torture.recordings import NAME
@@ -191,3 +197,106 @@ def attempt_kill(prepared: Prepared, seed: int, folder: Path) -> list[Failure]:
     end = child.finish()
     how = f"after {1000 * moment:.1f} ms" if fault is None else fault.words()
     return _judge(prepared, folder, child, end, how)
+
+
+# -- faults that it must survive -------------------------------------------------------------------
+
+
+def _no_memory(rng: random.Random) -> None:
+    """Memory fails for a moment while a record is encoded or written."""
+    place, name = rng.choice(((codec, "encode_step"), (connections, "execute_all")))
+    real, calls = getattr(place, name), itertools.count()
+    first = rng.randint(0, 8)
+
+    def fail(*args: Any) -> Any:
+        if first <= next(calls) < first + 2:
+            raise MemoryError
+        return real(*args)
+
+    setattr(place, name, fail)
+
+
+def _failing_calls(rng: random.Random) -> None:
+    """A call fails for good."""
+    role = rng.choice(("trace", "wal", "shm"))
+    op = rng.choice(("write", "sync", "lock", "open"))
+    code = rng.choice((errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT))
+    Fault("fail", op, role, rng.randint(1, 30), faults.EVER, code).arm()
+
+
+def _slow_disk(rng: random.Random) -> None:
+    """Each call takes 20 ms."""
+    Fault("slow", None, None, rng.randint(1, 60), faults.EVER, 20).arm()
+
+
+def _few_files(rng: random.Random) -> None:
+    """No more descriptors can be opened (RLIMIT_NOFILE)."""
+    n_open = forks.highest_descriptor() + rng.randint(2, 6)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_open, n_open))
+
+
+def _small_files(rng: random.Random) -> None:
+    """Files may not grow beyond a size (RLIMIT_FSIZE)."""
+    size = rng.randint(1, 300_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def _clock_back(rng: random.Random) -> None:
+    """The clock goes back each time that it is read."""
+    faults.turn_clock_back(rng.choice((1, 3600)))
+
+
+def _stopped(rng: random.Random) -> None:
+    """The process is stopped and continued (SIGSTOP), several times."""
+
+
+INNER = (_no_memory, _failing_calls, _slow_disk, _few_files, _small_files, _clock_back, _stopped)
+
+
+def attempt_fault(prepared: Prepared, seed: int, folder: Path) -> list[Failure]:
+    """Let a fault happen within the process: the model goes on, and chooses the same tokens."""
+    rng = random.Random(seed)
+    inner = INNER[seed % len(INNER)]
+
+    def body(tell: Tell) -> None:
+        sys.stderr = _Told(tell)
+        inner(rng)
+        try:
+            generate(prepared.model, folder / NAME, tell)
+        except FlexInspectError as error:  # the trace could not be created
+            tell(recordings.said(error))
+            generate(prepared.model, None, tell)
+
+    child = Child(body)
+    if inner is _stopped:
+        for _ in range(3):
+            time.sleep(rng.uniform(0, prepared.seconds / 3))
+            child.send(signal.SIGSTOP)
+            time.sleep(0.02)
+            child.send(signal.SIGCONT)
+    end = child.finish()
+    how = " ".join((inner.__doc__ or "").split())
+    failures = _judge(prepared, folder, child, end, how)
+    steps = {line for line in child.lines if line.startswith("step ")}
+    said = [line for line in child.lines if line.startswith("says ")]
+    if len(steps) < N_TOKENS and not said:
+        failures.append(Failure("model process", "nothing was said of what is lost", how))
+    return failures
+
+
+class _Told:
+    """Takes what a process prints on stderr, and tells it."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            self._tell(f"says {' '.join(text.split())}")
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def isatty(self) -> bool:
+        return False

@@ -42,6 +42,8 @@ _ALL = (
     Part("crash-points", "kills at calls", "crash_points:prepare:attempt", 2.0, True, 5000),
     Part("random-kills", "kills at moments", "crash_points:prepare_random:attempt_random", 2.0),
     Part("model-kills", "kills of a model", "model_process:prepare:attempt_kill", 2.0, True, 2000),
+    Part("model-faults", "faults in it", "model_process:prepare:attempt_fault", 1.0, True, 2000),
+    Part("live-faults", "events beside a writer", "live_faults:prepare:attempt", 2.0, True, 5000),
     Part("io-faults", "errors of the disk", "io_faults:prepare:attempt", 2.0, True, 5000),
 )
 PARTS = {part.name: part for part in _ALL}

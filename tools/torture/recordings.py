@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -79,17 +80,27 @@ def is_same(found: StepRecord | None, expected: StepRecord) -> bool:
 
 
 def write(
-    path: Path, tell: Tell, seed: int, n_generations: int = 2, n_steps: int = 12, **create: Any
+    path: Path,
+    tell: Tell,
+    seed: int,
+    n_generations: int = 2,
+    n_steps: int = 12,
+    *,
+    pause_s: float = 0.0,
+    **create: Any,
 ) -> None:
-    """Record a trace; tell each thing once the call that wrote it has returned."""
-    run = {"model": "torture", "started_at": 1000.0}
+    """Record a trace; tell each thing once the call that wrote it has returned.
+
+    A program pauses for `pause_s` after each writing.
+    """
+    run = {"model": "torture", "pid": os.getpid(), "started_at": time.time()}
     try:
         writer = TraceWriter.create(path, run, **create)
     except TracePlaceError as error:
         tell(said(error))
         return
     tell("created")
-    _Recording(writer, tell, random.Random(seed)).run(n_generations, n_steps)
+    _Recording(writer, tell, random.Random(seed), pause_s).run(n_generations, n_steps)
     try:
         writer.close()
     except TracePlaceError as error:
@@ -97,7 +108,7 @@ def write(
         return
     if writer.note:
         tell(f"says {writer.note}")
-    if not writer.failed and not (writer.note or "").startswith("Another"):
+    if not writer.failed and not (writer.note or "").startswith(("Another", "The end")):
         tell("closed")
 
 
@@ -109,8 +120,8 @@ def said(error: FlexInspectError) -> str:
 class _Recording:
     """Writes generations as a recorder does: an error is told, and does not end the program."""
 
-    def __init__(self, writer: TraceWriter, tell: Tell, rng: random.Random) -> None:
-        self._writer, self._tell, self._rng = writer, tell, rng
+    def __init__(self, writer: TraceWriter, tell: Tell, rng: random.Random, pause_s: float) -> None:
+        self._writer, self._tell, self._rng, self._pause_s = writer, tell, rng, pause_s
 
     def run(self, n_generations: int, n_steps: int) -> None:
         writer = self._writer
@@ -144,6 +155,7 @@ class _Recording:
             names = () if self._writer.failed else names
         for name in names:
             self._tell(name)
+        time.sleep(self._pause_s)
 
 
 def check(path: Path, told: tuple[str, ...], *, state: str | None = None) -> list[str]:
