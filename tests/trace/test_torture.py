@@ -25,6 +25,7 @@ SEEDS = {
     "model-faults": 7,
     "live-faults": 24,
     "io-faults": 28,
+    "hostile-inputs": 90,
 }
 
 

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import random
-import re
 import resource
 import shutil
-import signal
-import traceback
 from pathlib import Path
 
 import zstandard
 from msgspec import Struct
 
+from tools.torture.judged import Problem, problem_of
 from tools.torture.results import Failure
 from tools.torture.trace_mutations import mutate
 
 FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures" / "traces"
-MAX_S = 5.0
-"""Seconds of CPU time that a command may take."""
 MAX_MIB = 500
 """Memory that the process may take beyond what it takes for a sound trace."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-class TooSlow(BaseException):
-    """A command took longer than `MAX_S`."""
-
-
 COMMANDS_PER_SEED = 5
-OWN_FAULT = "This is a bug in the panel"
-"""What the program says of an error that no decoder has refused."""
 
 
 def commands(path: Path, out: Path) -> list[list[str]]:
@@ -94,46 +79,15 @@ def _run_commands(whole: Path, folder: Path, seed: int) -> list[Failure]:
     how = mutate(path, seed)
     for argv in random.Random(seed).sample(commands(path, folder), COMMANDS_PER_SEED):
         if (problem := _problem(argv)) is not None:
-            kind, detail = problem["kind"], problem["detail"]
-            failures.append(Failure(kind, detail, how, tuple(argv[:1]), whole.name))
+            place = tuple(argv[:1]), whole.name
+            failures.append(Failure(problem.kind, problem.detail, how, *place))
     return failures
 
 
-def _problem(argv: list[str]) -> dict[str, str] | None:
-    """Run a command in this process; return what is wrong with how it ended, None if nothing."""
+def _problem(argv: list[str]) -> Problem | None:
     from flexinspect.cli.main import main
 
-    out, err = io.StringIO(), io.StringIO()
-    signal.signal(signal.SIGPROF, _stop)
-    signal.setitimer(signal.ITIMER_PROF, MAX_S)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(argv)
-    except TooSlow:
-        return {"kind": "slow", "detail": f"more than {MAX_S} s"}
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 2
-    except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "flexinspect" in frame.filename][-1:]
-        place = "".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in own)
-        return {"kind": "traceback", "detail": f"{type(error).__name__}: {error!s:.200} at {place}"}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    if code not in (0, 1, 2):
-        return {"kind": "exit code", "detail": str(code)}
-    if found := CONTROL.search(out.getvalue() + err.getvalue()):
-        return {"kind": "control character", "detail": ascii(found[0])}
-    if "Traceback (most recent" in err.getvalue():
-        return {"kind": "traceback", "detail": "printed"}
-    if OWN_FAULT in (said := out.getvalue() + err.getvalue()):
-        at = said.index(OWN_FAULT)
-        return {"kind": "own fault", "detail": said[:at].rsplit("The panel", 1)[-1].strip()[:200]}
-    return None
-
-
-def _stop(*_: object) -> None:
-    raise TooSlow
+    return problem_of(lambda: main(argv))
 
 
 def _peak_mib() -> int:

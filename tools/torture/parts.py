@@ -45,5 +45,6 @@ _ALL = (
     Part("model-faults", "faults in it", "model_process:prepare:attempt_fault", 1.0, True, 2000),
     Part("live-faults", "events beside a writer", "live_faults:prepare:attempt", 2.0, True, 5000),
     Part("io-faults", "errors of the disk", "io_faults:prepare:attempt", 2.0, True, 5000),
+    Part("hostile-inputs", "hostile files", "hostile_inputs:prepare:attempt", 2.0),
 )
 PARTS = {part.name: part for part in _ALL}
