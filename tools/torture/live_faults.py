@@ -69,7 +69,7 @@ def _said(child: Child) -> list[str]:
 # -- readers ---------------------------------------------------------------------------------------
 
 
-def _follow(folder: Path, tell: Tell, fault: Fault | None = None) -> None:
+def follow(folder: Path, tell: Tell, fault: Fault | None = None) -> None:
     """Follow a trace as an interface does, up to its end."""
     if fault is not None:
         fault.arm()
@@ -97,7 +97,7 @@ def viewer_killed_at_a_call(rng: random.Random, folder: Path) -> list[str]:
     fault = Fault(fault.action, fault.op, None, rng.randint(1, 200), EVER)
     writer = _writer(folder)
     writer.wait_for("created")
-    viewer = Child(partial(_follow, folder, fault=fault))
+    viewer = Child(partial(follow, folder, fault=fault))
     wrong = _ends(writer, folder)
     if (end := viewer.finish()) not in ("killed", ""):
         wrong.append(f"the viewer ended with {end}")
@@ -108,7 +108,7 @@ def viewer_killed_at_a_moment(rng: random.Random, folder: Path) -> list[str]:
     """A viewer is killed at a random moment."""
     writer = _writer(folder)
     writer.wait_for("created")
-    viewer = Child(partial(_follow, folder))
+    viewer = Child(partial(follow, folder))
     time.sleep(rng.uniform(0, 0.25))
     viewer.send(signal.SIGKILL)
     viewer.finish()

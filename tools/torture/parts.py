@@ -45,6 +45,9 @@ _ALL = (
     Part("model-faults", "faults in it", "model_process:prepare:attempt_fault", 1.0, True, 2000),
     Part("live-faults", "events beside a writer", "live_faults:prepare:attempt", 2.0, True, 5000),
     Part("io-faults", "errors of the disk", "io_faults:prepare:attempt", 2.0, True, 5000),
+    Part("decoders", "fuzzed decoders", "decoder_fuzz:prepare:attempt", 1.0),
     Part("hostile-inputs", "hostile files", "hostile_inputs:prepare:attempt", 2.0),
+    Part("control", "attacks on the server", "control_attacks:prepare:attempt", 1.0),
+    Part("soak", "long runs", "soak:prepare:attempt", 1.0),
 )
 PARTS = {part.name: part for part in _ALL}
