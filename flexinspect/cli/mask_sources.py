@@ -177,7 +177,7 @@ def load_mask(text: str, segments: Segments, args: argparse.Namespace) -> CellMa
 def _read_array(file: Path) -> ArrayMask:
     try:
         array = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy parses the header as Python, and raises what that raises
         reason = getattr(error, "strerror", None) or "it is not a NumPy array"
         raise MaskError(f"The mask {file} cannot be read: {reason}.") from error
     is_mask = isinstance(array, np.ndarray) and array.ndim in (2, 3) and array.size > 0

@@ -233,7 +233,7 @@ class _PanelPrinter(Struct, frozen=True):
             lines, missing = reason.lines(), True
         except FlexInspectError:
             raise
-        except Exception as error:  # a panel may be a plug-in
+        except (Exception, SystemExit) as error:  # a panel may be a plug-in
             what = f"The panel {name} failed: {type(error).__name__}: {error}"
             hint = "This is a bug in the panel; the other panels still work."
             raise FlexInspectError(what, hint=hint) from error

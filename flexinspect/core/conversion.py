@@ -34,6 +34,9 @@ def convert(kind: type[T], data: Any, where: str, error: type[FlexInspectError] 
         unknown = next((name for name in wrong.groups() if name is not None), "") if wrong else ""
         hint = did_you_mean(unknown, known) if unknown else ""
         raise error(f"{where} is not valid{place}: {reason}{listed}.", hint=hint) from invalid
+    except UnicodeEncodeError as invalid:
+        what = f"{where} is not valid: a text in it has half of a surrogate pair."
+        raise error(what, hint="Save the file as UTF-8.") from invalid
 
 
 def read_data(file: Path, what: str) -> Any:

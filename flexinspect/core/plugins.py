@@ -195,6 +195,6 @@ def _entry_points(group: str) -> tuple[EntryPoint, ...]:
 def _import(point: BuiltInPlugin | EntryPoint) -> Any:
     try:
         return point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"The plug-in '{point.name}' ({point.value}) could not be loaded"
         raise FlexInspectError(f"{what}: {type(error).__name__}: {error}") from error

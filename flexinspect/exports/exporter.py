@@ -102,11 +102,12 @@ def load_exporter(name: str) -> Exporter:
             hint=did_you_mean(name, known, f"A plug-in registers in the group {plugins.EXPORTS}."),
         )
     factory = plugins.load(plugins.EXPORTS, name)
+    keys = ("name", "description", "suffix", "unit")
     try:
         exporter: Exporter = factory()
-    except Exception as error:
+        texts = [getattr(exporter, key, None) for key in keys]
+    except (Exception, SystemExit) as error:
         raise _invalid_plugin_error(name, summarize_error(error)) from error
-    texts = (getattr(exporter, key, None) for key in ("name", "description", "suffix", "unit"))
     if not all(isinstance(text, str) for text in texts):
         raise _invalid_plugin_error(name, "it needs the texts name, description, suffix and unit")
     if not isinstance(getattr(exporter, "is_folder", None), bool):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from flexinspect.core import plugins
-from flexinspect.core.errors import UsageError
+from flexinspect.core.errors import FlexInspectError, UsageError, summarize_error
 from flexinspect.core.text import did_you_mean
 from flexinspect.records.prompt import Segment
 from flexinspect.records.step import Array, LayerStatRecord
@@ -166,13 +166,8 @@ def find_importer(folder: Path, name: str | None) -> Importer:
         if name not in known:
             near = did_you_mean(name, known, f"The formats are {', '.join(known)}.")
             raise UsageError(f"There is no format '{name}'.", hint=near)
-        importer: Importer = plugins.load(plugins.IMPORTERS, name)()
-        return importer
-    found: list[Importer] = []
-    for each in known:
-        candidate: Importer = plugins.load(plugins.IMPORTERS, each)()
-        if candidate.recognizes(folder):
-            found.append(candidate)
+        return _load_importer(name)
+    found = [one for one in map(_load_importer, known) if _recognizes(one, folder)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -182,6 +177,35 @@ def find_importer(folder: Path, name: str | None) -> Importer:
     raise UsageError(
         f"{folder} holds no dump of a known format ({', '.join(known)}).",
         hint="docs/import.md says which files each format has; --format NAME says what is wrong.",
+    )
+
+
+def _load_importer(name: str) -> Importer:
+    factory = plugins.load(plugins.IMPORTERS, name)
+    try:
+        importer: Importer = factory()
+        title = getattr(importer, "title", None)
+        methods = [getattr(importer, method, None) for method in ("recognizes", "open")]
+    except (Exception, SystemExit) as error:
+        raise _invalid_plugin_error(name, summarize_error(error)) from error
+    if not isinstance(title, str) or not all(map(callable, methods)):
+        raise _invalid_plugin_error(name, "it needs a title and the methods recognizes and open")
+    return importer
+
+
+def _recognizes(importer: Importer, folder: Path) -> bool:
+    try:
+        return bool(importer.recognizes(folder))
+    except FlexInspectError:
+        raise
+    except Exception as error:
+        raise _invalid_plugin_error(type(importer).__name__, summarize_error(error)) from error
+
+
+def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
+    return FlexInspectError(
+        f"The plug-in '{name}' of {plugins.IMPORTERS} is not an importer: {why}.",
+        hint="Update or remove the package that provides it, or name another --format.",
     )
 
 

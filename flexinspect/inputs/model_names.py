@@ -143,7 +143,7 @@ def has_all_weights(folder: Path) -> bool:
     """Return whether every safetensors file in the folder's index exists."""
     try:
         return all(path.exists() for path in weight_files(folder))
-    except ModelError:
+    except (ModelError, OSError):  # the index may name what no file can be called
         return False
 
 

@@ -48,8 +48,16 @@ def check_dtype(name: str) -> None:
 def parameter_count(config: Mapping[str, Any]) -> int | None:
     """Return the number of parameters of a Llama, Mistral, Qwen2 or Qwen3 configuration.
 
-    Tied embeddings count once. None for every other architecture.
+    Tied embeddings count once. None for every other architecture, and for a configuration that
+    lacks a size.
     """
+    try:
+        return _count_parameters(config)
+    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError):
+        return None
+
+
+def _count_parameters(config: Mapping[str, Any]) -> int | None:
     kind = config.get("model_type")
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):
         return None
@@ -90,7 +98,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
     text = config.get("text_config", config)
     try:
         values = 2 * int(text["num_hidden_layers"]) * _kv_heads(text) * _head_dim(text)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError):
         return None
     return values * DTYPE_BYTES[canonical_dtype(dtype)]
 

@@ -52,7 +52,7 @@ def load_panel(name: str) -> Panel[Any, Any]:
         raise _invalid_plugin_error(name, f"it is a {type(factory).__name__}, not a Panel class")
     try:
         panel = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"the constructor raised {type(error).__name__}: {error}"
         raise _invalid_plugin_error(name, why) from error
     if not isinstance(panel, Panel):

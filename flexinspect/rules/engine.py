@@ -399,7 +399,12 @@ def load_rules() -> LoadedRules:
     rules: list[Rule] = []
     for name, make in classes.items():
         try:
-            rules.append(make())
-        except Exception as error:
+            rule = make()
+        except (Exception, SystemExit) as error:
             failed[name] = f"It could not be created: {type(error).__name__}: {error}"
+            continue
+        if isinstance(rule, Rule):
+            rules.append(rule)
+        else:
+            failed[name] = f"It is of type {type(rule).__name__}, not a Rule."
     return LoadedRules(tuple(rules), failed)

@@ -158,6 +158,17 @@ def decode_int(value: Any) -> int:
     return value
 
 
+MAX_STEP = 10**8
+"""Steps that a branch has at most: a range of numbers that is searched piece by piece is finite."""
+
+
+def decode_step_number(value: Any) -> int:
+    """Return the number of a step. Raises `DamagedValueError` for one that no run reaches."""
+    if not 0 <= decode_int(value) <= MAX_STEP:
+        raise DamagedValueError(f"a step has the number {value}")
+    return int(value)
+
+
 def decode_values(kinds: Sequence[str], row: SqlRow, name: str) -> list[Any]:
     """Return the values of a row of these kinds, or of the first of them, NaN and JSON restored.
 
@@ -379,6 +390,7 @@ _FINDING_ROWS = RowFormat(Finding, schema.FINDINGS, skip=1, severity=_enum_conve
 _EVENT_ROWS = RowFormat(step_records.EventRecord, schema.EVENTS, skip=4)
 _STEP_ROWS = RowFormat(query_results.StepRow, schema.STEPS, stop=_HISTOGRAM_COLUMNS)
 _LOGITS_ROWS = RowFormat(step_records.LogitsRecord, schema.STEPS, skip=_FIRST_LOGITS_COLUMN)
+_STEP_COLUMN = schema.STEPS.names.index("step")
 STEP_SCALARS = schema.STEPS.names[: schema.STEPS.names.index("first_pos")]
 _step_values = attrgetter(*STEP_SCALARS)
 
@@ -596,6 +608,7 @@ def check_segments(segments: Sequence[Segment]) -> None:
 def decode_step(row: SqlRow) -> query_results.StepRow:
     """Return a step from its columns, at least those up to `n_inf`."""
     values = _STEP_ROWS.read_values(row[:_HISTOGRAM_COLUMNS])
+    decode_step_number(values[_STEP_COLUMN])
     if values[_CHOSEN_COLUMN] is None:
         values[_FIRST_LOGITS_COLUMN:] = [None] * (_HISTOGRAM_COLUMNS - _FIRST_LOGITS_COLUMN)
     return _STEP_ROWS.build(values)

@@ -243,7 +243,8 @@ class TraceReader:
     def last_step(self, generation: int, branch: int = 0) -> int | None:
         """Return the number of the last step recorded so far, None when there is none."""
         sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step DESC LIMIT 1"
-        return self._read_int(sql, (generation, branch))
+        found = self._read(lambda row: codec.decode_step_number(row[0]), sql, (generation, branch))
+        return next(iter(found), None)
 
     def steps(
         self,

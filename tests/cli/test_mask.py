@@ -228,6 +228,11 @@ def test_an_array_that_is_no_mask_is_refused(
     assert "is not a mask: bool (rows, keys)" in error_of(capsys, "a.npy")
     (tmp_path / "b.npy").write_bytes(b"no array")
     assert "it is not a NumPy array" in error_of(capsys, "b.npy")
+    header = b"{'descr': ('|b1', 'shape'".ljust(117) + b"\n"  # numpy parses it as Python
+    (tmp_path / "b.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header)
+    assert "it is not a NumPy array" in error_of(capsys, "b.npy")
+    (tmp_path / "sizes.json").write_text('{"\\ud800": 1}')
+    assert "half of a surrogate pair" in error_of(capsys, "sizes.json")
     np.save(tmp_path / "c.npy", np.tri(5, dtype=bool))
     for flags in (["small", "--mask"], ["small", "--against"], ["--length", "54", "--mask"]):
         assert "c has 5 × 5 cells, and 54 × 54 are needed" in error_of(capsys, *flags, "c.npy")

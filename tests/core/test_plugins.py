@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError
+from flexinspect.importers.importer import find_importer
+from flexinspect.rules.engine import load_rules
 from flexinspect_hooks.capture import hook
 
 
@@ -41,6 +44,54 @@ def test_a_plug_in_that_does_not_import_is_reported_and_the_others_load(
     loaded, failed = plugins.load_all("g")
     assert list(loaded) == ["good"]
     assert "no_such_module_here" in failed["bad"]
+
+
+PLUG_IN = """
+class Odd:
+    name = title = "odd"
+    def recognizes(self, folder):
+        raise ValueError("this folder?")
+    def open(self, folder, tick): ...
+class Wrong: ...
+class Shy:
+    def __getattr__(self, name):
+        raise ValueError("no attributes")
+def leave():
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("attribute", "why"),
+    [
+        ("Odd", "ValueError: this folder?"),
+        ("Wrong", "it needs a title and the methods"),
+        ("Shy", "ValueError: no attributes"),
+        ("leave", "SystemExit"),
+        ("absent", "could not be loaded"),
+    ],
+)
+def test_an_importer_that_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attribute: str, why: str
+) -> None:
+    (tmp_path / "odd_importer.py").write_text(PLUG_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    points = [EntryPoint("odd", f"odd_importer:{attribute}", "g")]
+    monkeypatch.setattr(plugins, "registered", lambda group: points)
+    with pytest.raises(FlexInspectError, match=why):
+        find_importer(tmp_path, None)
+
+
+def test_a_rule_that_is_none_or_leaves_is_reported_and_the_others_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = [EntryPoint("exit", "sys:exit", "g"), EntryPoint("list", "builtins:list", "g")]
+    real = [*plugins.registered(plugins.RULES)]
+    monkeypatch.setattr(plugins, "registered", lambda group: [*real, *points])
+    loaded = load_rules()
+    assert len(loaded.rules) == len(real)
+    assert loaded.failed["list"] == "It is of type list, not a Rule."
+    assert "SystemExit" in loaded.failed["exit"]
 
 
 def test_a_package_without_registered_hooks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

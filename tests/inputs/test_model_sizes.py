@@ -187,3 +187,11 @@ def test_sizes_are_readable() -> None:
         "2.1 M",
         "3.2 B",
     ]
+
+
+@pytest.mark.parametrize("value", [None, "many", 0, [1], float("inf")])
+def test_a_configuration_with_odd_sizes_has_no_known_size(value: object) -> None:
+    config = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": value}
+    assert parameter_count(config) is None
+    assert kv_bytes_per_token({**config, "num_hidden_layers": 2}, "float32") is None
+    assert kv_bytes_per_token({"text_config": value}, "float32") is None

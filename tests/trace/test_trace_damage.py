@@ -165,6 +165,23 @@ def test_a_changed_value_is_noticed(copy: Path, sql: str, sentence: str) -> None
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT "
 
 
+def test_a_step_with_a_number_that_no_run_reaches(copy: Path) -> None:
+    change(copy, "UPDATE steps SET step = ? WHERE step = 1", 2**61)
+    with open_trace(copy) as reader:
+        for read in (reader.last_step, reader.steps):
+            with pytest.raises(TraceError, match="a step has the number 2305843009213693952"):
+                read(0)
+
+
+def test_a_disk_that_fails_does_not_make_the_trace_a_damaged_one(copy: Path) -> None:
+    failed = sqlite3.OperationalError("disk I/O error")
+    failed.sqlite_errorname = "SQLITE_IOERR_READ"
+    with pytest.raises(TraceError, match="cannot be read: the disk reports an error") as caught:
+        with connections.trace_errors(copy):
+            raise failed
+    assert "damaged" not in caught.value.sentence()
+
+
 @pytest.mark.parametrize("name", ["run", "steps", "Findings"])
 def test_a_view_in_place_of_a_table_is_never_read(copy: Path, name: str) -> None:
     change(copy, f"DROP TABLE {name}")

@@ -166,3 +166,12 @@ def test_a_file_locked_by_another_program_is_reported(tmp_path: Path) -> None:
             writer.write_step(step(0))
     writer.close()
     assert open_trace(path).state == "failed"
+
+
+def test_an_end_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    writer = TraceWriter.create(tmp_path / "a.flextrace", {})
+    writer._db.execute("PRAGMA query_only = ON")
+    writer.close()
+    assert writer.note is not None
+    assert "end" in writer.note or "folding" in writer.note
+    assert open_trace(tmp_path / "a.flextrace").state == "recording"

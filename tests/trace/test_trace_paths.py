@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from support.trace_samples import generation, small_step, write
 
 from flexinspect.core.errors import TraceWriteError
-from flexinspect.trace.file import location
+from flexinspect.trace.file import connections, location
 from flexinspect.trace.file.location import close_dead_trace
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
@@ -300,3 +301,67 @@ def test_only_its_user_can_read_a_trace_unless_it_is_shared(
     finally:
         os.umask(before)
     assert modes == dict.fromkeys(("a.flextrace", "a.flextrace-wal", "a.flextrace-shm"), mode)
+
+
+def test_a_trace_that_is_moved_while_it_is_recorded_is_whole_and_says_so(tmp_path: Path) -> None:
+    path, moved = tmp_path / "a.flextrace", tmp_path / "b.flextrace"
+    writer = TraceWriter.create(path, {})
+    writer.begin_generation(generation())
+    writer.write_step(small_step(0))
+    path.rename(moved)
+    writer.write_step(small_step(1))
+    writer.close()
+    assert writer.note is not None
+    assert writer.note.startswith(f"{path} was moved, deleted or replaced")
+    assert open_trace(moved).n_steps(0) == 2
+
+
+def test_a_trace_in_the_place_of_a_deleted_one_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    first = TraceWriter.create(path, {})
+    first.begin_generation(generation())
+    for file in tmp_path.iterdir():
+        file.unlink()
+    second = TraceWriter.create(path, {})
+    second.begin_generation(generation())
+    second.write_step(small_step(0))
+    first.close()
+    first.discard()
+    assert path.with_name("a.flextrace-wal").stat().st_size
+    assert open_trace(path).n_steps(0) == 1
+    second.close()
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_trace_is_not_created_while_another_process_creates_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[float] = []
+
+    def create() -> None:
+        TraceWriter.create(tmp_path / "a.flextrace", {}).close()
+        done.append(time.monotonic())
+
+    with location.creation_lock(tmp_path):
+        other = threading.Thread(target=create)
+        other.start()
+        time.sleep(0.05)
+        assert not done
+    other.join()
+    assert len(done) == 1
+    monkeypatch.setattr(location, "MAX_LOCK_S", 0.05)
+    with location.creation_lock(tmp_path):  # a process that is stopped holds it for ever
+        TraceWriter.create(tmp_path / "b.flextrace", {}).close()
+
+
+def test_memory_that_fails_ends_the_recording_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = TraceWriter.create(tmp_path / "a.flextrace", {})
+    writer.begin_generation(generation())
+    with monkeypatch.context() as patch:
+        patch.setattr(connections, "execute_all", Mock(side_effect=MemoryError))
+        with pytest.raises(TraceWriteError, match="step 0 of generation 0: there is no memory"):
+            writer.write_step(small_step(0))
+    writer.close()
+    assert open_trace(tmp_path / "a.flextrace").state == "failed"

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import random
-import re
 import resource
 import shutil
-import signal
-import sys
-import tempfile
-import time
-import traceback
 from pathlib import Path
-from typing import Any
 
+import zstandard
+from msgspec import Struct
+
+from tools.torture.judged import Problem, problem_of
+from tools.torture.results import Failure
 from tools.torture.trace_mutations import mutate
 
-MAX_S = 5.0
-"""Seconds of CPU time that a command may take."""
+FIXTURES = Path(__file__).parents[2] / "tests" / "fixtures" / "traces"
 MAX_MIB = 500
 """Memory that the process may take beyond what it takes for a sound trace."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-class TooSlow(BaseException):
-    """A command took longer than `MAX_S`."""
-
-
 COMMANDS_PER_SEED = 5
 
 
@@ -50,79 +37,58 @@ def commands(path: Path, out: Path) -> list[list[str]]:
     ]
 
 
-def run_seed(whole: Path, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Damage a copy of the trace `whole`, and return what went wrong with each command."""
+class Sound(Struct, frozen=True):
+    """The undamaged traces, and the memory in MiB that the process takes for them."""
+
+    traces: list[Path]
+    base: int
+
+
+def unpack(folder: Path) -> None:
+    """Write the recorded traces of the test suite into a folder."""
+    for packed in sorted(FIXTURES.glob("*.flextrace.zst")):
+        whole = zstandard.ZstdDecompressor().decompress(packed.read_bytes())
+        (folder / packed.name.removesuffix(".zst")).write_bytes(whole)
+
+
+def prepare(folder: Path) -> Sound:
+    """Read sound traces with every command: everything is imported before memory is measured."""
+    unpack(folder)
+    traces = sorted(folder.glob("*.flextrace"))
+    out = folder / "out"
+    out.mkdir()
+    for trace in traces:
+        for argv in commands(trace, out):
+            _problem(argv)
+    return Sound(traces, _peak_mib())
+
+
+def attempt(sound: Sound, seed: int, folder: Path) -> list[Failure]:
+    """Damage a copy of a trace, and return what went wrong with each command."""
+    whole = sound.traces[seed % len(sound.traces)]
+    failures = _run_commands(whole, folder, seed)
+    grown = _peak_mib() - sound.base
+    if grown > MAX_MIB:
+        failures.append(Failure(kind="memory", detail=f"{grown} MiB more"))
+    return failures
+
+
+def _run_commands(whole: Path, folder: Path, seed: int) -> list[Failure]:
     path, failures = folder / "mutant.flextrace", []
-    for old in folder.iterdir():
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
     shutil.copyfile(whole, path)
     how = mutate(path, seed)
     for argv in random.Random(seed).sample(commands(path, folder), COMMANDS_PER_SEED):
         if (problem := _problem(argv)) is not None:
-            failures.append(
-                {"seed": seed, "trace": whole.name, "argv": argv, "how": how, **problem}
-            )
+            place = tuple(argv[:1]), whole.name
+            failures.append(Failure(problem.kind, problem.detail, how, *place))
     return failures
 
 
-def _problem(argv: list[str]) -> dict[str, str] | None:
-    """Run a command in this process; return what is wrong with how it ended, None if nothing."""
+def _problem(argv: list[str]) -> Problem | None:
     from flexinspect.cli.main import main
 
-    out, err = io.StringIO(), io.StringIO()
-    signal.signal(signal.SIGPROF, _stop)
-    signal.setitimer(signal.ITIMER_PROF, MAX_S)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(argv)
-    except TooSlow:
-        return {"kind": "slow", "detail": f"more than {MAX_S} s"}
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 2
-    except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "flexinspect" in frame.filename][-1:]
-        place = "".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in own)
-        return {"kind": "traceback", "detail": f"{type(error).__name__}: {error!s:.200} at {place}"}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    if code not in (0, 1, 2):
-        return {"kind": "exit code", "detail": str(code)}
-    if found := CONTROL.search(out.getvalue() + err.getvalue()):
-        return {"kind": "control character", "detail": ascii(found[0])}
-    if "Traceback (most recent" in err.getvalue():
-        return {"kind": "traceback", "detail": "printed"}
-    return None
-
-
-def _stop(*_: object) -> None:
-    raise TooSlow
+    return problem_of(lambda: main(argv))
 
 
 def _peak_mib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-
-
-def main() -> None:
-    """Run seeds on the traces of a folder; print a line of JSON for each seed."""
-    folder, first, n_seeds, until = sys.argv[1:]
-    traces = sorted(Path(folder).glob("*.flextrace"))
-    with tempfile.TemporaryDirectory(prefix="flexinspect-torture-") as scratch:
-        for trace in traces:
-            for argv in commands(trace, Path(scratch)):
-                _problem(argv)  # everything is imported once before memory is measured
-        base = _peak_mib()
-        for seed in range(int(first), int(first) + int(n_seeds)):
-            if time.time() > float(until):
-                return
-            failures = run_seed(traces[seed % len(traces)], Path(scratch), seed)
-            grown = _peak_mib() - base
-            if grown > MAX_MIB:
-                failures.append({"seed": seed, "kind": "memory", "detail": f"{grown} MiB more"})
-            print(json.dumps({"seed": seed, "failures": failures}), flush=True)
-            if grown > MAX_MIB:
-                return  # the peak of a process never falls: go on in a new one
-
-
-if __name__ == "__main__":
-    main()

@@ -112,7 +112,7 @@ def _read_by_segment(
     if not kept:
         return None
     return contents.SegmentAttention(
-        step=np.array(kept, np.int32),
+        step=contents.int_column(kept),
         layers=layers,
         labels=_labels(span, segments, shape[2]),
         share=np.stack(shares),
@@ -169,9 +169,9 @@ def _read_by_token(
     if not kept:
         return None
     return contents.TokenAttention(
-        step=np.array(kept, np.int32),
+        step=contents.int_column(kept),
         layers=layers,
-        first_pos=np.array(first_pos, np.int32),
+        first_pos=contents.int_column(first_pos),
         share=shares,
         failed=np.array(failures, np.uint8),
         every=steps.step,

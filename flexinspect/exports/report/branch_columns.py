@@ -12,7 +12,7 @@ from msgspec import Struct
 from flexinspect.core.text import printable
 from flexinspect.drawing.token_cells import display_text
 from flexinspect.exports.report import contents
-from flexinspect.exports.report.contents import NO_NUMBER
+from flexinspect.exports.report.contents import NO_NUMBER, int_column
 from flexinspect.masks.attention_row import recorded_check
 from flexinspect.panels.base import Missing, NoOptions, Request, TracePlace
 from flexinspect.panels.logits_panel import token_label
@@ -94,11 +94,11 @@ def token_columns(span: BranchSpan) -> contents.TokenColumns:
         for token, (_, invisible) in zip(tokens, shown, strict=True)
     ]
     return contents.TokenColumns(
-        pos=_ints(token.pos for token in tokens),
+        pos=int_column(token.pos for token in tokens),
         text=[printable(text) for text, _ in shown],
-        step=_ints(NO_NUMBER if token.step is None else token.step for token in tokens),
+        step=int_column(NO_NUMBER if token.step is None else token.step for token in tokens),
         kind=np.array(kinds, np.uint8),
-        id=_ints(token.token_id for token in tokens),
+        id=int_column(token.token_id for token in tokens),
     )
 
 
@@ -110,7 +110,7 @@ def step_columns(rows: Sequence[StepRow]) -> contents.StepColumns:
 
     def ints(value: Callable[[StepRow], int | None]) -> contents.Ints:
         found = (value(row) for row in rows)
-        return _ints(NO_NUMBER if number is None else number for number in found)
+        return int_column(NO_NUMBER if number is None else number for number in found)
 
     def floats(value: Callable[[StepRow], float | None]) -> contents.Floats:
         return float_column(map(value, rows))
@@ -144,11 +144,11 @@ def candidate_columns(span: BranchSpan) -> contents.CandidateColumns | None:
     texts: dict[str, str] = {}
     for number, candidates in enumerate(rows):
         own = slice(len(candidates))
-        ids[number, own] = [one.token_id for one in candidates]
+        ids[number, own] = int_column(one.token_id for one in candidates)
         logprobs[number, own] = [one.logprob for one in candidates]
         scores[number, own] = [_score_logprob(one) for one in candidates]
         texts.update((str(one.token_id), token_label(one.text, one.token_id)) for one in candidates)
-    return contents.CandidateColumns(_ints(found), ids, logprobs, scores, texts)
+    return contents.CandidateColumns(int_column(found), ids, logprobs, scores, texts)
 
 
 def _score_logprob(candidate: Candidate) -> float:
@@ -164,7 +164,7 @@ def memory_columns(span: BranchSpan) -> contents.MemoryColumns | None:
         for name, figure in FIGURES.items()
     }
     known = {name: column for name, column in figures.items() if not np.isnan(column).all()}
-    return contents.MemoryColumns(_ints(found), known) if found and known else None
+    return contents.MemoryColumns(int_column(found), known) if found and known else None
 
 
 # -- paths ----------------------------------------------------------------------------------------
@@ -188,7 +188,8 @@ def path_columns(span: BranchSpan) -> contents.PathColumns | None:
                 check[at] = np.fmax(check[at], call.lse_error)
             failed[at] |= recorded_check(call).is_failed
     notes = _path_notes(span, [*found], path, found)
-    return contents.PathColumns(_ints(found), layers, [*REPORTED_PATHS], path, check, failed, notes)
+    steps = int_column(found)
+    return contents.PathColumns(steps, layers, [*REPORTED_PATHS], path, check, failed, notes)
 
 
 def _path_notes(
@@ -213,13 +214,6 @@ def _path_notes(
 
 
 # -- columns --------------------------------------------------------------------------------------
-
-
-def _ints(values: Iterable[int]) -> contents.Ints:
-    """Return a column of integers; those beyond 32 bits, which only damage causes, are unknown."""
-    limits = np.iinfo(np.int32)
-    kept = (value if limits.min <= value <= limits.max else NO_NUMBER for value in values)
-    return np.fromiter(kept, np.int32)
 
 
 def float_column(values: Iterable[float | None]) -> contents.Floats:

@@ -7,7 +7,7 @@ of the branch then says why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -28,6 +28,13 @@ SHARE_ONE = 65535
 
 NO_NUMBER = -1
 """Stands for a number that is not known, in columns of integers."""
+
+
+def int_column(values: Iterable[int]) -> Ints:
+    """Return a column of integers; those beyond 32 bits, which only damage causes, are unknown."""
+    limits = np.iinfo(np.int32)
+    kept = (value if limits.min <= value <= limits.max else NO_NUMBER for value in values)
+    return np.fromiter(kept, np.int32)
 
 
 class TokenColumns(Struct, frozen=True):

@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 from msgspec import Struct
 
 from flexinspect.core.text import plural, printable
@@ -119,8 +118,8 @@ class _Planes:
         return contents.MaskColumns(
             scale=self.grid.row_scale,
             n_keys=view.n_keys,
-            pos=view.positions.astype(np.int32),
-            step=np.array(steps, np.int32),
+            pos=contents.int_column(view.positions.tolist()),
+            step=contents.int_column(steps),
             spec=spec_name,
             planes=self._planes,
             views=self.views,

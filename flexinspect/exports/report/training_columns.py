@@ -34,7 +34,7 @@ def training_columns(span: BranchSpan) -> contents.TrainingColumns | None:
         if point in index and 0 <= group < len(groups):
             norms[index[point], group] = norm
     return contents.TrainingColumns(
-        step=np.array([point.step for point in points.values()], np.int32),
+        step=contents.int_column(point.step for point in points.values()),
         loss=_curve(points, "loss"),
         norm=_curve(points, "gradient norm"),
         rate=_curve(points, LEARNING_RATE),

@@ -427,6 +427,9 @@ def trace_errors(path: Path) -> Iterator[None]:
         elif name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and wal_bytes(path):
             what = f"{path} was not finished, and its -wal file cannot be read in this folder."
             hint = "Copy both files to a writable folder and open the copy."
+        elif name.startswith("SQLITE_IOERR"):
+            what = f"{path} cannot be read: the disk reports an error ({error})."
+            hint = "Check the disk; the trace itself may be whole."
         elif name == "SQLITE_INTERRUPT":
             what = f"{path} is damaged: a query was stopped after {MAX_QUERY_S:.0f} s."
         elif name == "SQLITE_READONLY_ROLLBACK":

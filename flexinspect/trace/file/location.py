@@ -15,8 +15,8 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 
@@ -41,6 +41,10 @@ NETWORK_FILE_SYSTEMS = frozenset(
 PART_SUFFIX = ".part"  # of a trace that has not taken its place yet
 COMPANION_SUFFIXES = ("-wal", "-shm", "-journal", PART_SUFFIX, LAST_CALL_SUFFIX, STOP_SUFFIX)
 """Suffixes of files that SQLite and a recording process put beside a trace; they belong to it."""
+
+
+MAX_LOCK_S = 5.0
+"""How long creation waits for another process that creates a trace in the same folder."""
 
 
 def network_file_system(folder: Path) -> str | None:
@@ -93,6 +97,41 @@ def create_trace_file(path: Path, *, overwrite: bool) -> None:
         _remove_companions(path)
     except OSError as error:
         raise _path_error(path, error) from None
+
+
+@contextmanager
+def creation_lock(folder: Path) -> Iterator[None]:
+    """While entered, no other process creates a trace in `folder`.
+
+    Without it, of two processes that overwrite one trace at the same moment each finds no recording
+    process yet, and the later one replaces what the earlier one records. The lock is on the folder,
+    so that it leaves no file. Where there is none, or it is held for long, creation goes on.
+    """
+    opened = None
+    with suppress(OSError, ImportError):
+        import fcntl
+
+        opened = os.open(folder, os.O_RDONLY)
+        until = time.monotonic() + MAX_LOCK_S
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.005)
+    try:
+        yield
+    finally:
+        if opened is not None:
+            os.close(opened)
+
+
+def file_id(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of the same name, None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def check_trace_target(path: Path, *, overwrite: bool) -> None:

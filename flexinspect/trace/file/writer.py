@@ -60,6 +60,7 @@ class TraceWriter:
         self._db = db
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._file_id = location.file_id(recording_path)
         self._known_masks: set[str] = set()
         self._converts_values = False
         self._closed = False
@@ -73,6 +74,11 @@ class TraceWriter:
         Raises `TraceWriteError` when the path cannot be used or, without `overwrite`, exists.
         """
         target = Path(path).absolute()
+        with location.creation_lock(target.parent):
+            return cls._create(target, run, overwrite=overwrite)
+
+    @classmethod
+    def _create(cls, target: Path, run: Mapping[str, Any], *, overwrite: bool) -> TraceWriter:
         location.create_trace_file(target, overwrite=overwrite)
         network = location.network_file_system(target.parent)
         here = target
@@ -219,16 +225,36 @@ class TraceWriter:
             facts: dict[str, Any] = {"ended_at": time.time()}
             if self.failed:
                 state, facts["reason"] = "failed", self._reason
-            with suppress(sqlite3.Error):
-                self._transaction(codec.encode_trace_end(state, facts))
-            folded = self._fold_wal()
+            is_ended = self._write_end(codec.encode_trace_end(state, facts))
+            there = location.file_id(self.recording_path)
+            # SQLite deletes the WAL by its name, which may be that of another trace by now.
+            is_replaced = there not in (None, self._file_id)
+            folded = not is_replaced and self._fold_wal()
             self._db.close()
+            if there != self._file_id:
+                self.note = (
+                    f"{self.recording_path} was moved, deleted or replaced while it was recorded: "
+                    "the recording is where it was moved to, or lost."
+                )
+                return
             self._move_to_target(folded)
+            if not is_ended and self.note is None:
+                self.note = f"The end of the recording could not be written to {self.path}."
+
+    def _write_end(self, statements: Sequence[Statement]) -> bool:
+        """Write how the recording ended; try again once, because nothing comes after it."""
+        for _ in range(2):
+            with suppress(sqlite3.Error, MemoryError):
+                self._transaction(statements)
+                return True
+        return False
 
     def discard(self) -> None:
         """Remove the trace after it was closed, together with a WAL that could not be folded in."""
         for place in {self.path, self.recording_path}:
-            location.delete_trace(place)
+            is_replaced = location.file_id(place) not in (None, self._file_id)
+            if place != self.recording_path or not is_replaced:
+                location.delete_trace(place)
 
     def __enter__(self) -> Self:
         return self
@@ -254,7 +280,7 @@ class TraceWriter:
         except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
             hint = "The recording itself continues."
             raise TraceWriteError(f"The trace refuses {what}: {error}.", hint=hint) from error
-        except sqlite3.Error as error:
+        except (sqlite3.Error, MemoryError) as error:
             self.failed = True
             reason, remedy = write_problem(error)
             self._reason = f"Recording to {self.recording_path} stopped at {what}: {reason}."
@@ -282,7 +308,7 @@ class TraceWriter:
             self._db.execute("PRAGMA busy_timeout = 200")
         until = time.monotonic() + READER_WAIT_S
         while True:
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error, MemoryError):
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 if self._db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete":
                     return True
@@ -349,6 +375,7 @@ def _empty_trace(run: Mapping[str, Any]) -> bytes:
         return db.serialize()
 
 
+NO_MEMORY = "there is no memory left"
 _PROBLEMS = (
     ("SQLITE_FULL", "the disk is full", "Free some space, or choose another disk with --out."),
     (("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM"), "it is read-only", ""),
@@ -370,8 +397,10 @@ _SQLITE_NAMES = {
 """The errors of SQLite that mean the same as an error of the operating system."""
 
 
-def write_problem(error: sqlite3.Error | OSError) -> tuple[str, str]:
+def write_problem(error: sqlite3.Error | OSError | MemoryError) -> tuple[str, str]:
     """Return the reason, and what the user can do about it (empty when unknown)."""
+    if isinstance(error, MemoryError):
+        return NO_MEMORY, ""
     name = getattr(error, "sqlite_errorname", "")
     if isinstance(error, OSError):
         name = _SQLITE_NAMES.get(error.errno or 0, "")

@@ -19,7 +19,7 @@ from flexinspect.records import step as step_records
 from flexinspect.records.step import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
-from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.file.writer import NO_MEMORY, TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import Hook, StepDraft
@@ -214,6 +214,9 @@ class Recorder:
                 # A single record that could not be stored does not end the recording.
                 self.failure = error if getattr(self._sink, "failed", True) else None
                 self.refused += [error.message, *error.others]
+            except MemoryError:
+                hint = "The steps in the trace are correct; the generation itself continues."
+                self.failure = TraceWriteError(f"Recording stopped: {NO_MEMORY}.", hint=hint)
             except Exception as error:
                 message = f"{type(error).__name__}: {error}"
                 self.failure = TraceWriteError(f"Recording stopped at an internal error: {message}")
@@ -352,7 +355,7 @@ def lost_records(recorder: Recorder, writer: TraceWriter) -> TraceWriteError | N
     if writer.failed:
         return None  # the trace reports a failed disk itself, and the model ran on
     if recorder.failure is not None:
-        return TraceWriteError(recorder.failure.message, hint=_HINT)
+        return TraceWriteError(recorder.failure.message, hint=recorder.failure.hint or _HINT)
     if recorder.refused:
         n, first = len(recorder.refused), recorder.refused[0]
         count = f"{n} records could not be stored. The first error: " if n > 1 else ""

@@ -20,6 +20,7 @@ from support.traces import ANSWER, HEADS, LAYERS, SEGMENTS, sample_trace
 from flexinspect.cli.main import main
 from flexinspect.core.errors import UsageError
 from flexinspect.exports.report.contents import (
+    NO_NUMBER,
     SHARE_ONE,
     BranchContents,
     ReportContents,
@@ -93,6 +94,16 @@ def test_candidates_keep_their_order_and_texts(branch: BranchContents) -> None:
     assert candidates.id[0].tolist() == [50, 51, 52, 53, 54]
     np.testing.assert_allclose(candidates.logprob[0], [-0.1, -1.1, -2.1, -3.1, -4.1], rtol=1e-6)
     assert candidates.text["51"] == "·Jane"  # the last step's second candidate
+
+
+def test_a_token_id_that_only_damage_causes_is_unknown(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE candidates SET token_id = ? WHERE step = 0", (-(2**63),))
+    candidates = collect(path).branches[0, 0].candidates
+    assert candidates is not None
+    assert set(candidates.id[0].tolist()) == {NO_NUMBER}
+    assert (candidates.id[1] >= 0).any()
 
 
 def test_a_layer_on_another_path_is_named(branch: BranchContents) -> None:
