@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.records.step import ArrayRecord
+from flexinspect.rules.numerics.audit_findings import TRAINING_EVENT
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.step_clock import StepContext
 
@@ -114,6 +115,9 @@ class HiddenDigests:
         """
         if step.step == 0:
             self._put_weights(model, buffer)
+            if model.training:
+                text = "The model was in training mode: dropout, if any, was active."
+                step.events.append((TRAINING_EVENT, text))
         if self._is_off or not _have_one_shape(kept):
             return
         if any(v is not None and v != version_of(output) for _, output, v in kept):
