@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexinspect.cli import run_flags
 from flexinspect.cli.flags import n_threads
@@ -24,13 +24,18 @@ untouched copy of the model's architecture: same weights, the ids that were fed,
 positions 0 to n-1, the declared mask or the architecture's own, no cache, eager, eval.
 The first quantity that differs beyond measured noise is reported, and faults are put
 into the copy until one gives the program's numbers. What was not judged is listed.
-Given a trace, the audit that was recorded in it is printed."""
+
+Given a trace, the audit that was recorded in it is printed. Then the steps are judged
+again: the model that the trace names is loaded, and runs over the tokens that were fed;
+digests of the hidden states, which a trace has from level advanced on, are compared."""
 
 EXAMPLES = """examples:
   flexinspect audit my_generation.py
   flexinspect audit --declare prompt.toml my_generation.py -- --its own --flags
   flexinspect audit --seconds 120 --reference-dtype float64 -m my_package.generate
   flexinspect audit run.flextrace
+  flexinspect audit --stored run.flextrace                 # what was recorded, and no more
+  flexinspect audit --model ./checkpoint run.flextrace     # weights that the trace does not name
   flexinspect audit --json my_generation.py | jq '.findings[].sentence'
 
 docs/audit.md says what is compared, how noise is measured, and which faults are tried.
@@ -55,6 +60,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FILE", help="the trace file (default: named after the program)")
     add("--threads", default=None, type=n_threads, help="CPU threads")
     add("--json", default=False, action="store_true", help="print the result as JSON")
+    add = parser.add_argument_group("a trace").add_argument
+    weights = "the weights of the run: demo, an alias, a folder or a hub id"
+    # Not `model`, which is the flag of flexinspect's own generations.
+    names = f"{weights} (default: what the trace names)"
+    add("--model", dest="weights_of_trace", metavar="NAME", help=names)
+    stored = "print only what the run's own audit said"
+    add("--stored", default=False, action="store_true", help=stored)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,9 +74,24 @@ def run(args: argparse.Namespace) -> int:
     with errors_as_json(args.json, audits=[], findings=[]):
         if not hasattr(args, "program") and not hasattr(args, "module"):
             raise UsageError("Name a script, -m MODULE or a trace to audit.")
+        if not args.seconds > 0:
+            raise UsageError("--seconds must be above 0.")
         path = _trace_of(args)
-        if path is None:
-            path = _run_program(args)
+        judges_again = path is not None and not args.stored
+        told = _stored(path or _run_program(args))
+        if not args.json:
+            _show_stored(told)
+        if judges_again:
+            told = told._replace(again=_judge_trace(args, told.path))
+    if args.json:
+        _print_json(told)
+    else:
+        _show_again(told)
+    return told.exit_code()
+
+
+def _stored(path: Path) -> _Told:
+    """Read what the run's own audit said."""
     from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
     from flexinspect.trace.reader import open_trace
 
@@ -72,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         kinds = (AUDIT_EVENT, AUDIT_SKIPPED_EVENT)
         audits = [row.event for row in reader.events() if row.event.kind in kinds]
         findings = [one for one in reader.findings() if one.id.startswith("audit.")]
-        return _print(args, path, audits, findings, _reason(reader))
+        return _Told(path, audits, findings, _reason(reader))
 
 
 def _trace_of(args: argparse.Namespace) -> Path | None:
@@ -81,8 +108,22 @@ def _trace_of(args: argparse.Namespace) -> Path | None:
     if not program or not program[0].endswith(".flextrace"):
         return None
     if len(program) > 1:
-        raise UsageError("A trace takes no arguments.", hint="Name one trace, or a script.")
+        hint = "Name one trace, or a script; flags come before it."
+        raise UsageError("A trace takes no arguments.", hint=hint)
     return Path(program[0])
+
+
+def _judge_trace(args: argparse.Namespace, path: Path) -> Any:
+    """Judge the steps of a trace by its digests, with progress on stderr."""
+    from flexinspect.cli.live_run import ExperimentProgress
+    from flexinspect.core import plugins
+
+    progress = ExperimentProgress(quiet=args.json)
+    with progress.shown:
+        progress.show_phase("importing torch", {})
+        audit = plugins.load(plugins.CAPTURE, "audit-trace")
+        options = {"seconds": args.seconds, "dtype": args.reference_dtype}
+        return audit(path, model=args.weights_of_trace, report=progress.report, **options)
 
 
 def _run_program(args: argparse.Namespace) -> Path:
@@ -96,8 +137,8 @@ def _run_program(args: argparse.Namespace) -> Path:
     from flexinspect.launch.crash import finish_trace
     from flexinspect.records.job import ScriptJob
 
-    if not args.seconds > 0:
-        raise UsageError("--seconds must be above 0.")
+    if args.weights_of_trace is not None or args.stored:
+        raise UsageError("--model and --stored go with a trace, and a program was named.")
     options = run_command.program_options(args)
     job = ScriptJob(
         out=args.out or "",
@@ -127,39 +168,71 @@ def _reason(reader: TraceReader) -> str:
     return "Nothing was audited: no model of transformers made a step, or the run was not audited."
 
 
-def _print(
-    args: argparse.Namespace,
-    path: Path,
-    audits: Sequence[EventRecord],
-    findings: Sequence[Finding],
-    reason: str,
-) -> int:
-    n_judged = sum(int(event.data.get("steps", 0)) for event in audits)
-    code = int(not n_judged or any(one.severity is not Severity.NOTE for one in findings))
-    if args.json:
-        print_json(
-            {
-                "trace": str(path),
-                "audits": [_event_facts(event) for event in audits],
-                "findings": [_finding_facts(one) for one in findings],
-                "steps_judged": n_judged,
-                "exit_code": code,
-            }
-        )
-        return code
+class _Told(NamedTuple):
+    """What the run's own audit said, and what `again` says: a `TraceAudit`, None if not asked."""
+
+    path: Path
+    audits: Sequence[EventRecord]
+    findings: Sequence[Finding]
+    reason: str
+    again: Any = None
+
+    def exit_code(self) -> int:
+        """Return 1 if a step differs, or if none was judged."""
+        audits, findings = list(self.audits), list(self.findings)
+        if self.again is not None:
+            audits += self.again.events
+            findings += self.again.findings
+        is_judged = any(event.data.get("steps") for event in audits)
+        return int(not is_judged or any(one.severity is not Severity.NOTE for one in findings))
+
+
+def _print_json(told: _Told) -> None:
+    facts: dict[str, Any] = {
+        "trace": str(told.path),
+        "audits": [_event_facts(event) for event in told.audits],
+        "findings": [_finding_facts(one) for one in told.findings],
+        "steps_judged": _n_judged(told.audits),
+    }
+    if told.again is not None:
+        facts["from_digests"] = {
+            "audits": [_event_facts(event) for event in told.again.events],
+            "findings": [_finding_facts(one) for one in told.again.findings],
+            "steps_judged": _n_judged(told.again.events),
+            "problems": [error.sentence() for error in told.again.problems],
+        }
+    print_json({**facts, "exit_code": told.exit_code()})
+
+
+def _n_judged(audits: Sequence[EventRecord]) -> int:
+    return sum(int(event.data.get("steps", 0)) for event in audits)
+
+
+def _line(text: str) -> None:
     console = stdout_console()
+    console.print(escape_unprintable(text), soft_wrap=True, markup=False, highlight=False)
 
-    def line(text: str) -> None:
-        console.print(escape_unprintable(text), soft_wrap=True, markup=False, highlight=False)
 
+def _show(audits: Sequence[EventRecord], findings: Sequence[Finding]) -> None:
     for one in sort_by_severity(findings):
-        line(f"{one.severity}  {one.id}  {one.sentence}")
+        _line(f"{one.severity}  {one.id}  {one.sentence}")
     for event in audits:
-        line(event.text)
-    if not audits:
-        line(reason)
-    line(f"trace {path}")
-    return code
+        _line(event.text)
+
+
+def _show_stored(told: _Told) -> None:
+    _show(told.audits, told.findings)
+    if not told.audits:
+        _line(told.reason)
+
+
+def _show_again(told: _Told) -> None:
+    if told.again is not None:
+        _line("From the digests of the trace:")
+        _show(told.again.events, told.again.findings)
+        for error in told.again.problems:
+            _line(f"Not judged: {error.sentence()}")
+    _line(f"trace {told.path}")
 
 
 def _event_facts(event: EventRecord) -> Mapping[str, Any]:

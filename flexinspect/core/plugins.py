@@ -116,6 +116,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     },
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",
+        "audit-trace": "flexinspect_hooks.audit.trace_audit:audit_trace",
         "evaluate_kernel": "flexinspect_hooks:evaluate_kernel",
         "kernels": "flexinspect_hooks.kernels.comparison",
         "dataset-worker": "flexinspect_hooks.ensemble.dataset_worker:DatasetWorker",

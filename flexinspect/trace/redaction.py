@@ -34,7 +34,7 @@ KEPT_FACTS = frozenset(
     }
 )
 """Facts of the manifest that stay; their texts are searched for words and paths."""
-TENSORS = ("q", "k", "v", "hidden", "logits.row")
+TENSORS = ("q", "k", "v", "hidden", "logits.row", "audit.digests")
 """Streams from which a prompt can be computed again."""
 
 _SENSITIVE = {

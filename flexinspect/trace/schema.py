@@ -289,6 +289,8 @@ STREAM_FORMS: Mapping[str, tuple[str, int]] = {
     "hidden": ("fiu", 2),
     "grads.tokens": ("f", 2),
     "grads.layers": ("f", 1),
+    "audit.digests": ("f", 4),
+    "audit.weights": ("f", 2),
 }
 """By stream: the kinds of numpy dtypes that it may have, and its number of dimensions. A bfloat16
 is stored as the unsigned integer of its bits. Streams of other programs are not listed."""

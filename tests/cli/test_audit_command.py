@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from support.captures import capture
 from support.faulty_programs import HEAD, PROGRAMS
 from support.paths import TESTS
+from support.tiny import make_model
 from support.warm_python import run_command
 
 from flexinspect.cli.main import main
+
+LOADED = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from transformers import AutoModelForCausalLM
+from support.tiny import ids, make_model
+make_model("llama").save_pretrained({folder!r})
+model = AutoModelForCausalLM.from_pretrained({folder!r}).eval()
+model.generate(torch.tensor([ids(12, 3)]), max_new_tokens=3, do_sample=False)
+"""
 
 
 def program(folder: Path, *, broken: bool) -> Path:
@@ -33,8 +47,31 @@ def test_a_program_is_audited_and_its_trace_keeps_the_result(
     assert [one["id"] for one in told["findings"]] == ["audit.reproduced"]
     assert "without RoPE" in told["findings"][0]["sentence"]
     assert told["audits"][0]["explanation"]["later"] == 4
-    assert main(["audit", str(out)]) == 1
-    assert "error  audit.reproduced  Layer 0, step 0:" in capsys.readouterr().out
+    assert main(["audit", "--stored", str(out)]) == 1
+    text = capsys.readouterr().out
+    assert "error  audit.reproduced  Layer 0, step 0:" in text
+    assert "From the digests" not in text
+
+
+def test_the_steps_of_a_trace_are_judged_again_after_what_is_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, out = tmp_path / "generate.py", tmp_path / "t.flextrace"
+    script.write_text(LOADED.format(tests=str(TESTS), folder=str(tmp_path / "m")), "utf-8")
+    assert capture(script, out).code == 0
+    assert main(["audit", str(out)]) == 0
+    stored, judged = capsys.readouterr().out.split("From the digests of the trace:\n")
+    assert "Generation 0: 3 steps, 14 rows agree" in stored
+    assert "Generation 0: 3 steps, 10 rows agree with the untouched implementation" in judged
+    make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "other")
+    assert main(["audit", "--json", "--model", str(tmp_path / "other"), str(out)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["from_digests"]["steps_judged"] == 0
+    assert "another model" in told["from_digests"]["audits"][0]["text"]
+    shutil.rmtree(tmp_path / "m")
+    assert main(["audit", str(out)]) == 0  # the run's own audit judged it
+    last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("Not judged: There is no model folder") for line in last)
 
 
 def test_a_correct_program_exits_with_0(tmp_path: Path) -> None:
@@ -59,6 +96,9 @@ def test_a_program_of_which_nothing_was_judged_does_not_pass(tmp_path: Path) -> 
         ([], "Name a script, -m MODULE or a trace to audit."),
         (["a.flextrace", "more"], "A trace takes no arguments."),
         (["--seconds", "0", __file__], "--seconds must be above 0."),
+        (["--stored", __file__], "--model and --stored go with a trace"),
+        (["--model", "demo", __file__], "--model and --stored go with a trace"),
+        (["missing.flextrace"], "There is no trace at "),
         (["missing.py"], "There is no script missing.py."),
     ],
 )

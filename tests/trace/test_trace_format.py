@@ -56,7 +56,7 @@ STREAMS = (
     *(f"mask.{name}" for name in MASK_ARRAYS),
     *("attention.mass", "attention.lse", "attention.entropy", "attention.slots", "logits.row"),
     *("inputs.ids", "inputs.positions", "inputs.mask", "q", "k", "v", "hidden"),
-    *("grads.tokens", "grads.layers"),
+    *("grads.tokens", "grads.layers", "audit.digests", "audit.weights"),
     *(CALLS_STREAM, TIMES_STREAM, WEIGHTS_STREAM, ALL_WEIGHTS_STREAM),
 )
 

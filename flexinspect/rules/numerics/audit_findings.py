@@ -16,6 +16,8 @@ AUDIT_EVENT = "audit"
 AUDIT_SKIPPED_EVENT = "audit-skipped"
 AUDITED_EVENT = "audited"
 """The kind of the event that sums up the audit of a model."""
+SCORE_MOD_EVENT, TRAINING_EVENT = "score-mod", "training-mode"
+"""Kinds of events of steps: their attention had a score_mod; their model was in training mode."""
 
 REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
 _MAX_NAMES = 12

@@ -54,6 +54,9 @@ class StepEvidence(Struct):
     are the input rows whose `values` (batch, rows, …) are kept. Queries, keys and values are
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
     `cache` is the identity of the cache that the forward received or made, 0 for none.
+
+    Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
+    (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
     """
 
     generation: int
@@ -71,6 +74,8 @@ class StepEvidence(Struct):
     score_mods: dict[int, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     cache: int = 0
+    dtype: torch.dtype | None = None
+    logit_ids: Tensor | None = None
 
 
 class EvidenceStore:

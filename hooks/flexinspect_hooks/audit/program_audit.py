@@ -322,7 +322,9 @@ class ProgramAudit:
         noisy = [self._noisy(reference, ids, base, rows, dtype)]
         if dtype != reference.dtype:
             noisy.append(self._in_dtype(ids, base, rows, dtype))
-        comparison = RowComparison(sequence, noise_limits(clean, noisy, dtype), rows, generation)
+        of_digests = sequence.steps[0].evidence.dtype is not None
+        limits = noise_limits(clean, noisy, dtype, of_digests=of_digests)
+        comparison = RowComparison(sequence, limits, rows, generation)
         largest = comparison.agreement(clean, comparison.steps, None)[0]
         return _Attempt(base, clean, comparison, comparison.first(clean), largest)
 

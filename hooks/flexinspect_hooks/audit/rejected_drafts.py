@@ -18,7 +18,7 @@ from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
 from flexinspect_hooks.audit.reference_model import ReferenceModel
-from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison, relative
+from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison, logits_difference
 from flexinspect_hooks.audit.search import Explanation, SearchResult
 
 NAME = "cache.rejected"
@@ -54,15 +54,14 @@ def find_rejected(
         return None
     step = found.following
     row = int(step.positions[-1])
-    ours = step.evidence.values.get((LOGITS, None))
-    if ours is None or comparison.sequence.batch:
+    if (LOGITS, None) not in step.evidence.values or comparison.sequence.batch:
         return None
     ids = comparison.sequence.ids
     committed = [*ids[: found.start], *ids[found.stop : row + 1]]
     positions = torch.arange(len(committed), device=reference.device)[None]
     right = reference.run(committed, Run(positions), [len(committed) - 1])[LOGITS, None]
     fed = values[LOGITS, None][0, [comparison.logit_rows.index(row)]]
-    difference = float(relative(ours[0], right[0]).max())
+    difference = float(logits_difference(step.evidence, right[0]).max())
     limit = comparison.limits[LOGITS, None]
     if difference <= limit:
         return None
@@ -71,7 +70,7 @@ def find_rejected(
         f"in which {n} rejected proposals stay in the cache (positions {found.start} to "
         f"{found.stop - 1})"
     )
-    same = float(relative(ours[0], fed).max())
+    same = float(logits_difference(step.evidence, fed).max())
     explanation = Explanation((ForwardEdit(name=NAME, sentence=sentence),), None, same, 1, 1, 0, 0)
     at = Divergence(step.evidence.step, (LOGITS, None), row, difference, limit)
     return at, SearchResult(explanation, (NAME,), 1, is_cut=False)

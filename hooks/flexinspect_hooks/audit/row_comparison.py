@@ -16,6 +16,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from flexinspect_hooks.audit.evidence import StepEvidence
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
 from flexinspect_hooks.audit.forward_run import (
     EMBEDDING,
@@ -27,6 +28,7 @@ from flexinspect_hooks.audit.forward_run import (
     VALUE,
     Point,
 )
+from flexinspect_hooks.observers.hidden_digests import digest
 
 NOISE_MULTIPLE = 8
 """A quantity diverges beyond this many times the measured noise."""
@@ -48,26 +50,48 @@ class Divergence(Struct, frozen=True):
     limit: float
 
 
-def relative(one: Tensor, other: Tensor) -> Tensor:
-    """Return the difference of each row (rows,) relative to the norm of `other`'s row."""
+def relative(one: Tensor, other: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the difference of each row (rows,) relative to the norm of `other`'s row.
+
+    `scale` (rows,) are other norms to divide by.
+    """
     one, other = one.flatten(1).double(), other.flatten(1).double()
     distance = (one - other).norm(dim=-1)
-    scale = other.norm(dim=-1)
+    scale = other.norm(dim=-1) if scale is None else scale.double()
     floor = scale.max().clamp_min(1e-30) * 1e-6
     ratio: Tensor = distance / torch.maximum(scale, floor)
     return ratio.nan_to_num(nan=torch.inf)
 
 
+def digest_difference(digests: Tensor, rows: Tensor) -> Tensor:
+    """Return by how much digests (rows, sums) differ from those of `rows`, relative to their norm.
+
+    The norm is that of the rows themselves, which that of the digests estimates only.
+    """
+    return relative(digests, digest(rows), rows.flatten(1).norm(dim=-1))
+
+
 def noise_limits(
-    clean: Mapping[Point, Tensor], noisy: Sequence[Mapping[Point, Tensor]], dtype: torch.dtype
+    clean: Mapping[Point, Tensor],
+    noisy: Sequence[Mapping[Point, Tensor]],
+    dtype: torch.dtype,
+    *,
+    of_digests: bool = False,
 ) -> dict[Point, float]:
-    """Return the limit of each point from runs that differ by noise only."""
+    """Return the limit of each point from runs that differ by noise only.
+
+    With `of_digests` hidden states may differ by the noise of their digests, if that is larger.
+    """
     lowest = LOWEST_LIMIT * torch.finfo(dtype).eps / 2
     limits = {}
     for point, tensor in clean.items():
         worst = max(
             (float(relative(_rows(run[point]), _rows(tensor)).max()) for run in noisy), default=0.0
         )
+        if of_digests and point[0] == HIDDEN:
+            rows = _rows(tensor)
+            differences = [digest_difference(digest(_rows(run[point])), rows) for run in noisy]
+            worst = max(worst, *(float(one.max()) for one in differences))
         limits[point] = max(NOISE_MULTIPLE * worst, lowest)
     return limits
 
@@ -75,6 +99,20 @@ def noise_limits(
 def _rows(tensor: Tensor) -> Tensor:
     """Return (rows, values) of (1, rows, …), or of (1, heads, rows, size)."""
     return tensor[0].transpose(0, 1).flatten(1) if tensor.dim() == 4 else tensor[0]
+
+
+def logits_difference(evidence: StepEvidence, theirs: Tensor) -> Tensor:
+    """Return the difference of a step's logits from `theirs` (1, vocabulary), relative to these.
+
+    Where only those of some tokens are known, it is relative to what is usual for as many: the best
+    tokens alone may have a smaller norm than others.
+    """
+    ours, ids = evidence.values[LOGITS, None][0], evidence.logit_ids
+    if ids is None:
+        return relative(ours, theirs).cpu()
+    share = (len(ids) / theirs.shape[-1]) ** 0.5
+    chosen = theirs[:, ids.to(theirs.device)]
+    return relative(ours.to(chosen.device), chosen, theirs.norm(dim=-1) * share).cpu()
 
 
 class RowComparison(Struct):
@@ -110,13 +148,17 @@ class RowComparison(Struct):
                 if b or last not in self.logit_rows or not is_last:
                     continue
                 theirs = reference[0, [self.logit_rows.index(last)]]
-                ours, positions = kept[0], step.positions[-1:]
-            else:
-                if b >= len(kept):
-                    continue
-                index = step.kept.to(kept.device)
-                ours, positions = kept[b].index_select(0, index), step.positions
-                theirs = _rows(reference).index_select(0, positions.to(reference.device))
+                if evidence.logit_ids is not None or kept.shape[-1] == theirs.shape[-1]:
+                    yield point, logits_difference(evidence, theirs), step.positions[-1:]
+                continue
+            if b >= len(kept):
+                continue
+            index = step.kept.to(kept.device)
+            ours, positions = kept[b].index_select(0, index), step.positions
+            theirs = _rows(reference).index_select(0, positions.to(reference.device))
+            if evidence.dtype is not None and point[0] == HIDDEN:
+                yield point, digest_difference(ours.to(theirs.device), theirs).cpu(), positions
+                continue
             if ours.flatten(1).shape == theirs.flatten(1).shape:
                 yield point, relative(ours, theirs).cpu(), positions
 
@@ -193,6 +235,8 @@ def forward_order(point: Point) -> tuple[int, int]:
 def dtype_of(steps: Sequence[FedStep]) -> torch.dtype:
     """Return the dtype of the program's hidden states."""
     for step in steps:
+        if step.evidence.dtype is not None:
+            return step.evidence.dtype
         for point, tensor in step.evidence.values.items():
             if point[0] in (HIDDEN, EMBEDDING):
                 return tensor.dtype

@@ -19,7 +19,7 @@ from flexinspect.rules.numerics.audit_findings import (
     AUDIT_SKIPPED_EVENT,
     AUDITED_EVENT,
 )
-from flexinspect.trace.reader import open_trace
+from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_run import LOGITS
 from flexinspect_hooks.audit.program_audit import (
@@ -95,12 +95,12 @@ def audit_session(
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)
-        for text, generation, data in _unjudged(verdicts):
+        for text, generation, data in unjudged_events(verdicts):
             put(AUDIT_EVENT, text, generation, None, data)
         for verdict in (one for one in verdicts if one.n_steps):
             step = verdict.divergence.step if verdict.divergence is not None else None
             data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
-            data["causes"] = _causes(recorder, verdict)
+            data["causes"] = _recorded_causes(recorder, verdict)
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
         put(AUDITED_EVENT, summarize_verdicts(verdicts), None, None, {})
     except Exception as error:  # a model may be of any kind
@@ -128,17 +128,24 @@ def _verdicts(
             reader.close()
 
 
-def _causes(recorder: Recorder, verdict: Verdict) -> list[str]:
-    """Return the ids of errors that rules found before a divergence, or at its place."""
-    found = verdict.divergence
-    if found is None or recorder.path is None:
+def _recorded_causes(recorder: Recorder, verdict: Verdict) -> list[str]:
+    if verdict.divergence is None or recorder.path is None:
         return []
     with open_trace(recorder.path) as reader:
-        errors = [
-            one
-            for one in reader.findings()
-            if one.severity is Severity.ERROR and one.generation == verdict.generation
-        ]
+        return causes_of(reader, verdict)
+
+
+def causes_of(reader: TraceReader, verdict: Verdict) -> list[str]:
+    """Return the ids of errors that rules found before a divergence, or at its place."""
+    found = verdict.divergence
+    if found is None:
+        return []
+    errors = [
+        one
+        for one in reader.findings()
+        if one.severity is Severity.ERROR and one.generation == verdict.generation
+        if not one.id.startswith("audit.")
+    ]
     layer = found.point[1]
     explanation = verdict.search.explanation if verdict.search is not None else None
     name = explanation.edits[0].name if explanation is not None else ""
@@ -169,7 +176,7 @@ def _may_cause(finding: str, fault: str) -> bool:
     return finding.startswith(_CAUSES.get(fault.partition(".")[0], ("attention",)))
 
 
-def _unjudged(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def unjudged_events(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield text, generation and data of one event for all generations with the same reason."""
     by_reason: dict[str, list[Verdict]] = {}
     for verdict in verdicts:

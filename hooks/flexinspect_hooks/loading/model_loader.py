@@ -75,6 +75,7 @@ class _LoadRequest(Struct, frozen=True):
     device: str
     trust: bool
     report: OnLoadProgress
+    needs_tokenizer: bool = True
 
 
 def load(
@@ -87,12 +88,14 @@ def load(
     trust_remote_code: bool = False,
     report: OnLoadProgress | None = None,
     n_tokens: int = 2048,
+    needs_tokenizer: bool = True,
 ) -> LoadedModel:
     """Load a model, or raise `ModelError` with one sentence and the next step.
 
     `device`: auto, cpu, cuda, cuda:N, mps. `dtype`: auto, float32, bfloat16, float16. `weights`:
     "pretrained", or "random" (the real architecture at its real size, seeded by `seed`).
-    `n_tokens` is the cache length that the memory check assumes.
+    `n_tokens` is the cache length that the memory check assumes. Without `needs_tokenizer` a folder
+    that has none is no error.
 
     `report(phase, data)` is called with the progress: "plan" (name, source, bytes needed and free;
     before anything large is read), "downloading" (from other threads), "reading weights" and
@@ -105,7 +108,13 @@ def load(
     started = time.perf_counter()
     place = placement.choose_device(device)
     request = _LoadRequest(
-        source, weights, seed, place, trust_remote_code, report or (lambda _phase, _data: None)
+        source,
+        weights,
+        seed,
+        place,
+        trust_remote_code,
+        report or (lambda _phase, _data: None),
+        needs_tokenizer,
     )
     try:
         # transformers reports an interrupted import as a package that is not installed.
@@ -257,17 +266,20 @@ def _load_pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[An
 
     source = request.source
     folder = source.path
-    if folder is None or (source.where == "cached" and not _has_vocabulary(folder)):
+    needs_tokenizer = request.needs_tokenizer
+    if folder is None or (
+        needs_tokenizer and source.where == "cached" and not _has_vocabulary(folder)
+    ):
         folder = hub_download.fetch_all(source, request.report, code=request.trust)
     _require_weights(folder)
-    if not _has_vocabulary(folder):
+    if needs_tokenizer and not _has_vocabulary(folder):
         raise ModelError(
             f"The model {source.name} has no tokenizer in {folder}.",
             hint="Put its tokenizer.json (and tokenizer_config.json) there, for instance with "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)`; "
             "with --weights random no tokenizer is needed.",
         )
-    tokenizer = _load_tokenizer(folder, request)
+    tokenizer = _load_tokenizer(folder, request) if needs_tokenizer else None
     request.report("reading weights", {"fraction": 0.0})
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,

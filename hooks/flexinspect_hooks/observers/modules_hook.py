@@ -18,6 +18,7 @@ from flexinspect.records.step import LENS_EVENT, CallRecord, LayerStatRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.observers.hidden_digests import HiddenDigests, version_of
 from flexinspect_hooks.observers.logit_lens import LogitLens
 
 NO_WEIGHTS = "not-attention-weights"
@@ -37,8 +38,8 @@ class ModuleHook(Hook):
     """Keeps each decoder layer's output during the forward and reduces them together.
 
     At level basic only layers with NaN/Inf are recorded, if the best logit is not finite; from
-    advanced on all of them. At extreme the rows of the chosen layers are stored as stream "hidden",
-    and read through the logit lens.
+    advanced on all of them, and digests of some rows. At extreme the rows of the chosen layers are
+    stored as stream "hidden", and read through the logit lens.
     """
 
     name = "modules"
@@ -46,7 +47,8 @@ class ModuleHook(Hook):
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put one forward hook on each decoder layer."""
         self._context = context
-        self._outputs: list[tuple[int, Tensor]] = []
+        self._outputs: list[tuple[int, Tensor, int | None]] = []
+        self._digests = HiddenDigests()
         blocks = context.blocks.items()
         self._names = {layer: name for layer, (name, _) in blocks}
         self._lens: LogitLens | None = None
@@ -54,7 +56,10 @@ class ModuleHook(Hook):
         return [context.on_output(one, partial(self._keep, layer)) for layer, (_, one) in blocks]
 
     def _keep(self, layer: int, output: Any) -> None:
-        self._outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
+        rows = output if isinstance(output, Tensor) else output[0]
+        # One row is not worth the check, which costs more than all else here.
+        version = version_of(rows) if rows.dim() > 1 and rows.shape[1] > 1 else None
+        self._outputs.append((layer, rows, version))
 
     def open(self, step: StepContext) -> None:
         self._outputs.clear()
@@ -67,24 +72,28 @@ class ModuleHook(Hook):
         on_cpu = kept[0][1].device.type == "cpu"
         if step.level == "basic" and on_cpu and step.logits is not None:
             if step.q_len == 1 and step.logits.dtype is kept[0][1].dtype is torch.float32:
-                outputs = [output for _, output in kept]
+                outputs = [output for _, output, _ in kept]
                 buffer.defer(_statistics_if_not_finite, outputs=outputs, logits=step.logits)
-                return _Layers([layer for layer, _ in kept])
+                return _Layers([layer for layer, *_ in kept])
             if math.isfinite(float(step.logits.max())):
                 return _Layers()
-        rows = [output[0] for _, output in kept]
+        rows, stack = [output[0] for _, output, _ in kept], None
         if step.q_len == 1:
-            buffer.defer(partial(_statistics, on_cpu, 1), rows=torch.stack(rows).flatten(1).float())
+            stack = torch.stack(rows).flatten(1).float()
+            buffer.defer(partial(_statistics, on_cpu, 1), rows=stack)
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
             per_layer = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
             buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in per_layer]))
         if step.level == "extreme":
-            for layer, output in kept:
+            for layer, output, _ in kept:
                 if layer in self._context.layers:
                     buffer.put_activation(f"hidden.{layer}", output[0])
-        lens = self._reduce_lens(kept, step, buffer) if step.level == "extreme" else []
-        return _Layers([layer for layer, _ in kept], lens)
+        if step.level != "basic":
+            self._digests.reduce(kept, stack, self._context.model, step, buffer)
+        layers = [(layer, output) for layer, output, _ in kept]
+        lens = self._reduce_lens(layers, step, buffer) if step.level == "extreme" else []
+        return _Layers([layer for layer, _ in layers], lens)
 
     def _reduce_lens(
         self, kept: list[tuple[int, Tensor]], step: StepContext, buffer: StepBuffer
@@ -108,6 +117,7 @@ class ModuleHook(Hook):
         """Write one `LayerStatRecord` per layer (at basic: per layer with NaN/Inf)."""
         if "modules.stats" not in values:
             return
+        draft.arrays += self._digests.arrays(values)
         if kept.lens and self._lens is not None:
             draft.lens += self._lens.records(kept.lens, step, values, self._context.text_of)
         for layer, row in zip(kept.reduced, values["modules.stats"].tolist(), strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flexinspect.core.text import plural
 from flexinspect.records.step import OWN_FUNCTION, ArrayRecord, BuildRecord, CallRecord
+from flexinspect.rules.numerics.audit_findings import SCORE_MOD_EVENT
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -155,6 +156,16 @@ class AttentionHook(Hook):
         self._segment_reducer.begin(context.segments)
         self._compared_masks.clear()  # mask_mods may have captured other values
 
+    def _report_score_mods(self, refs: list[AttentionCall], step: StepContext) -> None:
+        """Add an event to the first step that has a `score_mod`: a trace does not hold it."""
+        if step.step > 1:
+            return
+        kernels = [(ref.layer, ref.kernel) for ref in refs if ref.kernel is not None]
+        layers = [n for n, kernel in kernels if kernel.arguments.get("score_mod") is not None]
+        if layers:
+            text = f"A score_mod changed the scores of {plural(len(layers), 'layer')}."
+            step.events.append((SCORE_MOD_EVENT, text, {"layers": layers}))
+
     def open(self, step: StepContext) -> None:
         """Drop references that an aborted step may have left."""
         self._refs.clear()
@@ -173,6 +184,7 @@ class AttentionHook(Hook):
             backends = {ref.backend for ref in refs if ref.mask is None} - {*_KNOWN_BACKENDS}
             for name in sorted(backend for backend in backends if backend in REGISTERED):
                 step.events.append((MASK_FUNCTION, f"Attention '{name}' has a mask function."))
+        self._report_score_mods(refs, step)
         if not refs:
             return _AttentionStep(builds=builds) if builds else None
         masks = self._mask_store.capture_masks(refs, step, buffer)
