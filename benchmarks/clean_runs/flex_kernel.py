@@ -31,11 +31,14 @@ def attend(
 
 
 def _block_mask(cells: Tensor | None, query: Tensor, key: Tensor) -> BlockMask:
-    """Return a block mask of cells, bool (batch, 1, rows, keys); causal without them."""
+    """Return a block mask of cells, bool (batch, 1, rows, keys); causal without them.
+
+    As in `scaled_dot_product_attention`, a causal mask begins at the first key.
+    """
     n_batch, n_rows, n_keys = len(query), query.shape[2], key.shape[2]
     if cells is None:
-        rows = torch.arange(n_keys - n_rows, n_keys)[:, None]
-        cells = (torch.arange(n_keys) <= rows).expand(n_batch, 1, -1, -1)
+        last = torch.arange(n_rows)[:, None] if n_rows > 1 else n_keys - 1
+        cells = (torch.arange(n_keys)[None] <= last).expand(n_batch, 1, -1, -1)
     table = cells
 
     def open_cells(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
