@@ -297,6 +297,21 @@ def test_a_repeated_last_prompt_token_is_reported(tmp_path: Path) -> None:
     )
 
 
+def test_a_repeated_token_that_the_program_may_have_drawn_is_a_note(tmp_path: Path) -> None:
+    model = make_model("llama")
+
+    def run() -> None:
+        cache = DynamicCache(config=model.config)
+        model(prompt(), past_key_values=cache)
+        fed = prompt()[:, -1:]
+        for _ in range(3):
+            fed = model(fed, past_key_values=cache).logits[:, -1:].argmin(-1)
+
+    finding = one(planted(tmp_path, model, run), "cache.duplicated")
+    assert finding.severity is Severity.NOTE
+    assert "it may have been drawn" in finding.sentence
+
+
 def test_a_prompt_whose_last_token_is_kept_for_the_loop_is_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 

@@ -334,6 +334,11 @@ CORRECT: dict[str, Callable[[Any], Any]] = {
     "prompt lookup": lambda m: greedy(m, prompt(), prompt_lookup_num_tokens=3),
     "no cache": lambda m: greedy(m, prompt(), use_cache=False, max_new_tokens=2),
     "right padding": lambda m: m(padded("right")[0], attention_mask=padded("right")[1]),
+    "ids that stay the same in right padding": lambda m: m(
+        padded("right")[0],
+        attention_mask=padded("right")[1],
+        position_ids=padded("right")[1].cumsum(1) - 1,
+    ),
     "embeddings": lambda m: m(inputs_embeds=torch.ones(2, 3, 48)),
     "own loop": lambda m: decode(m, prompt(), lambda *_: None),
 }

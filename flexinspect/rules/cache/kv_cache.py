@@ -96,6 +96,7 @@ class CacheRule(Rule):
         self._declared_ids: list[int] | None = None  # which the caller assumes to be cached
         self._is_cache_off = False
         self._length = 0
+        self._repeated: Finding | None = None  # until the next step shows how tokens are chosen
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Store the prompt that the caller assumes to be cached."""
@@ -105,6 +106,9 @@ class CacheRule(Rule):
 
     def on_step(self, step: StepRecord) -> Findings:
         """Check the slots, the lengths and the text of the cache at a step."""
+        if self._repeated is not None and step.step > 1:
+            yield self._judge_repeated(step, self._repeated)
+            self._repeated = None
         # The filled length is unknown for keys that a program stores itself.
         is_known = step.inputs is not None and bool(step.inputs.cached_after)
         slots = step_array(step, SLOT_STREAM)
@@ -127,6 +131,8 @@ class CacheRule(Rule):
             return ()
         self._cached_texts.append(self._token_ids(0, self._length))
         steps, self._full_forwards = self._full_forwards, []
+        if self._repeated is not None:  # no later step shows how tokens are chosen
+            return [self._repeated]
         if len(steps) < 3 or not self._is_causal():
             return ()
         rows, (_, first), (last_step, last) = sum(n for _, n in steps), steps[0], steps[-1]
@@ -292,7 +298,7 @@ class CacheRule(Rule):
             self._full_forwards.append((step.step, step.q_len))
             self._masks = frozenset(call.mask for call in step.calls)
         elif step.step == 1 and step.q_len == 1:
-            found = self._check_repeated_token(step)
+            self._repeated = self._check_repeated_token(step)
         if step.kv_before:
             self._n_continued = 0
         self._last_step = replace(step, masks=(), arrays=())
@@ -366,6 +372,15 @@ class CacheRule(Rule):
         )
         id_, severity = "cache.duplicated", Severity.WARNING
         return self._token_finding(step, id_, severity, sentence, (pos,), 1)
+
+    def _judge_repeated(self, step: StepRecord, found: Finding) -> Finding:
+        """Make a repeated token a note if the program samples, so that it may have drawn it."""
+        token = self.context.token(step.kv_before)
+        best = _candidate_ids(self._last_step)[:1] if self._last_step is not None else []
+        if token is None or not best or best == [token.token_id]:
+            return found
+        sentence = found.sentence + " The program samples, so it may have been drawn."
+        return replace(found, severity=Severity.NOTE, sentence=sentence)
 
     def _check_rows(self, step: StepRecord) -> Finding | None:
         """Report rows on a filled cache that repeat the cached text from its beginning."""

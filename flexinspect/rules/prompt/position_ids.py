@@ -133,10 +133,11 @@ class PositionsRule(Rule):
 
     def _check_unpadded_row(self, ids: PositionIds) -> _Fault | None:
         """Find ids that do not rise by one where no segment begins."""
-        start = count_pads(self.context)
+        start, stop = count_pads(self.context), len(ids)
         if self._unpadded is not None and self._unpadded[0].any():
-            start = int(self._unpadded[0].argmax())
-        breaks = start + 1 + np.flatnonzero(np.diff(ids[start:]) != 1)
+            real = np.flatnonzero(self._unpadded[0])
+            start, stop = int(real[0]), int(real[-1]) + 1
+        breaks = start + 1 + np.flatnonzero(np.diff(ids[start:stop]) != 1)
         breaks = breaks[~np.isin(breaks, self._segment_starts)]
         if not len(breaks):
             return None

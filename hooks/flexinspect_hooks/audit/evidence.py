@@ -54,6 +54,7 @@ class StepEvidence(Struct):
     are the input rows whose `values` (batch, rows, …) are kept. Queries, keys and values are
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
     `cache` is the identity of the cache that the forward received or made, 0 for none.
+    `is_quantised` says that it keeps keys and values in a smaller dtype.
 
     Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
     (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
@@ -74,6 +75,7 @@ class StepEvidence(Struct):
     score_mods: dict[int, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     cache: int = 0
+    is_quantised: bool = False
     dtype: torch.dtype | None = None
     logit_ids: Tensor | None = None
 
@@ -208,6 +210,7 @@ class EvidenceHook(Hook):
         ids, mask = input_ids_of(arguments), arguments.get("attention_mask")
         positions = arguments.get("position_ids")
         is_table = isinstance(mask, Tensor) and mask.dim() == 2
+        padding = _copy(mask) if is_table else real_tokens(mask, step.q_len, step.kv_before)
         self._pending = StepEvidence(
             step.generation,
             step.step,
@@ -215,12 +218,14 @@ class EvidenceHook(Hook):
             step.kv_before,
             _copy(ids),
             _copy(positions) if isinstance(positions, Tensor) and positions.dim() == 2 else None,
-            _copy(mask) if is_table else None,
+            padding,
             has_dense_mask=mask is not None and not is_table,
             is_training=bool(self._context.model.training),
             has_gradients=torch.is_grad_enabled(),
         )
-        self._pending.cache = _identity(arguments.get("past_key_values"))
+        cache = arguments.get("past_key_values")
+        self._pending.cache = _identity(cache)
+        self._pending.is_quantised = _is_quantised(cache)
 
     def add_calls(self, calls: Sequence[Any]) -> None:
         """Keep the queries, keys and values of a step's attention calls."""
@@ -267,6 +272,28 @@ class EvidenceHook(Hook):
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a device in bytes, a guess of 16 GB where it cannot be read."""
     return free_memory(str(device)) or 1 << 34
+
+
+def real_tokens(mask: Any, n_rows: int, n_before: int) -> Tensor | None:
+    """Return which new tokens a dense mask lets attend to themselves, (batch, rows).
+
+    The others are padding. `mask` is (batch, 1 or heads, rows, keys), bool or added to the scores,
+    or such masks by kind of layer. None for one row, or without padding.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if n_rows < 2 or not isinstance(mask, Tensor) or mask.dim() != 4:
+        return None
+    if mask.shape[2] != n_rows or mask.shape[3] < n_before + n_rows:
+        return None
+    own = mask[:, 0, :, n_before : n_before + n_rows].diagonal(dim1=1, dim2=2)
+    is_real = own if own.dtype == torch.bool else own > -1
+    return None if bool(is_real.all()) else is_real.clone()
+
+
+def _is_quantised(cache: Any) -> bool:
+    layers = getattr(cache, "layers", None)
+    return any("Quantized" in one.__name__ for one in type(layers[0]).__mro__) if layers else False
 
 
 def _identity(cache: Any) -> int:

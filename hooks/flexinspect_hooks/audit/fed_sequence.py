@@ -104,6 +104,8 @@ def read_sequence(
             reason = (
                 "the batch rows have the same prompt, so they may be beams, which change places"
             )
+        if placed and evidence.is_quantised:
+            reason = "the cache is quantised, so its keys and values are not those of the text"
         n_cached, n_lost = evidence.kv_before, 0
         if keeps_rows and sequence.lost is not None:
             n_lost = sequence.lost[2] - sequence.lost[1]

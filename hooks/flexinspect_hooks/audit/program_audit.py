@@ -142,6 +142,9 @@ class ProgramAudit:
         wanted: torch.dtype = getattr(torch, self._options.dtype)
         first = self._source.parameters[0]
         n_bytes = sum(one.numel() for one in self._source.parameters) * wanted.itemsize
+        if self._source.grafts and first.dtype != wanted:
+            self._dtype_note = "modules of another library are used in their own dtype"
+            return first.dtype
         if first.dtype == wanted or n_bytes <= MAX_HELD_SHARE * free_bytes(first.device):
             return wanted
         self._dtype_note = f"the weights are too large for a copy in {self._options.dtype}"
