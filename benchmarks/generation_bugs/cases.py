@@ -1,0 +1,180 @@
+"""What stands for each error: the findings that name it, those of its class, and declarations."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from flexinspect.records.job import Declaration
+
+
+class Named(Struct, frozen=True):
+    """A finding that names an error: its id ("" for any), and words of its sentence."""
+
+    id: str
+    words: tuple[str, ...] = ()
+
+
+class Case(Struct, frozen=True):
+    """An error: what was planted, what names it, what hints at it, and the public thread."""
+
+    planted: str
+    named: tuple[Named, ...]
+    hints: tuple[str, ...] = ()
+    declaration: Declaration = Declaration()
+    thread: str = ""
+    fails: bool = False
+
+
+_QUESTIONS = ("Which city is the capital of France?", "What is the money of Japan called?")
+_SPANS = Declaration(((1, 8, "question 1"), (8, 14, "question 2")), "segment-isolation")
+_TEXTS = Declaration((*_QUESTIONS, ("Answer:", "cue")), "causal")
+
+REPRODUCED = "audit.reproduced"
+CASES: dict[str, Case] = {
+    "X01": Case(
+        "the prompt builder cuts the cue",
+        (Named("segments.not-found", ("'cue'",)),),
+        ("segments.not-found",),
+        _TEXTS,
+    ),
+    "X02": Case(
+        "a patched forward is bound twice; the plain model goes on",
+        (Named("mask.not-applied", ("TypeError",)),),
+        ("mask.not-applied",),
+        _SPANS,
+    ),
+    "X04": Case(
+        "RoPE is skipped by a `hasattr` guard in a patched forward",
+        (Named(REPRODUCED, ("Layer 0", "without RoPE")),),
+        (REPRODUCED, "audit.unexplained"),
+    ),
+    "X07": Case(
+        "a `BlockMask` reaches eager attention",
+        (Named("", ("BlockMask", "layer 0")), Named("", ("BlockMask", "Layer 0"))),
+        ("run.failed", "generation.failed", "kernel.failed"),
+        fails=True,
+    ),
+    "X09": Case(
+        "`generate` gets a 4D mask",
+        (Named("", ("17",)),),
+        ("run.failed", "generation.failed"),
+        fails=True,
+    ),
+    "X10": Case(
+        "`_adjust` of a BlockMask raises",
+        (Named("", ("IndexError", "adjusted_too_far")), Named("", ("_adjust",))),
+        ("run.failed", "generation.failed", "kernel.failed"),
+        fails=True,
+    ),
+    "X14": Case(
+        "asking for weights drops the mask (softmax by hand)",
+        (Named(REPRODUCED, ("Layer 0", "causal")), Named("mask.not-applied", ("weights",))),
+        (REPRODUCED, "audit.unexplained", "mask.not-applied"),
+        _SPANS,
+    ),
+    "X15": Case(
+        "a cache of masks survives an exception",
+        (Named("", ("mask", "generation 0")),),
+        ("segments.drift",),
+    ),
+    "X19": Case(
+        "attention sinks are built as a score_mod and not applied",
+        (Named(REPRODUCED, ("Layer 0", "without the attention sinks")),),
+        (REPRODUCED, "audit.unexplained"),
+    ),
+    "X22": Case(
+        "the rule of a paged cache compares positions with slots",
+        (Named("", ("slots",)),),
+        (REPRODUCED, "audit.unexplained"),
+    ),
+    "X23": Case(
+        "a hook of a compiled model never fires",
+        (Named("", ("hook", "compiled")),),
+    ),
+    "X24": Case(
+        "`ROWS_GUARANTEED_SAFE` with rows that are empty",
+        (Named("", ("ROWS_GUARANTEED_SAFE",)),),
+    ),
+    "N01": Case(
+        "rejected drafts stay in the cache",
+        (Named(REPRODUCED, ("step 2", "rejected proposals")),),
+        (REPRODUCED, "audit.unexplained"),
+        thread="ml-explore/mlx-lm#1109",
+    ),
+    "N02": Case(
+        "beam search by hand, cache not reordered",
+        (Named("", ("another beam",)),),
+        (REPRODUCED, "audit.unexplained"),
+        thread="huggingface/transformers#46612",
+    ),
+    "N03": Case(
+        "the cache is thinned, and positions follow its length",
+        (Named(REPRODUCED, ("step 1", "position ids", "15")),),
+        (REPRODUCED, "audit.unexplained", "cache.lost"),
+        thread="huggingface/transformers#47597",
+    ),
+    "N05": Case(
+        "sampling comes from the checkpoint's generation config",
+        (Named("", ("do_sample", "generation config")), Named("", ("sampl", "checkpoint"))),
+        thread="huggingface/lighteval#559",
+    ),
+    "N06": Case(
+        "a batch is padded with the EOS, its mask is not passed",
+        (Named("", ("padding", "attention mask")), Named(REPRODUCED, ("padding tokens",))),
+        ("mask.batch-padding",),
+        thread="QwenLM/Qwen#63",
+    ),
+    "N07": Case(
+        "the soft cap of the scores is not applied",
+        (Named(REPRODUCED, ("Layer 0", "without the soft cap")),),
+        (REPRODUCED, "audit.unexplained"),
+        thread="vllm-project/vllm-metal#665",
+    ),
+    "N09": Case(
+        "one cache of a prefix serves two questions",
+        (Named("cache.shared", ("generation",)),),
+        ("cache.shared",),
+        thread="huggingface/transformers#37078",
+    ),
+    "N10": Case(
+        "training mode is left on, with attention dropout",
+        (Named("audit.training-mode", ("dropout (0.2)",)),),
+        ("audit.unexplained",),
+        thread="karpathy/nanoGPT#749",
+    ),
+    "N11": Case(
+        "the output head is not tied and newly initialised",
+        (Named("", ("lm_head", "initiali")),),
+        ("text.flat",),
+        thread="huggingface/transformers#43429",
+    ),
+    "N12": Case(
+        "another `eos_token_id`: the text runs on behind the EOS",
+        (Named("", ("<eos>",)),),
+        thread="huggingface/lighteval#1279",
+    ),
+    "N14": Case(
+        "a distance bias in a score_mod, without the offset of the decode row",
+        (Named(REPRODUCED, ("step 1", "score_mod of row 0")),),
+        (REPRODUCED, "audit.unexplained"),
+        thread="keras-team/keras-hub#2862",
+    ),
+    "N16": Case(
+        "rules made in a loop all see the last window",
+        (Named("", ("window", "loop")),),
+        ("masks.rebuilt",),
+    ),
+}
+"""The cases of the second list of bugs, by its numbers."""
+
+CORRECT: dict[str, Declaration] = {
+    "isolated-separators": Declaration(
+        ((1, 8, "question 1"), (8, 13, "question 2"), (13, 14, "separator"), (14, 17, "cue")),
+        "segment-isolation",
+        "isolated",
+    ),
+    "isolated-segments": _SPANS,
+    "two-prompts": _TEXTS,
+    "two-masked-prompts": Declaration(_QUESTIONS, "segment-isolation"),
+}
+"""Declarations of programs without an error."""
