@@ -146,15 +146,13 @@ def lost_sinks(is_bug: bool) -> None:
         mask = blocks(allowed, n, m + 1)
         score_mod = None if is_bug else sink
         scale = kwargs["scaling"]
-        return run_flex(
-            query, key, value, score_mod=score_mod, block_mask=mask, scale=scale
-        ), None
+        return run_flex(query, key, value, score_mod=score_mod, block_mask=mask, scale=scale), None
 
     register(model, attend)
     model.generate(ids(12), max_new_tokens=4, do_sample=False)
 
 
-class PagedCache(DynamicCache):
+class PagedCache(DynamicCache):  # type: ignore[misc]
     """Keys in pages of four slots that are taken in an order of their own; the kernel gets all."""
 
     page, n_pages = 4, 8
@@ -167,23 +165,25 @@ class PagedCache(DynamicCache):
         self.position_of = torch.empty_like(self.slot_of)
         self.position_of[self.slot_of] = torch.arange(len(self.slot_of))
         self.pools: dict[int, tuple[Tensor, Tensor]] = {}
-        self.length: dict[int, int] = {}
+        self.filled: dict[int, int] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of positions that are filled."""
-        return self.length.get(layer_idx, 0)
+        return self.filled.get(layer_idx, 0)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
         """Store keys and values in their slots; return all slots."""
-        n = self.length.get(layer_idx, 0)
+        n = self.filled.get(layer_idx, 0)
         new = key_states.shape[2]
         if layer_idx not in self.pools:
-            batch, heads, _, width = key_states.shape
+            batch, heads, width = (key_states.shape[n] for n in (0, 1, 3))
             shape = (batch, heads, self.page * self.n_pages, width)
             self.pools[layer_idx] = (key_states.new_zeros(shape), key_states.new_zeros(shape))
         for pool, states in zip(self.pools[layer_idx], (key_states, value_states), strict=True):
             pool[:, :, self.slot_of[n : n + new]] = states
-        self.length[layer_idx] = n + new
+        self.filled[layer_idx] = n + new
         return self.pools[layer_idx]
 
 
@@ -195,7 +195,8 @@ def physical_index(is_bug: bool) -> None:
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        n, before = query.shape[2], cache.length[module.layer_idx] - query.shape[2]
+        n = query.shape[2]
+        before: int = cache.filled[module.layer_idx] - n
 
         def physical(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return q + before >= kv
@@ -282,12 +283,16 @@ def late_binding(is_bug: bool) -> None:
     """N16: the rules of the layers are made in a loop, and all see the last window."""
     model = make(num_hidden_layers=4)
     windows = (4, 6, 8, 32)
-    rules = []
+    rules: list[Any] = []
     for window in windows:
-        if is_bug:
-            rules.append(lambda q, kv: (q >= kv) & (q - kv < window))  # noqa: B023
-        else:
-            rules.append(lambda q, kv, window=window: (q >= kv) & (q - kv < window))
+
+        def late(q: Tensor, kv: Tensor) -> Tensor:
+            return (q >= kv) & (q - kv < window)  # noqa: B023
+
+        def bound(q: Tensor, kv: Tensor, window: int = window) -> Tensor:
+            return (q >= kv) & (q - kv < window)
+
+        rules.append(late if is_bug else bound)
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
@@ -331,9 +336,12 @@ def stale_mask_cache(is_bug: bool) -> None:
             raise RuntimeError("the answer is too long")
         return False
 
-    for spans, seed in ((((1, 8), (8, 14)), 3), (((1, 4), (4, 14)), 5)):
+    for own, seed in ((((1, 8), (8, 14)), 3), (((1, 4), (4, 14)), 5)):
+        spans = own
         try:
-            model.generate(ids(17, seed), max_new_tokens=4, do_sample=False, stopping_criteria=[stop])
+            model.generate(
+                ids(17, seed), max_new_tokens=4, do_sample=False, stopping_criteria=[stop]
+            )
             made.clear()
         except RuntimeError:
             if not is_bug:

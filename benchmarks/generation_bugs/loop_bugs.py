@@ -49,7 +49,7 @@ def compiled_before_hook(is_bug: bool) -> None:
         return output + 0.5
 
     layer = model.model.layers[1].mlp
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     if is_bug:
         compiled(prompt)
         layer.register_forward_hook(steer)

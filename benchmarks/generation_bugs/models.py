@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 torch.set_grad_enabled(False)
 transformers.logging.set_verbosity_error()
 warnings.filterwarnings("ignore")
-flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # type: ignore[attr-defined]
+flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
 
 DEMO = Path(__file__).parents[2] / "flexinspect" / "data" / "demo"
 VOCAB, BOS, HEADS, KV_HEADS = 300, 1, 4, 2

@@ -20,15 +20,14 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Declaration
 
 PROGRAM = Path(__file__).parent / "program.py"
-IGNORED = ("text.",)
-"""Beginnings of findings about the text itself: random weights say nothing sensible."""
+IGNORED = ("text.", "path.needless-builds")
+"""Beginnings of findings that do not count: random weights say nothing sensible, and the programs
+do build masks in each layer, which is a warning if the machine is slow."""
 
 
 def measure(*, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run every program once; return scores, sentences and false alarms."""
     load_libraries()
-    from benchmarks.generation_bugs.correct import PROGRAMS
-
     bugs = {}
     for name, case in CASES.items():
         if names and name not in names:
@@ -36,10 +35,10 @@ def measure(*, names: Sequence[str] = ()) -> dict[str, Any]:
         bugs[name] = judge(name, case)
         print(name, bugs[name]["score"], bugs[name]["false_alarms"], file=sys.stderr)
     clean = {}
-    for name in PROGRAMS:
+    for name, declaration in CORRECT.items():
         if names and name not in names:
             continue
-        clean[name] = {"false_alarms": alarms(run(name, "fixed", CORRECT.get(name)))}
+        clean[name] = {"false_alarms": alarms(run(name, "fixed", declaration))}
         print(name, clean[name]["false_alarms"], file=sys.stderr)
     return {"bugs": bugs, "clean": clean}
 
@@ -58,10 +57,9 @@ def load_libraries() -> None:
     torch.set_num_threads(1)
 
 
-def run(name: str, variant: str, declaration: Declaration | None = None) -> list[Finding]:
+def run(name: str, variant: str, declaration: Declaration) -> list[Finding]:
     """Return the findings of one program."""
-    declared = declaration or Declaration()
-    return found_in(str(PROGRAM), name, variant, declaration=declared, may_fail=True)
+    return found_in(str(PROGRAM), name, variant, declaration=declaration, may_fail=True)
 
 
 def judge(name: str, case: Case) -> dict[str, Any]:

@@ -53,7 +53,8 @@ class StepEvidence(Struct):
     `ids` (batch, q_len), `positions` and `padding` are the arguments, None if not passed. `rows`
     are the input rows whose `values` (batch, rows, …) are kept. Queries, keys and values are
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
-    `cache` is the identity of the cache that the forward received or made, 0 for none.
+    `cache` is the identity of the cache that the forward received or made, 0 for none. `pool` are
+    the keys of the first call, if it has more than there are tokens.
     """
 
     generation: int
@@ -71,6 +72,7 @@ class StepEvidence(Struct):
     score_mods: dict[int, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     cache: int = 0
+    pool: Tensor | None = None
 
 
 class EvidenceStore:
@@ -80,6 +82,8 @@ class EvidenceStore:
         self.steps: dict[int, list[StepEvidence]] = {}
         self.skipped: dict[int, str] = {}
         """Why a generation, or its steps from some step on, were not kept."""
+        self.pools: dict[int, Tensor] = {}
+        """By generation, the newest `pool` of its steps."""
         self.snapshot: Snapshot | None = None
         self.problem = ""
         """Why no step of this model can be judged."""
@@ -100,6 +104,8 @@ class EvidenceStore:
         if not self.steps:
             self._hold(model)
         self.n_bytes += size
+        if evidence.pool is not None:
+            self.pools[generation], evidence.pool = evidence.pool, None
         self.steps.setdefault(generation, []).append(evidence)
 
     def with_earlier_steps(self, generation: int) -> list[StepEvidence]:
@@ -142,6 +148,7 @@ class EvidenceStore:
     def clear(self) -> None:
         """Drop everything that was kept."""
         self.steps.clear()
+        self.pools.clear()
         self.snapshot, self.n_bytes = None, 0
 
 
@@ -222,6 +229,9 @@ class EvidenceHook(Hook):
         pending = self._pending
         if pending is None:
             return
+        n = pending.kv_before + pending.q_len
+        if calls and calls[0].key.shape[2] > n:
+            pending.pool = calls[0].key.detach()
         for call in calls:
             pending.paths[call.layer] = call.path
             arguments = getattr(call.kernel, "arguments", None) or {}
@@ -231,7 +241,9 @@ class EvidenceHook(Hook):
             if pending.step < DETAILED_STEPS and call.query.shape[2] == pending.q_len:
                 for name, tensor in ((QUERY, call.query), (KEY, call.key), (VALUE, call.value)):
                     # A copy: a decode row is a part of all keys.
-                    newest = tensor[:, :, -pending.q_len :].transpose(1, 2).detach().clone()
+                    stop = n if name != QUERY and tensor.shape[2] > n else tensor.shape[2]
+                    newest = tensor[:, :, stop - pending.q_len : stop].transpose(1, 2)
+                    newest = newest.detach().clone()
                     self._values[name, call.layer] = (newest, None)
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
