@@ -50,20 +50,20 @@ CASES: dict[str, Case] = {
     ),
     "X07": Case(
         "a `BlockMask` reaches eager attention",
-        (Named("", ("BlockMask", "layer 0")), Named("", ("BlockMask", "Layer 0"))),
-        ("run.failed", "generation.failed", "kernel.failed"),
+        (Named("run.exception", ("BlockMask", "'eager'")), Named("", ("BlockMask", "layer 0"))),
+        ("run.exception", "path.kernel-failed"),
         fails=True,
     ),
     "X09": Case(
         "`generate` gets a 4D mask",
-        (Named("", ("17",)),),
-        ("run.failed", "generation.failed"),
+        (Named("run.exception", ("(1, 1, 17, 17)", "mask_of_four_dimensions")),),
+        ("run.exception",),
         fails=True,
     ),
     "X10": Case(
         "`_adjust` of a BlockMask raises",
-        (Named("", ("IndexError", "adjusted_too_far")), Named("", ("_adjust",))),
-        ("run.failed", "generation.failed", "kernel.failed"),
+        (Named("mask.rule-raised", ("IndexError", "document")),),
+        ("mask.rule-raised", "run.exception", "path.kernel-failed"),
         fails=True,
     ),
     "X14": Case(
@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
     ),
     "X15": Case(
         "a cache of masks survives an exception",
-        (Named("", ("mask", "generation 0")),),
+        (Named("mask.other-prompt", ("prompt of generation 0",)),),
         ("segments.drift",),
     ),
     "X19": Case(
@@ -89,11 +89,13 @@ CASES: dict[str, Case] = {
     ),
     "X23": Case(
         "a hook of a compiled model never fires",
-        (Named("", ("hook", "compiled")),),
+        (Named("graphs.silent-hook", ("steer", "model.layers.1.mlp")),),
+        ("graphs.silent-hook",),
     ),
     "X24": Case(
         "`ROWS_GUARANTEED_SAFE` with rows that are empty",
-        (Named("", ("ROWS_GUARANTEED_SAFE",)),),
+        (Named("mask.option-promise", ("ROWS_GUARANTEED_SAFE", "5 rows")),),
+        ("mask.option-promise",),
     ),
     "N01": Case(
         "rejected drafts stay in the cache",
@@ -115,12 +117,16 @@ CASES: dict[str, Case] = {
     ),
     "N05": Case(
         "sampling comes from the checkpoint's generation config",
-        (Named("", ("do_sample", "generation config")), Named("", ("sampl", "checkpoint"))),
+        (Named("generate.sampling-by-config", ("do_sample=True",)),),
+        ("generate.sampling-by-config",),
         thread="huggingface/lighteval#559",
     ),
     "N06": Case(
         "a batch is padded with the EOS, its mask is not passed",
-        (Named("", ("padding", "attention mask")), Named(REPRODUCED, ("padding tokens",))),
+        (
+            Named("mask.padding-as-text", ("9 padding tokens",)),
+            Named(REPRODUCED, ("9 padding tokens",)),
+        ),
         ("mask.batch-padding",),
         thread="QwenLM/Qwen#63",
     ),
@@ -144,13 +150,14 @@ CASES: dict[str, Case] = {
     ),
     "N11": Case(
         "the output head is not tied and newly initialised",
-        (Named("", ("lm_head", "initiali")),),
+        (Named("weights.newly-initialised", ("lm_head",)),),
         ("text.flat",),
         thread="huggingface/transformers#43429",
     ),
     "N12": Case(
         "another `eos_token_id`: the text runs on behind the EOS",
-        (Named("", ("<eos>",)),),
+        (Named("generate.eos-passed-over", ("<eos>", "step 2")),),
+        ("generate.eos-passed-over",),
         thread="huggingface/lighteval#1279",
     ),
     "N14": Case(

@@ -50,12 +50,12 @@ def compiled_before_hook(is_bug: bool) -> None:
 
     layer = model.model.layers[1].mlp
     compiled: Any = torch.compile(model, backend="eager")
+    if not is_bug:
+        layer.register_forward_hook(steer)
+    compiled(prompt)
     if is_bug:
-        compiled(prompt)
         layer.register_forward_hook(steer)
-    else:
-        layer.register_forward_hook(steer)
-    greedy(compiled, prompt, 3)
+    compiled(prompt)
 
 
 def rejected_drafts(is_bug: bool) -> None:
