@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-flexinspect
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast torture check format bench bench-training demo-model \
+.PHONY: help setup demo test test-fast torture check format bench bench-training bench-generation demo-model \
 	screenshots dist clean
 
 help: ## list the targets
@@ -55,6 +55,9 @@ bench: setup ## run the benchmarks (quiet machine, some minutes); JSON goes to b
 
 bench-training: setup ## look for public silent training errors, and for false alarms (some minutes)
 	$(BIN)/python -m benchmarks training-bugs
+
+bench-generation: setup ## look for generation errors of unseen programs, and for false alarms
+	$(BIN)/python -m benchmarks generation-bugs
 
 demo-model: setup ## train the shipped demo model again (up to 30 minutes on two cores)
 	$(BIN)/python -m tools.demo_model

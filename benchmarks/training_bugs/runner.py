@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import markdown
 from benchmarks.forked_runs import fork_capture, wait
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.job import ScriptJob
+from flexinspect.records.job import Declaration, ScriptJob
 from flexinspect.trace.reader import open_trace
 
 FOLDER = Path(__file__).parent
@@ -88,8 +88,18 @@ def _alarms(found: Sequence[Finding]) -> list[str]:
     return [f"{one.id}: {one.sentence}" for one in loud if one.id.startswith("training.")]
 
 
-def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
-    """Run a program, in one process for each rank; return the findings of all."""
+def found_in(
+    script: str,
+    *args: str,
+    n_ranks: int = 1,
+    declaration: Declaration | None = None,
+    may_fail: bool = False,
+) -> list[Finding]:
+    """Run a program, in one process for each rank; return the findings of all.
+
+    `script` is a file of this folder, or a path. Raises `RuntimeError` if the program fails, unless
+    it `may_fail`.
+    """
     # Not a TemporaryDirectory, which a child would remove at its end.
     folder = tempfile.mkdtemp()
     try:
@@ -99,9 +109,13 @@ def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         out = Path(folder) / "t.flextrace"
         if n_ranks == 1:
-            job = ScriptJob(out=str(out), program=str(FOLDER / script), args=args, control=False)
+            declared = declaration or Declaration()
+            program = str(FOLDER / script)
+            job = ScriptJob(
+                out=str(out), program=program, args=args, control=False, declaration=declared
+            )
             wait(fork_capture(job), PATIENCE_S)
-            return _read(out)
+            return _read(out, may_fail=may_fail)
         # Processes of their own: a group of processes that were forked may hang when it ends.
         command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--no-control"]
         command += ["--out", str(out), str(FOLDER / script), *args]
@@ -118,9 +132,9 @@ def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
         shutil.rmtree(folder)
 
 
-def _read(trace: Path) -> list[Finding]:
+def _read(trace: Path, *, may_fail: bool = False) -> list[Finding]:
     with open_trace(trace) as reader:
-        if reader.state != "finished":
+        if reader.state != "finished" and not may_fail:
             raise RuntimeError(f"{reader.run().get('program')} ended as {reader.state}")
         return reader.findings()
 

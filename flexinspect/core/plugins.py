@@ -82,6 +82,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "reach": "flexinspect.rules.masks.transitive_reach:TransitiveReachRule",
         "tables": "flexinspect.rules.masks.block_tables:BlockTablesRule",
         "heads": "flexinspect.rules.masks.heads_and_batches:HeadsRule",
+        "late_binding": "flexinspect.rules.masks.late_binding:LateBindingRule",
         "batches": "flexinspect.rules.masks.heads_and_batches:BatchRowsRule",
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",

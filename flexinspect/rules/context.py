@@ -47,6 +47,7 @@ class RuleContext:
         self.generation = GenerationRecord(0, "", "", "", (), ())
         self.declared_mask: DeclaredMask | None = None
         self.is_standalone = False
+        self.has_paged_keys = False  # columns of this generation's masks are slots of a pool
         self.shared_memory: dict[str, Any] = {}  # shared by the models of a run, by rule name
         self.has_custom_mask_mod = False  # a function of the user, whose intent is unknown
 
@@ -59,6 +60,7 @@ class RuleContext:
         step, without tokens, segments or a declared mask.
         """
         self.generation, self.is_standalone = generation, is_standalone
+        self.has_paged_keys = False
         self.segments = generation.segments
         self._tokens = {token.pos: token for token in generation.tokens}
         self.declared_mask = _find_declared_mask(generation)

@@ -26,6 +26,7 @@ from flexinspect.core import plugins
 from flexinspect.core.text import MAX_LISTED_POSITIONS
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.step import EventRecord, GenerationRecord, GradientRecord, StepRecord
+from flexinspect.rules import paged_keys
 from flexinspect.rules.context import RuleContext
 
 Findings = Iterator[Finding]
@@ -256,6 +257,7 @@ class RuleRunner:
 
     def _run_step(self, step: StepRecord) -> tuple[list[Finding], tuple[EventRecord, ...]]:
         self._context.add_step(step)
+        step = paged_keys.without_slots(step, self._context)
         return self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step.step)
 
     def _call_rules(

@@ -18,14 +18,24 @@ from flexinspect.records.job import Declaration, ScriptJob
 from support.warm_python import Ran, run_warm
 
 
-def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
-    """Run a script under capture in a child that is warm, with the text of a declaration file."""
-    declaration = Declaration()
+def capture(
+    script: Path,
+    out: Path,
+    *,
+    declare: str = "",
+    declared: Declaration | None = None,
+    args: tuple[str, ...] = (),
+) -> Ran:
+    """Run a script under capture in a child that is warm.
+
+    `declare` is the text of a declaration file, `declared` a declaration that was read.
+    """
+    declaration = declared or Declaration()
     if declare:
         file = out.with_suffix(".toml")
         file.write_text(declare, encoding="utf-8")
         declaration = read_declaration(file)
-    job = ScriptJob(out=str(out), program=str(script), declaration=declaration)
+    job = ScriptJob(out=str(out), program=str(script), declaration=declaration, args=args)
     file = out.with_suffix(".json")
     file.write_text(job.to_json(), encoding="utf-8")
     return run_warm(["-m", "support.captures", str(file)])

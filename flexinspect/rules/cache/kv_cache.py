@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from flexinspect.core.text import capitalize, format_layers, format_ranges, plural
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, StepRecord
 from flexinspect.rules.context import format_step_layers, step_array
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -28,6 +29,7 @@ NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
 CACHED_PROMPT_EVENT = "cached-prompt"  # has the prompt tokens that a caller assumes to be cached
 
 _MAX_GENERATIONS = 16  # earlier generations whose tokens are compared with a filled cache
+_MIN_ANSWER = 2  # decode steps that make an answer
 _MIN_COMMON_PREFIX = 8  # equal tokens of a repeated text; templates have a few in common
 
 SLOT_STREAM = "attention.slots"
@@ -97,6 +99,9 @@ class CacheRule(Rule):
         self._is_cache_off = False
         self._length = 0
         self._repeated: Finding | None = None  # until the next step shows how tokens are chosen
+        self._question: tuple[int, int] | None = None
+        """Step and position of the newest question, if the first one came after a prefix."""
+        self._n_answered = 0
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Store the prompt that the caller assumes to be cached."""
@@ -301,6 +306,7 @@ class CacheRule(Rule):
             self._repeated = self._check_repeated_token(step)
         if step.kv_before:
             self._n_continued = 0
+        self._count_answered(step)
         self._last_step = replace(step, masks=(), arrays=())
         self._length = step.kv_after
         return found
@@ -343,6 +349,8 @@ class CacheRule(Rule):
         candidate_ids = _candidate_ids(last)
         is_next = is_large and (_continues(last, step) or token.token_id in candidate_ids)
         is_best = candidate_ids[:1] == [token.token_id]
+        # Positions that go on show that the program knows of the keys that it dropped.
+        severity = Severity.NOTE if _continues(last, step) else Severity.WARNING
         if not is_next and not (n_lost > 1 and last.q_len == 1 and is_best):
             return None
         self._is_loss_reported = True
@@ -352,7 +360,7 @@ class CacheRule(Rule):
             f"({self.context.format_position(step.kv_before)})"
         )
         at = (step.kv_before,)
-        return self._token_finding(step, "cache.lost", Severity.WARNING, sentence, at, n_lost)
+        return self._token_finding(step, "cache.lost", severity, sentence, at, n_lost)
 
     def _check_repeated_token(self, step: StepRecord) -> Finding | None:
         """Report that the first decode step repeats the last prompt token, which was not chosen."""
@@ -398,7 +406,7 @@ class CacheRule(Rule):
                 f"from {step.kv_before} to {step.kv_after} keys ({first} repeats position 0)"
             )
         elif n_same < _MIN_COMMON_PREFIX or 2 * n_same < n_new:
-            return None
+            return self._check_next_question(step, new_ids)
         else:
             finding_id, n_rows = "cache.shared", n_new
             sentence = (
@@ -408,6 +416,38 @@ class CacheRule(Rule):
             )
         positions = range(step.kv_before, step.kv_before + n_rows)
         return self._token_finding(step, finding_id, severity, sentence, positions, n_same)
+
+    def _check_next_question(self, step: StepRecord, new_ids: Sequence[int]) -> Finding | None:
+        """Report a second question on the cache of a prefix that the first one has filled.
+
+        A further turn of a chat begins with the last token of the answer, which was chosen and not
+        fed yet.
+        """
+        last, question, n = self._last_step, self._question, step.kv_before
+        self._question = (step.step, n) if question or step.step == 1 else None
+        chosen = [] if last is None else _candidate_ids(last)[:1]
+        if question is None or not chosen or self._n_answered < _MIN_ANSWER:
+            return None
+        first_step, first = question
+        eos = declared_tokenizer(self.context.generation.declared).eos
+        if first_step + self._n_answered + 1 != step.step or chosen[0] in (*new_ids[:1], *eos):
+            return None
+        sentence = (
+            f"Step {step.step} reads another question ({len(new_ids)} tokens, first: "
+            f"{self.context.format_position(n)}) on the cache of this generation's first one: its "
+            f"rows attend to that question and its answer, {n - first} keys from position {first} "
+            f"to {n - 1}. It is no further turn, because the last token of that answer was chosen "
+            "and never fed. If the questions share a prefix only, each needs a copy of its cache."
+        )
+        at = range(n, n + len(new_ids))
+        return self._token_finding(step, "cache.shared", Severity.WARNING, sentence, at, n - first)
+
+    def _count_answered(self, step: StepRecord) -> None:
+        """Count decode steps in a row that are fed the best token of the step before."""
+        last, token = self._last_step, self.context.token(step.kv_before)
+        best = [] if last is None else _candidate_ids(last)[:1]
+        is_answer = step.q_len == 1 and token is not None and best == [token.token_id]
+        self._n_answered = self._n_answered + 1 if is_answer else 0
 
     def _token_finding(
         self,

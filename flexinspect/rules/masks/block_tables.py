@@ -17,7 +17,14 @@ from flexinspect.core.text import format_numbers, format_ranges, plural
 from flexinspect.masks.algebra import BoolArray, block_row_states, row_chunks
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, MaskRecord, StepRecord
+from flexinspect.records.step import (
+    OWN_FUNCTION,
+    CallRecord,
+    EventRecord,
+    InputsRecord,
+    MaskRecord,
+    StepRecord,
+)
 from flexinspect.rules.attention.kernel_failures import KERNEL_FAILED_EVENT, event_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_views
@@ -242,7 +249,8 @@ class LengthsRule(Rule):
                 yield from self._check_dense_rows(step, mask, same_mask)
             elif step.inputs is not None and step.masks and mask.cells is not None:
                 sees = mask.cells[:, -1].any(axis=0)
-                if mask.q_len > 1 and sees.any():
+                is_known = same_mask[0].path != OWN_FUNCTION or mask.kind != "none, causal"
+                if mask.q_len > 1 and sees.any() and is_known:
                     lookback = mask.kv_len - 1 - int(sees.argmax())
                     self._lookback.update(dict.fromkeys(layers_of(same_mask), lookback))
         lengths = {call.kv_len for call in step.calls}

@@ -14,19 +14,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from flexinspect.core.text import plural
+from flexinspect.core.text import plural, printable
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.masks.attention_row import recorded_check
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import SegmentKind, declared_tokenizer
-from flexinspect.records.step import OWN_FUNCTION, CallRecord, MaskRecord, StepRecord
+from flexinspect.records.step import OWN_FUNCTION, CallRecord, EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext, format_step_layers, read_unpadded
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_findings, mask_views
 from flexinspect.rules.masks.mask_findings import NO_MASK, CellFrame, LayerGroup, MaskCase
 from flexinspect.rules.masks.mask_views import broadcast_rows, layers_of, slice_flags
+
+FORWARD_ERROR_EVENT = "error"  # a forward raised, with the exception as its text
 
 _MAX_EARLIER_SPECS = 8
 _MAX_MATCHING = 1024
@@ -52,12 +54,14 @@ class MasksRule(Rule):
     findings = finding_kinds(
         *("mask.not-applied", "mask.leak", "mask.lost", "mask.none", "mask.future"),
         *("mask.bool-added", "mask.merged", "mask.layers-differ", "mask.padding"),
+        "mask.unchecked",
     )
 
     def __init__(self) -> None:
         self._earlier_specs: deque[tuple[int, MaskSpec]] = deque(maxlen=_MAX_EARLIER_SPECS)
         self._matching: set[tuple[object, ...]] = set()
         self._current_spec: tuple[int, MaskSpec] | None = None
+        self._raised: tuple[int, str] | None = None  # the last generation whose forward raised
 
     def reset(self) -> None:
         """Reset what was reported, and keep the declared mask of the previous generation."""
@@ -78,18 +82,42 @@ class MasksRule(Rule):
         if len(self._matching) > _MAX_MATCHING:
             self._matching.clear()
 
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
+        """Keep the exception of a forward: the program may go on without what raised it."""
+        if event.kind == FORWARD_ERROR_EVENT and event.generation is not None:
+            self._raised = event.generation, event.text
+        return ()
+
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return a finding for each way in which the masks of a step differ from the expected."""
         if step.kv_before == 0:
             real = read_unpadded(step)
             if real is not None:
                 self._unpadded = None if real.all() else real
-        groups = self._group_calls(step)
+        groups, findings = self._group_calls(step), list[Finding]()
+        if self.context.declared_spec is not None and any(map(_is_unknown, groups)):
+            unknown = sorted({n for group in groups if _is_unknown(group) for n in group.layers})
+            findings.append(self._unchecked_finding(step, unknown))
+            groups = [group for group in groups if not _is_unknown(group)]
         cases = [case for group in groups if (case := self._check_group(group)) is not None]
-        findings = [self._report_case(case) for case in _merge_cases(cases)]
+        findings += [self._report_case(case) for case in _merge_cases(cases)]
         if len(groups) > 1 and not findings:
             return self._find_differing_layers(step, groups)
         return findings
+
+    def _unchecked_finding(self, step: StepRecord, layers: Sequence[int]) -> Finding:
+        """Return that a function of the program ran, whose own masking no record shows."""
+        spec = self.context.declared_spec
+        assert spec is not None
+        backend = printable(next(c.backend for c in step.calls if c.layer == layers[0]))
+        sentence = (
+            f"The declared mask ({spec.name}) cannot be compared cell by cell in "
+            f"{format_step_layers(layers, step)}: attention '{backend}' received no mask and calls "
+            "no known kernel, and what it masks by itself is not recorded. The audit compares its "
+            "numbers with the declared mask."
+        )
+        series = _layers_series(layers)
+        return self.finding(step, "mask.unchecked", sentence, layers, series=series)
 
     def _group_calls(self, step: StepRecord) -> list[LayerGroup]:
         # A layer that is not causal is compared only with a declared mask; calls that attend from
@@ -135,22 +163,30 @@ class MasksRule(Rule):
     def _check_declared(self, group: LayerGroup, spec: MaskSpec) -> MaskCase | None:
         frame = call_frame(group.step, group.call)
         differing = self._find_differing_heads(group.mask, spec, frame)
-        if differing is None or self._differs_only_in_bos(group.mask, spec, frame):
+        if differing is None or self._differs_only_in_free_keys(group.mask, spec, frame):
             return None
         if frame.window and _matches(replace(differing.frame, window=None), spec):
             return None  # `mask.window-lost` reports that the layer's window is missing
         case = self._make_case(group, differing, spec)
         return replace(case, expected=f"the declared mask ({spec.name})")
 
-    def _differs_only_in_bos(self, mask: MaskRecord, spec: MaskSpec, frame: CellFrame) -> bool:
-        # Conventions differ, and nothing can leak through the BOS, which sees only itself.
-        if self._non_bos is None or spec.name == "causal":
+    def _differs_only_in_free_keys(
+        self, mask: MaskRecord, spec: MaskSpec, frame: CellFrame
+    ) -> bool:
+        """Whether only keys differ about which conventions differ: the BOS, and empty rows."""
+        # Nothing can leak through the BOS, which sees only itself, nor through rows that see
+        # nothing, such as isolated separators.
+        bos = None if spec.name == "causal" else self._non_bos
+        free = mask_findings.find_empty_rows(spec, max(self.context.n_prompt, 1))
+        if bos is None and not free.any():
             return False
-        n_rows, keys = max(mask.q_len, 1), slice_flags(self._non_bos, frame.kv_offset, frame.n_keys)
-        rows = np.ones(n_rows, np.bool_)
-        if self._unpadded is not None:
-            rows = slice_flags(self._unpadded, frame.q_offset, n_rows)
-            keys = keys & slice_flags(self._unpadded, frame.kv_offset, frame.n_keys)
+        n_rows = max(mask.q_len, 1)
+        real = np.ones(len(free), np.bool_) if self._unpadded is None else self._unpadded
+        rows = slice_flags(real, frame.q_offset, n_rows)
+        keys = slice_flags(real, frame.kv_offset, frame.n_keys)
+        keys = keys & slice_flags(~free, frame.kv_offset, frame.n_keys)
+        if bos is not None:
+            keys = keys & slice_flags(bos, frame.kv_offset, frame.n_keys)
         others = replace(frame, rows=rows, keys=keys)
         return self._find_differing_heads(mask, spec, others) is None
 
@@ -271,13 +307,25 @@ class MasksRule(Rule):
         return self.finding(
             step,
             finding_id,
-            case.describe(finding_id),
+            case.describe(finding_id) + self._describe_raised(finding_id),
             severity=case.severity or _case_severity(case, finding_id),
             layers=layers,
             head=case.heads[0] if len(case.heads) < case.group.n_heads else None,
             positions=found.leaking_rows if found.leaked else found.losing_rows,
             evidence=_case_evidence(case),
             series=_layers_series(layers),
+        )
+
+    def _describe_raised(self, finding_id: str) -> str:
+        """Return that the forward before this generation raised, if a mask is missing since."""
+        is_missing = finding_id in ("mask.not-applied", "mask.none")
+        generation = self.context.generation.generation
+        if not is_missing or self._raised is None or self._raised[0] != generation - 1:
+            return ""
+        what = printable(self._raised[1]).rstrip(".")
+        return (
+            f" The forward before it (generation {generation - 1}) raised {what}; the program "
+            "caught the exception and went on without what had raised it."
         )
 
     def _find_differing_layers(self, step: StepRecord, groups: list[LayerGroup]) -> list[Finding]:
@@ -333,6 +381,7 @@ class MasksRule(Rule):
         )
         # The path rule reports a fallback, and several layers are likely a kind by design.
         is_kind = len(layers) > 1 and len(layers) >= _MIN_KIND_SHARE * odd.n_layers
+        is_kind = is_kind or _have_windows(norm, odd)
         masks = {"mask": odd.mask.fingerprint, "others": norm.mask.fingerprint}
         paths = {"path": odd.call.path, "path_of_others": norm.call.path}
         facts = {**masks, "cells": n_cells, "layers": list(layers), **paths}
@@ -342,6 +391,26 @@ class MasksRule(Rule):
         return self.finding(
             step, id_, sentence, layers, facts, severity=severity, positions=at, series=series
         )
+
+
+def _is_unknown(group: LayerGroup) -> bool:
+    """Whether a function of the program ran without a mask, which may mask by itself."""
+    return group.call.path == OWN_FUNCTION and group.mask.kind.startswith(NO_MASK)
+
+
+def _have_windows(one: LayerGroup, other: LayerGroup) -> bool:
+    """Whether one mask_mod gave two groups of layers sliding windows of different lengths."""
+    same = one.call.path == other.call.path and one.mask.mask_mod == other.mask.mask_mod
+    return same and one.mask.mask_mod is not None and all(map(_is_window, (one, other)))
+
+
+def _is_window(group: LayerGroup) -> bool:
+    """Whether each row sees its newest keys, all rows as many, or all keys before it."""
+    cells, step = group.cells, group.step
+    first = max(step.kv_after - group.call.kv_len, 0)
+    back = (step.kv_before + np.arange(cells.shape[1]))[:, None] - first - np.arange(cells.shape[2])
+    length = int(back[cells.any(axis=0)].max(initial=-1)) + 1
+    return bool((cells == ((back >= 0) & (back < length))).all())
 
 
 def _head_differs(frame: CellFrame, spec: MaskSpec | None) -> bool:

@@ -107,6 +107,15 @@ def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
     return MaskSpec(spec.name, (0, *(starts[i] for i in keep[1:])), head, low)
 
 
+def find_empty_rows(spec: MaskSpec, n: int) -> BoolArray:
+    """Return which of the first n positions see nothing, not even themselves, bool (n,)."""
+    rows = np.arange(n)
+    region = np.searchsorted(np.asarray(spec.starts), rows, side="right") - 1
+    is_prefixed = np.asarray(spec.prefix_stops)[region] > 0
+    empty: BoolArray = ~is_prefixed & (np.asarray(spec.local_starts)[region] > rows)
+    return empty
+
+
 def row_matches_spec(frame: CellFrame, spec: MaskSpec) -> bool:
     """Return whether the only row matches a spec."""
     # It counts keys, because this is the whole cost of a decode step without findings.

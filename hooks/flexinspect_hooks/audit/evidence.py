@@ -54,7 +54,8 @@ class StepEvidence(Struct):
     are the input rows whose `values` (batch, rows, …) are kept. Queries, keys and values are
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
     `cache` is the identity of the cache that the forward received or made, 0 for none.
-    `is_quantised` says that it keeps keys and values in a smaller dtype.
+    `is_quantised` says that it keeps keys and values in a smaller dtype. `pool` are the keys of the
+    first call, if it has more than there are tokens.
 
     Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
     (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
@@ -76,6 +77,7 @@ class StepEvidence(Struct):
     paths: dict[int, str] = field(default_factory=dict)
     cache: int = 0
     is_quantised: bool = False
+    pool: Tensor | None = None
     dtype: torch.dtype | None = None
     logit_ids: Tensor | None = None
 
@@ -87,6 +89,8 @@ class EvidenceStore:
         self.steps: dict[int, list[StepEvidence]] = {}
         self.skipped: dict[int, str] = {}
         """Why a generation, or its steps from some step on, were not kept."""
+        self.pools: dict[int, Tensor] = {}
+        """By generation, the newest `pool` of its steps."""
         self.snapshot: Snapshot | None = None
         self.problem = ""
         """Why no step of this model can be judged."""
@@ -107,6 +111,8 @@ class EvidenceStore:
         if not self.steps:
             self._hold(model)
         self.n_bytes += size
+        if evidence.pool is not None:
+            self.pools[generation], evidence.pool = evidence.pool, None
         self.steps.setdefault(generation, []).append(evidence)
 
     def with_earlier_steps(self, generation: int) -> list[StepEvidence]:
@@ -149,6 +155,7 @@ class EvidenceStore:
     def clear(self) -> None:
         """Drop everything that was kept."""
         self.steps.clear()
+        self.pools.clear()
         self.snapshot, self.n_bytes = None, 0
 
 
@@ -232,6 +239,9 @@ class EvidenceHook(Hook):
         pending = self._pending
         if pending is None:
             return
+        n = pending.kv_before + pending.q_len
+        if calls and calls[0].key.shape[2] > n:
+            pending.pool = calls[0].key.detach()
         for call in calls:
             pending.paths[call.layer] = call.path
             arguments = getattr(call.kernel, "arguments", None) or {}
@@ -241,7 +251,9 @@ class EvidenceHook(Hook):
             if pending.step < DETAILED_STEPS and call.query.shape[2] == pending.q_len:
                 for name, tensor in ((QUERY, call.query), (KEY, call.key), (VALUE, call.value)):
                     # A copy: a decode row is a part of all keys.
-                    newest = tensor[:, :, -pending.q_len :].transpose(1, 2).detach().clone()
+                    stop = n if name != QUERY and tensor.shape[2] > n else tensor.shape[2]
+                    newest = tensor[:, :, stop - pending.q_len : stop].transpose(1, 2)
+                    newest = newest.detach().clone()
                     self._values[name, call.layer] = (newest, None)
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:

@@ -10,8 +10,11 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from flexinspect.masks import algebra
+from flexinspect.records.step import OWN_FUNCTION
+from flexinspect.rules.masks.mask_findings import find_empty_rows
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.audit.fed_sequence import FedSequence
+from flexinspect_hooks.audit.paged_keys import SlotLayout, read_layout
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 
 MAX_ROWS = 2048
@@ -24,24 +27,33 @@ class GenerationMasks(Struct):
     `base` is what the reference runs under where it is not the architecture's own mask; `kind` says
     what it is: "own", "declared" or "executed". `executed` are those of the layers, if they differ
     from the base. Without a declared mask they may be what the program means, see `undeclared`.
+    `slots` are those of a paged cache.
     """
 
     kind: str = "own"
     base: dict[int, Tensor] = field(default_factory=dict)
     executed: dict[int, Tensor] = field(default_factory=dict)
     unread: str = ""
+    slots: SlotLayout | None = None
 
     def undeclared(self) -> GenerationMasks | None:
         """Return the executed masks as a base, if none is declared and they are others."""
         if self.kind != "own" or not self.executed:
             return None
-        return GenerationMasks("executed", self.executed)
+        return GenerationMasks("executed", self.executed, slots=self.slots)
 
 
 def read_masks(
-    reader: TraceReader | None, generation: int, sequence: FedSequence, reference: ReferenceModel
+    reader: TraceReader | None,
+    generation: int,
+    sequence: FedSequence,
+    reference: ReferenceModel,
+    slot_of: Tensor | None = None,
 ) -> GenerationMasks:
-    """Return the masks of a generation: the declared one counts, else the executed one."""
+    """Return the masks of a generation: the declared one counts, else the executed one.
+
+    `slot_of` is as in `find_slots`.
+    """
     n = len(sequence.ids)
     if reader is None:
         return GenerationMasks(unread="there is no trace")
@@ -49,6 +61,8 @@ def read_masks(
         return GenerationMasks(unread=f"the sequence has more than {MAX_ROWS} tokens")
     columns = np.asarray(sequence.input_rows)
     declared = _declared(reader, generation, columns)
+    if slot_of is not None:
+        return _paged_masks(reader, generation, sequence, reference, slot_of)
     executed = _executed(reader, sequence, columns)
     device = reference.device
     own = {layer: reference.own_mask(layer, n) for layer in reference.blocks}
@@ -60,11 +74,41 @@ def read_masks(
     if declared is not None:
         mask = torch.from_numpy(declared).to(device)[None]
         base = {layer: mask & own[layer] for layer in own}
+        keys = _free_keys(reader, generation, columns)
+        if sequence.ids[0] == getattr(reference.config, "bos_token_id", None):
+            keys[0] = True
+        free = torch.from_numpy(keys).to(device)
+        for layer, ran in found.items():  # about these keys conventions differ
+            if ran.shape[-2:] == base[layer].shape[-2:]:
+                base[layer] = torch.where(free, ran & own[layer], base[layer])
         differing = {n: m for n, m in found.items() if not _same(m, base[n])}
         return GenerationMasks("declared", base, found if differing else {})
     if all(_same(mask, own[layer]) for layer, mask in found.items()):
         return GenerationMasks()
     return GenerationMasks(executed=own | found)
+
+
+def _paged_masks(
+    reader: TraceReader,
+    generation: int,
+    sequence: FedSequence,
+    reference: ReferenceModel,
+    slot_of: Tensor,
+) -> GenerationMasks:
+    """Return the masks of a paged cache: a mask that opens later positions is not meant so."""
+    n, layout = len(sequence.ids), read_layout(reader, sequence, slot_of)
+    own = {layer: reference.own_mask(layer, n) for layer in reference.blocks}
+    declared = _declared(reader, generation, np.asarray(sequence.input_rows))
+    executed: dict[int, Tensor] = {}
+    if layout is not None:
+        found = {layer: cells for layer, cells in layout.by_position().items() if layer in own}
+        is_causal = all(not (cells & ~own[layer]).any() for layer, cells in found.items())
+        executed = own | found if is_causal else {}
+    if declared is None:
+        return GenerationMasks(executed=executed, slots=layout)
+    mask = torch.from_numpy(declared).to(reference.device)[None]
+    base = {layer: mask & own[layer] for layer in own}
+    return GenerationMasks("declared", base, executed, slots=layout)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -78,6 +122,13 @@ def _declared(reader: TraceReader, generation: int, columns: Any) -> Any:
         return None
     n = int(columns[-1]) + 1
     return spec.dense(n)[np.ix_(columns, columns)]
+
+
+def _free_keys(reader: TraceReader, generation: int, columns: Any) -> Any:
+    """Return which keys the program may open or close: of rows that are declared to be empty."""
+    spec = algebra.declared_spec(reader.generation(generation).declared)
+    assert spec is not None
+    return find_empty_rows(spec, int(columns[-1]) + 1)[columns]
 
 
 def _executed(reader: TraceReader, sequence: FedSequence, columns: Any) -> dict[int, Any]:
@@ -94,6 +145,12 @@ def _executed(reader: TraceReader, sequence: FedSequence, columns: Any) -> dict[
             if call.mask not in known:
                 record = reader.mask(call.mask)
                 known[call.mask] = None if record is None else (record.cells, record.kv_offset)
+                if (
+                    record is not None
+                    and record.kind.startswith("none")
+                    and call.path == OWN_FUNCTION
+                ):
+                    known[call.mask] = None  # the function may mask by itself
             if known[call.mask] is None or known[call.mask][0] is None:
                 continue
             part, offset = known[call.mask]

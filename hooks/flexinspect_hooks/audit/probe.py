@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct, field
 from torch import Tensor
 
+from flexinspect_hooks.audit.paged_keys import SlotLayout
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 
 
@@ -21,7 +22,8 @@ class FaultProbe(Struct):
     reference ran, where they are not the architecture's own, and `executed` those that the
     program's layers applied.
     `padding` are ids before the text that the attention should not read. `score_mods` are those of
-    the step's layers, and `has_bias` says whether the reference adds those of the prompt.
+    the step's layers, and `has_bias` says whether the reference adds those of the prompt. `slots`
+    are those of a paged cache, None if keys are in the order of positions.
     """
 
     reference: ReferenceModel
@@ -40,6 +42,7 @@ class FaultProbe(Struct):
     score_mods: Mapping[int, Any] = field(default_factory=dict)
     has_bias: bool = False
     counts_padding: bool = False
+    slots: SlotLayout | None = None
 
     @property
     def config(self) -> Any:

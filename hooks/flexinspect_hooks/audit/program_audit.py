@@ -25,6 +25,7 @@ from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, 
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
+from flexinspect_hooks.audit.paged_keys import find_slots
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
@@ -193,7 +194,8 @@ class ProgramAudit:
             if sequence.steps:
                 verdict.not_judged.append(f"it has more than {MAX_TOKENS} tokens")
             return verdict
-        masks = read_masks(self._reader, generation, sequence, reference)
+        slot_of = find_slots(reference, sequence, self._store.pools.get(generation))
+        masks = read_masks(self._reader, generation, sequence, reference, slot_of)
         if masks.unread:
             verdict.not_judged.append(f"the executed masks: {masks.unread}")
         if masks.kind == "declared" and batch:
@@ -409,6 +411,7 @@ class ProgramAudit:
             segment_starts=segment_starts(self._reader, self._generation_of(sequence)),
             score_mods=step.evidence.score_mods,
             counts_padding=counts_padding,
+            slots=masks.slots,
         )
 
     def _generation_of(self, sequence: FedSequence) -> int:

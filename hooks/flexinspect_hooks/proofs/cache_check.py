@@ -20,7 +20,7 @@ from flexinspect.analysis import proof_results
 from flexinspect.analysis.proof_results import Proof, format_amount, proof_finding
 from flexinspect.core.errors import UsageError
 from flexinspect.core.text import format_layers, plural, printable
-from flexinspect.records.finding import Finding
+from flexinspect.records.finding import Finding, Severity
 from flexinspect_hooks.capture.layer_rows import (
     CACHE_LIMITS,
     CACHE_NOISE_FACTOR,
@@ -90,7 +90,9 @@ def check_cache(
         recompute: `recompute(ids)` runs longer ids without cached keys under the same mask.
             Without it, the model is called with the position ids and padding of the run.
 
-    Raises `UsageError` if the run makes no step after the prompt.
+    The prompt is recomputed twice first: a model that does not give the same states again, such as
+    in training mode with dropout, cannot be judged. Raises `UsageError` if the run makes no step
+    after the prompt.
     """
     if every < 1:
         raise UsageError("every= must be 1 or more: the steps from one recompute to the next.")
@@ -98,6 +100,8 @@ def check_cache(
     subject.report("generating with the cache", None)
     with torch.no_grad():
         cached_run = _record_run(subject, points, new_tokens)
+        if (unstable := _check_repeats(subject, points, cached_run, recompute)) is not None:
+            return unstable
         n_steps = len(cached_run.ids) - 1
         checks = [step for step in range(1, n_steps + 1) if step % every == 0 or step == n_steps]
         done: list[_StepCheck] = []
@@ -199,6 +203,44 @@ def _recompute(
             "it receives, without a cache."
         )
     return full
+
+
+def _check_repeats(
+    subject: Subject,
+    points: Sequence[CapturePoint],
+    cached_run: _CachedRun,
+    recompute: RunIds | None,
+) -> Proof | None:
+    """Return a proof that nothing was judged if two forwards of the prompt differ, else None."""
+    subject.report("running the prompt twice", None)
+    twice = [_recompute(subject, points, cached_run, 0, recompute) for _ in range(2)]
+    padding = None if cached_run.padding is None else ~cached_run.padding.bool()
+    n = cached_run.ids[0].shape[1]
+    hidden = None if padding is None else padding[:, :n]
+    noise = np.array(
+        [
+            relative_differences(a[:, :n], b[:, :n], hidden).max()
+            for a, b in zip(*twice, strict=True)
+        ]
+    )
+    highest = CACHE_LIMITS.get(twice[0][0].dtype, CACHE_LIMITS[torch.float32])[1]
+    if (noise <= highest).all():
+        return None
+    index = int(np.argmax(~(noise <= highest)))
+    layer, off = points[index].layer, format_amount(float(noise[index]))
+    why = " The model is in training mode." if subject.model.training else ""
+    sentence = (
+        f"The same prompt, run twice without a cache, gives states that differ in layer {layer} by "
+        f"{off} of a row's norm, where rounding explains {format_amount(highest)}: steps were not "
+        f"compared, because the difference would not be the cache's.{why}"
+    )
+    evidence = {"noise": noise.tolist(), "limit": highest}
+    finding = proof_finding(
+        proof_results.UNSTABLE, sentence, severity=Severity.ERROR, layer=layer, evidence=evidence
+    )
+    numbers = [point.layer for point in points if point.layer is not None]
+    line = "cache check: no step was compared, because the model does not repeat itself"
+    return Proof("cache", (line,), (finding,), {"layers": numbers, "steps": [], **evidence})
 
 
 def _compare_steps(

@@ -215,3 +215,13 @@ def test_the_user_can_pass_recompute() -> None:
     assert serious(proof) == []
     assert lengths == [22, 24]
     assert "4 steps are the same in all 3 layers" in only(proof, SAME).sentence
+
+
+def test_a_model_that_does_not_repeat_itself_is_not_judged() -> None:
+    """Dropout changes every forward, which no cache is to blame for."""
+    model = model_of("llama", attention_dropout=0.2).train()
+    finding = only(cache(model), "proof.unstable")
+    assert (finding.severity, finding.layer) == (Severity.ERROR, 0)
+    assert "run twice without a cache" in finding.sentence
+    assert finding.sentence.endswith("The model is in training mode.")
+    assert only(cache(model.eval()), SAME)

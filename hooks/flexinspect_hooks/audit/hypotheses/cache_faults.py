@@ -83,4 +83,21 @@ def key_stale(probe: FaultProbe) -> Edits:
     yield ForwardEdit(name="cache.stale", sentence=sentence, attention=empty)
 
 
-HYPOTHESES = (key_missing, key_duplicated, key_stale)
+def slots_as_positions(probe: FaultProbe) -> Edits:
+    """A mask of a paged cache compares positions with slots."""
+    layout = probe.slots
+    if layout is None:
+        return
+    position = layout.moved
+    sentence = (
+        "whose mask takes slots of the paged cache for positions (position "
+        f"{position} is in slot {int(layout.slot_of[position])})"
+    )
+
+    def attention(call: AttentionInput) -> AttentionInput:
+        return replace(call, output=layout.attend)
+
+    yield ForwardEdit(name="cache.slots", sentence=sentence, attention=attention)
+
+
+HYPOTHESES = (slots_as_positions, key_missing, key_duplicated, key_stale)

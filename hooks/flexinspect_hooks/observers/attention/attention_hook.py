@@ -23,9 +23,14 @@ from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
-from flexinspect_hooks.observers.attention import call_checks, segment_attention
+from flexinspect_hooks.observers.attention import call_checks, paged_keys, segment_attention
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall, KernelCalls
+from flexinspect_hooks.observers.attention.late_binding import (
+    LateBinding,
+    find_late_bindings,
+    record_late_bindings,
+)
 from flexinspect_hooks.observers.attention.layer_code import (
     LayerCode,
     LayerCodes,
@@ -52,6 +57,7 @@ class _AttentionStep(NamedTuple):
     masks: tuple[CapturedMask, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
     codes: tuple[LayerCode, ...] = ()
+    late: tuple[LateBinding, ...] = ()
 
 
 class AttentionHook(Hook):
@@ -194,12 +200,17 @@ class AttentionHook(Hook):
             if self.kernels is not None:
                 filled = None if self._context.is_standalone else step.kv_after
                 call_checks.put_user_call_checks(refs, step, filled, buffer)
+                if filled is not None:
+                    paged_keys.put_paged_keys(refs, step, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
         for mask in masks:
             mask.cells = mask.averaged = mask.bias = mask.mask_mod_blocks = None
         codes = () if self.kernels is None else self._layer_codes.find_new(refs)
-        return _AttentionStep(tuple(ref.record_fields() for ref in refs), masks, builds, codes)
+        is_first = self.kernels is not None and not step.step
+        late = find_late_bindings(refs) if is_first else ()
+        calls = tuple(ref.record_fields() for ref in refs)
+        return _AttentionStep(calls, masks, builds, codes, late)
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
         """Return the calls of a step and the masks built for it, and drop them."""
@@ -253,6 +264,7 @@ class AttentionHook(Hook):
             return
         draft.builds += kept.builds
         record_layer_codes(kept.codes, draft)
+        record_late_bindings(kept.late, draft)
         for mask in kept.masks:
             self._mask_store.record(mask, values, draft)
         # No rule needs equal batch rows of standalone calls.
@@ -273,6 +285,7 @@ class AttentionHook(Hook):
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
         call_checks.record_user_call_checks(values, kept.calls, draft)
+        paged_keys.record_paged_keys(values, draft)
         if step.level == "extreme":
             draft.add_activations(values, ("q", "k", "v"))
 

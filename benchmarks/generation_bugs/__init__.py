@@ -1,0 +1,1 @@
+"""Programs that generate text with a silent error, and the same without it: see `runner`."""

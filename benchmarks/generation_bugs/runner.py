@@ -1,0 +1,116 @@
+"""Generations with an error that only unseen programs had, and generations without one.
+
+Each is a program that knows nothing of flexinspect, with a twin in which the error is repaired, run
+as `flexinspect run` runs it, in a child of a process that has imported torch already. The findings
+of this one run are scored: 2 if a finding names the place or the mechanism, 1 if one is of the
+error's class, 0 otherwise. Any error or warning about a twin is a false alarm.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import markdown
+from benchmarks.generation_bugs.cases import CASES, CORRECT, Case, Named
+from benchmarks.training_bugs.runner import found_in
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.job import Declaration
+
+PROGRAM = Path(__file__).parent / "program.py"
+IGNORED = ("text.", "path.needless-builds")
+"""Beginnings of findings that do not count: random weights say nothing sensible, and the programs
+do build masks in each layer, which is a warning if the machine is slow."""
+
+
+def measure(*, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Run every program once; return scores, sentences and false alarms."""
+    load_libraries()
+    bugs = {}
+    for name, case in CASES.items():
+        if names and name not in names:
+            continue
+        bugs[name] = judge(name, case)
+        print(name, bugs[name]["score"], bugs[name]["false_alarms"], file=sys.stderr)
+    clean = {}
+    for name, declaration in CORRECT.items():
+        if names and name not in names:
+            continue
+        clean[name] = {"false_alarms": alarms(run(name, "fixed", declaration))}
+        print(name, clean[name]["false_alarms"], file=sys.stderr)
+    return {"bugs": bugs, "clean": clean}
+
+
+def load_libraries() -> None:
+    """Import what the programs need, so that each child has it already."""
+    import torch
+    import torch._dynamo
+    import transformers.models.auto.tokenization_auto
+    import transformers.models.gemma2.modeling_gemma2
+    import transformers.models.gpt_oss.modeling_gpt_oss
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from flexinspect_hooks.user_code import model_discovery  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def run(name: str, variant: str, declaration: Declaration) -> list[Finding]:
+    """Return the findings of one program."""
+    return found_in(str(PROGRAM), name, variant, declaration=declaration, may_fail=True)
+
+
+def judge(name: str, case: Case) -> dict[str, Any]:
+    """Run a program with and without its error; return what was found."""
+    found = run(name, "bug", case.declaration)
+    points, best = score(found, case)
+    return {
+        "planted": case.planted,
+        "thread": case.thread,
+        "score": points,
+        "finding": best.id if best is not None else "",
+        "sentence": best.sentence if best is not None else "",
+        "all": [f"{one.severity} {one.id}: {one.sentence}" for one in found],
+        "false_alarms": alarms(run(name, "fixed", case.declaration)),
+    }
+
+
+def score(found: Sequence[Finding], case: Case) -> tuple[int, Finding | None]:
+    """Return the points of a case, and the finding that they are for."""
+    loud = [one for one in found if one.severity is not Severity.NOTE]
+    for one in loud:
+        if any(_names(one, named) for named in case.named):
+            return 2, one
+    for one in loud:
+        if one.id in case.hints or one.id in {named.id for named in case.named}:
+            return 1, one
+    return 0, None
+
+
+def _names(one: Finding, named: Named) -> bool:
+    return named.id in ("", one.id) and all(word in one.sentence for word in named.words)
+
+
+def alarms(found: Sequence[Finding]) -> list[str]:
+    """Return the errors and warnings, as text."""
+    return list(_alarms(found))
+
+
+def _alarms(found: Sequence[Finding]) -> Iterator[str]:
+    for one in found:
+        if one.severity is not Severity.NOTE and not one.id.startswith(IGNORED):
+            yield f"{one.id}: {one.sentence}"
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return the results as tables in Markdown."""
+    rows = []
+    for name, one in facts["bugs"].items():
+        finding = f"[`{one['finding']}`](findings/{one['finding']}.md)" if one["finding"] else "—"
+        alarm = str(len(one["false_alarms"]))
+        rows.append([name, one["planted"], one["thread"], str(one["score"]), finding, alarm])
+    head = ["case", "error", "reported in", "score", "finding", "false alarms when repaired"]
+    clean = [[name, str(len(one["false_alarms"]))] for name, one in facts["clean"].items()]
+    return f"{markdown(head, rows)}\n\n{markdown(['program', 'false alarms'], clean)}"

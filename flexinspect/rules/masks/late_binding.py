@@ -1,0 +1,36 @@
+"""The rule for mask rules of several layers that share the variable of the loop that made them."""
+
+from __future__ import annotations
+
+from flexinspect.core.text import capitalize, printable
+from flexinspect.records import imported
+from flexinspect.records.step import StepRecord
+from flexinspect.rules.context import format_step_layers
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+
+LATE_BINDING_EVENT = "late-binding"
+
+
+class LateBindingRule(Rule):
+    """Reports what capture found in the closures of the first step's masks."""
+
+    name = "late_binding"
+    needs = (imported.EVENTS,)
+    findings = finding_kinds("mask.late-binding")
+
+    def on_step(self, step: StepRecord) -> Findings:
+        """Return a finding for each variable that the rules share."""
+        for event in step.events:
+            if event.kind != LATE_BINDING_EVENT:
+                continue
+            layers = [int(layer) for layer in event.data["layers"]]
+            name, source = printable(event.data["variable"]), printable(event.data["source"])
+            sentence = (
+                f"{capitalize(format_step_layers(layers, step))} use rules that a loop made "
+                f"({source}), and all of them see the loop's last value of `{name}` "
+                f"({printable(event.data['value'])}): a function looks its variables up when it "
+                "runs, so every layer gets the mask of the last one."
+            )
+            yield self.finding(
+                step, "mask.late-binding", sentence, layers, event.data, series=f"{source} {name}"
+            )
