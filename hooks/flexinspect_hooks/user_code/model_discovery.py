@@ -28,6 +28,7 @@ from flexinspect.records.step import EventRecord
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
 from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
+from flexinspect_hooks.capture.failure_facts import failure_facts, is_user_class
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.rank_facts import parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder
@@ -271,6 +272,8 @@ class ModelFinder:
         strip_own_frames(error)
         self._end = (end_state(error), f"{type(error).__name__}: {error}")
         if any(session.recorded_error is error for session in self._sessions):
+            if is_user_class(type(error)):  # not caught, as it may have seemed when it was recorded
+                self._record_failure(error)
             return
         with self._lock:
             state = end_state(error)
@@ -281,8 +284,20 @@ class ModelFinder:
             if last is not None and (steps[last][0] or (steps[last][1] and not is_exit)):
                 last.finish(state, error)
             elif not is_exit:
-                text = "".join(traceback.format_exception(error))
-                self.event("error", f"{type(error).__name__}: {error}", traceback=text)
+                self._record_failure(error)
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Record an exception that ended the program outside of all forwards."""
+        data = failure_facts(error)
+        data["traceback"] = "".join(traceback.format_exception(error))
+        event = EventRecord("error", f"{type(error).__name__}: {error}", time.time(), data=data)
+        recorded = [one for one in (self._standalone, *self._sessions) if one is not None]
+        # The rules that know the failed kernel call report both as one.
+        last = next((one for one in recorded if one.has_seen_failure(data["chain"])), None)
+        if last is None:
+            self.recorder.put(event)
+        else:
+            self.recorder.put_event(event, last.rule_runner)
 
     def close(self) -> dict[str, float | int] | None:
         """End every session, remove all wrappers and hooks, write queued steps; return the cost."""

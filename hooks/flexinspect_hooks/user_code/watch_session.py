@@ -31,6 +31,7 @@ from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.failure_facts import failure_facts
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
@@ -105,7 +106,7 @@ class WatchSession(CaptureSession):
         self._printed: set[str] = set()
         self.recorded_error: BaseException | None = None
         """The last exception that is in the trace."""
-        self._is_broken = self._is_followed = False
+        self._is_broken = self._is_followed = self._is_leaving_generate = False
         self.generate_depth = self._n_forwards = 0
         self._paused_s = 0.0
         self._prompt: Tensor | None = None
@@ -326,9 +327,13 @@ class WatchSession(CaptureSession):
         last = self._step or (pending.context if pending is not None else None)
         generation = builder.record.generation if builder is not None else None
         step = last.step if last is not None else None
-        data = {"traceback": "".join(traceback.format_exception(error))}
+        data = failure_facts(error)
+        if self._is_leaving_generate:
+            data["during"] = "generate"
+        data["traceback"] = "".join(traceback.format_exception(error))
         text, now = summarize_error(error), time.time()
-        self.recorder.put(EventRecord("error", text, now, generation, step, data))
+        event = EventRecord("error", text, now, generation, step, data)
+        self.recorder.put_event(event, self._rule_runner)
 
     def _print_once(self, sentence: str) -> None:
         if self.prints and sentence not in self._printed:
@@ -399,7 +404,9 @@ class WatchSession(CaptureSession):
         self._generate_thread = 0
         if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)
+            self._is_leaving_generate = True
             self.finish("interrupted" if is_stop else "failed", error)
+            self._is_leaving_generate = False
             return
         try:
             self._check_length(result)
