@@ -325,13 +325,19 @@ def _format_query(query: str, finding: Finding) -> str:
     return _find_query(query).format(**place, step=step, layer=layer)
 
 
+OTHER_PROMPT = "mask.other-prompt"
 _PATH_FINDINGS = ("path.fallback", "path.unpatched-layer", "path.bypass")
 _BORDER_FINDINGS = ("segments.shifted", "segments.drift", "segments.merged")
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "mask.not-applied": _PATH_FINDINGS,
-    "mask.lost": (*_BORDER_FINDINGS, *_PATH_FINDINGS),
-    "mask.leak": (*_BORDER_FINDINGS, *_PATH_FINDINGS),
+    "mask.lost": (OTHER_PROMPT, *_BORDER_FINDINGS, *_PATH_FINDINGS),
+    "mask.leak": (OTHER_PROMPT, *_BORDER_FINDINGS, *_PATH_FINDINGS),
+    "segments.drift": (OTHER_PROMPT,),
+    "segments.shifted": (OTHER_PROMPT,),
+    "reach.leak": (OTHER_PROMPT,),
+    "segments.bos-missing": ("mask.padding-as-text",),
+    "mask.empty-row": ("mask.option-promise",),
     "mask.none": _PATH_FINDINGS,
     "mask.layers-differ": _PATH_FINDINGS,
 }

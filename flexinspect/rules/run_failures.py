@@ -48,7 +48,7 @@ def exception_finding(event: EventRecord, generation: int = 0) -> Finding | None
         sentence = rule_sentence(f"{_what_ended(event)}: {format_error(event)}", event, data)
     kind = _KINDS[id_]
     # Programs leave `generate` early with exceptions of their own.
-    is_signal = data.get("is_user_class") and data.get("during")
+    is_signal = data.get("is_deliberate") and data.get("during")
     severity = Severity.NOTE if is_signal else kind.severity
     evidence = {name: value for name, value in data.items() if name != "traceback"}
     layer = data.get("layer")

@@ -40,7 +40,7 @@ def failure_facts(error: BaseException) -> dict[str, Any]:
         facts["is_own"] = True
     with suppress(Exception):
         frames = list(_frames(error))
-        facts["is_user_class"] = is_user_class(type(error))
+        facts["is_deliberate"] = is_deliberate(error)
         for name, found in (
             ("frame", _user_frame(frames)),
             ("mask", _received_mask(frames)),
@@ -80,7 +80,19 @@ def _own_modules() -> Sequence[Any]:
     return [sys.modules[name] for name in _OWN_FOLDERS if name in sys.modules]
 
 
-def is_user_class(cls: type) -> bool:
+def is_deliberate(error: BaseException) -> bool:
+    """Whether the program raised an exception itself: one of its own class, or by `raise`."""
+    with suppress(Exception):
+        if _is_user_class(type(error)):
+            return True
+        frame, line = list(_frames(error))[-1]
+        file = frame.f_code.co_filename
+        text = linecache.getline(file, line, frame.f_globals).strip()
+        return not file.startswith(("<", *_library_folders())) and text.startswith("raise")
+    return False
+
+
+def _is_user_class(cls: type) -> bool:
     """Whether a class is of the program itself, and not of Python or an installed package."""
     if cls.__module__ == "__main__":
         return True

@@ -28,7 +28,7 @@ from flexinspect.records.step import EventRecord
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
 from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
-from flexinspect_hooks.capture.failure_facts import failure_facts, is_user_class
+from flexinspect_hooks.capture.failure_facts import failure_facts, is_deliberate
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.rank_facts import parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder
@@ -39,6 +39,7 @@ from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
+from flexinspect_hooks.user_code.generate_options import LoadingReports
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
@@ -83,6 +84,7 @@ class ModelFinder:
         self._end = ("finished", "")
         """How the program ended: the state, and what it raised."""
         self._standalone: StandaloneCalls | None = None
+        self.loading = LoadingReports()
         self._trainings: Any = None
         """The `TrainingFinder`, which is above this package; None before the first optimizer."""
         run.attach_recorder(self.recorder)
@@ -124,6 +126,7 @@ class ModelFinder:
 
         torch_private.skip_frame(call)
         self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
+        self._wrappers.callback(self.loading.watch())
         self._wrappers.callback(torch_private.hide_hooks())
 
     def watch_generate(self) -> None:
@@ -271,9 +274,10 @@ class ModelFinder:
         """Record the exception that ends the program, at the step that it interrupted."""
         strip_own_frames(error)
         self._end = (end_state(error), f"{type(error).__name__}: {error}")
-        if any(session.recorded_error is error for session in self._sessions):
-            if is_user_class(type(error)):  # not caught, as it may have seemed when it was recorded
-                self._record_failure(error)
+        known = [session for session in self._sessions if session.recorded_error is error]
+        if known:
+            if is_deliberate(error):  # not caught, as it may have seemed when it was recorded
+                known[0].record_uncaught(error)
             return
         with self._lock:
             state = end_state(error)
@@ -389,6 +393,10 @@ class FoundSession(WatchSession):
         super()._begin_step(step)
         self._thread, self.exit_exception_id = threading.get_ident(), 0
         self._finder.step_starts.append((step.started_at, step.generation, step.step))
+
+    def initialised_weights(self) -> dict[str, Any] | None:
+        """Return parameters that the loader of the model did not find, None if there are none."""
+        return self._finder.loading.initialised(self._model)
 
     def failed_step(self, errors: set[int]) -> tuple[bool, float]:
         """Return whether one of these exceptions, by id, left an open step, and its start time.
