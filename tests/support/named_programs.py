@@ -158,3 +158,186 @@ with torch.no_grad():
     ),
 }
 """By name. An exception has one finding, which is an error."""
+
+_TWO_PROMPTS = """
+kept = {}
+
+def attention(module, q, k, v, mask, scaling=None, **kwargs):
+    n, m = q.shape[2], k.shape[2]
+    if n not in kept or n == 1:
+        number = torch.repeat_interleave(torch.arange(len(sizes) + 1), torch.tensor(
+            [*sizes, m - sum(sizes)]))
+
+
+        def segments(b, h, q_idx, kv_idx):
+            row = q_idx + m - n
+            return (row >= kv_idx) & ((number[row] == number[kv_idx]) | (row >= 10))
+
+        kept[n] = create_block_mask(segments, None, None, n, m, device="cpu")
+    out = flex_attention(q, k, v, None, kept[n], scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+model = make_model("llama")
+register(model, attention)
+for sizes, seed in (((5, 5), 3), ((SECOND), 5)):
+    model.generate(prompt(12, seed), max_new_tokens=2, do_sample=False)
+    if not BROKEN:
+        kept.clear()
+"""
+
+OPTIONS = {
+    "the generation config samples": Program(
+        """
+model = make_model("llama")
+model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
+torch.manual_seed(1)
+model.generate(prompt(), max_new_tokens=6, **({} if BROKEN else {"do_sample": True}))
+""",
+        "generate.sampling-by-config",
+        ("generation config of the checkpoint has do_sample=True (temperature 5)", "says nothing"),
+    ),
+    "generate ends at another EOS": Program(
+        """
+from transformers import LogitsProcessor
+
+class Answer(LogitsProcessor):
+    def __call__(self, ids, scores):
+        scores = scores.clone()
+        scores[:, 2 if ids.shape[1] == 14 else 7] += 1e4
+        return scores
+
+model = make_model("llama")
+model.config.eos_token_id = 2
+model.generation_config.eos_token_id = 9 if BROKEN else 2
+generate(model, logits_processor=[Answer()])
+""",
+        "generate.eos-passed-over",
+        (
+            "(id 2) was chosen in step 2, and the text goes on behind it: generate was told to end at",
+        ),
+    ),
+    "the head is not in the checkpoint": Program(
+        """
+import tempfile
+from transformers import AutoModelForCausalLM
+
+with tempfile.TemporaryDirectory() as folder:
+    make_model("llama", tie_word_embeddings=True).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=not BROKEN)
+generate(model)
+""",
+        "weights.newly-initialised",
+        ("LlamaForCausalLM generates with newly initialised weights: lm_head.weight is not in",),
+    ),
+    "a kernel option promises that no row is empty": Program(
+        """
+def attention(module, q, k, v, mask, scaling=None, **kwargs):
+    n, m = q.shape[2], k.shape[2]
+
+    def no_padding(b, h, q_idx, kv_idx):
+        return (q_idx + m - n >= kv_idx) & (kv_idx >= 3)
+
+    mask = create_block_mask(no_padding, None, None, n, m, device="cpu")
+    options = {"ROWS_GUARANTEED_SAFE": True} if BROKEN else None
+    out = flex_attention(q, k, v, None, mask, scaling, True, kernel_options=options)
+    return out.transpose(1, 2).contiguous(), None
+
+model = make_model("llama")
+register(model, attention)
+rows = torch.cat((torch.zeros(1, 3, dtype=torch.long), prompt()), 1)
+mask = (torch.arange(15) >= 3).long()[None]
+model.generate(rows, attention_mask=mask, max_new_tokens=2, do_sample=False)
+""",
+        "mask.option-promise",
+        ("Step 0, all 3 layers: kernel_options has ROWS_GUARANTEED_SAFE=True, but 3 rows of its",),
+    ),
+    "a hook comes after the model was compiled": Program(
+        """
+def steer(module, inputs, output):
+    return output + 0.5
+
+model = make_model("llama")
+layer, compiled = model.model.layers[1].mlp, torch.compile(model, backend="eager")
+if not BROKEN:
+    layer.register_forward_hook(steer)
+compiled(prompt())
+if BROKEN:
+    layer.register_forward_hook(steer)
+compiled(prompt())
+compiled(prompt())
+""",
+        "graphs.silent-hook",
+        ("The hook steer (program.py:", "on model.layers.1.mlp does not run"),
+    ),
+    "a mask cache keeps the mask of another prompt": Program(
+        _TWO_PROMPTS.replace("SECOND", "2, 8"),
+        "mask.other-prompt",
+        (
+            "generation 1 ran under the mask that was built for the prompt of generation 0",
+            "no mask was built for these 12 tokens, and its mask_mod reads `number` with 0 at 2",
+        ),
+    ),
+    "padding that is the EOS is read as text": Program(
+        """
+model = make_model("llama")
+model.config.eos_token_id = model.config.pad_token_id = 2
+model.generation_config.pad_token_id = 2
+short, pads = prompt(8, 5), torch.full((1, 4), 2)
+batch = torch.cat((prompt(12, 3), torch.cat((pads, short), 1)))
+mask = (torch.arange(12) >= torch.tensor([[0], [4]])).long()
+model.generate(
+    batch, attention_mask=None if BROKEN else mask, max_new_tokens=3, do_sample=False,
+)
+""",
+        "mask.padding-as-text",
+        ("Batch row 1 of 2 begins with 4 padding tokens (id 2) that the model reads as text",),
+    ),
+}
+"""By name; each has one finding that is no note."""
+
+CLEAN = {
+    "one mask serves two prompts of the same form": _TWO_PROMPTS.replace("SECOND", "5, 5"),
+    "an EOS inside a batch whose other row goes on": """
+from transformers import LogitsProcessor
+
+class Answer(LogitsProcessor):
+    def __call__(self, ids, scores):
+        scores = scores.clone()
+        scores[0, 2 if ids.shape[1] == 13 else 7] += 1e4
+        scores[1, 7] += 1e4
+        return scores
+
+model = make_model("llama")
+model.config.eos_token_id = model.generation_config.eos_token_id = 2
+model.generation_config.pad_token_id = 2
+batch = torch.cat((prompt(12, 3), prompt(12, 5)))
+model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=5, do_sample=False,
+               logits_processor=[Answer()])
+""",
+    "the program fills weights that the checkpoint lacked": """
+import tempfile
+from transformers import AutoModelForCausalLM
+
+with tempfile.TemporaryDirectory() as folder:
+    make_model("llama", tie_word_embeddings=True).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+generate(model)
+""",
+    "sampling that the call asks for": """
+model = make_model("llama")
+model.generation_config.do_sample = True
+model.generate(prompt(), max_new_tokens=4, temperature=2.0)
+""",
+    "a hook on a compiled model that is compiled again": """
+import torch._dynamo
+model = make_model("llama")
+compiled = torch.compile(model, backend="eager")
+compiled(prompt())
+model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output)
+torch._dynamo.reset()
+compiled(prompt())
+""",
+}
+"""Correct programs that resemble the faults."""

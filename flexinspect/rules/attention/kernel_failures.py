@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from msgspec.structs import replace
@@ -30,6 +31,9 @@ CRASHED_EVENT = "crashed"
 
 CALLS_ENDED_EVENT = "calls-ended"
 """Given to the rules of standalone calls when the program ends; it is not recorded."""
+
+SILENT_HOOK_EVENT = "hook-did-not-fire"
+"""The event of a hook that a compiled model does not run: module, hook, file and line."""
 
 _FORWARD_FAILED_EVENT = "forward-failed"
 
@@ -243,7 +247,7 @@ class GraphsRule(Rule):
     name = "graphs"
     needs = (imported.EVENTS,)
     handles_standalone_calls = True
-    findings = finding_kinds("graphs.every-step", "graphs.limit")
+    findings = finding_kinds("graphs.every-step", "graphs.limit", "graphs.silent-hook")
 
     def __init__(self) -> None:
         self._clear_counts()
@@ -284,7 +288,9 @@ class GraphsRule(Rule):
             yield self._every_step_finding(step, number, built[-1])
 
     def on_event(self, event: EventRecord) -> Findings:
-        """Report a call that raised because of the limit."""
+        """Report a call that raised because of the limit, and hooks that do not fire."""
+        if event.kind == SILENT_HOOK_EVENT:
+            yield self._silent_hook_finding(event)
         error = str(event.data.get("error", ""))
         if event.kind != KERNEL_FAILED_EVENT or failure_finding_id(error):
             return
@@ -297,6 +303,18 @@ class GraphsRule(Rule):
         )
         options: dict[str, Any] = {"layers": event_layers(event), "evidence": event.data}
         yield self.finding(event, "graphs.limit", sentence, severity=severity, **options)
+
+    def _silent_hook_finding(self, event: EventRecord) -> Finding:
+        data = event.data
+        where = f"{PurePath(data['file']).name}:{data['line']}" if data.get("file") else ""
+        at = f" ({printable(where)})" if where else ""
+        sentence = (
+            f"The hook {printable(data['hook'])}{at} on {printable(data['module'])} does not run: "
+            "it was registered after the model was compiled, and torch.compile does not guard on "
+            "hooks, so the compiled graph goes on without it."
+        )
+        series = f"{data['module']} {data['hook']}"
+        return self.finding(event, "graphs.silent-hook", sentence, evidence=data, series=series)
 
     def _call_key(self, step: StepRecord) -> tuple[Any, ...]:
         """What consecutive steps have in common; a call with another key starts a new count."""

@@ -36,7 +36,7 @@ class GenerateOptionsRule(Rule):
         self._told: Mapping[str, Any] | None = None  # of the call of `generate`
         self._n_chosen = self._n_not_best = 0
         self._eos: dict[int, TokenRecord] = {}  # by branch: an EOS that was chosen last
-        self._is_reported = False
+        self._is_reported = False  # or over, because the sequence ended
 
     def on_step(self, step: StepRecord) -> Findings:
         """Read the events of the first step, and follow the chosen tokens."""
@@ -76,10 +76,12 @@ class GenerateOptionsRule(Rule):
         known = declared_tokenizer(self.context.generation.declared)
         is_eos, told = token.token_id in known.eos, self._told
         stops = () if told is None else _as_ids(told["options"].get("eos_token_id"))
-        if before is not None and not is_eos and token.token_id != known.pad:
+        if token.token_id in stops:  # the sequence ended, and is padded while others go on
+            self._is_reported = True
+        elif before is not None and (stops or not (is_eos or token.token_id == known.pad)):
             self._is_reported = True
             yield self._eos_finding(step, before, stops)
-        elif is_eos and token.token_id not in stops:
+        elif is_eos:
             self._eos[step.branch] = token
 
     def _eos_finding(self, step: StepRecord, eos: TokenRecord, stops: Sequence[int]) -> Any:

@@ -13,6 +13,7 @@ import time
 import traceback
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from torch import nn
 from flexinspect.core import plugins
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
+from flexinspect.rules.attention.kernel_failures import SILENT_HOOK_EVENT
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
 from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
@@ -39,6 +41,7 @@ from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
+from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
 from flexinspect_hooks.user_code.generate_options import LoadingReports
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
@@ -97,6 +100,7 @@ class ModelFinder:
         from transformers.modeling_utils import PreTrainedModel
 
         local, find, set_compiler = self.local, self._find, torch_private.frame_compiler_setter()
+        compiled_hooks = CompiledHooks()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +118,9 @@ class ModelFinder:
                 finally:
                     set_compiler(compiler)
                 try:
+                    if session is not None and callable(compiler):
+                        with compiled_hooks.check(model, session.report_silent_hook):
+                            return nn.Module.__call__(model, *args, **kwargs)
                     return nn.Module.__call__(model, *args, **kwargs)
                 except BaseException as error:
                     if session is not None:
@@ -393,6 +400,14 @@ class FoundSession(WatchSession):
         super()._begin_step(step)
         self._thread, self.exit_exception_id = threading.get_ident(), 0
         self._finder.step_starts.append((step.started_at, step.generation, step.step))
+
+    def report_silent_hook(self, facts: Mapping[str, Any]) -> None:
+        """Record that a hook of the program does not run in the compiled model."""
+        blocks = [name for name, _ in self.context.blocks.values()]
+        # Of other modules it is not known whether they take part in a call.
+        if any(f"{facts['module']}.".startswith(f"{name}.") for name in blocks):
+            text = f"A hook on {facts['module']} did not fire in a call of the compiled model."
+            self._event(SILENT_HOOK_EVENT, text, None, facts)
 
     def initialised_weights(self) -> dict[str, Any] | None:
         """Return parameters that the loader of the model did not find, None if there are none."""

@@ -1,4 +1,4 @@
-"""An exception that ends a generation has one finding, an error that names where it rose."""
+"""Programs with one fault each have one finding that names it; repaired, they have none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.captures import capture
-from support.named_programs import FAILURES, HEAD, Program
+from support.named_programs import CLEAN, FAILURES, HEAD, OPTIONS, Program
 from support.paths import TESTS
 
 from flexinspect.cli.main import main
@@ -60,3 +60,18 @@ except Enough:
     (uncaught,) = findings_of(again, Program(other, "", (), 1), broken=True)
     assert (uncaught.id, uncaught.severity) == ("run.exception", Severity.ERROR)
     assert "raised Enough" in uncaught.sentence
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_a_program_told_torch_and_generate_is_judged(tmp_path: Path, name: str) -> None:
+    program = OPTIONS[name]
+    (finding,) = findings_of(tmp_path, program, broken=True)
+    assert finding.id == program.finding
+    for words in program.words:
+        assert words in finding.sentence
+    assert findings_of(tmp_path, program, broken=False) == []
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_correct_program_that_resembles_a_fault_is_clean(tmp_path: Path, name: str) -> None:
+    assert findings_of(tmp_path, Program(CLEAN[name], "", ()), broken=True) == []
