@@ -348,6 +348,13 @@ leaks. Different rules report the two, and both findings are true.
 """
 
 
+_CARRIED: Mapping[str, tuple[str, ...]] = {
+    "mask.none": ("numbers.nan", "numbers.inf"),
+    "mask.future": ("numbers.nan", "numbers.inf"),
+}
+"""As `CAUSES`, for what also reaches later layers: NaN hides which mask an own kernel applied."""
+
+
 def link_causes(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings of one step, with each consequence turned into a note.
 
@@ -383,7 +390,18 @@ def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
         if other.id in causes and other.severity is not Severity.NOTE
         if not layers.isdisjoint(other.layers or (other.layer,))
     )
-    return min(matching, key=lambda index: causes.index(findings[index].id), default=None)
+    found = min(matching, key=lambda index: causes.index(findings[index].id), default=None)
+    return _find_carried(finding, findings) if found is None else found
+
+
+def _find_carried(finding: Finding, findings: Sequence[Finding]) -> int | None:
+    """Return the finding of an earlier layer, or the same, whose values a later one carries."""
+    causes, layer = _CARRIED.get(finding.id, ()), finding.layer
+    for index, other in enumerate(findings):
+        is_cause = other.id in causes and other.layer is not None
+        if is_cause and layer is not None and (other.layer or 0) <= layer:
+            return index
+    return None
 
 
 class LoadedRules(NamedTuple):

@@ -212,9 +212,7 @@ model.generation_config.eos_token_id = 9 if BROKEN else 2
 generate(model, logits_processor=[Answer()])
 """,
         "generate.eos-passed-over",
-        (
-            "(id 2) was chosen in step 2, and the text goes on behind it: generate was told to end at",
-        ),
+        ("(id 2) was chosen in step 2, and the text goes on behind it: generate was told to",),
     ),
     "the head is not in the checkpoint": Program(
         """
@@ -281,7 +279,7 @@ compiled(prompt())
         """
 model = make_model("llama")
 model.config.eos_token_id = model.config.pad_token_id = 2
-model.generation_config.pad_token_id = 2
+model.generation_config.pad_token_id = model.generation_config.eos_token_id = 2
 short, pads = prompt(8, 5), torch.full((1, 4), 2)
 batch = torch.cat((prompt(12, 3), torch.cat((pads, short), 1)))
 mask = (torch.arange(12) >= torch.tensor([[0], [4]])).long()
@@ -341,3 +339,68 @@ compiled(prompt())
 """,
 }
 """Correct programs that resemble the faults."""
+
+NONFINITE = {
+    "the embedding of one token is NaN": Program(
+        """
+model = make_model("llama")
+if BROKEN:
+    model.model.embed_tokens.weight[prompt()[0, 5]] = math.nan
+generate(model, 2)
+""",
+        "numbers.nan",
+        (
+            "NaN comes from the parameter model.embed_tokens.weight, by `embedding` in model.embed",
+            "in 1 row (first: position 5",
+        ),
+    ),
+    "the value projection of a layer has an Inf": Program(
+        """
+model = make_model("llama")
+if BROKEN:
+    model.model.layers[1].self_attn.v_proj.weight[3, 3] = math.inf
+generate(model, 2)
+""",
+        "numbers.nan",
+        (
+            "comes from the parameter model.layers.1.self_attn.v_proj.weight, by `",
+            "v_proj (Linear)",
+        ),
+    ),
+    "an own attention function has a row without keys": Program(
+        """
+def attention(module, q, k, v, mask, scaling=None, **kwargs):
+    k, v = (states.repeat_interleave(2, 1) for states in (k, v))
+    scores = q @ k.mT * scaling
+    n, m = scores.shape[-2:]
+    allowed = torch.ones(n, m, dtype=torch.bool).tril(m - n)
+    if BROKEN and module.layer_idx == 1 and n > 1:
+        allowed[4] = False
+    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2).contiguous(), None
+
+model = make_model("llama")
+register(model, attention)
+generate(model, 2)
+""",
+        "numbers.nan",
+        (
+            "NaN is made by `softmax` in model.layers.1.self_attn (LlamaAttention), at attention",
+            "the softmax of a row without an open key, in 1 row (first: position 4",
+        ),
+    ),
+    "a module divides by 0": Program(
+        """
+def forward(states):
+    return old(states) / (0 if BROKEN else 1)
+
+model = make_model("llama")
+mlp = model.model.layers[2].mlp
+old, mlp.forward = mlp.forward, forward
+generate(model, 2)
+""",
+        "numbers.",
+        ("is made by `div` in model.layers.2.mlp (LlamaMLP), at forward (program.py:",),
+    ),
+}
+"""By name; words of the sentence that the origin of the first NaN or Inf has."""

@@ -76,6 +76,11 @@ def _library_folders() -> tuple[str, ...]:
     return tuple(f"{path}/" for path in paths if path)
 
 
+def is_library_file(file: str) -> bool:
+    """Whether a file is of Python, of an installed package, or of no file at all."""
+    return file.startswith(("<", *_library_folders()))
+
+
 def _own_modules() -> Sequence[Any]:
     return [sys.modules[name] for name in _OWN_FOLDERS if name in sys.modules]
 

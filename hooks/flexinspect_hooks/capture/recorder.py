@@ -16,6 +16,7 @@ from msgspec import Struct, field
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
+from flexinspect.records.finding import Finding
 from flexinspect.records.step import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
 from flexinspect.rules.run_failures import failure_finding
@@ -153,6 +154,10 @@ class Recorder:
     def run_rules(self, event: step_records.EventRecord, rules: RuleRunner) -> None:
         """Queue that rules run on an event that is not written."""
         self.put(lambda: self._write_results(rules.on_record(event)))
+
+    def explain_finding(self, finding: Finding) -> None:
+        """Queue the new sentence and evidence of a finding that was written."""
+        self.put(lambda: self._sink.explain_finding(finding))
 
     def put(self, item: Item | Callable[[], Item | None]) -> None:
         """Queue an item to be written, in order. Called from the model's thread.
