@@ -327,13 +327,19 @@ def _format_query(query: str, finding: Finding) -> str:
     return _find_query(query).format(**place, step=step, layer=layer)
 
 
+OTHER_PROMPT = "mask.other-prompt"
 _PATH_FINDINGS = ("path.fallback", "path.unpatched-layer", "path.bypass")
 _BORDER_FINDINGS = ("segments.shifted", "segments.drift", "segments.merged")
 
 CAUSES: Mapping[str, tuple[str, ...]] = {
     "mask.not-applied": _PATH_FINDINGS,
-    "mask.lost": (*_BORDER_FINDINGS, *_PATH_FINDINGS),
-    "mask.leak": (*_BORDER_FINDINGS, *_PATH_FINDINGS),
+    "mask.lost": (OTHER_PROMPT, *_BORDER_FINDINGS, *_PATH_FINDINGS),
+    "mask.leak": (OTHER_PROMPT, *_BORDER_FINDINGS, *_PATH_FINDINGS),
+    "segments.drift": (OTHER_PROMPT,),
+    "segments.shifted": (OTHER_PROMPT,),
+    "reach.leak": (OTHER_PROMPT,),
+    "segments.bos-missing": ("mask.padding-as-text",),
+    "mask.empty-row": ("mask.option-promise",),
     "mask.none": _PATH_FINDINGS,
     "mask.layers-differ": _PATH_FINDINGS,
 }
@@ -342,6 +348,13 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
 A layer that fell back to another kernel has lost its mask, and a mask whose borders are off by one
 leaks. Different rules report the two, and both findings are true.
 """
+
+
+_CARRIED: Mapping[str, tuple[str, ...]] = {
+    "mask.none": ("numbers.nan", "numbers.inf"),
+    "mask.future": ("numbers.nan", "numbers.inf"),
+}
+"""As `CAUSES`, for what also reaches later layers: NaN hides which mask an own kernel applied."""
 
 
 def link_causes(findings: Sequence[Finding]) -> list[Finding]:
@@ -379,7 +392,18 @@ def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
         if other.id in causes and other.severity is not Severity.NOTE
         if not layers.isdisjoint(other.layers or (other.layer,))
     )
-    return min(matching, key=lambda index: causes.index(findings[index].id), default=None)
+    found = min(matching, key=lambda index: causes.index(findings[index].id), default=None)
+    return _find_carried(finding, findings) if found is None else found
+
+
+def _find_carried(finding: Finding, findings: Sequence[Finding]) -> int | None:
+    """Return the finding of an earlier layer, or the same, whose values a later one carries."""
+    causes, layer = _CARRIED.get(finding.id, ()), finding.layer
+    for index, other in enumerate(findings):
+        is_cause = other.id in causes and other.layer is not None
+        if is_cause and layer is not None and (other.layer or 0) <= layer:
+            return index
+    return None
 
 
 class LoadedRules(NamedTuple):

@@ -562,6 +562,13 @@ def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
     return out
 
 
+def encode_explanation(finding: Finding) -> list[Statement]:
+    """Return the statement that sets the sentence and evidence of a finding that is stored."""
+    place = (finding.generation, finding.branch, finding.id, finding.step, finding.layer)
+    news = (finding.sentence, to_json(finding.evidence))
+    return [(schema.EXPLAIN_FINDING, [*news, *place, finding.series])]
+
+
 def encode_events(
     records: Iterable[step_records.EventRecord], key: RowKey | None = None
 ) -> list[Statement]:

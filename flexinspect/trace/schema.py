@@ -314,6 +314,10 @@ REPEAT_FINDING = (
     "sentence = coalesce(?, sentence), evidence = coalesce(?, evidence) "
     f"{WHERE_BRANCH} AND id = ? AND series = ? AND series <> ''"
 )
+EXPLAIN_FINDING = (
+    "UPDATE findings SET sentence = ?, evidence = ? "
+    f"{WHERE_BRANCH} AND id = ? AND step IS ? AND layer IS ? AND series = ?"
+)
 READ_GENERATIONS = (
     f"SELECT {', '.join(f'g.{name}' for name in GENERATIONS.names)}, "
     f"{', '.join(f'b.{name}' for name in BRANCHES.names)} "

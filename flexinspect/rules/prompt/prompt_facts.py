@@ -62,8 +62,7 @@ class PromptTokens:
         # From the padding mask, or else from the padding id.
         shared = (s for s in context.segments[:2] if s.kind is SegmentKind.SHARED)
         pads = (len(segment) for segment in shared if segment.label == "padding")
-        leading = (n for n, id_ in enumerate(self.ids) if id_ != self.pad_id)
-        self.n_pads = next(chain(pads, leading), 0)
+        self.n_pads = next(chain(pads, [_count_padding(self.ids, self.pad_id, facts)]), 0)
         self.first_unpadded = self.start + self.n_pads
         first = self.ids[self.n_pads : self.n_pads + 1]
         self.has_bos = facts.bos is not None and first == [facts.bos]
@@ -138,6 +137,18 @@ class PromptTokens:
                 begins.add(token.pos)
             before = "\n" if token.special else (before + text)[-8:]
         return frozenset(begins), frozenset(ends)
+
+
+def _count_padding(ids: Sequence[int], pad: int | None, facts: records.TokenizerFacts) -> int:
+    """Return how many padding tokens a prompt begins with.
+
+    A padding token that is also the EOS counts from two on, or if the BOS follows it.
+    """
+    is_shared = pad is None and facts.pad is not None and facts.pad != facts.bos
+    wanted = facts.pad if is_shared else pad
+    n = next((n for n, id_ in enumerate(ids) if id_ != wanted), 0)
+    is_padding = not is_shared or n > 1 or [*ids[n : n + 1]] == [facts.bos]
+    return n if is_padding else 0
 
 
 class SpanShift(NamedTuple):

@@ -110,6 +110,10 @@ class TraceWriter:
         """Record findings that are not part of a step's record. Raises `TraceWriteError`."""
         self._write(codec.encode_findings(findings), "findings")
 
+    def explain_finding(self, finding: Finding) -> None:
+        """Set the sentence and evidence of a stored finding. Raises `TraceWriteError`."""
+        self._write(codec.encode_explanation(finding), "the explanation of a finding")
+
     def write_gradients(self, record: step_records.GradientRecord) -> None:
         """Record the gradients of one token in one transaction. Raises `TraceWriteError`."""
         self._write(codec.encode_gradients(record), f"the gradients of step {record.step}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from flexinspect.rules.numerics.audit_findings import (
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_run import LOGITS
+from flexinspect_hooks.audit.nan_origin import explain_nonfinite
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
     ProgramAudit,
@@ -92,6 +94,8 @@ def audit_session(
     first = next(iter(store.steps), 0)
     store.is_busy = True
     try:
+        with suppress(Exception), torch.random.fork_rng(devices=[]):
+            explain_nonfinite(store, recorder)
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)

@@ -16,9 +16,10 @@ from msgspec import Struct, field
 
 from flexinspect.core.errors import TraceWriteError
 from flexinspect.records import step as step_records
+from flexinspect.records.finding import Finding
 from flexinspect.records.step import GradientRecord
 from flexinspect.rules.engine import RuleResults, RuleRunner
-from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
+from flexinspect.rules.run_failures import failure_finding
 from flexinspect.trace.file.writer import NO_MEMORY, TraceWriter
 from flexinspect.trace.replay import replay_parents_from_path
 from flexinspect_hooks.capture.buffer import StepBuffer, Values
@@ -150,6 +151,14 @@ class Recorder:
         """Queue an event. The rules of its generation run on it, or `rules` if none is open."""
         self.put(partial(self._write_event, event, rules))
 
+    def run_rules(self, event: step_records.EventRecord, rules: RuleRunner) -> None:
+        """Queue that rules run on an event that is not written."""
+        self.put(lambda: self._write_results(rules.on_record(event)))
+
+    def explain_finding(self, finding: Finding) -> None:
+        """Queue the new sentence and evidence of a finding that was written."""
+        self.put(lambda: self._sink.explain_finding(finding))
+
     def put(self, item: Item | Callable[[], Item | None]) -> None:
         """Queue an item to be written, in order. Called from the model's thread.
 
@@ -252,7 +261,7 @@ class Recorder:
             rules = rules if newest is None else self._rule_runners[newest]
         if rules is not None:
             self._write_results(rules.on_record(event))
-        elif (finding := out_of_memory_finding(event)) is not None:
+        elif (finding := failure_finding(event)) is not None:
             self._sink.write_findings([finding])
 
     def _write_results(self, results: RuleResults) -> None:

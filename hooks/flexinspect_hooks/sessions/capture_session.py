@@ -122,6 +122,11 @@ class CaptureSession:
         """The runner of the session's rules, for events outside of its generations."""
         return self._rule_runner
 
+    def has_seen_failure(self, errors: Sequence[str]) -> bool:
+        """Whether one of these exceptions was raised by a kernel call that was observed."""
+        observed = [getattr(hook, "kernels", None) for hook in self._hooks]
+        return any(kernels.has_failed_with(errors) for kernels in observed if kernels is not None)
+
     @property
     def is_model_deleted(self) -> bool:
         """Whether the model was garbage-collected."""

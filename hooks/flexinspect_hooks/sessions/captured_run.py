@@ -20,6 +20,7 @@ from flexinspect.records.job import Job, ScriptJob
 from flexinspect.records.step import EventRecord
 from flexinspect_hooks.breakpoints.actions import RunBreakpoints
 from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.capture.failure_facts import failure_facts
 from flexinspect_hooks.capture.new_trace import create_trace
 from flexinspect_hooks.control.control_protocols import ControlTargets, SessionLevels
 from flexinspect_hooks.control.server import CaptureControl
@@ -100,14 +101,14 @@ class CapturedRun:
         event = EventRecord(kind, text, time.time(), data=data)
         self._write_safely(lambda: self.writer.write_event(event))
         if kind == "error":
-            self._report_memory(event)
+            self._report_failure(event)
 
-    def _report_memory(self, event: EventRecord) -> None:
-        """Record a finding with advice if the exception says that memory ran out."""
+    def _report_failure(self, event: EventRecord) -> None:
+        """Record the finding of an exception."""
         # Imported here because it loads numpy, which the user's program may want to load first.
-        from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
+        from flexinspect.rules.run_failures import failure_finding
 
-        finding = out_of_memory_finding(event, self.generation)
+        finding = failure_finding(event, self.generation)
         if finding is not None:
             self._write_safely(lambda: self.writer.write_findings([finding]))
 
@@ -116,7 +117,8 @@ class CapturedRun:
         import traceback  # not before the program, which may have a file of this name
 
         text = "".join(traceback.format_exception(error))
-        self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+        facts = failure_facts(error)
+        self.record_event("error", f"{type(error).__name__}: {error}", **facts, traceback=text)
 
     def end_observation(self) -> None:
         """End the notes of kernel calls and the debugger, before the trace is closed."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from flexinspect.records import step as records
 from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.rules.attention.kernel_failures import CALLS_ENDED_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
@@ -56,6 +57,8 @@ class StandaloneCalls(CaptureSession):
     def __exit__(self, *_: object) -> None:
         if kernel_calls.unassigned_builds:
             self._record_safely(self._record_builds, tuple(kernel_calls.unassigned_builds))
+        ended = records.EventRecord(CALLS_ENDED_EVENT, "", time.time())
+        self.recorder.run_rules(ended, self._rule_runner)
         super().__exit__()
 
     def _on_call(self, call: kernel_calls.KernelCall) -> None:

@@ -13,6 +13,7 @@ import time
 import traceback
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,11 @@ from torch import nn
 from flexinspect.core import plugins
 from flexinspect.core.errors import TraceWriteError, exception_chain
 from flexinspect.records.step import EventRecord
+from flexinspect.rules.attention.kernel_failures import SILENT_HOOK_EVENT
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions
 from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
+from flexinspect_hooks.capture.failure_facts import failure_facts, is_deliberate
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.rank_facts import parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder
@@ -38,6 +41,8 @@ from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
+from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
+from flexinspect_hooks.user_code.generate_options import LoadingReports
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
@@ -82,6 +87,7 @@ class ModelFinder:
         self._end = ("finished", "")
         """How the program ended: the state, and what it raised."""
         self._standalone: StandaloneCalls | None = None
+        self.loading = LoadingReports()
         self._trainings: Any = None
         """The `TrainingFinder`, which is above this package; None before the first optimizer."""
         run.attach_recorder(self.recorder)
@@ -94,6 +100,7 @@ class ModelFinder:
         from transformers.modeling_utils import PreTrainedModel
 
         local, find, set_compiler = self.local, self._find, torch_private.frame_compiler_setter()
+        compiled_hooks = CompiledHooks()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +118,9 @@ class ModelFinder:
                 finally:
                     set_compiler(compiler)
                 try:
+                    if session is not None and callable(compiler):
+                        with compiled_hooks.check(model, session.report_silent_hook):
+                            return nn.Module.__call__(model, *args, **kwargs)
                     return nn.Module.__call__(model, *args, **kwargs)
                 except BaseException as error:
                     if session is not None:
@@ -123,6 +133,7 @@ class ModelFinder:
 
         torch_private.skip_frame(call)
         self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
+        self._wrappers.callback(self.loading.watch())
         self._wrappers.callback(torch_private.hide_hooks())
 
     def watch_generate(self) -> None:
@@ -270,7 +281,10 @@ class ModelFinder:
         """Record the exception that ends the program, at the step that it interrupted."""
         strip_own_frames(error)
         self._end = (end_state(error), f"{type(error).__name__}: {error}")
-        if any(session.recorded_error is error for session in self._sessions):
+        known = [session for session in self._sessions if session.recorded_error is error]
+        if known:
+            if is_deliberate(error):  # not caught, as it may have seemed when it was recorded
+                known[0].record_uncaught(error)
             return
         with self._lock:
             state = end_state(error)
@@ -281,8 +295,20 @@ class ModelFinder:
             if last is not None and (steps[last][0] or (steps[last][1] and not is_exit)):
                 last.finish(state, error)
             elif not is_exit:
-                text = "".join(traceback.format_exception(error))
-                self.event("error", f"{type(error).__name__}: {error}", traceback=text)
+                self._record_failure(error)
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Record an exception that ended the program outside of all forwards."""
+        data = failure_facts(error)
+        data["traceback"] = "".join(traceback.format_exception(error))
+        event = EventRecord("error", f"{type(error).__name__}: {error}", time.time(), data=data)
+        recorded = [one for one in (self._standalone, *self._sessions) if one is not None]
+        # The rules that know the failed kernel call report both as one.
+        last = next((one for one in recorded if one.has_seen_failure(data["chain"])), None)
+        if last is None:
+            self.recorder.put(event)
+        else:
+            self.recorder.put_event(event, last.rule_runner)
 
     def close(self) -> dict[str, float | int] | None:
         """End every session, remove all wrappers and hooks, write queued steps; return the cost."""
@@ -374,6 +400,18 @@ class FoundSession(WatchSession):
         super()._begin_step(step)
         self._thread, self.exit_exception_id = threading.get_ident(), 0
         self._finder.step_starts.append((step.started_at, step.generation, step.step))
+
+    def report_silent_hook(self, facts: Mapping[str, Any]) -> None:
+        """Record that a hook of the program does not run in the compiled model."""
+        blocks = [name for name, _ in self.context.blocks.values()]
+        # Of other modules it is not known whether they take part in a call.
+        if any(f"{facts['module']}.".startswith(f"{name}.") for name in blocks):
+            text = f"A hook on {facts['module']} did not fire in a call of the compiled model."
+            self._event(SILENT_HOOK_EVENT, text, None, facts)
+
+    def initialised_weights(self) -> dict[str, Any] | None:
+        """Return parameters that the loader of the model did not find, None if there are none."""
+        return self._finder.loading.initialised(self._model)
 
     def failed_step(self, errors: set[int]) -> tuple[bool, float]:
         """Return whether one of these exceptions, by id, left an open step, and its start time.

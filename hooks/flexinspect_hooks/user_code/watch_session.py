@@ -28,9 +28,11 @@ from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
+from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.failure_facts import failure_facts
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
@@ -40,6 +42,7 @@ from flexinspect_hooks.observers.logits_hook import reduce_chosen
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
+from flexinspect_hooks.user_code.generate_options import generate_facts
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
@@ -105,10 +108,12 @@ class WatchSession(CaptureSession):
         self._printed: set[str] = set()
         self.recorded_error: BaseException | None = None
         """The last exception that is in the trace."""
-        self._is_broken = self._is_followed = False
+        self._is_broken = self._is_followed = self._is_leaving_generate = False
         self.generate_depth = self._n_forwards = 0
         self._paused_s = 0.0
         self._prompt: Tensor | None = None
+        self._told: dict[str, Any] | None = None  # of the call of `generate`
+        self._recorded_place: tuple[int | None, int | None] = (None, None)  # of `recorded_error`
         self._asked: int | None = None
         self._n_prompt = 0
 
@@ -205,11 +210,20 @@ class WatchSession(CaptureSession):
             cached = self._prompt[0, : place.pos].tolist()
             text = f"By its length the cache holds the first {place.pos} tokens of the prompt."
             self._event(CACHED_PROMPT_EVENT, text, step, {"prompt": cached})
+        if self.generate_depth and self._told is not None:
+            step.events.append((GENERATE_EVENT, "The options of generate.", self._told))
+        if (weights := self.initialised_weights()) is not None:
+            text = "Weights that no checkpoint had were initialised."
+            step.events.append((INITIALISED_EVENT, text, weights))
         if self.generate_depth and not self._is_followed:
             step.events.append(("generate-not-followed", NOT_FOLLOWED))
         for problem in problems:
             step.events.append(("segments-not-found", problem))
             self._print_once(problem)
+
+    def initialised_weights(self) -> dict[str, Any] | None:
+        """Return parameters that the loader of the model did not find, None if not known."""
+        return None
 
     def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or module is not self._model or not self.context.is_open:
@@ -318,6 +332,12 @@ class WatchSession(CaptureSession):
         owners = (getattr(remove, "__self__", None) for _, remove in self._removes)
         return all(is_hook_installed(one) for one in owners if isinstance(one, RemovableHandle))
 
+    def record_uncaught(self, error: BaseException) -> None:
+        """Record again, as what ended the program, an exception that seemed to be caught."""
+        data, place = failure_facts(error), self._recorded_place
+        event = EventRecord("error", summarize_error(error), time.time(), *place, data)
+        self.recorder.put_event(event, self._rule_runner)
+
     def _record_error(self, error: BaseException) -> None:
         if error is self.recorded_error:
             return
@@ -326,9 +346,14 @@ class WatchSession(CaptureSession):
         last = self._step or (pending.context if pending is not None else None)
         generation = builder.record.generation if builder is not None else None
         step = last.step if last is not None else None
-        data = {"traceback": "".join(traceback.format_exception(error))}
+        data = failure_facts(error)
+        if self._is_leaving_generate:
+            data["during"] = "generate"
+        data["traceback"] = "".join(traceback.format_exception(error))
         text, now = summarize_error(error), time.time()
-        self.recorder.put(EventRecord("error", text, now, generation, step, data))
+        self._recorded_place = generation, step
+        event = EventRecord("error", text, now, generation, step, data)
+        self.recorder.put_event(event, self._rule_runner)
 
     def _print_once(self, sentence: str) -> None:
         if self.prints and sentence not in self._printed:
@@ -379,6 +404,7 @@ class WatchSession(CaptureSession):
         self._finish_generation()
         self._is_followed = _follows_row_0(self._model, kwargs)
         self._asked = asked_tokens(self._model, kwargs)
+        self._told = generate_facts(self._model, kwargs)
         candidates = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
         prompt = next((value for value in candidates if value is not None), None)
         n_prompt = 0
@@ -399,7 +425,9 @@ class WatchSession(CaptureSession):
         self._generate_thread = 0
         if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)
+            self._is_leaving_generate = True
             self.finish("interrupted" if is_stop else "failed", error)
+            self._is_leaving_generate = False
             return
         try:
             self._check_length(result)

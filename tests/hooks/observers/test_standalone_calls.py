@@ -168,6 +168,9 @@ def test_a_mask_that_cannot_be_built_is_an_event_with_its_grid(bench: Bench) -> 
         create_block_mask(broken, None, 8, 500, 600, device="cpu")
     reader = bench.close()
     (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
+    rule = event.data.pop("rule")
+    assert (rule["name"], rule["kind"], rule["captured"]) == ("broken", "mask_mod", [])
+    assert [probe["raises"] for probe in rule["probes"]] == ["MemoryError: no more"] * 2
     assert event.data == {
         "layer": None,
         "kernel": "create_block_mask",

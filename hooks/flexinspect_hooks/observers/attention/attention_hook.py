@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flexinspect.core.text import plural
 from flexinspect.records.step import OWN_FUNCTION, ArrayRecord, BuildRecord, CallRecord
+from flexinspect.rules.masks.kernel_options import KERNEL_OPTIONS_EVENT
 from flexinspect.rules.numerics.audit_findings import SCORE_MOD_EVENT
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
@@ -70,6 +71,7 @@ class AttentionHook(Hook):
         self._context = context
         self._refs: list[AttentionCall] = []
         self._n_layers_seen = 0
+        self._kernel_options: dict[str, dict[str, Any]] = {}
         self._mask_store = MaskStore(context.device)
         self._layer_codes = LayerCodes()
         self._compared_masks: set[tuple[Any, ...]] = set()
@@ -193,6 +195,7 @@ class AttentionHook(Hook):
         self._report_score_mods(refs, step)
         if not refs:
             return _AttentionStep(builds=builds) if builds else None
+        self._report_kernel_options(refs, step)
         masks = self._mask_store.capture_masks(refs, step, buffer)
         if step.level != "basic":
             self._segment_reducer.reduce(refs, step.kv_after, buffer)
@@ -246,6 +249,18 @@ class AttentionHook(Hook):
                 "compiled model)."
             )
             step.events.append((UNSEEN_LAYERS, text))
+
+    def _report_kernel_options(self, refs: list[AttentionCall], step: StepContext) -> None:
+        """Add an event if the calls have other kernel options than those before."""
+        options = {
+            str(ref.layer): {n: v for n, v in given.items() if isinstance(v, bool | int | str)}
+            for ref in refs
+            if ref.kernel is not None and (given := ref.kernel.arguments.get("kernel_options"))
+        }
+        if options != self._kernel_options:
+            self._kernel_options = options
+            text = f"Kernel options of {plural(len(options), 'layer')}."
+            step.events.append((KERNEL_OPTIONS_EVENT, text, {"layers": options}))
 
     def _store_qkv(self, refs: list[AttentionCall], buffer: StepBuffer) -> None:
         """Store q, k, v of this step's rows; earlier keys are stored with earlier steps."""

@@ -34,6 +34,7 @@ from flexinspect.core.errors import summarize_error
 from flexinspect.records.step import BuildRecord
 from flexinspect.trace.file.side_files import NO_PLACE
 from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.capture.failure_facts import rule_facts
 from flexinspect_hooks.capture.hook import CaptureContext, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.debugger.python_mods import on_compiled_call, with_python_mods
@@ -453,7 +454,13 @@ class KernelCalls(Struct, eq=False):
         lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
         text = f"{where}{call.name} raised {message} ({lengths})"
         data = {"layer": call.layer, "kernel": call.name, "error": message, **facts}
+        if (rule := rule_facts(error)) is not None:
+            data["rule"] = rule
         self.context.record_event("kernel-failed", text, data)
+
+    def has_failed_with(self, errors: Iterable[str]) -> bool:
+        """Whether a call has raised one of these exceptions."""
+        return not {message for _, _, message in self._reported}.isdisjoint(errors)
 
     def suppressed_exception(self, layer: int | None) -> str | None:
         """Return the exception that is handled now, or that a kernel of the layer raised before."""

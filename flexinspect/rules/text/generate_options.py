@@ -1,0 +1,123 @@
+"""What `generate` was told, against what the run shows: sampling, the EOS, and new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexinspect.core.text import plural, printable
+from flexinspect.records import imported
+from flexinspect.records.finding import Severity
+from flexinspect.records.prompt import declared_tokenizer
+from flexinspect.records.step import UNKNOWN, StepRecord, TokenRecord
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+
+GENERATE_EVENT = "generate"
+"""The event of a first step with the options of the call of `generate`, see `generate_facts`."""
+INITIALISED_EVENT = "weights-initialised"
+"""The event of a first step: parameters that no checkpoint had, by the report of their loader."""
+
+SAMPLED, EOS_PASSED, NEW_WEIGHTS = (
+    *("generate.sampling-by-config", "generate.eos-passed-over"),
+    "weights.newly-initialised",
+)
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+
+
+class GenerateOptionsRule(Rule):
+    """Judges the options of a call of `generate` by what the generation made of them."""
+
+    name = "generate_options"
+    needs = (imported.CHOSEN, imported.EVENTS)
+    findings = finding_kinds(SAMPLED, EOS_PASSED, NEW_WEIGHTS)
+
+    def reset(self) -> None:
+        self._told: Mapping[str, Any] | None = None  # of the call of `generate`
+        self._n_chosen = self._n_not_best = 0
+        self._eos: dict[int, TokenRecord] = {}  # by branch: an EOS that was chosen last
+        self._is_reported = False  # or over, because the sequence ended
+
+    def on_step(self, step: StepRecord) -> Findings:
+        """Read the events of the first step, and follow the chosen tokens."""
+        for event in step.events:
+            if event.kind == GENERATE_EVENT:
+                self._told = event.data
+            elif event.kind == INITIALISED_EVENT:
+                yield self.finding(step, NEW_WEIGHTS, _new_weights(event.data), (), event.data)
+        logits = step.logits
+        if logits is not None and logits.chosen_rank != UNKNOWN:
+            self._n_chosen += 1
+            self._n_not_best += logits.chosen_rank > 0
+        for token in step.tokens:
+            if token.step == step.step and not self._is_reported:
+                yield from self._follow_eos(step, token)
+
+    def on_generation_end(self) -> Findings:
+        """Report sampling that only the generation config asked for, if it had an effect."""
+        told = self._told
+        if told is None or not self._n_not_best or not told["options"].get("do_sample"):
+            return
+        if not {*_SAMPLING}.isdisjoint(told["passed"]):
+            return
+        options = {n: told["options"][n] for n in _SAMPLING[1:] if n in told["options"]}
+        shown = ", ".join(f"{n} {v:g}" for n, v in options.items() if v != _NEUTRAL[n])
+        sentence = (
+            "generate sampled, because the generation config of the checkpoint has do_sample=True"
+            f"{f' ({shown})' if shown else ''}, and the call says nothing about it: "
+            f"{self._n_not_best} of {plural(self._n_chosen, 'chosen token')} "
+            f"{'is' if self._n_not_best == 1 else 'are'} not the most probable."
+        )
+        evidence = {**options, "not_best": self._n_not_best, "chosen": self._n_chosen}
+        yield self.finding(None, SAMPLED, sentence, evidence=evidence)
+
+    def _follow_eos(self, step: StepRecord, token: TokenRecord) -> Findings:
+        before = self._eos.pop(step.branch, None)
+        known = declared_tokenizer(self.context.generation.declared)
+        is_eos, told = token.token_id in known.eos, self._told
+        stops = () if told is None else _as_ids(told["options"].get("eos_token_id"))
+        if token.token_id in stops:  # the sequence ended, and is padded while others go on
+            self._is_reported = True
+        elif before is not None and (stops or not (is_eos or token.token_id == known.pad)):
+            self._is_reported = True
+            yield self._eos_finding(step, before, stops)
+        elif is_eos:
+            self._eos[step.branch] = token
+
+    def _eos_finding(self, step: StepRecord, eos: TokenRecord, stops: Sequence[int]) -> Any:
+        name = printable(eos.token or eos.text)
+        told = self._told
+        # A loop of one's own may have a length, and negative ids are how a call asks for that.
+        is_meant = told is None or any(stop < 0 for stop in stops)
+        if told is None:
+            why = "the loop of the program does not end there"
+        elif stops:
+            why = f"generate was told to end at {_format_ids(stops)}, not at {eos.token_id}"
+        else:
+            why = "generate was told no eos_token_id"
+        sentence = (
+            f'"{name}" (id {eos.token_id}) was chosen in step {eos.step}, and the text goes on '
+            f"behind it: {why}."
+        )
+        evidence = {"eos": eos.token_id, "stops": list(stops), "position": eos.pos}
+        severity = Severity.NOTE if is_meant else None
+        options: dict[str, Any] = {"positions": (eos.pos,), "severity": severity}
+        return self.finding(step, EOS_PASSED, sentence, evidence=evidence, **options)
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def _format_ids(ids: Sequence[int]) -> str:
+    return ("id " if len(ids) == 1 else "ids ") + ", ".join(map(str, ids))
+
+
+def _new_weights(data: Mapping[str, Any]) -> str:
+    names, n = [printable(one) for one in data["names"]], int(data["n"])
+    listed = ", ".join(names) + (f" and {n - len(names)} more" if n > len(names) else "")
+    return (
+        f"{printable(data['class'])} generates with newly initialised weights: {listed} "
+        f"{'is' if n == 1 else 'are'} not in the checkpoint {printable(data['place'])}, and "
+        "nothing has set them since."
+    )
