@@ -31,6 +31,7 @@ from benchmarks import (
     writing,
 )
 from benchmarks.common import NEW, bench_model, machine, real_model, save
+from benchmarks.training_bugs import inferred
 from benchmarks.training_bugs import runner as training_bugs
 
 CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
@@ -74,6 +75,7 @@ TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]
         training_debuggers.table,
     ),
     "training-bugs": (lambda _: training_bugs.measure(), training_bugs.table),
+    "inferred-invariants": (lambda _: inferred.measure(), inferred.table),
 }
 """Cases that measure for a given time, and how their tables are made."""
 

@@ -1,8 +1,8 @@
 """What invariants that are learnt from good runs find, and how often they are wrong.
 
-Of each program without an error, invariants are learnt from three seeds and judged with two others:
-each violation is a false alarm. Those of each silent error are learnt from its fixed twin, and
-judged with another seed of the twin and with the error.
+Of each program without an error, invariants are learnt from three seeds, and other seeds are judged
+by them: each violation is a false alarm. Those of each silent error are learnt from its fixed twin;
+another seed of the twin and the program with the error are judged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexinspect.analysis.invariants.learning import judge, learn
 from flexinspect.analysis.invariants.observed_run import ObservedRun, observe_run
 from flexinspect.core.errors import UsageError
 
-LEARNT, JUDGED = 3, 2
+LEARNT, JUDGED = 3, 4
 """Seeds that are learnt from, and other seeds that are judged."""
 
 

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from support.good_runs import CALLS, write_run
 
+from flexinspect.analysis.invariants.invariant import read_invariants
 from flexinspect.cli.main import main
+from flexinspect.cli.run import judged
+from flexinspect.records.job import ScriptJob
+from flexinspect.trace.reader import open_trace
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -200,3 +204,38 @@ def test_generations_are_learnt_too(
     found = json.loads(capsys.readouterr().out)["invariants"]
     assert {one["kind"] for one in found} >= {"part", "total", "range"}
     assert main(["infer", "--check", "invariants.json", "2.flextrace"]) == 0
+
+
+def test_a_run_that_is_judged_at_its_end_has_the_violations_as_findings(
+    learnt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run(calls={12: (*CALLS[:3], *CALLS[:2:-1])})
+    invariants = read_invariants(learnt)
+    assert judged(0, ScriptJob(out=run, program="train.py"), invariants) == 1
+    sentence = "At step 12 optimizer.step came before clip_grad_norm_; in 3 good runs, 180 steps, "
+    sentence += "clip_grad_norm_ always came first."
+    assert f"invariant broken: {sentence}" in capsys.readouterr().err
+    assert main(["findings", run, "--fail-on", "warning"]) == 1
+    assert sentence in " ".join(capsys.readouterr().out.split())
+    with open_trace(run) as reader:
+        (found,) = (o for o in reader.findings() if o.id == "training.broken-invariant")
+    assert (found.generation, found.step) == (0, 12)
+    assert found.evidence["runs"] == 3
+
+
+def test_a_good_run_keeps_its_exit_code(learnt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, invariants = ScriptJob(out=new_run(), program="train.py"), read_invariants(learnt)
+    assert [judged(code, job, invariants) for code in (0, 3)] == [0, 3]
+    assert capsys.readouterr().err == ""
+    gone = ScriptJob(out="gone.flextrace", program="train.py")
+    assert judged(0, gone, invariants) == 2
+    assert "The run was not judged" in capsys.readouterr().err
+
+
+def test_a_file_that_is_wrong_is_refused_before_the_run(
+    good: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("raise SystemExit('ran')")
+    Path("wrong.json").write_text("{}")
+    assert main(["run", "--no-ui", "--invariants", "wrong.json", "train.py"]) == 2
+    assert "wrong.json is no file of invariants." in capsys.readouterr().err

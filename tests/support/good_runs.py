@@ -91,5 +91,6 @@ def _fields(step: int, n_steps: int, random: Random) -> dict[str, Any]:
         "max_norm": 1.0,
         "n_parameters": 2,
         "group_norms": norms,
+        "group_ratios": (0.01 * rate, 0.02 * rate) if step % 10 == 0 else (),
         "n_backward": 1,
     }

@@ -22,8 +22,8 @@ FILE_NAME = "invariants.json"
 
 KindName = Literal[
     "part", "parameter", "output", "setting", "input", "contains", "before", "range", "median",
-    "constant", "changes", "monotone", "falls", "total", "present", "together", "equal",
-    "proportional", "at-most", "ranks-equal",
+    "constant", "changes", "monotone", "falls", "total", "present", "together", "moves",
+    "equal", "proportional", "at-most", "ranks-equal",
 ]  # fmt: skip
 
 
@@ -97,7 +97,7 @@ _NEEDS = {
     "input": ("value",),
     "parameter": ("value",),
     "output": ("value",),
-    **dict.fromkeys(("before", "together", "equal", "at-most"), ("other",)),
+    **dict.fromkeys(("before", "together", "moves", "equal", "at-most"), ("other",)),
 }
 """The fields that an invariant of a kind cannot do without; of `low` and `high` one is enough."""
 _WORDS = {"setting", "input", "parameter", "output", "monotone"}  # kinds whose value is a text

@@ -26,7 +26,8 @@ KINDS: dict[str, Kind] = {
         program.Contains(),
         *(program.Before(), numbers.Range(), numbers.Median(), numbers.Constant()),
         *(numbers.Changes(), numbers.Monotone(), numbers.Falls(), numbers.Total()),
-        *(relations.Present(), relations.Together(), relations.Equal()),
+        *(relations.Present(), relations.Together(), relations.Moves()),
+        relations.Equal(),
         *(relations.Proportional(), relations.AtMost()),
     )
 }

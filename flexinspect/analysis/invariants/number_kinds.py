@@ -177,6 +177,8 @@ class Median:
                 middles = [float(np.median(one)) for one in found]
                 if all(one.min() == one.max() for one in found):
                     continue
+                if any((one == 0).any() for one in found):
+                    continue  # 0 in some steps and not in others: the median jumps between both
                 noise = max(map(_error_of_median, found))
                 is_time = channel == TIME
                 floor = TIME_FLOOR if is_time else FLOOR

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flexinspect.core.errors import UsageError
@@ -97,6 +98,7 @@ class Observed(Struct, frozen=True, eq=False):
     outputs: Mapping[str, str] = {}
     totals: Mapping[str, float] = {}
     rank: int | None = None
+    generation: int = 0
 
 
 Part: TypeAlias = tuple[Observed, ...]
@@ -158,7 +160,7 @@ def observe_trace(reader: TraceReader) -> Iterator[Observed]:
         else:
             observed = _generation(steps, name, rank)
         if observed is not None:
-            yield observed
+            yield replace(observed, generation=row.generation)
 
 
 def _generation(steps: Sequence[StepRow], name: str, rank: int | None) -> Observed:

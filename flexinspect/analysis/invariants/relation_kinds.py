@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import ClassVar
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flexinspect.analysis.invariants.invariant import Invariant, KindName, Violation
@@ -21,10 +22,12 @@ from flexinspect.analysis.invariants.kind import (
 )
 from flexinspect.analysis.invariants.observed_run import (
     EVALUATION_LOSS,
+    GROUP_NORM,
     LIMIT,
     LOSS,
     NORM_BEFORE,
     RATE,
+    RATIO,
     SCALE,
     TIME,
     TOTAL_NORM,
@@ -33,6 +36,7 @@ from flexinspect.analysis.invariants.observed_run import (
     Part,
 )
 
+MIN_MOVES = 3  # measured updates
 MIN_EQUAL = 20  # steps in which two numbers are equal, or one is present with the other
 TOLERANCE = 1e-3  # by which a number may be above its limit: clipping divides by norm + 1e-6
 BELOW = ((TOTAL_NORM, LIMIT), (TOTAL_NORM, NORM_BEFORE))
@@ -89,6 +93,41 @@ def _is_there(record: Observed, channel: str) -> NDArray[np.bool_]:
         return np.zeros(len(record.steps), bool)
     found: NDArray[np.bool_] = np.isfinite(values)
     return found
+
+
+class Moves:
+    """The weights of a group change where their gradient and a learning rate are not 0."""
+
+    name: ClassVar[KindName] = "moves"
+    min_runs: ClassVar[int] = 1
+
+    def learn(self, records: Sequence[Observed]) -> Iterator[Invariant]:
+        for subject in common([one.channels for one in records]):
+            other = subject.replace(RATIO, GROUP_NORM)
+            if not subject.startswith(RATIO) or any(other not in o.channels for o in records):
+                continue
+            one = Invariant(records[0].name, self.name, subject, other)
+            counts = [int(_can_move(one, record).sum()) for record in records]
+            holds = all(self.check(one, record) is None for record in records)
+            if holds and min(counts) and sum(counts) >= MIN_MOVES:
+                yield replace(one, samples=sum(counts))
+
+    def check(self, one: Invariant, record: Observed) -> Violation | None:
+        if one.subject not in record.channels or one.other not in record.channels:
+            return None
+        broken = _can_move(one, record) & (record.channels[one.subject] == 0)
+        at = int(np.argmax(broken & within(one, record)))
+        norm = shown(record.channels[one.other][at])
+        found = f"{named(one.subject)} is 0, although {named(one.other)} is {norm}"
+        return violation(one, record, broken & within(one, record), found, "it never was")
+
+
+def _can_move(one: Invariant, record: Observed) -> NDArray[np.bool_]:
+    """The steps whose update was measured, and whose gradient and learning rate are not 0."""
+    rates = [values for name, values in record.channels.items() if name.startswith(RATE)]
+    is_on = np.any([one > 0 for one in rates], axis=0) if rates else True
+    found: NDArray[np.bool_] = np.isfinite(record.channels[one.subject]) & is_on
+    return found & (record.channels[one.other] > 0)
 
 
 class Equal:

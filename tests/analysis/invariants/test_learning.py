@@ -137,6 +137,12 @@ FROZEN = {**PARAMETERS, "second.weight": {"dtype": "float32", "size": [4, 1], "g
             "the first was 0.1 times the second",
         ),
         (
+            {"change": set_field("group_ratios", 20, (1e-4, 0.0))},
+            ("moves", "update ratio of second"),
+            20,
+            "update ratio of second is 0, although gradient norm of second is 0.",
+        ),
+        (
             {"change": set_field("n_backward", 3, 2)},
             ("constant", "backward passes"),
             3,
