@@ -56,7 +56,7 @@ def learn(
     dropped: set[tuple[str, str, str, str, int]] = set()
     left_out = []
     for number, run in enumerate(runs if len(runs) > 1 else ()):
-        others = [one for one in runs if one is not run]
+        others = [*runs[:number], *runs[number + 1 :]]
         # In a run alone the spread between runs is unknown, but the rest can be tested.
         found = judge([*_candidates(others, min_runs=max(len(others), 2))], run)
         dropped |= {one.invariant.key for one in found}

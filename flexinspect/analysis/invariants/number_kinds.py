@@ -38,9 +38,12 @@ MIN_SPARSE = 2, 6  # the same of a number that is measured every tenth step, ove
 SPREADS = 4.0  # by which bounds lie beyond the runs: multiples of how far these lie apart
 FLOOR = math.log(2.0)  # least margin of the logarithm of a positive number
 EVALUATION_FLOOR = math.log(5.0)  # of the ratio of two losses, known of few evaluations
-TIME_FLOOR = math.log(10.0)  # of a time, which other programs on the machine change
+TIME_FLOOR = math.log(30.0)  # of a time, which other programs on the machine change
+TIME_SLACK_MS = 100.0  # by which a time may be longer in any case
 LINEAR_FLOOR = 0.25  # least margin of other numbers, as a share of the largest
 MIN_RARE = 30  # steps without an event after which it counts as one that does not happen
+SCHEDULE_STEPS = (0, *(base * 10**power for power in range(6) for base in (1, 2, 5)))
+"""Steps in which a learning rate is compared that follows a schedule."""
 MIN_CHANGES = 20  # steps in which a number must change before it has to
 MAX_STILL = 2  # equal successors in succession that are still no standstill
 MIN_FALL_STEPS = 20
@@ -183,6 +186,8 @@ class Median:
                 is_time = channel == TIME
                 floor = TIME_FLOOR if is_time else FLOOR
                 low, high, *seen = bounds(middles, middles, floor, noise)
+                if is_time:
+                    high = max(high, seen[1] + TIME_SLACK_MS)
                 yield Invariant(
                     *(records[0].name, self.name, channel, "", first, last),
                     *(None if is_time else low, high, (seen[0], seen[1])),
@@ -213,7 +218,7 @@ def _error_of_median(values: Numbers) -> float:
 
 
 class Constant:
-    """A number is the same in each step of all runs."""
+    """A number is the same in each step of all runs, or a learning rate in some steps of each."""
 
     name: ClassVar[KindName] = "constant"
     min_runs: ClassVar[int] = 1
@@ -233,6 +238,8 @@ class Constant:
             if all(_all_equal(one, value) for one in found):
                 part = records[0].name
                 yield Invariant(part, self.name, channel, value=value, samples=n)
+            elif channel.startswith(RATE) and len(records) > 1:
+                yield from _schedule(records, channel)
 
     def check(self, one: Invariant, record: Observed) -> Violation | None:
         values = record.channels.get(one.subject)
@@ -241,7 +248,23 @@ class Constant:
         with np.errstate(invalid="ignore"):
             broken = within(one, record) & np.isfinite(values) & ~_equal_to(values, one.value)
         found = f"{named(one.subject)} is {shown(values[int(np.argmax(broken))])}"
-        return violation(one, record, broken, found, f"it was {shown(one.value)} in each step")
+        where = "in each step" if one.last is None else "then"
+        return violation(one, record, broken, found, f"it was {shown(one.value)} {where}")
+
+
+def _schedule(records: Sequence[Observed], channel: str) -> Iterator[Invariant]:
+    """Yield a learning rate at some steps, if it is the same in all runs at each step."""
+    n = min(len(one.steps) for one in records)
+    first, *others = (one.channels[channel][:n] for one in records)
+    same_steps = all(np.array_equal(one.steps[:n], records[0].steps[:n]) for one in records)
+    if not same_steps or not all(same_number(first, one).all() for one in others):
+        return
+    for number in sorted({*SCHEDULE_STEPS, int(records[0].steps[n - 1])}):
+        at = np.flatnonzero(records[0].steps[:n] == number)
+        if len(at):
+            value = float(first[at[0]])
+            one = Invariant(records[0].name, Constant.name, channel, "", number, number)
+            yield replace(one, value=value, samples=len(records))
 
 
 def _equal_to(values: Numbers, value: float) -> NDArray[np.bool_]:

@@ -57,6 +57,12 @@ def test_what_is_learnt_has_the_runs_and_steps_that_support_it(
     assert found["proportional", "learning rate of group 1", "learning rate of group 0"].value == (
         pytest.approx(0.1)
     )
+    rates = [
+        one.first
+        for one in invariants
+        if (one.kind, one.subject) == ("constant", "learning rate of group 0")
+    ]
+    assert rates == [0, 1, 2, 5, 10, 20, 50, 59]
     assert found["monotone", "learning rate of group 0", ""].value == "falls"
     assert found["input", "input_ids", ""].value == "int64 4 x 16"
     assert found["parameter", "first.weight", ""].value == "float32 [8, 4], trained in group 0"
@@ -143,6 +149,12 @@ FROZEN = {**PARAMETERS, "second.weight": {"dtype": "float32", "size": [4, 1], "g
             "update ratio of second is 0, although gradient norm of second is 0.",
         ),
         (
+            {"change": set_field("learning_rates", 20, (0.005, 0.0005))},
+            ("constant", "learning rate of group 0"),
+            20,
+            "learning rate of group 0 is 0.005; in 3 good runs, 3 steps, it was 0.006667 then.",
+        ),
+        (
             {"change": set_field("n_backward", 3, 2)},
             ("constant", "backward passes"),
             3,
@@ -217,6 +229,14 @@ def test_a_range_that_only_one_run_widens_is_dropped(tmp_path: Path) -> None:
     odd = write_run(tmp_path / "odd.flextrace", 3, set_field("loss", 30, 1e5))
     found = learn([observe_run(path) for path in (*paths, odd)])
     assert [one.subject for one in found.dropped if one.kind == "range"] == ["loss"]
+
+
+def test_a_time_is_judged_by_its_median_and_only_above_a_generous_bound(
+    invariants: tuple[Invariant, ...],
+) -> None:
+    times = [one for one in invariants if one.subject == "step time (ms)"]
+    assert {one.kind for one in times} == {"median"}
+    assert all(one.low is None and one.high and one.high > 300 for one in times)
 
 
 def test_one_run_teaches_no_ranges(tmp_path: Path) -> None:
