@@ -32,6 +32,7 @@ from benchmarks import (
 )
 from benchmarks.common import NEW, bench_model, machine, real_model, save
 from benchmarks.generation_bugs import runner as generation_bugs
+from benchmarks.training_bugs import inferred
 from benchmarks.training_bugs import runner as training_bugs
 
 CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
@@ -76,6 +77,7 @@ TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]
     ),
     "training-bugs": (lambda _: training_bugs.measure(), training_bugs.table),
     "generation-bugs": (lambda _: generation_bugs.measure(), generation_bugs.table),
+    "inferred-invariants": (lambda _: inferred.measure(), inferred.table),
 }
 """Cases that measure for a given time, and how their tables are made."""
 

@@ -14,9 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.common import markdown
 from benchmarks.forked_runs import fork_capture, wait
@@ -24,6 +24,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Declaration, ScriptJob
 from flexinspect.trace.reader import open_trace
 
+T = TypeVar("T")
 FOLDER = Path(__file__).parent
 SEEDS = 3
 PATIENCE_S = 120
@@ -31,18 +32,10 @@ PATIENCE_S = 120
 
 def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run every program with each seed; return what was found."""
-    # So that each child has them already.
-    import torch._dynamo
-    import torch.distributed.tensor
-    import torch.testing
-    import transformers.trainer  # noqa: F401
-
     from benchmarks.training_bugs.bugs import BUGS, LEFT_OUT, RANKED
     from benchmarks.training_bugs.clean import PROGRAMS
-    from flexinspect_hooks.training import training_finder  # noqa: F401
-    from flexinspect_hooks.user_code import model_discovery  # noqa: F401
 
-    torch.set_num_threads(1)
+    import_all()
     bugs = {}
     for name, (_, wanted) in BUGS.items():
         if names and name not in names:
@@ -66,6 +59,19 @@ def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
         clean[name] = {"false_alarms": [one for run in runs for one in _alarms(run)]}
         print(name, clean[name]["false_alarms"], file=sys.stderr)
     return {"seeds": seeds, "bugs": bugs, "clean": clean, "left_out": LEFT_OUT}
+
+
+def import_all() -> None:
+    """Import what each child needs, so that it has it already."""
+    import torch._dynamo
+    import torch.distributed.tensor
+    import torch.testing
+    import transformers.trainer  # noqa: F401
+
+    from flexinspect_hooks.training import training_finder  # noqa: F401
+    from flexinspect_hooks.user_code import model_discovery  # noqa: F401
+
+    torch.set_num_threads(1)
 
 
 _SCORES = ("silent", "hinted", "named")
@@ -100,14 +106,33 @@ def found_in(
     `script` is a file of this folder, or a path. Raises `RuntimeError` if the program fails, unless
     it `may_fail`.
     """
+
+    def findings(folder: Path) -> list[Finding]:
+        traces = sorted(folder.glob("*.flextrace"))
+        return [one for trace in traces for one in _read(trace, may_fail=may_fail)]
+
+    return recorded(findings, script, *args, n_ranks=n_ranks, declaration=declaration)
+
+
+def recorded(
+    use: Callable[[Path], T],
+    script: str,
+    *args: str,
+    n_ranks: int = 1,
+    declaration: Declaration | None = None,
+) -> T:
+    """Run a program, in one process for each rank; return what `use` makes of its traces' folder.
+
+    The folder has the trace `t.flextrace`, or one for each rank, until `use` returns.
+    """
     # Not a TemporaryDirectory, which a child would remove at its end.
-    folder = tempfile.mkdtemp()
+    folder = Path(tempfile.mkdtemp())
     try:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        out = Path(folder) / "t.flextrace"
+        out = folder / "t.flextrace"
         if n_ranks == 1:
             declared = declaration or Declaration()
             program = str(FOLDER / script)
@@ -115,7 +140,7 @@ def found_in(
                 out=str(out), program=program, args=args, control=False, declaration=declared
             )
             wait(fork_capture(job), PATIENCE_S)
-            return _read(out, may_fail=may_fail)
+            return use(folder)
         # Processes of their own: a group of processes that were forked may hang when it ends.
         command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--no-control"]
         command += ["--out", str(out), str(FOLDER / script), *args]
@@ -127,7 +152,7 @@ def found_in(
             ranks.append(subprocess.Popen(command, env=own, stdout=quiet, stderr=quiet))
         for process in ranks:
             process.wait(PATIENCE_S)
-        return [one for n in range(n_ranks) for one in _read(out.with_stem(f"t-rank{n}"))]
+        return use(folder)
     finally:
         shutil.rmtree(folder)
 

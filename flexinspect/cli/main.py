@@ -35,6 +35,7 @@ examples:
   flexinspect flowchart --trace run.flextrace
   flexinspect diff a.flextrace b.flextrace
   flexinspect ranks traces                (of a run under torchrun)
+  flexinspect infer good-*.flextrace -o invariants.json
   flexinspect audit my_generation.py
   flexinspect prove isolation --model demo --dataset demo
   flexinspect lab --max-samples 100 --num-paraphrases 1-5 --out lab-demo
@@ -71,6 +72,7 @@ COMMANDS = {
     "flowchart": "draw the way from a question to an answer, also with the numbers of a run",
     "diff": "print the first place where two runs differ beyond noise (alias: compare)",
     "ranks": "compare the ranks of a distributed run: what differs, who is late, who stopped",
+    "infer": "learn invariants from good runs of a training, and judge a run by them",
     "audit": "compare the steps of your program with an untouched copy of its model",
     "prove": "test a property of a generation by running it: isolation, order, kernel or cache",
     "lab": "compare ways to use paraphrases on a dataset: accuracy, whose token won, order",

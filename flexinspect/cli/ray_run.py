@@ -27,7 +27,7 @@ from flexinspect.records.job import Job
 
 ONE_PROCESS = (
     *("hold", "interactive", "breakpoints", "wait", "serve", "insecure_bind", "debugpy", "pdb"),
-    *("wait_for_client", "debugpy_expose", "verbose", "log_file"),
+    *("wait_for_client", "debugpy_expose", "verbose", "log_file", "invariants"),
 )
 """Flags of `run` for a single capture process, which a person watches."""
 

@@ -17,13 +17,14 @@ from flexinspect.cli.output import errors_as_json, print_lines
 from flexinspect.cli.run_flags import configure
 from flexinspect.core.addresses import format_address, is_loopback
 from flexinspect.core.environment import SHARE_VARIABLE, check_free, git_state
-from flexinspect.core.errors import UsageError
+from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.rank_environment import rank_of_environment, rank_path
-from flexinspect.core.text import capitalize, print_message
+from flexinspect.core.text import capitalize, escape_unprintable, print_message
 from flexinspect.records import job as jobs
 from flexinspect.records.job import DebuggerOptions, Job, ScriptJob
 
 if TYPE_CHECKING:
+    from flexinspect.analysis.invariants.invariant import InvariantFile
     from flexinspect.launch.child_process import Capture
 
 DESCRIPTION = (
@@ -46,6 +47,7 @@ examples:
   flexinspect run --interactive --no-ui                 # stop at each step and read commands
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
   flexinspect run train_or_generate.py                 # your own program, unchanged
+  flexinspect run --invariants invariants.json train.py      # judged by what good runs do
   flexinspect run script.py -- --its-own flags         # everything after the script is for it
   flexinspect run --no-ui --out t.flextrace script.py < questions.txt > answers.txt
   flexinspect run --declare prompt.toml -m package.module 3
@@ -56,7 +58,7 @@ examples:
 _MAX_LAYERS = 1 << 20
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--select", "--out", "--overwrite", "--share"),
-    *("--max-size", "--audit-seconds"),
+    *("--max-size", "--audit-seconds", "--invariants"),
     *("--no-ui", "--json", "--verbose", "--log-file", "--threads", "--serve", "--no-control"),
     "--low-bandwidth",
     *("--break", "--wait", "--interactive"),
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with errors_as_json(args.json, trace=None, generations=[]):
         job = checked_job(args)
         check_log_file(args.log_file)
+        invariants = _invariants_of(args)
         if args.share:
             os.environ[SHARE_VARIABLE] = "1"  # for the process that records
         if job.serving is not None:
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if is_terminal and not (args.no_ui or args.json or args.verbose):
         from flexinspect.cli.interface import inspect_run
 
-        return inspect_run(job, args.log_file)
+        return judged(inspect_run(job, args.log_file), job, invariants)
     run: Job | Capture
     if isinstance(job, ScriptJob):
         from flexinspect.launch.child_process import ScriptProcess, forward_signals
@@ -95,7 +98,35 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.cli.live_run import ShowOptions, show_run
 
     options = ShowOptions(args.json, args.verbose, job.interactive, args.wait, args.log_file)
-    return show_run(run, options)
+    return judged(show_run(run, options), job, invariants)
+
+
+def _invariants_of(args: argparse.Namespace) -> InvariantFile | None:
+    """Return the invariants to judge the run by. Raises `UsageError` for a file that is wrong."""
+    if args.invariants is None:
+        return None
+    from flexinspect.analysis.invariants.invariant import read_invariants
+
+    return read_invariants(args.invariants)
+
+
+def judged(code: int, job: Job | ScriptJob, invariants: InvariantFile | None) -> int:
+    """Judge the trace of a run by invariants, print what it breaks, and return the exit code.
+
+    That is 1 for a run that ended with 0 and breaks one. Without invariants nothing is done.
+    """
+    if invariants is None:
+        return code
+    from flexinspect.analysis.invariants.judged_trace import judge_trace
+
+    try:
+        violations = judge_trace(Path(job.out), invariants)
+    except FlexInspectError as error:
+        print_message(f"The run was not judged by the invariants: {error.sentence()}")
+        return code or error.exit_code
+    for one in violations:
+        print_message(f"invariant broken: {escape_unprintable(one.sentence)}")
+    return code or int(bool(violations))
 
 
 class _RaisingParser(argparse.ArgumentParser):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from flexinspect.cli.flags import (
@@ -160,6 +161,8 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     )
     audit += "to S seconds or a fifth of the run (default: 10; 0: not at all)"
     add("--audit-seconds", type=float, default=10.0, metavar="S", help=audit)
+    invariants = "judge the run at its end by the invariants that flexinspect infer has learnt"
+    add("--invariants", type=Path, metavar="FILE", help=invariants)
     threads = "CPU threads (default: one less than cores; for your own program: unchanged)"
     add("--threads", type=n_threads, help=threads)
     add_switches(

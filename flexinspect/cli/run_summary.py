@@ -16,6 +16,7 @@ from flexinspect.core.text import escape_unprintable, plural, truncate
 from flexinspect.inputs.model_sizes import human_bytes
 from flexinspect.inputs.samples import judge_answer
 from flexinspect.records.finding import Finding, Severity, sort_by_severity
+from flexinspect.records.training_step import CALLS_EVENT, PARAMETERS_EVENT
 from flexinspect.trace.queries import question_text
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -24,6 +25,7 @@ _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
 NO_NOTES = (
     *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
+    *(CALLS_EVENT, PARAMETERS_EVENT),
 )
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200

@@ -95,6 +95,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "generated_length": "flexinspect.rules.text.generated_length:GeneratedLengthRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
+        "invariants": "flexinspect.rules.training.invariants:InvariantRule",
         "training_checks": "flexinspect.rules.training.training_checks:TrainingChecksRule",
     },
     EXPORTS: {

@@ -17,6 +17,13 @@ EXPLODING_NORM = 10.0
 VANISHING_NORM = 1e-6
 """A parameter whose gradient norm is below this (and not 0) vanishes."""
 
+CALLS_EVENT = "step-calls"
+"""Event of a step whose calls, modes or inputs differ from those of the step before."""
+PARAMETERS_EVENT = "parameters"
+"""Event that describes the parameters of a training, in its first step and after changes."""
+MAX_CALLS = 64  # of a step that are recorded
+MAX_UNIT = 4  # calls that may repeat together
+
 LOSS_FROM_BACKWARD = "backward"
 LOSS_FROM_OUTPUT = "output"
 LOSS_REPORTED = "reported"
@@ -197,6 +204,14 @@ class TrainingSummaryCounter(Struct):
             gradient_vanishing=before.gradient_vanishing + step.is_vanishing,
             loss_anomalies=before.loss_anomalies + step.is_loss_anomaly,
         )
+
+
+def collapse_repeats(calls: list[str]) -> None:
+    """Remove the last calls if they are the same as those just before, up to four together."""
+    for unit in range(1, MAX_UNIT + 1):
+        if len(calls) >= 2 * unit and calls[-unit:] == calls[-2 * unit : -unit]:
+            del calls[-unit:]
+            return
 
 
 def is_warming_up(before: Sequence[float], now: Sequence[float]) -> bool:

@@ -115,7 +115,10 @@ _PENDING: dict[str, dict[int, tuple[str, ...]]] = {
 """By trace: the rules that have to report the end of a generation that never ended."""
 
 
-_NEW_RULES = ("audit", "generated_length", "inferred_segments", "recompute", "training_checks")
+_NEW_RULES = (
+    *("audit", "generated_length", "inferred_segments", "invariants", "recompute"),
+    "training_checks",
+)
 """Rules that did not exist when the traces were recorded."""
 
 

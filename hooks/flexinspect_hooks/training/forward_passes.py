@@ -97,8 +97,14 @@ class ForwardListener(Protocol):
     def on_forward_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass begins that may have a backward pass."""
 
+    def on_backward(self) -> None:
+        """A backward pass through the model begins."""
+
     def on_evaluation_begin(self, model: nn.Module) -> None:
         """A forward pass without gradients begins."""
+
+    def on_outputs(self, outputs: ModuleOutputs) -> None:
+        """The outputs that were kept of a forward pass that may have a backward pass."""
 
     def on_forward_end(self) -> None:
         """A forward pass of either kind has ended, perhaps by an exception."""
@@ -243,6 +249,7 @@ class ForwardWatch:
     def _read(self, output: Any, ended: float) -> None:
         forward = StepPasses(forward_s=ended - self._started, are_shares=self._is_share)
         forward.is_evaluation = not self._model.training
+        self._listener.on_outputs(self._outputs)
         loss = loss_of(output)
         self._pending.append(forward)
         main = loss if loss is not None else next(floating_tensors(output), None)
@@ -303,6 +310,7 @@ class ForwardWatch:
                 return
             passes.last_backward = number
             passes.n_backward += 1
+            self._listener.on_backward()
             if (loss := loop_calls.current_loss()) is not None:
                 value = loss.detach().clone() if is_remote(loss) else loss.item()
                 passes.backward_losses.append(value)

@@ -178,7 +178,10 @@ def _observe_schedulers(notify: Notify, stack: ExitStack) -> None:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if getattr(self, "_step_count", 0) == 2:  # 1 is the step of its own creation
+        n_steps = getattr(self, "_step_count", 0)
+        if n_steps > 1:  # 1 is the step of its own creation
+            notify("on_scheduled", getattr(self, "optimizer", None))
+        if n_steps == 2:
             notify("on_scheduler", getattr(self, "optimizer", None), type(self).__name__)
         return result
 

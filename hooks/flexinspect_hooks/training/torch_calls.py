@@ -128,6 +128,9 @@ class TrainingObserver(Protocol):
     def on_loss_inputs(self, failures: Sequence[Failure]) -> None:
         """A loss function of torch was called with arguments that are wrong."""
 
+    def on_scheduled(self, optimizer: Any) -> None:
+        """The program has called the `step` of a scheduler."""
+
     def on_scheduler(self, optimizer: Any, name: str) -> None:
         """The program has called the `step` of a scheduler for the first time."""
 

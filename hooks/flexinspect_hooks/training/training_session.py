@@ -36,9 +36,10 @@ from flexinspect_hooks.python_internals.torch_private import (
     optimizer_step_depth,
 )
 from flexinspect_hooks.training import torch_calls
+from flexinspect_hooks.training.call_order import CallOrder, parameter_note
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.evaluation_passes import EvaluationPasses
-from flexinspect_hooks.training.forward_passes import ForwardWatch
+from flexinspect_hooks.training.forward_passes import ForwardWatch, ModuleOutputs
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.live_ranks import LiveRanks
 from flexinspect_hooks.training.loop_calls import LoadedBatch
@@ -93,6 +94,7 @@ class TrainingSession:
         self._forwards = ModelParts(model, self._watch_part)
         self._evaluations = EvaluationPasses()
         self._checks = StepChecks(self._meter, optimizer)
+        self._order = CallOrder()
         self._ranks = LiveRanks(model, self._generation)
         self._records = TrainingRecords(self._ranks)
         self._device = next(model.parameters()).device
@@ -301,6 +303,7 @@ class TrainingSession:
             self._current.norm_before_clip, self._current.max_norm = before.detach(), limit
             self._clip_norms = norms
             self._checks.on_clipped()
+            self._order.add("clip_grad_norm_")
 
     def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         if optimizer is self._optimizer and scaler.is_enabled():
@@ -318,11 +321,15 @@ class TrainingSession:
         """The gradients of an optimizer were unscaled."""
         if optimizer is self._optimizer:
             self._checks.on_unscaled()
+            self._order.add("scaler.unscale_")
 
     def on_cleared(self, owner: Any) -> None:
         """Backward passes whose gradients are cleared do not belong to the step."""
         now = self._current
-        if now.n_backward and now.optimizer_started is None and self._is_own(owner):
+        if not self._is_own(owner):
+            return
+        self._order.add("zero_grad")
+        if now.n_backward and now.optimizer_started is None:
             now.drop_backward()
 
     def _is_own(self, owner: Any) -> bool:
@@ -339,6 +346,11 @@ class TrainingSession:
         """A loss function was called with arguments that are wrong."""
         self._checks.report(failures)
 
+    def on_scheduled(self, optimizer: Any) -> None:
+        """A scheduler made a step."""
+        if optimizer is self._optimizer:
+            self._order.add("scheduler.step")
+
     def on_scheduler(self, optimizer: Any, name: str) -> None:
         """A scheduler made its first step."""
         if optimizer is self._optimizer:
@@ -351,6 +363,8 @@ class TrainingSession:
             if self._step_started is None:
                 self._step_started = time.perf_counter() - batch.wait_s
             self._checks.on_batch(batch)
+            if batch.earlier is not None:
+                self._order.add_repeated_batch()
 
     def _on_skipped_step(self, optimizer: Optimizer) -> None:
         started = time.perf_counter()
@@ -364,6 +378,7 @@ class TrainingSession:
         """A forward pass begins."""
         self._evaluations.on_training()
         self._checks.on_forward(model, args, kwargs, self._current.number)
+        self._order.add_forward(model, args, kwargs)
         if self._step_started is None:
             self._step_started = time.perf_counter()
         self._clip_norms = None  # do not keep gradients alive that the program may drop
@@ -374,6 +389,17 @@ class TrainingSession:
     def on_evaluation_begin(self, model: nn.Module) -> None:
         """A forward pass without a backward pass begins."""
         self._checks.on_evaluation(model)
+        if not self.is_paused():
+            self._order.add("evaluation")
+
+    def on_backward(self) -> None:
+        """A backward pass begins."""
+        self._order.add("backward")
+
+    def on_outputs(self, outputs: ModuleOutputs) -> None:
+        """A forward pass has returned, and its modules have returned `outputs`."""
+        if self._current.number == 0:
+            self._order.add_outputs(outputs)
 
     def on_forward_end(self) -> None:
         """A forward pass has ended."""
@@ -389,6 +415,9 @@ class TrainingSession:
         self._forwards.count_pending()
         if (change := self._meter.refresh()) is not None:
             now.notes.append(("parameters-changed", change, {"groups": [*self._meter.groups]}))
+        if change is not None or now.number == 0:
+            facts = {"outputs": self._order.output_dtypes}
+            now.notes.append(parameter_note(self._meter.model, self._optimizer, facts))
         if detail.measures(now.number):
             self._synchronize()
             # Read the results of the device, before the optimizer gives it more work.
@@ -417,7 +446,8 @@ class TrainingSession:
         now = self._current
         self._checks.after_step(now.number, is_skipped=now.is_skipped)
         self._checks.on_evaluated(self._evaluations.n_losses_in_training_mode)
-        now.notes += [*self._checks.take(), *self._evaluations.take()]
+        self._order.add("step skipped" if now.is_skipped else "optimizer.step")
+        now.notes += [*self._checks.take(), *self._evaluations.take(), *self._order.take()]
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
         now.memory = self._memory.read()
         if self._collectives is not None:
