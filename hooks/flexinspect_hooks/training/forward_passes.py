@@ -97,7 +97,7 @@ class ForwardListener(Protocol):
     def on_forward_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass begins that may have a backward pass."""
 
-    def on_evaluation_begin(self, model: nn.Module) -> None:
+    def on_evaluation_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass without gradients begins."""
 
     def on_forward_end(self) -> None:
@@ -208,7 +208,7 @@ class ForwardWatch:
             return
         self._is_evaluating = not torch.is_grad_enabled()
         if self._is_evaluating:
-            self._listener.on_evaluation_begin(module)
+            self._listener.on_evaluation_begin(module, args, kwargs)
             return
         started = time.perf_counter()
         self._listener.on_forward_begin(module, args, kwargs)
