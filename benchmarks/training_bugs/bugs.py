@@ -263,6 +263,37 @@ def lost_transfers(is_bug: bool, seed: int) -> None:
         n_steps += 1
 
 
+class Nested(nn.Module):
+    """A model inside of a model, which initializes all of it when it is made."""
+
+    def __init__(self, depth: int, *, is_bug: bool) -> None:
+        super().__init__()
+        self.own = nn.Linear(64, 64)
+        self.inner = Nested(depth - 1, is_bug=is_bug) if depth else nn.Linear(64, nets.N_CLASSES)
+        if is_bug:
+            self.apply(self.initialize)
+
+    @staticmethod
+    def initialize(module: nn.Module) -> None:
+        """Draw the weights of a linear layer."""
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (n, 10)."""
+        logits: Tensor = self.inner(torch.relu(self.own(x)))
+        return logits
+
+
+def initialized_again(is_bug: bool, seed: int) -> None:
+    """transformers-17877: each model initializes the models inside of it once more."""
+    nested = Nested(4, is_bug=is_bug)
+    if not is_bug:
+        nested.apply(nested.initialize)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(256, 64), nested)
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-2), seed)
+
+
 # -- two ranks -------------------------------------------------------------------------------------
 
 
@@ -333,6 +364,7 @@ BUGS = {
     "lightning-thunder-725": (autocast_passed_over, "training.autocast-passed-over"),
     "stackoverflow-67180955": (same_numbers, "training.repeated-batch"),
     "pytorch-84803": (lost_transfers, "training.lost-gradient"),
+    "transformers-17877": (initialized_again, "training.repeated-initialization"),
     "x-jxmnop-ddp-out-of-sync": (out_of_sync, "training.ranks-differ"),
     "pytorch-104336": (lost_hooks, "training.ranks-differ"),
     "deepspeed-1801": (clips_alone, "training.ranks-differ"),
@@ -340,9 +372,6 @@ BUGS = {
 """Each error by its name in the artifact: its program, and the finding that names it."""
 RANKED = ("x-jxmnop-ddp-out-of-sync", "pytorch-104336", "deepspeed-1801")
 """Errors that need two ranks."""
-LEFT_OUT = {
-    "transformers-17877": "weights are initialised again and again: it costs start-up time only",
-}
 
 if __name__ == "__main__":
     _, name, variant, seed_text = sys.argv

@@ -399,12 +399,55 @@ def accelerated(seed: int) -> None:
             optimizer.zero_grad()
 
 
+def monte_carlo(seed: int) -> None:
+    """Dropout that stays on in evaluations, for several passes of each batch."""
+    model, data = nets.ConvNet(p=0.3), nets.loader(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model.train()
+        for x, y in data:
+            optimizer.zero_grad()
+            nets.backward(functional.cross_entropy(model(x), y))
+            optimizer.step()
+        model.eval()
+        model.dropout.train()
+        with torch.no_grad():
+            for x, _ in data:
+                torch.stack([model(x).softmax(1) for _ in range(4)]).std(0)
+
+
+def layer_rates(seed: int) -> None:
+    """Rates that fall by a third from layer to layer, and a head with a hundred times the rate."""
+    layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+    head = nn.Linear(256, nets.N_CLASSES)
+    groups = [{"params": one.parameters(), "lr": 1e-5 * 0.65**n} for n, one in enumerate(layers)]
+    optimizer = torch.optim.AdamW([*groups, {"params": head.parameters(), "lr": 1e-3}])
+    model = nn.Sequential(nn.Flatten(), *(part for one in layers for part in (one, nn.ReLU())))
+    for x, y in nets.epochs(nets.loader(seed), 3):
+        optimizer.zero_grad()
+        nets.backward(functional.cross_entropy(head(model(x)), y))
+        optimizer.step()
+
+
+def small_dtype(seed: int) -> None:
+    """Weights in bfloat16 with a warm-up, whose updates are large enough."""
+    model = nets.ConvNet(p=0.0).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1e-2, total_iters=4)
+    for x, y in nets.epochs(nets.loader(seed), 2):
+        optimizer.zero_grad()
+        nets.backward(functional.cross_entropy(model(x.bfloat16()).float(), y))
+        optimizer.step()
+        scheduler.step()
+
+
 PROGRAMS = {
     one.__name__.replace("_", "-"): one
     for one in (
         *(regression, manual_update, digits, recurrent, autoencoder, mixed_precision, reinforce),
         *(actor_critic, forward_forward, adversarial, closures, siamese, graph, language),
         *(head_only, target_network, experts, trainer, accelerated),
+        *(monte_carlo, layer_rates, small_dtype),
     )
 }
 

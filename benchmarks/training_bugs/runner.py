@@ -8,6 +8,7 @@ error, or with its error fixed, counts as a false alarm if it gets an error or a
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import socket
@@ -32,25 +33,10 @@ PATIENCE_S = 120
 
 def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
     """Run every program with each seed; return what was found."""
-    from benchmarks.training_bugs.bugs import BUGS, LEFT_OUT, RANKED
     from benchmarks.training_bugs.clean import PROGRAMS
 
     import_all()
-    bugs = {}
-    for name, (_, wanted) in BUGS.items():
-        if names and name not in names:
-            continue
-        n_ranks = 2 if name in RANKED else 1
-        runs = [found_in("bugs.py", name, "bug", str(n), n_ranks=n_ranks) for n in range(seeds)]
-        twins = [found_in("bugs.py", name, "fixed", str(n), n_ranks=n_ranks) for n in range(seeds)]
-        bugs[name] = {
-            "finding": wanted,
-            "score": min((_score(run, wanted) for run in runs), key=_SCORES.index),
-            "step": max((_step(o) for run in runs for o in run if o.id == wanted), default=None),
-            "sentence": next((one.sentence for one in runs[0] if one.id == wanted), ""),
-            "false_alarms": [one for run in twins for one in _alarms(run)],
-        }
-        print(name, bugs[name]["score"], bugs[name]["false_alarms"], file=sys.stderr)
+    bugs, further = (_measure_bugs(script, seeds, names) for script in ("bugs.py", "further.py"))
     clean = {}
     for name in PROGRAMS:
         if names and name not in names:
@@ -58,7 +44,34 @@ def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
         runs = [found_in("clean.py", name, str(seed)) for seed in range(seeds)]
         clean[name] = {"false_alarms": [one for run in runs for one in _alarms(run)]}
         print(name, clean[name]["false_alarms"], file=sys.stderr)
-    return {"seeds": seeds, "bugs": bugs, "clean": clean, "left_out": LEFT_OUT}
+    return {"seeds": seeds, "bugs": bugs, "further": further, "clean": clean}
+
+
+def _measure_bugs(script: str, seeds: int, names: Sequence[str]) -> dict[str, Any]:
+    """Run the programs of a script with and without their errors."""
+    module = importlib.import_module(f"benchmarks.training_bugs.{Path(script).stem}")
+    bugs = {}
+    for name, (_, wanted, *check) in module.BUGS.items():
+        if names and name not in names:
+            continue
+        n_ranks = 2 if name in module.RANKED else 1
+        runs, twins = (
+            [found_in(script, name, variant, str(n), n_ranks=n_ranks) for n in range(seeds)]
+            for variant in ("bug", "fixed")
+        )
+        named = [one for run in runs for one in run if _names(one, wanted, *check)]
+        bugs[name] = {
+            "finding": wanted,
+            "score": min((_score(run, wanted, *check) for run in runs), key=_SCORES.index),
+            "step": max((_step(o) for o in named), default=None),
+            "sentence": next((one.sentence for one in named), ""),
+            "false_alarms": [one for run in twins for one in _alarms(run)],
+            "named_when_fixed": sum(_names(o, wanted, *check) for run in twins for o in run),
+        }
+        facts = bugs[name]
+        shown = (facts["score"], facts["step"], facts["false_alarms"], facts["named_when_fixed"])
+        print(name, *shown, file=sys.stderr, flush=True)
+    return bugs
 
 
 def import_all() -> None:
@@ -77,8 +90,13 @@ def import_all() -> None:
 _SCORES = ("silent", "hinted", "named")
 
 
-def _score(found: Sequence[Finding], wanted: str) -> str:
-    if any(one.id == wanted for one in found):
+def _names(one: Finding, wanted: str, check: str = "") -> bool:
+    """Whether a finding is the wanted one, by the wanted check if one is given."""
+    return one.id == wanted and check in ("", one.evidence.get("check"))
+
+
+def _score(found: Sequence[Finding], wanted: str, check: str = "") -> str:
+    if any(_names(one, wanted, check) for one in found):
         return "named"
     return "hinted" if any(one.id.startswith("training.") for one in found) else "silent"
 
@@ -166,9 +184,10 @@ def _read(trace: Path, *, may_fail: bool = False) -> list[Finding]:
 
 def table(facts: dict[str, Any]) -> str:
     """Return the results as tables in Markdown."""
+    bugs = {**facts["bugs"], **facts["further"]}
     rows = [
         [name, one["score"], f"`{one['finding']}`", str(one["step"]), str(len(one["false_alarms"]))]
-        for name, one in facts["bugs"].items()
+        for name, one in bugs.items()
     ]
     head = ["error", "result", "finding", "latest step", "false alarms when fixed"]
     clean = [[name, str(len(one["false_alarms"]))] for name, one in facts["clean"].items()]

@@ -20,22 +20,35 @@ FINDING_OF: Mapping[str, str] = {
     "optimizer-frozen": "training.optimizer-parameters",
     "optimizer-stale": "training.optimizer-parameters",
     "optimizer-misses": "training.optimizer-parameters",
+    "unregistered": "training.optimizer-parameters",
     "no-gradients": "training.optimizer-parameters",
     "gradients-not-cleared": "training.gradients-not-cleared",
     "no-update": "training.no-update",
+    "update-rounded": "training.no-update",
+    "update-outlier": "training.update-outlier",
+    "checkpoint-cuts": "training.cut-gradients",
     "lost-gradient": "training.lost-gradient",
     "frozen-trains": "training.frozen-trains",
     "frozen-gradients": "training.frozen-trains",
     "untied-weights": "training.untied-weights",
     "scheduler-first": "training.call-order",
     "clip-before-unscale": "training.call-order",
+    "schedule-of-micro-batches": "training.call-order",
+    "unequal-micro-batches": "training.micro-batch-means",
+    "repeated-initialization": "training.repeated-initialization",
     "repeated-batch": "training.repeated-batch",
     "restarted-loader": "training.repeated-batch",
+    "same-order": "training.repeated-batch",
+    "same-data": "training.repeated-batch",
     "constant-inputs": "training.constant-inputs",
     "labels-out-of-range": "training.loss-inputs",
     "loss-of-scores": "training.loss-inputs",
     "loss-of-probabilities": "training.loss-inputs",
     "loss-of-sizes": "training.loss-inputs",
+    "labels-ignored": "training.loss-inputs",
+    "labels-shifted-twice": "training.label-shift",
+    "padding-in-loss": "training.padding",
+    "padding-attended": "training.padding",
     "rows-differ": "training.rows-differ",
     "dropout-in-evaluation": "training.dropout-in-evaluation",
     "mixed-modes": "training.wrong-mode",
@@ -109,6 +122,8 @@ def _severity(check: str, facts: Mapping[str, Any]) -> Severity | None:
         return Severity.NOTE if facts.get("is_whole_part") else Severity.WARNING
     if check == "labels-out-of-range":
         return Severity.ERROR
+    if check == "update-rounded":
+        return Severity.WARNING
     if check == "repeated-batch" and int(facts.get("n_workers", 0)) < 2:
         return Severity.NOTE
     return None

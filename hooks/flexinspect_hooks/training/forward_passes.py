@@ -97,10 +97,10 @@ class ForwardListener(Protocol):
     def on_forward_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass begins that may have a backward pass."""
 
-    def on_backward(self) -> None:
+    def on_backward_pass(self) -> None:
         """A backward pass through the model begins."""
 
-    def on_evaluation_begin(self, model: nn.Module) -> None:
+    def on_evaluation_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass without gradients begins."""
 
     def on_outputs(self, outputs: ModuleOutputs) -> None:
@@ -214,7 +214,7 @@ class ForwardWatch:
             return
         self._is_evaluating = not torch.is_grad_enabled()
         if self._is_evaluating:
-            self._listener.on_evaluation_begin(module)
+            self._listener.on_evaluation_begin(module, args, kwargs)
             return
         started = time.perf_counter()
         self._listener.on_forward_begin(module, args, kwargs)
@@ -310,7 +310,7 @@ class ForwardWatch:
                 return
             passes.last_backward = number
             passes.n_backward += 1
-            self._listener.on_backward()
+            self._listener.on_backward_pass()
             if (loss := loop_calls.current_loss()) is not None:
                 value = loss.detach().clone() if is_remote(loss) else loss.item()
                 passes.backward_losses.append(value)

@@ -16,13 +16,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from flexinspect.records.training_step import TrainingStepRecord
+from flexinspect.records.training_step import (
+    LOSS_FROM_BACKWARD,
+    LOSS_FROM_OUTPUT,
+    TrainingStepRecord,
+)
 from flexinspect_hooks.python_internals import torch_private
 
 TOLERANCE = 1e-4  # relative difference of norms that are equal but for the order of a sum
 N_FIRST_STEPS, INTERVAL = 32, 10  # steps of which each is compared, and then every so many
 N_AGREEING = 3  # steps that must agree without DistributedDataParallel, before one may differ
+N_SAME_LOSSES = 2  # in succession, after which ranks have the same data
 MAX_PENDING = 64  # steps of this rank whose counterparts have not come yet
+
+LOCAL_LOSSES = (LOSS_FROM_BACKWARD, LOSS_FROM_OUTPUT)
+"""Sources of losses that no rank has averaged with those of others."""
 
 Facts = dict[str, list[float]]
 NAMES = {
@@ -33,14 +41,21 @@ NAMES = {
 
 
 class LiveRanks:
-    """Compares the steps of this rank with those of rank 0, and on rank 0 with all others."""
+    """Compares the steps of this rank with those of rank 0, and on rank 0 with all others.
+
+    What is found is a sentence and facts, of which "check" names the check.
+    """
 
     def __init__(self, model: nn.Module, generation: int) -> None:
         self._generation = generation
         self._pending: deque[tuple[int, Facts]] = deque(maxlen=MAX_PENDING)
         self._n_agreeing = 0
+        self._same_losses: dict[int, list[tuple[int, float]]] = {}
+        """Of each other rank: steps in succession whose losses are the same, with the loss."""
         self._store = torch_private.default_store() if _is_distributed() else None
-        self._is_replicated = self._store is not None and _is_replicated(model)
+        wrapper = None if self._store is None else _wrapper_of(model)
+        self._is_replicated = wrapper is not None
+        self._has_own_data = wrapper is not None and _is_of_all_ranks(wrapper)
         if self._store is not None:
             self._rank, size = dist.get_rank(), dist.get_world_size()
             self._others = range(1, size) if self._rank == 0 else (0,)
@@ -56,6 +71,7 @@ class LiveRanks:
             "before": [] if before is None else [before],
             "norm": [record.total_norm],
             "rates": [*record.learning_rates],
+            "loss": [record.loss] if record.loss_source in LOCAL_LOSSES else [],
         }
         try:
             self._store.set(self._key(step, self._rank), json.dumps(facts))
@@ -89,8 +105,31 @@ class LiveRanks:
                 is_equal = is_equal and name is None
                 if name is not None and (self._is_replicated or self._n_agreeing >= N_AGREEING):
                     return self._describe(step, rank, name, own[name], other[name])
+                if self._has_own_data and (first := self._same_data(step, rank, own, other)):
+                    return first
             self._n_agreeing += is_equal
         return None
+
+    def _same_data(
+        self, step: int, rank: int, own: Facts, other: Facts
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Find equal losses of two steps in succession: then the ranks had the same batches.
+
+        The losses of a step differ from those of the one before, or they may be constant.
+        """
+        same = self._same_losses.setdefault(rank, [])
+        if not own["loss"] or own["loss"] != other.get("loss") or not math.isfinite(own["loss"][0]):
+            same.clear()
+            return None
+        same.append((step, own["loss"][0]))
+        if len(same) < N_SAME_LOSSES or same[-1][1] == same[-2][1]:
+            return None
+        self._has_own_data = False  # later steps only follow
+        first = same[0][0]
+        text = f"Rank {self._rank} and rank {rank} have the same loss to the last bit in steps "
+        text += f"{first} to {step}: both are trained on the same batches, as without a "
+        text += "DistributedSampler, or with the same shard"
+        return text, {"check": "same-data", "first_step": first, "ranks": [self._rank, rank]}
 
     def _describe(
         self, step: int, rank: int, name: str, own: list[float], other: list[float]
@@ -101,7 +140,12 @@ class LiveRanks:
         if not own or not other:
             text += ": only one of them clips"
         self._store = None  # later steps only follow
-        facts = {"first_step": step, "ranks": [self._rank, rank], "quantity": NAMES[name]}
+        facts = {
+            "check": "ranks-differ",
+            "first_step": step,
+            "ranks": [self._rank, rank],
+            "quantity": NAMES[name],
+        }
         return text, {**facts, "values": [own, other]}
 
 
@@ -118,8 +162,15 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _is_replicated(model: nn.Module) -> bool:
-    """Whether a `DistributedDataParallel` reduces the gradients of a model."""
+def _wrapper_of(model: nn.Module) -> Any:
+    """The `DistributedDataParallel` that reduces the gradients of a model, None if none does."""
     own = {id(one) for one in model.parameters()}
     wrappers = (o for o in gc.get_objects() if type(o).__name__ == "DistributedDataParallel")
-    return any(not own.isdisjoint(map(id, one.parameters())) for one in wrappers)
+    each = (o for o in wrappers if not own.isdisjoint(map(id, o.parameters())))
+    return next(each, None)
+
+
+def _is_of_all_ranks(wrapper: Any) -> bool:
+    """Whether every rank is a replica; with tensor parallelism, some have the same batches."""
+    group = getattr(wrapper, "process_group", None)
+    return group is not None and dist.get_world_size(group) == dist.get_world_size()

@@ -7,9 +7,10 @@ functions of torch are replaced, for the whole process, by functions that do the
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import dataloader
+from torch.utils import checkpoint
+from torch.utils.data import DistributedSampler, dataloader
 
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.training.loss_checks import check_loss_inputs
+from flexinspect_hooks.training.batch_values import batch_values
+from flexinspect_hooks.training.loss_checks import OF_CLASSES, check_loss_inputs, class_loss
 
 LOSS_FUNCTIONS = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -31,8 +34,8 @@ LOSS_FUNCTIONS = (
 """Functions of `torch.nn.functional` whose scalar result is a loss."""
 
 MAX_CHECKED_LOSSES = 3  # calls of each loss function whose arguments are checked
+MAX_CLASS_LOSSES = 64  # calls of a loss of classes that are described, for several micro-batches
 MAX_KEYS = 64  # earlier batches of an iterator with which a batch is compared
-MAX_HASHED_VALUES = 1 << 15  # larger tensors are compared by a part of their values
 
 Notify = Callable[..., None]  # the name of an observer's method, and its arguments
 
@@ -57,6 +60,8 @@ class LoadedBatch(Struct, frozen=True):
     `number` counts the batches of the iterator, `earlier` is that of an equal batch among the last
     `MAX_KEYS` (None without one). `n_restarts` counts the loads just before it that also were the
     first of a new iterator over the same loader, and equal, although the loader has more batches.
+    `same_epoch` is the number of the epoch whose order a `DistributedSampler` repeats in this pass
+    (None if it does not).
     """
 
     wait_s: float
@@ -64,6 +69,7 @@ class LoadedBatch(Struct, frozen=True):
     earlier: int | None
     n_workers: int
     n_restarts: int = 0
+    same_epoch: int | None = None
 
 
 def observe_loop(notify: Notify) -> ExitStack:
@@ -73,6 +79,7 @@ def observe_loop(notify: Notify) -> ExitStack:
         install(notify, stack)
     _observe_schedulers(notify, stack)
     _observe_loaders(notify, stack)
+    _observe_checkpoints(notify, stack)
     return stack
 
 
@@ -85,6 +92,7 @@ def _observe_backward(notify: Notify, stack: ExitStack) -> None:
         if one is None or one.numel() != 1:
             return original(tensors, *args, **kwargs)
         loss = _unscaled(one)
+        notify("on_backward", loss)
         _losses.append((loss, loss is not one))
         try:
             return original(tensors, *args, **kwargs)
@@ -141,7 +149,8 @@ def _observe_losses(notify: Notify, stack: ExitStack) -> None:
 
 
 def _observed_loss(name: str, original: Callable[..., Any], notify: Notify) -> Callable[..., Any]:
-    n_checked = 0
+    n_checked = n_described = 0
+    max_described = MAX_CLASS_LOSSES if name in OF_CLASSES else 0
 
     def check(args: Any, kwargs: Any) -> None:
         try:
@@ -152,9 +161,17 @@ def _observed_loss(name: str, original: Callable[..., Any], notify: Notify) -> C
         if failures:
             notify("on_loss_inputs", failures)
 
+    def describe(args: Any, kwargs: Any, result: Any) -> None:
+        try:
+            found = class_loss(args, kwargs, result)
+        except Exception:
+            return
+        if found is not None:
+            notify("on_class_loss", found)
+
     @functools.wraps(original)
     def loss(*args: Any, **kwargs: Any) -> Any:
-        nonlocal n_checked
+        nonlocal n_checked, n_described
         try:
             result = original(*args, **kwargs)
         except (IndexError, RuntimeError):  # wrong labels on a CPU
@@ -164,7 +181,11 @@ def _observed_loss(name: str, original: Callable[..., Any], notify: Notify) -> C
         if n_checked < MAX_CHECKED_LOSSES and not torch.compiler.is_compiling():
             n_checked += 1
             check(args, kwargs)
-        if not torch.compiler.is_compiling() and not result.requires_grad and result.dim() == 0:
+        if n_described < max_described and result.requires_grad:
+            if not torch.compiler.is_compiling():
+                n_described += 1
+                describe(args, kwargs, result)
+        elif not torch.compiler.is_compiling() and not result.requires_grad and result.dim() == 0:
             notify("on_loss", result)
         return result
 
@@ -178,11 +199,8 @@ def _observe_schedulers(notify: Notify, stack: ExitStack) -> None:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        n_steps = getattr(self, "_step_count", 0)
-        if n_steps > 1:  # 1 is the step of its own creation
-            notify("on_scheduled", getattr(self, "optimizer", None))
-        if n_steps == 2:
-            notify("on_scheduler", getattr(self, "optimizer", None), type(self).__name__)
+        if (n := getattr(self, "_step_count", 0)) > 1:  # 1 is the step of its own creation
+            notify("on_scheduler", getattr(self, "optimizer", None), self, is_first=n == 2)
         return result
 
     stack.callback(patch(base, "step", step))
@@ -192,7 +210,7 @@ def _observe_loaders(notify: Notify, stack: ExitStack) -> None:
     base: Any = dataloader._BaseDataLoaderIter
     original = base.__next__
     keys: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
-    restarts = Restarts()
+    restarts, epochs = Restarts(), Epochs()
 
     @functools.wraps(original)
     def following(self: Any) -> Any:
@@ -209,11 +227,37 @@ def _observe_loaders(notify: Notify, stack: ExitStack) -> None:
             if len(known) > MAX_KEYS + 1:
                 del known[next(one for one in known if one is not None)]
         n_workers = int(getattr(self, "_num_workers", 0))
-        n_restarts = restarts.add(getattr(self, "_index_sampler", None), number, values)
-        notify("on_batch", LoadedBatch(waited, number, earlier, n_workers, n_restarts))
+        sampler = getattr(self, "_index_sampler", None)
+        n_restarts, same = restarts.add(sampler, number, values), epochs.repeated(self, sampler)
+        notify("on_batch", LoadedBatch(waited, number, earlier, n_workers, n_restarts, same))
         return batch
 
     stack.callback(patch(base, "__next__", following))
+
+
+class Epochs:
+    """Finds iterators that repeat the order of the one before: `set_epoch` was not called."""
+
+    def __init__(self) -> None:
+        self._last: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], int | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Of each sampler: its newest iterator, and the epoch that it repeats."""
+        self._epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def repeated(self, iterator: Any, sampler: Any) -> int | None:
+        """The epoch of an iterator if its shuffled order is that of the iterator before it."""
+        while (inner := getattr(sampler, "sampler", None)) is not None:
+            sampler = inner
+        if not isinstance(sampler, DistributedSampler) or not sampler.shuffle:
+            return None
+        newest, epoch = self._last.get(sampler, (None, None))
+        if newest is None or newest() is not iterator:
+            before, now = self._epochs.get(sampler), int(sampler.epoch)
+            epoch = now if now == before else None
+            self._epochs[sampler] = now
+            self._last[sampler] = weakref.ref(iterator), epoch
+        return epoch
 
 
 class Restarts:
@@ -236,41 +280,25 @@ class Restarts:
         return self._n
 
 
+def _observe_checkpoints(notify: Notify, stack: ExitStack) -> None:
+    """Notice reentrant checkpoints of which no input requires gradients: they cut the graph."""
+    name = "check_backward_validity"
+    original = getattr(checkpoint, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def check(inputs: Any) -> None:
+        inputs = [*inputs]
+        if not any(isinstance(one, Tensor) and one.requires_grad for one in inputs):
+            notify("on_cut_checkpoint", sys._getframe(1).f_locals.get("run_function"))
+        original(inputs)
+
+    stack.callback(patch(checkpoint, name, check))
+
+
 def _has_more_than_one(sampler: Any) -> bool:
     try:
         return len(sampler) > 1
     except (TypeError, NotImplementedError):
         return False
-
-
-def batch_values(batch: Any) -> tuple[tuple[Any, ...], bool]:
-    """What only an equal batch has too, and whether its values are never equal by chance.
-
-    That needs floating values on the CPU that differ, with at least two rows.
-    """
-    key, is_telling = [], False
-    for tensor in _tensors(batch):
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            continue
-        values = tensor.detach().reshape(-1)
-        values = values[:: -(-values.numel() // MAX_HASHED_VALUES) or 1]
-        if values.is_complex() or not values.numel():
-            continue
-        total = values.sum(dtype=torch.float64)
-        some = values[:: -(-values.numel() // 16)].tolist()
-        key.append((tuple(tensor.shape), float(total), *some))
-        if values.is_floating_point() and tensor.dim() > 1 and tensor.shape[0] > 1:
-            low, high = torch.aminmax(values)
-            is_telling = is_telling or bool(low < high)
-    return tuple(key), is_telling
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for one in value:
-            yield from _tensors(one)

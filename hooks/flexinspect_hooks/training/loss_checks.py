@@ -10,15 +10,52 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from flexinspect_hooks.training.model_checks import Failure
 
 OF_CLASSES = ("cross_entropy", "nll_loss")
-OF_PROBABILITIES = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+WITH_LOGITS = "binary_cross_entropy_with_logits"
+OF_PROBABILITIES = ("binary_cross_entropy", WITH_LOGITS)
 OF_DIFFERENCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 IGNORED_LABEL = -100  # the default of `ignore_index` in torch
 TOLERANCE = 1e-2  # of a sum of probabilities, in bfloat16
+_VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Select", "Slice", "ToCopy")
+"""The first words of backward functions of operations that keep the values of a tensor."""
+
+
+class ClassLoss(Struct, frozen=True):
+    """A loss of classes on the CPU: its labels, the one it ignores, and its value.
+
+    `n_labels` are those that are not ignored; `is_mean` says that `value` is the mean over them.
+    """
+
+    target: Tensor
+    ignored: int
+    n_labels: int
+    value: float
+    is_mean: bool
+
+
+def class_loss(args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> ClassLoss | None:
+    """Describe a call of `cross_entropy` or `nll_loss`; None if its labels cannot be read here."""
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if not isinstance(target, Tensor) or target.device.type != "cpu":
+        return None
+    if target.is_floating_point() or result.dim():
+        return None
+    ignored = _ignored_label(args, kwargs)
+    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+    reduction = args[6] if len(args) > 6 else kwargs.get("reduction", "mean")
+    is_mean = reduction == "mean" and weight is None
+    target = target.detach()
+    n = int(target.ne(ignored).sum())
+    return ClassLoss(target, ignored, n, float(result.detach()), is_mean)
+
+
+def _ignored_label(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    return int(kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED_LABEL))
 
 
 def check_loss_inputs(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Failure]:
@@ -30,17 +67,29 @@ def check_loss_inputs(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not output.numel():
         return []
+    if name == WITH_LOGITS and _is_from(output, "Sigmoid"):
+        text = f"{name} gets the result of a sigmoid: it applies one itself, and expects the "
+        text += "scores before it"
+        return [("loss-of-probabilities", text, {"function": "sigmoid"})]
     output, target = output.detach(), target.detach()
     if name in OF_DIFFERENCES:
         return _check_sizes(name, output, target)
     if output.device.type != "cpu" or target.device.type != "cpu":
         return []
     if name in OF_CLASSES and output.dim() > 0:
-        ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED_LABEL)
+        ignored = _ignored_label(args, kwargs)
         return [*_check_labels(name, output, target, ignored), *_check_scores(name, output)]
     if name in OF_PROBABILITIES and target.numel():
         return _check_probabilities(name, target)
     return []
+
+
+def _is_from(tensor: Tensor, operation: str) -> bool:
+    """Whether a tensor is the result of an operation, perhaps with another shape or dtype."""
+    made_by = tensor.grad_fn
+    while made_by is not None and made_by.name().startswith(_VIEWS):
+        made_by = made_by.next_functions[0][0]
+    return made_by is not None and made_by.name().startswith(f"{operation}Backward")
 
 
 def _check_labels(name: str, output: Tensor, target: Tensor, ignored: int) -> list[Failure]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor, nn
 
@@ -118,6 +120,17 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+class UpdateNorms(Struct, frozen=True):
+    """The norms of a step's changes, of the weights before it, and of the gradients, by name.
+
+    Changes and weights are estimated from samples.
+    """
+
+    changes: Mapping[str, float]
+    weights: Mapping[str, float]
+    gradients: Mapping[str, float]
+
+
 class GradientMeter:
     """Measures a model's gradients step by step, and how much a step changes its weights.
 
@@ -134,6 +147,9 @@ class GradientMeter:
         self._history, self._lost = NormHistory(), LostGradients()
         self.lost: list[str] = []
         """The gradients of the last measured step that were lost."""
+        self.changes: UpdateNorms | None = None
+        """The norms of the last step whose change was measured; None after another step."""
+        self._norms: Mapping[str, float] = {}
         self._n_problem_steps = 0
         self._set_parameters(self._parameters.trainable_of(model))
 
@@ -197,19 +213,26 @@ class GradientMeter:
     @torch.no_grad()
     def measure_change(self) -> tuple[float, ...]:
         """The ratio of change to weights of each group (NaN if all are 0); () without copies."""
+        self.changes = None
         if not self.has_copies:
             return ()
         self.has_copies = False
-        weights = tensor_norms(self._copies)
+        sizes = [
+            (a.parameter.numel(), b.numel()) for a, b in zip(self.named, self._copies, strict=True)
+        ]
+        scales = [math.sqrt(all_ / max(sampled, 1)) for all_, sampled in sizes]
+        weights = list(map(operator.mul, tensor_norms(self._copies), scales))
         _foreach_by_kind(torch._foreach_sub_, self._copies, self._samples)
         self._samples = []
+        changes = list(map(operator.mul, tensor_norms(self._copies), scales))
+        names = [one.name for one in self.named]
+        changed, before = (dict(zip(names, each, strict=True)) for each in (changes, weights))
+        self.changes = UpdateNorms(changed, before, self._norms)
         squares = [[0.0, 0.0] for _ in self.groups]
-        measured = zip(self.named, self._copies, tensor_norms(self._copies), weights, strict=True)
-        for one, copy, change, weight in measured:
-            size = one.parameter.numel() / max(copy.numel(), 1)
+        for one, change, weight in zip(self.named, changes, weights, strict=True):
             group = squares[self._group_at[one.group]]
-            group[0] += size * change * change
-            group[1] += size * weight * weight
+            group[0] += change * change
+            group[1] += weight * weight
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
     @torch.no_grad()
@@ -245,6 +268,9 @@ class GradientMeter:
             gradients = gradients.unscaled(scale)
         vanishing = 0.0 if is_warming else training_step.VANISHING_NORM
         self.lost = self._lost.find(gradients)
+        if detail.compares_weights(step):
+            names = (one.name for one in gradients.parameters)
+            self._norms = dict(zip(names, gradients.norms, strict=True))
         explosion = self._history.explosion(gradients.total, partial(self._first_ratio, gradients))
         limits = training_step.EXPLODING_NORM if explosion else math.inf, vanishing
         outliers = gradients.outliers(limits)

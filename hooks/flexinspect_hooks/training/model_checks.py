@@ -1,41 +1,34 @@
-"""What can be wrong with a model before and while it is called: parameters, modes, dropout, dtypes.
+"""What can be wrong with a model before it is called: parameters, modes, inputs.
 
 Each check returns its failures: the name of the check, a sentence without its full stop, and facts.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import re
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from flexinspect.core.text import plural
-from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.python_internals.initializer_calls import (
+    forget_initializations,
+    initializations_of,
+)
 
 Failure = tuple[str, str, dict[str, Any]]
 
-MAX_EVALUATIONS = 8  # passes in evaluation mode whose calls of dropout are observed
 ROW_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "labels", "decoder_input_ids")
 """Names of inputs of transformers models whose first dimension is that of the batch."""
 FROZEN_COUNT = re.compile(r"^(num_)?(frozen_stages|frozen_layers|freeze_at|frozen_blocks)$")
 FROZEN_FLAG = re.compile(r"^(freeze|freeze_(backbone|encoder|body|base|features|stem)|frozen)$")
 FROZEN_TYPO = re.compile(r"^requires?d?_?(grads?|gradients?)$")
-DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-AUTOCAST_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Modules whose computation autocast casts to its dtype."""
 
 
 def clean_name(name: str) -> str:
@@ -79,6 +72,42 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Failure]:
     text += f"them, first {names[0]}: they keep their initial values"
     is_part = _are_whole_parts(model, names, {id(p) for p in missed.values()})
     return [("optimizer-misses", text, {**facts, "is_whole_part": is_part})]
+
+
+def check_unregistered(model: nn.Module, optimizer: Optimizer) -> list[Failure]:
+    """Find layers in a list or dictionary, which `parameters()` does not return, with gradients."""
+    own = {id(one) for one in model.parameters()}
+    own |= {id(one) for group in optimizer.param_groups for one in group["params"]}
+    missed: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, (list, tuple, dict)):
+                where = f"{type(module).__name__}.{attribute}"
+                where = f"{where} of {clean_name(name)}" if clean_name(name) else where
+                missed.update((id(o), where) for o in _held_in(value) if _is_missed(o, own))
+    if not missed or not (missed.keys() - _held_by_others(optimizer)):
+        return []
+    where = next(iter(missed.values()))
+    text = f"{plural(len(missed), 'parameter')} in {where} get a gradient, but are not registered, "
+    text += "because the layers are in a Python list or dictionary: parameters() does not return "
+    text += "them, and they keep their initial values"
+    return [("unregistered", text, {"where": where, "n": len(missed)})]
+
+
+def _held_in(value: Any, depth: int = 2) -> Iterator[nn.Parameter]:
+    """Yield the parameters in a list or dictionary, and in those inside of it."""
+    for one in value.values() if isinstance(value, dict) else value:
+        if isinstance(one, nn.Module):
+            yield from one.parameters()
+        elif isinstance(one, nn.Parameter):
+            yield one
+        elif depth > 1 and isinstance(one, (list, tuple, dict)):
+            yield from _held_in(one, depth - 1)
+
+
+def _is_missed(parameter: nn.Parameter, own: Set[int]) -> bool:
+    has_gradient = parameter.requires_grad and parameter.grad is not None
+    return has_gradient and id(parameter) not in own
 
 
 def _held_by_others(optimizer: Optimizer) -> set[int]:
@@ -165,6 +194,23 @@ def check_tied_weights(model: nn.Module) -> list[Failure]:
     return []
 
 
+def check_initializations(model: nn.Module) -> list[Failure]:
+    """Find parameters that the same function initialized several times, before the first step."""
+    repeated = {}
+    for name, one in model.named_parameters():
+        most = initializations_of(one).most_common(1)
+        if most and most[0][1] > 1:
+            repeated[clean_name(name)] = most[0]
+    forget_initializations()  # what is initialized during a training may be meant
+    if not repeated:
+        return []
+    name, (function, n) = max(repeated.items(), key=lambda item: item[1][1])
+    text = f"The initializer of {plural(len(repeated), 'parameter')} ran again before the first "
+    text += f"step, that of {name} {n} times ({function}): only the last time counts"
+    facts = {"names": [*repeated][:100], "n": len(repeated), "most": n, "function": function}
+    return [("repeated-initialization", text, facts)]
+
+
 def check_rows(inputs: Mapping[str, Any]) -> list[Failure]:
     """Compare the number of rows of the named inputs of a forward pass."""
     rows = {
@@ -219,130 +265,3 @@ def check_modes(model: nn.Module) -> list[Failure]:
     text = f"The model is in evaluation mode, but {plural(len(names), 'batch norm')} in training "
     text += f"mode, first {names[0]}: it normalizes by the batch, and changes its statistics"
     return [("mixed-modes", text, {"names": names[:100]})]
-
-
-class DropoutCheck:
-    """Finds calls of dropout, also inside of attention, by a model in evaluation mode.
-
-    The functions are replaced only while the first forward passes in evaluation mode run.
-    """
-
-    def __init__(self) -> None:
-        self._n = 0
-        self._model: nn.Module | None = None
-        self._patches = ExitStack()
-        self._failures: list[Failure] = []
-
-    def begin(self, model: nn.Module) -> bool:
-        """A forward pass in evaluation mode begins; returns whether it is one of the first."""
-        if self._model is not None or self._n >= MAX_EVALUATIONS:
-            return False
-        self._n, self._model = self._n + 1, model
-        for name in DROPOUTS:
-            original = getattr(functional, name)
-            self._patches.callback(patch(functional, name, self._observed(original)))
-        name = "scaled_dot_product_attention"
-        attention = self._observed_attention(getattr(functional, name))
-        self._patches.callback(patch(functional, name, attention))
-        return True
-
-    def end(self) -> list[Failure]:
-        """The forward pass has ended; returns what was found."""
-        self._patches.close()
-        self._model = None
-        failures, self._failures = self._failures, []
-        return failures
-
-    def _observed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def dropout(
-            input: Tensor,  # noqa: A002 (the name in torch)
-            p: float = 0.5,
-            training: bool = True,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if training and p > 0:
-                self._report(f"dropout with p = {p:g}", p)
-            return original(input, p, training, *args, **kwargs)
-
-        return dropout
-
-    def _observed_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def attention(*args: Any, **kwargs: Any) -> Any:
-            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if p > 0:
-                self._report(f"attention with dropout_p = {p:g}", p)
-            return original(*args, **kwargs)
-
-        return attention
-
-    def _report(self, what: str, p: float) -> None:
-        model = self._model
-        if model is None or self._failures or torch.compiler.is_compiling():
-            return
-        names = {id(one): clean_name(name) for name, one in model.named_modules()}
-        callers = (one for one in _calling_modules() if id(one) in names)
-        module = next(callers, model)
-        where = names[id(module)] or "the model"
-        why = "does not look at its mode"
-        if module.training:
-            why = "is still in training mode"
-        text = f"The model is in evaluation mode, but {where} ({type(module).__name__}) calls "
-        text += f"{what}: it {why}"
-        self._failures.append(("dropout-in-evaluation", text, {"module": where, "p": p}))
-
-
-def _calling_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose methods run in this thread, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        one = frame.f_locals.get("self")
-        if isinstance(one, nn.Module):
-            yield one
-        frame = frame.f_back
-
-
-class AutocastCheck:
-    """Finds modules whose output has not the dtype of autocast, while that of others like it has.
-
-    Modules are hooked only during the forward passes that are checked.
-    """
-
-    def __init__(self) -> None:
-        self._hooks = ExitStack()
-        self._dtypes: dict[str, tuple[str, torch.dtype]] = {}
-        self._names: dict[int, str] = {}
-
-    def begin(self, model: nn.Module) -> None:
-        """A forward pass begins."""
-        if self._names or type(model).__name__ == "OptimizedModule":
-            return
-        for name, module in model.named_modules():
-            if isinstance(module, AUTOCAST_MODULES) and module.weight.dtype is torch.float32:
-                self._names[id(module)] = clean_name(name)
-                self._hooks.enter_context(module.register_forward_hook(self._keep))
-
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        device = module.weight.device
-        kind = device.type if isinstance(device, torch.device) else "cpu"
-        if isinstance(output, Tensor) and torch.is_autocast_enabled(kind):
-            name = self._names.get(id(module), "")
-            self._dtypes[name] = (type(module).__name__, output.dtype)
-
-    def end(self) -> list[Failure]:
-        """The forward pass has ended; returns what was found."""
-        if not self._names:
-            return []
-        self._hooks.close()
-        self._names, dtypes, self._dtypes = {}, self._dtypes, {}
-        kinds = Counter(dtype for _, dtype in dtypes.values())
-        wide = [name for name, (_, dtype) in dtypes.items() if dtype is torch.float32]
-        low = next((dtype for dtype in kinds if dtype.itemsize < 4), None)
-        if low is None or not wide or len(wide) > len(dtypes) // 2:
-            return []
-        of, shown = dtypes[wide[0]][0], str(low).removeprefix("torch.")
-        text = f"Autocast to {shown} passes over {wide[0]} ({of}): its output is float32, and that "
-        text += f"of {plural(kinds[low], 'other module')} is {shown}"
-        return [("autocast-passed-over", text, {"names": wide[:100]})]

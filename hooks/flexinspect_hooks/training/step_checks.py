@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,30 +18,42 @@ from flexinspect.records.training_step import TrainingStepRecord
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training import forward_passes
 from flexinspect_hooks.training.evaluation_passes import Note
+from flexinspect_hooks.training.forward_checks import (
+    AutocastCheck,
+    CheckpointCheck,
+    DropoutCheck,
+)
 from flexinspect_hooks.training.gradient_statistics import NamedParameters
 from flexinspect_hooks.training.loop_calls import LoadedBatch, is_loss_scaled
-from flexinspect_hooks.training.measurement import GradientMeter
+from flexinspect_hooks.training.loss_checks import ClassLoss
+from flexinspect_hooks.training.measurement import GradientMeter, UpdateNorms
+from flexinspect_hooks.training.micro_batches import MeansCheck, ScheduleCheck
 from flexinspect_hooks.training.model_checks import (
-    AutocastCheck,
-    DropoutCheck,
     Failure,
     check_constant_inputs,
     check_frozen_flags,
+    check_initializations,
     check_modes,
     check_optimizer,
     check_rows,
     check_stale_gradients,
     check_tied_weights,
+    check_unregistered,
     has_modes,
+)
+from flexinspect_hooks.training.token_checks import ShiftCheck, check_padding
+from flexinspect_hooks.training.update_checks import (
+    MAX_VALUE_CHECKS,
+    RoundingCheck,
+    UpdateCheck,
+    check_outliers,
 )
 
 EVENT = "training-check"
-MAX_VALUE_CHECKS = 3  # steps in which a gradient is read that nobody seems to have cleared
-REMOTE_INTERVAL = 100  # steps between two comparisons of values on a device, which wait for it
-MAX_SAMPLES, SAMPLE_SIZE = 8, 16  # parameters whose update is checked, and values of each
 N_FIRST_STEPS = 2  # in which inputs and dtypes are checked
 N_WITHOUT_GRADIENT = 3  # first steps without a gradient: the first may only appease a scheduler
 MIN_TRAINING_MODE_LOSSES = 2  # without gradients, which are an evaluation without eval()
+N_WITHOUT_LABELS = 2  # first losses without any label
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -55,8 +66,13 @@ class StepChecks:
         self._notes: list[Note] = []
         self._reported: set[str] = set()
         self._clearing = ClearingCheck()
-        self._updates = UpdateCheck()
+        self._updates, self._rounding = UpdateCheck(), RoundingCheck()
         self._dropout, self._autocast = DropoutCheck(), AutocastCheck()
+        self._means, self._shifts, self._schedule = MeansCheck(), ShiftCheck(), ScheduleCheck()
+        self._checkpoints = CheckpointCheck()
+        self._n_class_losses = 0
+        self._n_backward = 0  # backward passes that a training began in the step
+        self._same_epoch: int | None = None
         self._sizes: list[int] = []
         self._named: NamedParameters = ()
         self._trained: NamedParameters = ()
@@ -91,11 +107,15 @@ class StepChecks:
 
     def on_forward(self, model: nn.Module, args: Sequence[Any], kwargs: Any, number: int) -> None:
         """A forward pass with gradients begins."""
+        values = (*args, *kwargs.values())
+        self.report(self._dropout.flush() if model.training else self._dropout.on_inputs(values))
         if not model.training:
-            self._dropout.begin(model)
+            self._dropout.begin(model, values)
         if number < N_FIRST_STEPS:
             self.report(check_rows(kwargs))
-            inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+            self.report(check_padding(model, kwargs))
+            self._shifts.on_forward(args, kwargs)
+            inputs = [one for one in values if isinstance(one, Tensor)]
             # A forward never waits for its device.
             is_here = not any(map(forward_passes.is_remote, inputs))
             constant = check_constant_inputs(inputs) if is_here else []
@@ -105,15 +125,53 @@ class StepChecks:
             self._autocast.begin(model)
         self._modes.add(model.training)
 
-    def on_evaluation(self, model: nn.Module) -> None:
+    def on_evaluation(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass without gradients begins."""
-        if not model.training and self._dropout.begin(model):
+        inputs = (*args, *kwargs.values())
+        self.report(self._dropout.on_inputs(inputs))
+        if not model.training and self._dropout.begin(model, inputs):
             self.report(check_modes(model))
 
     def on_forward_end(self) -> None:
         """A forward pass has ended."""
         self.report(self._dropout.end())
         self.report(self._autocast.end())
+
+    def on_end(self) -> None:
+        """The training has ended."""
+        self.report(self._dropout.flush())
+
+    def on_class_loss(self, loss: ClassLoss, number: int) -> None:
+        """A loss of classes with gradients was computed while step `number` runs."""
+        self._n_class_losses += 1
+        if number < N_FIRST_STEPS:
+            self._means.on_class_loss(loss)
+            self._shifts.on_class_loss(loss)
+        if loss.n_labels or not loss.target.numel() or self._n_class_losses > N_WITHOUT_LABELS:
+            self._n_class_losses = N_WITHOUT_LABELS
+        elif self._n_class_losses == N_WITHOUT_LABELS:
+            text = f"All labels of the first {N_WITHOUT_LABELS} losses are {loss.ignored}, which "
+            text += "the loss ignores: nothing is learned from these batches"
+            self._fail("labels-ignored", text, ignored=loss.ignored)
+
+    def on_backward(self, loss: Tensor, number: int) -> None:
+        """The program calls `backward` on a loss while step `number` runs."""
+        self._n_backward += 1
+        if number < N_FIRST_STEPS:
+            self._means.on_backward(loss)
+
+    def on_cut_checkpoint(self, function: Any, number: int) -> None:
+        """A reentrant checkpoint runs, of which no input requires gradients."""
+        if number < N_FIRST_STEPS:
+            self._checkpoints.add(function)
+
+    def on_unreached(self, names: Sequence[str]) -> None:
+        """Parameters got no gradient in the first backward pass."""
+        self.report(self._checkpoints.check(self._meter.named, names))
+
+    def on_changes(self, number: int, norms: UpdateNorms) -> None:
+        """How much a step has changed each parameter."""
+        self.report(check_outliers(norms.changes, norms.weights, norms.gradients, number))
 
     def on_clipped(self) -> None:
         """Gradients of the step were clipped."""
@@ -126,15 +184,18 @@ class StepChecks:
         """The gradients of the step were unscaled."""
         self._is_unscaled = True
 
-    def on_scheduler(self, name: str, number: int) -> None:
-        """A scheduler made its first step while step `number` runs."""
-        if number == 0:
+    def on_scheduler(self, scheduler: Any, number: int, *, is_first: bool) -> None:
+        """A scheduler made a step while step `number` runs."""
+        self._schedule.on_step(scheduler)
+        if number == 0 and is_first:
+            name = type(scheduler).__name__
             text = f"{name}.step() was called before the first optimizer.step(): the first value "
             text += "of the schedule is skipped"
             self._fail("scheduler-first", text, scheduler=name)
 
     def on_batch(self, batch: LoadedBatch) -> None:
         """A loader returned a batch."""
+        self._same_epoch = batch.same_epoch
         if batch.n_restarts >= N_FIRST_STEPS:
             text = "The program makes a new iterator of the DataLoader for each step, as in "
             text += "next(iter(loader)), and trains on its first batch again and again"
@@ -174,6 +235,11 @@ class StepChecks:
         model, named = self._meter.model, self._meter.named
         if number == 0:
             self._check_first(model)
+        if self._same_epoch is not None:
+            text = "DistributedSampler.set_epoch() was not called between two passes over the data:"
+            text += f" both have the order of epoch {self._same_epoch}, so every epoch has the "
+            text += "same batches"
+            self._fail("same-order", text, epoch=self._same_epoch)
         if self._clearing.was_not_cleared():
             text = f"The gradients of step {number - 1} were not cleared before the backward pass "
             text += f"of step {number}: it adds to them, so every step uses the sum of all before"
@@ -189,6 +255,7 @@ class StepChecks:
         total = 0.0 if measured is None else measured.total_norm or 0.0
         is_expected = is_before and total > 0 and any(rate > 0 for rate in rates)
         self._updates.before(trained, is_expected=is_expected)
+        self._rounding.before(trained if is_expected else (), self._optimizer, rates)
         self._clearing.choose(trained)
 
     def _trained_by_optimizer(self, named: NamedParameters) -> NamedParameters:
@@ -224,13 +291,17 @@ class StepChecks:
     def _check_first(self, model: nn.Module) -> None:
         self.report(check_frozen_flags(model))
         self.report(check_tied_weights(model))
+        self.report(check_initializations(model))
         if self._optimizer is not None:
             self.report(check_optimizer(model, self._optimizer))
+            self.report(check_unregistered(model, self._optimizer))
 
     def after_step(self, number: int, *, is_skipped: bool) -> None:
         """A step has ended."""
         self._is_unscaled = False
         self._clearing.after_step()
+        self._check_micro_batches(number)
+        self.report(self._rounding.after(number))
         if self._optimizer is not None and self._updates.is_still() and not is_skipped:
             name = type(self._optimizer).__name__
             text = f"Step {number} of {name} changed none of the parameters that were compared, "
@@ -243,6 +314,13 @@ class StepChecks:
             text = f"The model is trained in evaluation mode from step {number} on, and was in "
             text += "training mode before: train() was not called after an evaluation"
             self._fail("trained-in-evaluation-mode", text)
+
+    def _check_micro_batches(self, number: int) -> None:
+        n_backward, self._n_backward = self._n_backward, 0
+        self.report(self._schedule.end_step(number, n_backward))
+        if number < N_FIRST_STEPS:
+            self.report(self._means.end_step(number))
+            self.report(self._shifts.end_step())
 
 
 class ClearingCheck:
@@ -314,54 +392,3 @@ class ClearingCheck:
         """A step has ended, whose gradients are to be cleared before they are used again."""
         self._known, self._n_backward = self._state(), 0
         self._is_cleared = self._known is None
-
-
-class UpdateCheck:
-    """Whether a step changes some of the parameters that it should.
-
-    An in-place operation counts up the version of a parameter. An optimizer that updates through
-    `.data` does not, so values are compared if the version did not change.
-    """
-
-    def __init__(self) -> None:
-        self._before: list[tuple[nn.Parameter, int | None, Tensor | None]] = []
-        self._copies = False
-        self._n_still = self._n_compared = 0
-
-    def before(self, trained: NamedParameters, *, is_expected: bool) -> None:
-        """Note the state of some parameters before a step that is expected to change them."""
-        self._before = []
-        if not is_expected:
-            return
-        every = -(-len(trained) // (4 * MAX_SAMPLES)) or 1
-        with_gradient = [o.parameter for o in trained[::every] if o.parameter.grad is not None]
-        self._n_compared += self._copies
-        is_remote = any(one.device.type != "cpu" for one in with_gradient)
-        is_rare = self._n_compared > MAX_VALUE_CHECKS and self._n_compared % REMOTE_INTERVAL > 0
-        if is_remote and is_rare:
-            return
-        chosen = with_gradient[:: -(-len(with_gradient) // MAX_SAMPLES) or 1]
-        for one in chosen:
-            copy = self._values(one).clone() if self._copies else None
-            self._before.append((one, tensor_version(one), copy))
-
-    @staticmethod
-    def _values(parameter: nn.Parameter) -> Tensor:
-        return parameter.detach().reshape(-1)[:SAMPLE_SIZE]
-
-    def is_still(self) -> bool:
-        """Whether none of them has changed, neither in this step nor in the one before."""
-        before, self._before = self._before, []
-        if not before:
-            return False
-        if any(tensor_version(one) != version for one, version, _ in before):
-            self._copies, self._n_still = False, 0
-            return False
-        if not self._copies:
-            self._copies = True
-            return False
-        is_still = all(
-            copy is not None and torch.equal(copy, self._values(one)) for one, _, copy in before
-        )
-        self._n_still = self._n_still + 1 if is_still else 0
-        return self._n_still > 0

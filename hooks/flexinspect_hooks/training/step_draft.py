@@ -170,7 +170,7 @@ class TrainingRecords(Hook):
         draft.training, finished = kept
         if (found := self._ranks.compare(step.step, draft.training)) is not None:
             text, facts = found
-            step.events.append((CHECK_EVENT, text, {"check": "ranks-differ", **facts}))
+            step.events.append((CHECK_EVENT, text, facts))
         draft.memory = finished.memory
         draft.layer_stats += finished.stats
         draft.arrays += collective_arrays(finished.collectives)

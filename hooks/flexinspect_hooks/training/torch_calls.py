@@ -23,6 +23,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.training import gradient_statistics, loop_calls
 from flexinspect_hooks.training.loop_calls import LoadedBatch
+from flexinspect_hooks.training.loss_checks import ClassLoss
 from flexinspect_hooks.training.model_checks import Failure
 
 _CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
@@ -128,11 +129,17 @@ class TrainingObserver(Protocol):
     def on_loss_inputs(self, failures: Sequence[Failure]) -> None:
         """A loss function of torch was called with arguments that are wrong."""
 
-    def on_scheduled(self, optimizer: Any) -> None:
-        """The program has called the `step` of a scheduler."""
+    def on_class_loss(self, loss: ClassLoss) -> None:
+        """A loss of classes was computed with gradients, on the CPU."""
 
-    def on_scheduler(self, optimizer: Any, name: str) -> None:
-        """The program has called the `step` of a scheduler for the first time."""
+    def on_backward(self, loss: Tensor) -> None:
+        """The program calls `backward` on a loss, which is as before it was scaled."""
+
+    def on_cut_checkpoint(self, function: Any) -> None:
+        """A reentrant checkpoint runs a function, but no input of it requires gradients."""
+
+    def on_scheduler(self, optimizer: Any, scheduler: Any, *, is_first: bool) -> None:
+        """The program has called the `step` of a scheduler."""
 
     def on_batch(self, batch: LoadedBatch) -> None:
         """A `DataLoader` has returned a batch."""
@@ -163,11 +170,11 @@ def observe_training(observer: TrainingObserver | BatchObserver) -> Iterator[Non
             _patches.close()
 
 
-def notify(name: str, *args: Any) -> None:
+def notify(name: str, *args: Any, **facts: Any) -> None:
     """Call a method of every observer that has it."""
     for observer in tuple(_observers):
         if (call := getattr(observer, name, None)) is not None:
-            call(*args)
+            call(*args, **facts)
 
 
 def _install() -> None:

@@ -43,6 +43,7 @@ from flexinspect_hooks.training.forward_passes import ForwardWatch, ModuleOutput
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.live_ranks import LiveRanks
 from flexinspect_hooks.training.loop_calls import LoadedBatch
+from flexinspect_hooks.training.loss_checks import ClassLoss
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.model_checks import Failure
 from flexinspect_hooks.training.model_parts import ModelParts
@@ -148,6 +149,7 @@ class TrainingSession:
             self._switch_off(error)
         try:
             self._checks.on_evaluated(self._evaluations.n_losses_in_training_mode)
+            self._checks.on_end()
             for kind, text, facts in (*self._checks.take(), *self._evaluations.take()):
                 self._event(kind, text, facts)
             self.recorder.put(self._finish_ranks)
@@ -165,7 +167,7 @@ class TrainingSession:
             return None
         text, facts = found
         place = (self._generation, facts["first_step"])
-        return EventRecord(EVENT, text, time.time(), *place, {"check": "ranks-differ", **facts})
+        return EventRecord(EVENT, text, time.time(), *place, facts)
 
     def discard(self) -> None:
         """Remove all hooks and write nothing, in a forked child."""
@@ -290,6 +292,8 @@ class TrainingSession:
         if self._meter.has_copies:
             self._synchronize()
         self._current.group_ratios = self._meter.measure_change()
+        if (changes := self._meter.changes) is not None:
+            self._checks.on_changes(self._current.number, changes)
         self._end_step(started)
 
     def _passes_s(self) -> float:
@@ -346,15 +350,25 @@ class TrainingSession:
         """A loss function was called with arguments that are wrong."""
         self._checks.report(failures)
 
-    def on_scheduled(self, optimizer: Any) -> None:
+    def on_class_loss(self, loss: ClassLoss) -> None:
+        """A loss of classes with gradients was computed."""
+        if self._forwards.has_forward:
+            self._checks.on_class_loss(loss, self._current.number)
+
+    def on_backward(self, loss: Tensor) -> None:
+        """The program calls `backward` on a loss."""
+        if self._forwards.has_forward:
+            self._checks.on_backward(loss, self._current.number)
+
+    def on_cut_checkpoint(self, function: Any) -> None:
+        """A reentrant checkpoint runs, of which no input requires gradients."""
+        self._checks.on_cut_checkpoint(function, self._current.number)
+
+    def on_scheduler(self, optimizer: Any, scheduler: Any, *, is_first: bool) -> None:
         """A scheduler made a step."""
         if optimizer is self._optimizer:
             self._order.add("scheduler.step")
-
-    def on_scheduler(self, optimizer: Any, name: str) -> None:
-        """A scheduler made its first step."""
-        if optimizer is self._optimizer:
-            self._checks.on_scheduler(name, self._current.number)
+            self._checks.on_scheduler(scheduler, self._current.number, is_first=is_first)
 
     def on_batch(self, batch: LoadedBatch) -> None:
         """A `DataLoader` returned a batch."""
@@ -386,13 +400,13 @@ class TrainingSession:
             self._collectives.watch_reducer(parallel)  # of a Trainer, whose model is inside it
         self._flush()
 
-    def on_evaluation_begin(self, model: nn.Module) -> None:
+    def on_evaluation_begin(self, model: nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """A forward pass without a backward pass begins."""
-        self._checks.on_evaluation(model)
+        self._checks.on_evaluation(model, args, kwargs)
         if not self.is_paused():
             self._order.add("evaluation")
 
-    def on_backward(self) -> None:
+    def on_backward_pass(self) -> None:
         """A backward pass begins."""
         self._order.add("backward")
 
@@ -444,6 +458,11 @@ class TrainingSession:
     def _end_step(self, started: float) -> None:
         """End the current step; `started` is when capture began to work on its end."""
         now = self._current
+        if names := self._meter.take_unreached():
+            self._checks.on_unreached(names)
+            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
+            facts = {"names": names[:100], "n": len(names)}
+            now.notes.append(("parameters-without-gradient", text, facts))
         self._checks.after_step(now.number, is_skipped=now.is_skipped)
         self._checks.on_evaluated(self._evaluations.n_losses_in_training_mode)
         self._order.add("step skipped" if now.is_skipped else "optimizer.step")
@@ -457,10 +476,6 @@ class TrainingSession:
                 now.weights[WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=True)
             if now.number % detail.rows_every == 0:
                 now.weights[ALL_WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=False)
-        if names := self._meter.take_unreached():
-            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
-            facts = {"names": names[:100], "n": len(names)}
-            now.notes.append(("parameters-without-gradient", text, facts))
         ended = time.perf_counter()
         since = ended if self._step_started is None else self._step_started
         now.started, now.started_at = since, time.time() - (ended - since)

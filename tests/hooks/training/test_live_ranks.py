@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ class Store(dict[str, bytes]):
         return self.keys() >= {*keys}
 
 
+LOSSES = count(1.0)  # of batches that differ
 Ranks = Callable[..., list[LiveRanks]]
 
 
@@ -38,7 +40,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setattr(dist, "get_rank", lambda: now["rank"])
 
     def make(*, is_replicated: bool = True) -> list[LiveRanks]:
-        monkeypatch.setattr(live_ranks, "_is_replicated", lambda model: is_replicated)
+        monkeypatch.setattr(
+            live_ranks, "_wrapper_of", lambda model: model if is_replicated else None
+        )
+        monkeypatch.setattr(live_ranks, "_is_of_all_ranks", lambda wrapper: True)
         made = []
         for now["rank"] in range(2):
             made.append(LiveRanks(nn.Linear(1, 1), 0))
@@ -48,8 +53,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 def step(norm: float, **fields: Any) -> TrainingStepRecord:
-    facts = {"learning_rates": (0.1,), "total_norm": norm, **fields}
-    return TrainingStepRecord(1.0, "output", **facts)
+    facts = {"learning_rates": (0.1,), "total_norm": norm, "loss": next(LOSSES), **fields}
+    return TrainingStepRecord(loss_source="output", **facts)
 
 
 def test_equal_norms_are_no_finding_and_no_rank_waits(ranks: Ranks) -> None:
@@ -96,3 +101,30 @@ def test_ranks_that_never_agreed_are_not_replicas(ranks: Ranks) -> None:
     for n in range(6, 9):
         first.compare(n, step(1.0))
         assert second.compare(n, step(1.0)) is None
+
+
+def test_equal_losses_of_two_steps_are_the_same_data(ranks: Ranks) -> None:
+    first, second = ranks()
+    for n, loss in enumerate((2.0, 1.5)):
+        assert first.compare(n, step(1.0, loss=loss)) is None
+    assert second.compare(0, step(1.0, loss=2.0)) is None
+    found = second.compare(1, step(1.0, loss=1.5))
+    assert found is not None
+    assert found[0].startswith("Rank 1 and rank 0 have the same loss to the last bit in steps 0 to")
+    assert (found[1]["check"], found[1]["first_step"]) == ("same-data", 0)
+    first.compare(2, step(1.0, loss=1.2))
+    assert second.compare(2, step(1.0, loss=1.2)) is None  # said once
+
+
+@pytest.mark.parametrize(
+    ("source", "losses"),
+    [("output", (1.0, 1.0)), ("reported", (2.0, 1.5)), ("output", (float("nan"),) * 2)],
+)
+def test_constant_averaged_or_unknown_losses_say_nothing_of_the_data(
+    ranks: Ranks, source: str, losses: tuple[float, ...]
+) -> None:
+    first, second = ranks()
+    for n, loss in enumerate(losses):
+        record = TrainingStepRecord(loss, source, (0.1,), total_norm=1.0)
+        assert first.compare(n, record) is None
+        assert second.compare(n, record) is None

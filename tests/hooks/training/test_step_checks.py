@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from flexinspect.records.finding import Finding, Severity
-from flexinspect_hooks.training.loop_calls import batch_values
+from flexinspect_hooks.training.batch_values import batch_values
 from flexinspect_hooks.training.loss_checks import check_loss_inputs
 from flexinspect_hooks.training.model_checks import check_rows, check_tied_weights
 from flexinspect_hooks.training.watch_training import watch_training

@@ -68,6 +68,7 @@ class ProgramCapture(CapturedRun):
         self._pending_calls: deque[str] = deque()
         self._has_own_traces = self._watches_trainings = False
         self._restore_optimizers: Callable[[], None] = lambda: None
+        self._end_initializers: Callable[[], None] = lambda: None
         self.tokenizers = program.TokenizerTracker()
 
     def run(self) -> None:
@@ -144,6 +145,7 @@ class ProgramCapture(CapturedRun):
         if self.job.threads is not None:
             torch.set_num_threads(self.job.threads)
         self._watch_optimizers()
+        self._watch_initializers()
         self.update_manifest(versions=package_versions(), threads=torch.get_num_threads())
         self.record_event("phase", "note", text=device_report(opens_gpu=False))
         self.record_event("phase", _RUNNING)
@@ -169,6 +171,12 @@ class ProgramCapture(CapturedRun):
                 self._on_import_error("optimizers", error)
 
         self._restore_optimizers = patch(Optimizer, "__init__", init)
+
+    def _watch_initializers(self) -> None:
+        """Count what initializes each parameter, for trainings: it happens before the optimizer."""
+        from flexinspect_hooks.python_internals.initializer_calls import count_initializations
+
+        self._end_initializers = count_initializations()
 
     def _on_flex(self) -> None:
         self._call_finder("watch_standalone_calls")
@@ -247,6 +255,7 @@ class ProgramCapture(CapturedRun):
         self.report_missing_steps()
         self._import_hooks.remove()
         self._restore_optimizers()
+        self._end_initializers()
         self.tokenizers.end()
         self._children.end()
         for stream in (sys.stdout, sys.stderr):
@@ -289,6 +298,7 @@ class ProgramCapture(CapturedRun):
         self.control.close_sockets()
         self._import_hooks.remove()
         self._restore_optimizers()
+        self._end_initializers()
         self.tokenizers.end()
         self._children.end()
         if self._finder is not None:
