@@ -23,6 +23,7 @@ from benchmarks import (
     lab,
     masks,
     own,
+    peers,
     rewind,
     rules,
     training,
@@ -43,6 +44,7 @@ CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
     "capture-compiled": lambda model, a: capture.measure(model, a.seconds, a.tokens, compiled=True),
     "own": lambda model, a: own.measure(model, a.seconds, a.tokens),
     "own-steps": lambda model, a: own.measure_steps(model, a.seconds, a.tokens),
+    "peers": lambda model, a: peers.measure(model, a.seconds, a.tokens),
     "floor": lambda model, a: floor.measure(model, a.seconds, a.tokens),
     "writing": lambda model, _: writing.measure(model),
 }
@@ -51,6 +53,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capture-compiled": capture.table,
     "own": capture.table,
     "own-steps": own.steps_table,
+    "peers": peers.table,
 }
 WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "tui": tui.measure,
