@@ -19,6 +19,7 @@ from benchmarks import (
     engine,
     export_formats,
     floor,
+    growth,
     html_report,
     lab,
     masks,
@@ -26,6 +27,7 @@ from benchmarks import (
     peers,
     rewind,
     rules,
+    scale,
     training,
     training_debuggers,
     tui,
@@ -77,6 +79,8 @@ TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]
         training_debuggers.table,
     ),
     "training-bugs": (lambda _: training_bugs.measure(), training_bugs.table),
+    "growth": (lambda args: growth.measure(args.steps), growth.table),
+    "scale": (lambda _: scale.measure(), scale.table),
 }
 """Cases that measure for a given time, and how their tables are made."""
 
@@ -93,6 +97,7 @@ def main() -> None:
         help="of each case that runs in turns (default: %(default)s)",
     )
     parser.add_argument("--tokens", type=int, default=NEW, help="of a generation (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10_000, help="of growth (%(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -113,7 +118,7 @@ def main() -> None:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     flags = [f"--threads={args.threads}", f"--device={args.device}", f"--seconds={args.seconds}"]
-    flags.append(f"--tokens={args.tokens}")
+    flags += [f"--tokens={args.tokens}", f"--steps={args.steps}"]
     return flags + ([f"--model={args.model}"] if args.model else [])
 
 
