@@ -19,12 +19,15 @@ from benchmarks import (
     engine,
     export_formats,
     floor,
+    growth,
     html_report,
     lab,
     masks,
     own,
+    peers,
     rewind,
     rules,
+    scale,
     training,
     training_debuggers,
     tui,
@@ -45,6 +48,7 @@ CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
     "capture-compiled": lambda model, a: capture.measure(model, a.seconds, a.tokens, compiled=True),
     "own": lambda model, a: own.measure(model, a.seconds, a.tokens),
     "own-steps": lambda model, a: own.measure_steps(model, a.seconds, a.tokens),
+    "peers": lambda model, a: peers.measure(model, a.seconds, a.tokens),
     "floor": lambda model, a: floor.measure(model, a.seconds, a.tokens),
     "writing": lambda model, _: writing.measure(model),
 }
@@ -53,6 +57,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capture-compiled": capture.table,
     "own": capture.table,
     "own-steps": own.steps_table,
+    "peers": peers.table,
 }
 WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "tui": tui.measure,
@@ -78,6 +83,8 @@ TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]
     "training-bugs": (lambda _: training_bugs.measure(), training_bugs.table),
     "generation-bugs": (lambda _: generation_bugs.measure(), generation_bugs.table),
     "inferred-invariants": (lambda _: inferred.measure(), inferred.table),
+    "growth": (lambda args: growth.measure(args.steps), growth.table),
+    "scale": (lambda _: scale.measure(), scale.table),
 }
 """Cases that measure for a given time, and how their tables are made."""
 
@@ -94,6 +101,7 @@ def main() -> None:
         help="of each case that runs in turns (default: %(default)s)",
     )
     parser.add_argument("--tokens", type=int, default=NEW, help="of a generation (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10_000, help="of growth (%(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -114,7 +122,7 @@ def main() -> None:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     flags = [f"--threads={args.threads}", f"--device={args.device}", f"--seconds={args.seconds}"]
-    flags.append(f"--tokens={args.tokens}")
+    flags += [f"--tokens={args.tokens}", f"--steps={args.steps}"]
     return flags + ([f"--model={args.model}"] if args.model else [])
 
 

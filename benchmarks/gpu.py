@@ -1,7 +1,9 @@
-"""`python -m benchmarks.gpu kernels`: every CUDA path of a subject in one run of 8 minutes at most.
+"""`python -m benchmarks.gpu`: every CUDA path in one run of 8 minutes at most.
 
-It stops starting new work when its time is over, and says what it left out. `--small` runs the
-same code on any device in seconds; the tests do that on a CPU.
+Kernels beside an oracle, then capture: whether it is right and what it costs (`gpu_capture`). It
+stops starting new work when its time is over, and says what it left out. Standard output has tables
+and, at the end, one line of JSON. `--small` runs the same code on any device in seconds; the tests
+do that on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from benchmarks import gpu_capture
 from benchmarks.common import RESULTS, machine
 from flexinspect.analysis.kernel_report import KernelEvaluation, evaluation_lines, summary_lines
 from flexinspect.analysis.kernel_speed import SpeedReport, speed_lines
@@ -147,30 +150,53 @@ def _timed_requests(request: KernelRequest, *, small: bool) -> Iterator[KernelRe
         )
 
 
+CASES = ("kernels", "capture")
+_KERNEL_SHARE = 0.35  # of the time, where both cases run
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run a case and save its numbers; return 1 if a kernel differs."""
+    """Run the cases and save their numbers; return 1 if a kernel differs or a check fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("case", choices=("kernels",))
+    parser.add_argument("case", nargs="?", choices=("all", *CASES), default="all")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit (%(default)s)")
     text = "default: cuda; with --small, the CPU where there is none"
     parser.add_argument("--device", default="", help=text)
     parser.add_argument("--small", action="store_true", help="a few seconds, on any device")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu-kernels.json")
+    parser.add_argument("--out", type=Path, help="default: gpu-CASE.json in benchmarks/results")
     args = parser.parse_args(arguments)
     try:
         device = choose_device(args.device or ("auto" if args.small else "cuda")).type
     except UsageError as error:
         parser.error(error.message)
-    facts = measure_kernels(
-        seconds=args.seconds,
-        small=args.small,
-        device=device,
-        say=lambda text: print(text, file=sys.stderr),
-    )
-    result = {"case": "gpu-kernels", "machine": machine(device), **facts}
-    args.out.write_text(json.dumps(result, indent=1, default=str) + "\n", "utf-8")
-    failing = ("differs", "varies")
-    return int(any(one["status"] in failing for one in facts["evaluations"]))
+    facts = _run(args.case, device, seconds=args.seconds, small=args.small)
+    result = {"case": f"gpu-{args.case}", "machine": machine(device), **facts}
+    out = args.out or RESULTS / f"gpu-{args.case}.json"
+    out.write_text(json.dumps(result, indent=1, default=str) + "\n", "utf-8")
+    print(json.dumps(result, default=str))
+    return int(_has_failed(facts))
+
+
+def _run(case: str, device: str, *, seconds: float, small: bool) -> dict[str, Any]:
+    """Run a case, or all, and print their tables; the facts of capture have a key of their own."""
+    until, facts = time.monotonic() + seconds, dict[str, Any]()
+    if case != "capture":
+        share = seconds * (_KERNEL_SHARE if case == "all" else 1)
+        facts = measure_kernels(seconds=share, small=small, device=device, say=_say)
+    if case != "kernels":
+        left = max(0.0, until - time.monotonic())
+        facts["capture"] = gpu_capture.measure(device, seconds=left, small=small, say=_say)
+        print(gpu_capture.table(facts["capture"]))
+    return facts
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _has_failed(facts: dict[str, Any]) -> bool:
+    kernels = any(one["status"] in ("differs", "varies") for one in facts.get("evaluations", ()))
+    found = facts.get("capture", {}).get("checks", ())
+    return kernels or any(one["passed"] is False for one in found)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ entropy) is there at every `ATTENTION_EVERY`th step and at the last `ATTENTION_L
 less per step. A few steps at 70 % have NaN in layer 5, with findings.
 
 `wide`: a prefill of 32 768 tokens (eight isolated paraphrases) with its whole mask, 1 GiB of bools.
+Of more than `MOST_CELLS` cells it has the block tables only, as in a recorded run.
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 8, 8, 4, 64, 32_000
 GROUP = 250
 """Steps that are written in one transaction."""
 
+MOST_CELLS = 1 << 30
+"""Cells of a mask that is made; 131 072 tokens would take 16 GiB."""
+
 ATTENTION_EVERY, ATTENTION_LAST = 5, 1_000
 STARTED_AT, STEP_MS = 1_700_000_000.0, 20.0
 N_CANDIDATES, NONFINITE_LAYER, N_NONFINITE = 10, 5, 5
@@ -90,7 +94,8 @@ def wide_trace(
 ) -> Path:
     """Write a prefill of `tokens` tokens and a few decode steps to `path`; see the module.
 
-    Takes `tokens` squared bytes of memory for the mask and an eighth of that for its bits.
+    Takes `tokens` squared bytes of memory, at most `MOST_CELLS`, for the mask and an eighth of that
+    for its bits.
     """
     rest = 1 + 8 + 3  # BOS, separators, cue
     each, more = divmod(tokens - rest, 8)
@@ -200,12 +205,15 @@ class _Made:
 
     def _prefill_mask(self) -> MaskRecord:
         spec, n = self._spec(), self.n_prompt
+        name = "flexinspect_hooks.generation.mask_source.arithmetic_mask_mod.<locals>.mask_mod"
+        if n * n > MOST_CELLS:
+            tables = algebra.block_tables(spec, n, n)
+            return _mask(name, n, n, 0, None, tables.partial[None], tables.full[None])
         cells = np.empty((1, n, n), np.bool_)
         for start, stop in algebra.row_chunks(n):
             cells[0, start:stop] = spec.dense(stop - start, n, q_offset=start)
         rows = (cells[0, start:stop] for start, stop in algebra.row_chunks(n))
         tables = algebra.stack_block_rows(rows)
-        name = "flexinspect_hooks.generation.mask_source.arithmetic_mask_mod.<locals>.mask_mod"
         return _mask(name, n, n, 0, cells, tables.partial[None], tables.full[None])
 
     def _decode_mask(self, n_kv: int) -> MaskRecord:
@@ -300,7 +308,7 @@ def _mask(
     q_len: int,
     kv_len: int,
     q_offset: int,
-    cells: npt.NDArray[np.bool_],
+    cells: npt.NDArray[np.bool_] | None,
     partial: npt.NDArray[np.bool_],
     full: npt.NDArray[np.bool_] | None,
 ) -> MaskRecord:

@@ -77,6 +77,12 @@ class Terminal:
             self.drawn_cpu_s = self.cpu_s()
         raise TimeoutError("the interface never came to rest")
 
+    def drain(self, seconds: float) -> None:
+        """Read what is written in so many seconds."""
+        until = time.perf_counter() + seconds
+        while (left := until - time.perf_counter()) > 0:
+            self._read(left)
+
     def press(self, key: bytes) -> None:
         """Type a key."""
         os.write(self._fd, key)

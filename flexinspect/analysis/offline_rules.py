@@ -32,6 +32,7 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import Rule, RuleRunner, load_rules
 from flexinspect.trace.codec import from_json, to_json
 from flexinspect.trace.file.writer import RuleReview, append_reviews
+from flexinspect.trace.queries import unfinished_generations
 from flexinspect.trace.query_results import BranchRow, GenerationRow
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.replay import branch_start_record, is_standalone, replay, replay_parents
@@ -72,9 +73,9 @@ def pending_tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[ReviewTask
         rules = [rule for rule in rules if not facts.lacks(rule.needs)]
     is_recorded = _is_recorded(run)
     live, done = live_rule_names(run, rules), set(reader.reviews())
-    tasks = []
+    tasks, unfinished = [], unfinished_generations(reader)
     for row in reader.generations():
-        ended = all(branch.state == "finished" for branch in reader.branches(row.generation))
+        ended = row.generation not in unfinished
         if is_recorded and not ended:
             continue
         remaining = [rule for rule in rules if (rule.name, row.generation) not in done]

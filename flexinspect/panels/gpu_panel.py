@@ -24,7 +24,7 @@ from flexinspect.panels.base import (
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GPU_EVENT, GpuRecord
-from flexinspect.trace.queries import gpus_range
+from flexinspect.trace.queries import gpus_range, newest_events
 
 FULL_SHARE = 0.97
 """Share of the memory of a device from which on it counts as full."""
@@ -129,7 +129,7 @@ def _missing(source: Source, window: timeline.StepWindow) -> tuple[str, str]:
     device = str(reader.model(0).get("device", "")) or "another device"
     if not device.startswith("cuda"):
         return "No GPU is recorded.", f"The model ran on {escape_unprintable(device)}."
-    texts = [row.event.text for row in reader.events() if row.event.kind == GPU_EVENT]
+    texts = [row.event.text for row in newest_events(reader, GPU_EVENT, 0, 1)]
     reason = texts[-1] if texts else "It was not read in these steps."
     return f"No GPU is recorded in {window.format_steps()}.", escape_unprintable(reason)
 

@@ -23,7 +23,7 @@ from flexinspect.panels.base import (
 )
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import LENS_EVENT, SPARSE_LENS_EVENT, LensRecord
-from flexinspect.trace.queries import branch_of_step
+from flexinspect.trace.queries import branch_of_step, newest_events
 from flexinspect.trace.reader import TraceReader
 
 MAX_ERROR = 0.05
@@ -119,12 +119,10 @@ class LensPanel(Panel[LensData, NoOptions]):
 
 def _missing_hint(reader: TraceReader) -> str:
     """Return why a step has no lens: the last event about it, or the level."""
-    found = [
-        row.event.text
-        for row in reader.events()
-        if row.event.kind in (LENS_EVENT, SPARSE_LENS_EVENT)
-    ]
-    return escape_unprintable(found[-1]) if found else _LEVEL_HINT
+    kinds = (LENS_EVENT, SPARSE_LENS_EVENT)
+    found = [row for kind in kinds for row in newest_events(reader, kind, 0, 1)]
+    newest = max(found, key=lambda row: row.id, default=None)
+    return _LEVEL_HINT if newest is None else escape_unprintable(newest.event.text)
 
 
 def _summary(data: LensData) -> str:

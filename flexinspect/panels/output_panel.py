@@ -25,7 +25,7 @@ from flexinspect.panels.base import (
     import_hint,
 )
 from flexinspect.panels.panel_source import Source
-from flexinspect.trace.queries import last_output
+from flexinspect.trace.queries import last_output, n_generations
 from flexinspect.trace.query_results import OutputRow
 
 MAX_DESCRIBED_LINES = 500
@@ -146,8 +146,8 @@ def _last_visible(data: OutputData, options: OutputOptions) -> int:
 def _find_anchor(source: Source, place: TracePlace, lines: tuple[OutputLine, ...]) -> int:
     """Return the index of the last line up to the step; the newest step includes later lines."""
     newest = source.reader.last_step(place.generation)
-    later = (row for row in source.reader.generations() if row.generation > place.generation)
-    if newest is None or (place.step >= newest and not any(later)):
+    is_last = n_generations(source.reader) <= place.generation + 1
+    if newest is None or (place.step >= newest and is_last):
         return max(len(lines) - 1, 0)
     step = (place.generation, place.step)
     return max(bisect_right(lines, step, key=lambda printed: printed.step) - 1, 0)

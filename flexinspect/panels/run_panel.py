@@ -47,7 +47,7 @@ _MAX_ANSWER_CHARS = 240
 class RunFacts(Struct, frozen=True):
     """The facts of the diagram and the manifest; facts that are not recorded are empty or None.
 
-    `decode_time` is the number of decode steps and their milliseconds in the whole branch;
+    `decode_time` is the number of the branch's newest decode steps and their milliseconds;
     `n_steps` counts all steps. `calls` are those of the current step, or of one near it.
     `open_share` is the share of open cells of `mask`. `is_correct` says whether the answer is one
     of the expected ones, None if unknown.
@@ -188,7 +188,8 @@ def _decode_lines(facts: RunFacts) -> list[str]:
     ratio = facts.fact("cost", "ratio")
     lines = [plural(n_decode, "step")]
     if n_timed and math.isfinite(total_ms) and total_ms > 0:
-        lines.append(f"{total_ms / n_timed:.1f} ms per step")
+        newest = f" in the last {n_timed} steps" if n_decode > queries.MAX_TIMED_STEPS else ""
+        lines.append(f"{total_ms / n_timed:.1f} ms per step{newest}")
         lines.append(f"{1e3 * n_timed / total_ms:.1f} tokens/s")
     if isinstance(ratio, int | float):
         lines.append(f"overhead {100 * ratio:.1f} % of the model's time")

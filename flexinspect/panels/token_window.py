@@ -20,6 +20,7 @@ from flexinspect.trace.queries import (
     inferred_segments,
     last_pos,
     lineage,
+    n_generations,
     read_tokens,
     step_range,
 )
@@ -115,7 +116,7 @@ def load_token_window(source: Source, place: TracePlace, reach: int) -> TokenWin
     current = current_pos(reader, place)
     last = last_pos(reader, place.generation, place.branch)
     if last is None:
-        if not reader.generations():
+        if not n_generations(reader):
             raise no_steps(reader)
         raise Missing("This generation has no tokens yet.")
     middle = last if current is None else min(current, last)

@@ -172,9 +172,14 @@ def _decode_finding_group(row: Sequence[Any]) -> FindingGroup:
 
 
 def findings_counter(reader: TraceReader) -> int:
-    """Return a number that grows with every finding and every repetition; 0 without findings."""
-    ((number,),) = reader._query("SELECT max(finding) + sum(times) FROM findings", ())
-    return int(number or 0)
+    """Return a number that grows with every finding and every repetition; 0 without findings.
+
+    Only findings of a series are repeated, and an index lists those.
+    """
+    repeats = "SELECT total(times) FROM findings WHERE series <> ''"
+    sql = f"SELECT (SELECT max(finding) FROM findings), ({repeats})"
+    ((last, n_repeats),) = reader._query(sql, ())
+    return int((last or 0) + n_repeats)
 
 
 def inferred_segments(reader: TraceReader, generation: int) -> list[tuple[int, int, str]]:
@@ -190,12 +195,12 @@ def finding_steps(
     reader: TraceReader, generation: int, start: int, stop: int
 ) -> dict[int, Severity]:
     """Return the worst severity of the findings of each step `start <= step < stop` with any."""
-    sql = (
-        "SELECT DISTINCT step, severity FROM findings "
-        "WHERE generation = ? AND step >= ? AND step < ?"
+    sql = (  # naming the branches lets the index find the steps
+        "SELECT DISTINCT step, severity FROM findings WHERE generation = ? AND branch IN "
+        "(SELECT branch FROM branches WHERE generation = ?) AND step >= ? AND step < ?"
     )
     order, found = list(Severity), dict[int, Severity]()
-    for step, name in reader._query(sql, (generation, start, stop)):
+    for step, name in reader._query(sql, (generation, generation, start, stop)):
         severity = Severity(name)
         worst = found.get(step, severity)
         found[step] = min(worst, severity, key=order.index)
@@ -243,7 +248,8 @@ def adjacent_finding(
     if (step is None) == (direction > 0):  # findings of a whole generation precede its steps
         some = "IS NOT NULL" if direction > 0 else "IS NULL"
         tries.append((f"{WHERE_BRANCH} AND step {some}", here[:2]))
-    tries.append((f"WHERE (generation, branch) {sign} (?, ?)", here[:2]))
+    tries.append((f"WHERE generation = ? AND branch {sign} ?", here[:2]))
+    tries.append((f"WHERE generation {sign} ?", here[:1]))
     found = (_first_finding(reader, f"{where} ORDER BY {by} LIMIT 1", key) for where, key in tries)
     return next((row for row in found if row is not None), None)
 
@@ -398,10 +404,21 @@ def layers_by_mask(
     return list(groups.values())
 
 
+MAX_TIMED_STEPS = 4096
+"""Steps whose times make a mean; a row of a step is wide, and a run may have a million of them."""
+
+
 def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
-    """Return the number of a branch's own decode steps, and their total time in milliseconds."""
-    sql = f"SELECT count(*), total(wall_ms) FROM steps {WHERE_BRANCH} AND phase = 'decode'"
-    ((number, total),) = reader._query(sql, (generation, branch))
+    """Return the number of a branch's own decode steps, and their total time in milliseconds.
+
+    Of a longer branch they are those among its newest `MAX_TIMED_STEPS` steps.
+    """
+    last = reader.last_step(generation, branch)
+    if last is None:
+        return 0, 0.0
+    sql = f"SELECT count(*), total(wall_ms) FROM steps {WHERE_STEPS} AND phase = 'decode'"
+    span = (last + 1 - MAX_TIMED_STEPS, last + 1)
+    ((number, total),) = reader._query(sql, (generation, branch, *span))
     return int(number), float(total)
 
 
@@ -597,6 +614,18 @@ def n_generations(trace: TraceReader) -> int:
     sql = "SELECT generation FROM generations ORDER BY generation DESC LIMIT 1"
     last = trace._read_int(sql)
     return 0 if last is None else last + 1
+
+
+def unfinished_generations(trace: TraceReader) -> set[int]:
+    """Return the generations with a branch that is not finished."""
+    sql = "SELECT DISTINCT generation FROM branches WHERE state <> 'finished'"
+    return {int(number) for (number,) in trace._query(sql)}
+
+
+def n_reviews(trace: TraceReader) -> dict[str, int]:
+    """Return how many generations each rule has reviewed, if it has any."""
+    rows = trace._query("SELECT rule, count(*) FROM reviews GROUP BY rule")
+    return {str(rule): int(number) for rule, number in rows}
 
 
 def generation_range(trace: TraceReader, start: int, stop: int) -> list[GenerationRow]:

@@ -270,6 +270,7 @@ INDEXES = (
         "WHERE series <> ''"
     ),
     "CREATE INDEX events_by_step ON events (generation, step)",
+    "CREATE INDEX events_by_kind ON events (kind)",
     (
         "CREATE INDEX layer_stats_bad ON layer_stats (generation, branch, step, layer) "
         "WHERE n_nan > 0 OR n_inf > 0"

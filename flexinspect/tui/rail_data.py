@@ -173,7 +173,11 @@ def _make_data(
 
 def _load_answers(source: Source, start: int, stop: int) -> Iterator[tuple[int, AnswerLine]]:
     """Yield the generations `start <= generation < stop` with their lines."""
-    problems = queries.problem_counts(source.reader, start, stop)
+    counter = queries.findings_counter(source.reader)
+    problems = source.get_or_create(
+        ("problems", counter, start, stop),
+        lambda: queries.problem_counts(source.reader, start, stop),
+    )
     for row in queries.generation_range(source.reader, start, stop):
         number, answer, is_correct = row.generation, " ".join(row.answer.split()), None
         if answer:

@@ -27,7 +27,13 @@ from flexinspect.core.errors import ControlError, FlexInspectError, TraceError
 from flexinspect.core.text import escape_unprintable
 from flexinspect.panels.panel_source import Source
 from flexinspect.trace.file.side_files import read_stop
-from flexinspect.trace.queries import n_generations, newest_events, step_bounds
+from flexinspect.trace.queries import (
+    n_generations,
+    n_reviews,
+    newest_events,
+    step_bounds,
+    unfinished_generations,
+)
 from flexinspect.trace.query_results import EventRow
 from flexinspect.trace.reader import TraceReader
 
@@ -400,13 +406,10 @@ def _all_rules_ran(reader: TraceReader) -> bool:
 
     Importing the rules takes as long as drawing the first screen.
     """
-    live, done = reader.run().get("rules"), set(reader.reviews())
+    live, n_done = reader.run().get("rules"), n_reviews(reader)
     names = [name for name in plugins.names(plugins.RULES) if name not in (live or ())]
-    return all(
-        all((name, row.generation) in done for name in names)
-        and all(branch.state == "finished" for branch in reader.branches(row.generation))
-        for row in reader.generations()
-    )
+    n = n_generations(reader)
+    return all(n_done.get(name, 0) >= n for name in names) and not unfinished_generations(reader)
 
 
 async def _run_review(reader: TraceReader) -> Review:

@@ -38,4 +38,5 @@ def test_classes_are_counted_once_while_nothing_new_comes(
         kept.reader, "_query", lambda sql, params: (queries.append(sql), query(sql, params))[1]
     )
     assert load_groups(kept) is first
-    assert queries == ["SELECT max(finding) + sum(times) FROM findings"]
+    (counting,) = queries
+    assert counting.startswith("SELECT (SELECT max(finding) FROM findings)")
