@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -159,7 +160,7 @@ def recorded(
             )
             wait(fork_capture(job), PATIENCE_S)
             return use(folder)
-        # Processes of their own: a group of processes that were forked may hang when it ends.
+        # Processes of their own, each with a trace of its own.
         command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--no-control"]
         command += ["--out", str(out), str(FOLDER / script), *args]
         ranks = []
@@ -168,11 +169,29 @@ def recorded(
             own = {**os.environ, **address, **facts, "OMP_NUM_THREADS": "1"}
             quiet = subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, env=own, stdout=quiet, stderr=quiet))
-        for process in ranks:
-            process.wait(PATIENCE_S)
+        _wait_for_ranks(ranks)
         return use(folder)
     finally:
         shutil.rmtree(folder)
+
+
+def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for all ranks; raises `RuntimeError` if one fails, or hangs, and ends the others.
+
+    A rank that ends without joining its group leaves the others waiting for it.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while any(one.poll() is None for one in ranks):
+            if any(one.poll() not in (None, 0) for one in ranks):
+                raise RuntimeError(f"a rank ended with exit code {[o.poll() for o in ranks]}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"ranks hang: exit codes {[one.poll() for one in ranks]}")
+            time.sleep(0.05)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
 
 
 def _read(trace: Path, *, may_fail: bool = False) -> list[Finding]:

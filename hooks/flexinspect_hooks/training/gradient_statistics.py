@@ -198,6 +198,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
     Nothing may be sent to other ranks here: they may not be at the same place.
     """
+    if type(tensor) is Tensor:
+        return tensor  # to ask it for an attribute that it lacks takes longer
     to_local: Any = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 

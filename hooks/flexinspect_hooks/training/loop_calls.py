@@ -34,7 +34,7 @@ LOSS_FUNCTIONS = (
 """Functions of `torch.nn.functional` whose scalar result is a loss."""
 
 MAX_CHECKED_LOSSES = 3  # calls of each loss function whose arguments are checked
-MAX_CLASS_LOSSES = 64  # calls of a loss of classes that are described, for several micro-batches
+MAX_SAMPLERS = 4  # one inside the other
 MAX_KEYS = 64  # earlier batches of an iterator with which a batch is compared
 
 Notify = Callable[..., None]  # the name of an observer's method, and its arguments
@@ -149,8 +149,7 @@ def _observe_losses(notify: Notify, stack: ExitStack) -> None:
 
 
 def _observed_loss(name: str, original: Callable[..., Any], notify: Notify) -> Callable[..., Any]:
-    n_checked = n_described = 0
-    max_described = MAX_CLASS_LOSSES if name in OF_CLASSES else 0
+    n_checked, is_of_classes = 0, name in OF_CLASSES
 
     def check(args: Any, kwargs: Any) -> None:
         try:
@@ -161,17 +160,9 @@ def _observed_loss(name: str, original: Callable[..., Any], notify: Notify) -> C
         if failures:
             notify("on_loss_inputs", failures)
 
-    def describe(args: Any, kwargs: Any, result: Any) -> None:
-        try:
-            found = class_loss(args, kwargs, result)
-        except Exception:
-            return
-        if found is not None:
-            notify("on_class_loss", found)
-
     @functools.wraps(original)
     def loss(*args: Any, **kwargs: Any) -> Any:
-        nonlocal n_checked, n_described
+        nonlocal n_checked
         try:
             result = original(*args, **kwargs)
         except (IndexError, RuntimeError):  # wrong labels on a CPU
@@ -181,12 +172,12 @@ def _observed_loss(name: str, original: Callable[..., Any], notify: Notify) -> C
         if n_checked < MAX_CHECKED_LOSSES and not torch.compiler.is_compiling():
             n_checked += 1
             check(args, kwargs)
-        if n_described < max_described and result.requires_grad:
-            if not torch.compiler.is_compiling():
-                n_described += 1
-                describe(args, kwargs, result)
-        elif not torch.compiler.is_compiling() and not result.requires_grad and result.dim() == 0:
+        if torch.compiler.is_compiling():
+            return result
+        if not result.requires_grad and result.dim() == 0:
             notify("on_loss", result)
+        elif is_of_classes and result.requires_grad:
+            notify("on_class_loss", functools.partial(class_loss, args, kwargs, result))
         return result
 
     return loss
@@ -247,8 +238,8 @@ class Epochs:
 
     def repeated(self, iterator: Any, sampler: Any) -> int | None:
         """The epoch of an iterator if its shuffled order is that of the iterator before it."""
-        while (inner := getattr(sampler, "sampler", None)) is not None:
-            sampler = inner
+        for _ in range(MAX_SAMPLERS):
+            sampler = getattr(sampler, "sampler", sampler)
         if not isinstance(sampler, DistributedSampler) or not sampler.shuffle:
             return None
         newest, epoch = self._last.get(sampler, (None, None))

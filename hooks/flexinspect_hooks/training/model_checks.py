@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from flexinspect_hooks.python_internals.initializer_calls import (
 
 Failure = tuple[str, str, dict[str, Any]]
 
+MAX_HELD = 1000  # values of a list or dictionary of a module that are looked at
 ROW_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "labels", "decoder_input_ids")
 """Names of inputs of transformers models whose first dimension is that of the batch."""
 FROZEN_COUNT = re.compile(r"^(num_)?(frozen_stages|frozen_layers|freeze_at|frozen_blocks)$")
@@ -96,7 +97,7 @@ def check_unregistered(model: nn.Module, optimizer: Optimizer) -> list[Failure]:
 
 def _held_in(value: Any, depth: int = 2) -> Iterator[nn.Parameter]:
     """Yield the parameters in a list or dictionary, and in those inside of it."""
-    for one in value.values() if isinstance(value, dict) else value:
+    for one in islice(value.values() if isinstance(value, dict) else value, MAX_HELD):
         if isinstance(one, nn.Module):
             yield from one.parameters()
         elif isinstance(one, nn.Parameter):

@@ -141,12 +141,11 @@ class StepChecks:
         """The training has ended."""
         self.report(self._dropout.flush())
 
-    def on_class_loss(self, loss: ClassLoss, number: int) -> None:
-        """A loss of classes with gradients was computed while step `number` runs."""
+    def on_class_loss(self, loss: ClassLoss) -> None:
+        """A loss of classes with gradients was computed in one of the first steps."""
         self._n_class_losses += 1
-        if number < N_FIRST_STEPS:
-            self._means.on_class_loss(loss)
-            self._shifts.on_class_loss(loss)
+        self._means.on_class_loss(loss)
+        self._shifts.on_class_loss(loss)
         if loss.n_labels or not loss.target.numel() or self._n_class_losses > N_WITHOUT_LABELS:
             self._n_class_losses = N_WITHOUT_LABELS
         elif self._n_class_losses == N_WITHOUT_LABELS:

@@ -129,8 +129,8 @@ class TrainingObserver(Protocol):
     def on_loss_inputs(self, failures: Sequence[Failure]) -> None:
         """A loss function of torch was called with arguments that are wrong."""
 
-    def on_class_loss(self, loss: ClassLoss) -> None:
-        """A loss of classes was computed with gradients, on the CPU."""
+    def on_class_loss(self, describe: Callable[[], ClassLoss | None]) -> None:
+        """A loss of classes was computed with gradients."""
 
     def on_backward(self, loss: Tensor) -> None:
         """The program calls `backward` on a loss, which is as before it was scaled."""

@@ -47,7 +47,7 @@ from flexinspect_hooks.training.loss_checks import ClassLoss
 from flexinspect_hooks.training.measurement import GradientMeter
 from flexinspect_hooks.training.model_checks import Failure
 from flexinspect_hooks.training.model_parts import ModelParts
-from flexinspect_hooks.training.step_checks import EVENT, StepChecks
+from flexinspect_hooks.training.step_checks import EVENT, N_FIRST_STEPS, StepChecks
 from flexinspect_hooks.training.step_draft import (
     Loss,
     TrainingRecords,
@@ -350,19 +350,26 @@ class TrainingSession:
         """A loss function was called with arguments that are wrong."""
         self._checks.report(failures)
 
-    def on_class_loss(self, loss: ClassLoss) -> None:
-        """A loss of classes with gradients was computed."""
-        if self._forwards.has_forward:
-            self._checks.on_class_loss(loss, self._current.number)
+    def on_class_loss(self, describe: Callable[[], ClassLoss | None]) -> None:
+        """A loss of classes with gradients was computed; it is described in the first steps."""
+        number = self._current.number
+        if number >= N_FIRST_STEPS or self._is_off or not self._forwards.has_forward:
+            return
+        try:
+            loss = describe()
+        except Exception:
+            return  # values that cannot be read, as under vmap
+        if loss is not None:
+            self._guarded(self._checks.on_class_loss)(loss)
 
     def on_backward(self, loss: Tensor) -> None:
         """The program calls `backward` on a loss."""
         if self._forwards.has_forward:
-            self._checks.on_backward(loss, self._current.number)
+            self._guarded(self._checks.on_backward)(loss, self._current.number)
 
     def on_cut_checkpoint(self, function: Any) -> None:
         """A reentrant checkpoint runs, of which no input requires gradients."""
-        self._checks.on_cut_checkpoint(function, self._current.number)
+        self._guarded(self._checks.on_cut_checkpoint)(function, self._current.number)
 
     def on_scheduler(self, optimizer: Any, scheduler: Any, *, is_first: bool) -> None:
         """A scheduler made a step."""

@@ -272,7 +272,7 @@ def test_what_is_written_counts_once_as_cost(path: Path, monkeypatch: pytest.Mon
     record = training_session.TrainingStepDraft.record
 
     def slow(self: training_session.TrainingStepDraft) -> TrainingStepRecord:
-        time.sleep(0.05)
+        time.sleep(0.1)
         return record(self)
 
     monkeypatch.setattr(training_session.TrainingStepDraft, "record", slow)
@@ -281,8 +281,8 @@ def test_what_is_written_counts_once_as_cost(path: Path, monkeypatch: pytest.Mon
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
         loop(model, optimizer, 4)
         cost = trace.cost
-        assert 0.15 <= float(cost["capture_s"]) <= float(cost["total_s"])
-        assert float(cost["capture_s"]) < 0.25
+        assert 0.3 <= float(cost["capture_s"]) <= float(cost["total_s"])
+        assert float(cost["capture_s"]) < 0.6  # twice as much if it counted twice
 
 
 class Skipping(torch.optim.SGD):
