@@ -22,7 +22,7 @@ from flexinspect.core.errors import UsageError
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
 from flexinspect.records.step import EventRecord
 from flexinspect.records.training_step import CALLS_EVENT, PARAMETERS_EVENT, TrainingStepRecord
-from flexinspect.trace.query_results import GenerationRow, StepRow
+from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.stream_ranges import arrays_by_step
 
@@ -288,19 +288,17 @@ def _count_dead(
 class _EventFacts:
     """What the events of a training say of its steps."""
 
-    def __init__(self, rows: Sequence[Any], numbers: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[EventRow], numbers: Sequence[int]) -> None:
         self.parameters: dict[str, str] = {}
         self.outputs: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
         """The number of values of each parameter."""
         self._evaluations: dict[int, _Evaluation] = {}
-        changes: dict[int, StepCalls] = {}
+        changes = calls_by_step(rows)
         for event in (row.event for row in rows):
             if event.step is None:
                 continue
-            if event.kind == CALLS_EVENT and (calls := _facts(StepCalls, event)) is not None:
-                changes[event.step] = calls
-            elif event.kind == "evaluation" and (one := _facts(_Evaluation, event)) is not None:
+            if event.kind == "evaluation" and (one := _facts(_Evaluation, event)) is not None:
                 # One after the last step is of the weights that this has made.
                 self._evaluations[min(event.step, numbers[-1])] = one
             elif event.kind == PARAMETERS_EVENT and (all_ := _facts(_Parameters, event)):
@@ -334,6 +332,13 @@ class _EventFacts:
         if evaluation is not None:
             yield EVALUATION_LOSS, evaluation.loss
             yield IN_EVALUATION, evaluation.n_in_evaluation_mode / max(evaluation.n, 1)
+
+
+def calls_by_step(rows: Sequence[EventRow]) -> dict[int, StepCalls]:
+    """Return the facts of the `step-calls` events among events, by step."""
+    events = (row.event for row in rows if row.event.kind == CALLS_EVENT)
+    each = ((event.step, _facts(StepCalls, event)) for event in events)
+    return {step: facts for step, facts in each if step is not None and facts is not None}
 
 
 def _facts(kind: Any, event: EventRecord) -> Any:
