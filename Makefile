@@ -55,6 +55,7 @@ bench: setup ## run the benchmarks (quiet machine, some minutes); JSON goes to b
 
 bench-training: setup ## look for public silent training errors, and for false alarms (some minutes)
 	$(BIN)/python -m benchmarks training-bugs
+	$(BIN)/python -m benchmarks inferred-invariants
 
 demo-model: setup ## train the shipped demo model again (up to 30 minutes on two cores)
 	$(BIN)/python -m tools.demo_model

@@ -85,6 +85,8 @@ def _learn(args: argparse.Namespace) -> int:
     runs = _read_runs(args.runs)
     with progress_bar("learning") as update:
         found = learn(runs, update)
+    for doubt in (doubt for one in runs for doubt in one.doubts):
+        print_message(f"note: {escape_unprintable(doubt)}. Learn from good runs only.")
     if args.leave_one_out:
         return _print_left_out(found, args)
     if not found.invariants:

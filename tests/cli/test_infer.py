@@ -103,6 +103,16 @@ def test_one_run_is_enough_with_a_note(good: list[str], capsys: pytest.CaptureFi
     assert "One run teaches no ranges" in capsys.readouterr().err
 
 
+def test_a_run_that_failed_is_learnt_from_with_a_note(
+    good: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = write_run(Path("failed.flextrace"), 5, state="failed").name
+    assert main(["infer", *good, failed]) == 0
+    error = capsys.readouterr().err
+    assert "failed.flextrace did not end well: its state is failed." in error
+    assert "good-0" not in error
+
+
 def edited(file: Path, change: Change) -> None:
     contents = json.loads(file.read_text("utf-8"))
     change(contents)

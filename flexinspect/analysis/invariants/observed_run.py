@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
+from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord
 from flexinspect.records.training_step import CALLS_EVENT, PARAMETERS_EVENT, TrainingStepRecord
 from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
@@ -106,10 +107,11 @@ Part: TypeAlias = tuple[Observed, ...]
 
 
 class ObservedRun(Struct, frozen=True, eq=False):
-    """A run: its parts by name."""
+    """A run: its parts by name, and `doubts` whether it is a good one."""
 
     label: str
     parts: Mapping[str, Part]
+    doubts: tuple[str, ...] = ()
 
 
 def observe_run(path: Path) -> ObservedRun:
@@ -118,8 +120,10 @@ def observe_run(path: Path) -> ObservedRun:
     Raises `UsageError` if it has neither a training nor a generation with a step, and `TraceError`.
     """
     parts: dict[str, list[Observed]] = {}
+    doubts: list[str] = []
     for reader in _open(path):
         with reader, reader.snapshot():
+            doubts += _doubts(reader)
             for observed in observe_trace(reader):
                 parts.setdefault(observed.name, []).append(observed)
     if not parts:
@@ -127,7 +131,17 @@ def observe_run(path: Path) -> ObservedRun:
             f"{path} has no step of a training or a generation.",
             hint="Record one: flexinspect run train.py",
         )
-    return ObservedRun(path.name, {name: tuple(ranks) for name, ranks in parts.items()})
+    by_name = {name: tuple(ranks) for name, ranks in parts.items()}
+    return ObservedRun(path.name, by_name, tuple(doubts))
+
+
+def _doubts(reader: TraceReader) -> Iterator[str]:
+    """Yield why a trace may not be that of a good run."""
+    if reader.state != "finished":
+        yield f"{reader.path.name} did not end well: its state is {reader.state}"
+    errors = dict.fromkeys(o.id for o in reader.findings() if o.severity is Severity.ERROR)
+    if errors:
+        yield f"{reader.path.name} has findings that are errors: {', '.join(errors)}"
 
 
 def _open(path: Path) -> Iterator[TraceReader]:
