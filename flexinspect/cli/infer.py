@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace) -> int:
         notes = [f"No invariant is about {one}." for one in unjudged(contents.invariants, run)]
         is_broken |= bool(violations)
         results.append({"run": run.label, "violations": _rows(violations), "notes": notes})
-        n_judged = sum(one.part in run.parts for one in contents.invariants)
+        n_judged = sum(o.part in run.parts or o.kind == "part" for o in contents.invariants)
         total = f"{plural(len(violations), 'violation')} of {plural(n_judged, 'invariant')}"
         lines += [f"{run.label}: {total}", *_violation_lines(violations), *notes]
     if args.json:

@@ -200,6 +200,19 @@ def test_names_of_a_trace_cannot_control_the_terminal(
     assert "\x1b" not in out + err
 
 
+def test_numbers_of_redacted_traces_are_learnt(
+    good: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n, path in enumerate(good):
+        assert main(["redact", path, "--out", f"redacted-{n}.flextrace"]) == 0
+    capsys.readouterr()
+    paths = [f"redacted-{n}.flextrace" for n in range(3)]
+    assert main(["infer", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["invariants"]
+    assert {"range", "median", "constant"} <= {one["kind"] for one in found}
+    assert {one["part"] for one in found} == {"training"}
+
+
 def test_generations_are_learnt_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

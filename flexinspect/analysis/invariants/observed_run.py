@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flexinspect.core.errors import UsageError
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
 from flexinspect.records.finding import Severity
-from flexinspect.records.step import EventRecord
+from flexinspect.records.step import TRAIN, EventRecord
 from flexinspect.records.training_step import CALLS_EVENT, PARAMETERS_EVENT, TrainingStepRecord
 from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -163,8 +163,9 @@ def observe_trace(reader: TraceReader) -> Iterator[Observed]:
         steps = reader.steps(row.generation)
         if not steps:
             continue
-        is_training = isinstance(row.declared.get("training"), dict)
+        is_training = steps[0].phase == TRAIN
         plain = row.sample_id if is_training else f"generation {row.sample_id}"
+        plain = plain.strip() or "training"  # of a redacted trace
         numbered = (plain if n == 1 else f"{plain} ({n})" for n in count(1))
         name = next(one for one in numbered if one not in names)
         names.add(name)
