@@ -55,6 +55,7 @@ bench: setup ## run the benchmarks (quiet machine, some minutes); JSON goes to b
 
 bench-training: setup ## look for public silent training errors, and for false alarms (some minutes)
 	$(BIN)/python -m benchmarks training-bugs
+	$(BIN)/python -m benchmarks inferred-invariants
 
 bench-generation: setup ## look for generation errors of unseen programs, and for false alarms
 	$(BIN)/python -m benchmarks generation-bugs

@@ -85,6 +85,8 @@ def _learn(args: argparse.Namespace) -> int:
     runs = _read_runs(args.runs)
     with progress_bar("learning") as update:
         found = learn(runs, update)
+    for doubt in (doubt for one in runs for doubt in one.doubts):
+        print_message(f"note: {escape_unprintable(doubt)}. Learn from good runs only.")
     if args.leave_one_out:
         return _print_left_out(found, args)
     if not found.invariants:
@@ -159,7 +161,7 @@ def _check(args: argparse.Namespace) -> int:
         notes = [f"No invariant is about {one}." for one in unjudged(contents.invariants, run)]
         is_broken |= bool(violations)
         results.append({"run": run.label, "violations": _rows(violations), "notes": notes})
-        n_judged = sum(one.part in run.parts for one in contents.invariants)
+        n_judged = sum(o.part in run.parts or o.kind == "part" for o in contents.invariants)
         total = f"{plural(len(violations), 'violation')} of {plural(n_judged, 'invariant')}"
         lines += [f"{run.label}: {total}", *_violation_lines(violations), *notes]
     if args.json:

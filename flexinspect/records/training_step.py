@@ -24,6 +24,8 @@ PARAMETERS_EVENT = "parameters"
 MAX_CALLS = 64  # of a step that are recorded
 MAX_UNIT = 4  # calls that may repeat together
 
+LARGE_RISE = 2.0  # of the loss after the first step, from which its large gradients explode
+
 LOSS_FROM_BACKWARD = "backward"
 LOSS_FROM_OUTPUT = "output"
 LOSS_REPORTED = "reported"
@@ -161,7 +163,8 @@ class TrainingStepRecord(Struct, frozen=True):
 class TrainingSummary(Struct, frozen=True):
     """The number of training steps with anomalies, by kind. All figures count steps.
 
-    `anomaly_steps` counts a trouble once: the first step with an anomaly of one kind and origin.
+    `anomaly_steps` counts a trouble once: the first step with an anomaly of one kind and origin,
+    but not the steps in which it only goes on, or has broken the weights.
     """
 
     total_steps: int = 0
@@ -177,6 +180,7 @@ class TrainingSummary(Struct, frozen=True):
         return counts | {rate: counts[count] / n_steps for rate, count in _RATES.items()}
 
 
+_FINITE = ("explosion", "vanishing")  # kinds of origins of finite gradients
 _RATES = {
     "anomaly_rate": "anomaly_steps",
     "loss_anomaly_rate": "loss_anomalies",
@@ -190,13 +194,16 @@ class TrainingSummaryCounter(Struct):
 
     summary: TrainingSummary = field(default_factory=TrainingSummary)
     _origins: set[tuple[str, str]] = field(default_factory=set)
+    _first: TrainingStepRecord | None = None
+    _last_kind: str = ""
 
     def add(self, step: TrainingStepRecord) -> None:
         """Count one step."""
-        before, is_new = self.summary, step.is_anomaly
-        if is_new and (origin := step.anomaly_origin) is not None:
-            is_new = (origin.kind, origin.name) not in self._origins
-            self._origins.add((origin.kind, origin.name))
+        if self._first is None:
+            self._first = step
+        elif self.summary.total_steps == 1 and is_only_large(self._first, step):
+            self.summary, self._origins = TrainingSummary(total_steps=1), set()
+        before, is_new = self.summary, step.is_anomaly and self._is_new(step.anomaly_origin)
         self.summary = TrainingSummary(
             total_steps=before.total_steps + 1,
             anomaly_steps=before.anomaly_steps + is_new,
@@ -204,6 +211,34 @@ class TrainingSummaryCounter(Struct):
             gradient_vanishing=before.gradient_vanishing + step.is_vanishing,
             loss_anomalies=before.loss_anomalies + step.is_loss_anomaly,
         )
+        self._last_kind = step.anomaly_origin.kind if step.anomaly_origin is not None else ""
+
+    def _is_new(self, origin: AnomalyOrigin | None) -> bool:
+        """Whether an anomaly is another trouble than those before.
+
+        Weights that are not finite follow from the first value that was not. An explosion that goes
+        on may reach other parameters first.
+        """
+        if origin is None:
+            return True
+        goes_on = origin.kind == self._last_kind and origin.kind in _FINITE
+        follows = origin.kind == "weights" and any(k not in _FINITE for k, _ in self._origins)
+        is_new = (origin.kind, origin.name) not in self._origins and not (goes_on or follows)
+        self._origins.add((origin.kind, origin.name))
+        return is_new
+
+
+def is_only_large(first: TrainingStepRecord, second: TrainingStepRecord) -> bool:
+    """Whether the first step's gradients, which seemed to explode, only have a large scale.
+
+    The first step has no history. If the loss after it is finite and not far above, its gradients
+    are as large as a loss of that scale makes them.
+    """
+    origin = first.anomaly_origin
+    is_candidate = origin is not None and origin.kind == "explosion" and not first.is_loss_anomaly
+    is_known = first.has_loss and second.has_loss and not second.is_anomaly
+    limit = first.loss + (LARGE_RISE - 1) * abs(first.loss)
+    return is_candidate and is_known and second.loss <= limit
 
 
 def collapse_repeats(calls: list[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.good_runs import write_run
 from support.traces import LAYERS, N_PROMPT, RUN, sample_generation, sample_step
 
 from flexinspect.analysis.run_diff import alignment, quantities
@@ -447,3 +448,28 @@ def test_the_noise_of_a_repeated_training_grows_with_its_steps(tmp_path: Path) -
     late = training(tmp_path / "c.flextrace", (3, {"group_norms": (1.0, 2.002)}))
     found = [compare(a, other, repeat).trainings[0].first for other in (early, late)]
     assert (found[0] and found[0].step, found[1]) == (2, None)
+
+
+def test_calls_inputs_and_limits_of_trainings_are_compared(tmp_path: Path) -> None:
+    def first(name: str, **how: Any) -> Place | None:
+        with (
+            open_trace(tmp_path / "a.flextrace") as a,
+            open_trace(write_run(tmp_path / name, 0, **how)) as b,
+        ):
+            (training,) = compare_traces(a, b).trainings
+            return training.first
+
+    write_run(tmp_path / "a.flextrace", 0)
+    order = ("zero_grad", "forward", "clip_grad_norm_", "backward", "optimizer.step")
+    other = {"inputs": {"input_ids": ["int64", 4, 8]}}
+    found = [
+        first("calls.flextrace", calls={7: order}),
+        first("inputs.flextrace", facts={9: other}),
+        first("limit.flextrace", change=lambda _, fields: fields.update(max_norm=2.0)),
+        first("passes.flextrace", change=lambda _, fields: fields.update(n_backward=2)),
+    ]
+    assert [(one.step, one.quantity) for one in found if one is not None] == [
+        *((7, "calls of the step"), (9, "sizes of inputs")),
+        *((0, "clip limit"), (0, "backward passes")),
+    ]
+    assert first("same.flextrace") is None

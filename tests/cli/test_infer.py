@@ -103,6 +103,16 @@ def test_one_run_is_enough_with_a_note(good: list[str], capsys: pytest.CaptureFi
     assert "One run teaches no ranges" in capsys.readouterr().err
 
 
+def test_a_run_that_failed_is_learnt_from_with_a_note(
+    good: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = write_run(Path("failed.flextrace"), 5, state="failed").name
+    assert main(["infer", *good, failed]) == 0
+    error = capsys.readouterr().err
+    assert "failed.flextrace did not end well: its state is failed." in error
+    assert "good-0" not in error
+
+
 def edited(file: Path, change: Change) -> None:
     contents = json.loads(file.read_text("utf-8"))
     change(contents)
@@ -188,6 +198,19 @@ def test_names_of_a_trace_cannot_control_the_terminal(
     assert main(["infer", "--check", "invariants.json", good[0]]) == 1
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err
+
+
+def test_numbers_of_redacted_traces_are_learnt(
+    good: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n, path in enumerate(good):
+        assert main(["redact", path, "--out", f"redacted-{n}.flextrace"]) == 0
+    capsys.readouterr()
+    paths = [f"redacted-{n}.flextrace" for n in range(3)]
+    assert main(["infer", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["invariants"]
+    assert {"range", "median", "constant"} <= {one["kind"] for one in found}
+    assert {one["part"] for one in found} == {"training"}
 
 
 def test_generations_are_learnt_too(

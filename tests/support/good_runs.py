@@ -41,6 +41,7 @@ def write_run(
     parameters: Mapping[str, Any] = PARAMETERS,
     weights: Mapping[int, int] | None = None,
     name: str = "training Net",
+    state: str = "finished",
 ) -> Path:
     """Write a training whose loss falls from about 2 to about 0.5, with noise of the seed.
 
@@ -70,7 +71,8 @@ def write_run(
             writer.write_step(
                 StepRecord(*place, training=record, arrays=arrays, events=tuple(events))
             )
-        writer.end_generation(GenerationEnd(0, "finished", "", (), "", 2000.0))
+        writer.end_generation(GenerationEnd(0, state, "", (), "", 2000.0))
+        writer.close(state)
     return path
 
 

@@ -102,7 +102,7 @@ def test_values_of_version_1_have_the_names_of_today(tmp_path: Path) -> None:
 _END_ONLY = ("caches", "decoding", "failures", "memory")
 _END_ONLY_OF_MODELS = (
     *("caches", "choice", "decoding", "failures", "memory"),
-    *("prompt", "same_prompt", "text", "unread_keys"),
+    *("prompt", "same_prompt", "text", "training_steps", "unread_keys"),
 )
 _PENDING: dict[str, dict[int, tuple[str, ...]]] = {
     "interrupted": {0: _END_ONLY_OF_MODELS},

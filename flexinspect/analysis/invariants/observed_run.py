@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from flexinspect.core.errors import UsageError
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
-from flexinspect.records.step import EventRecord
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import TRAIN, EventRecord
 from flexinspect.records.training_step import CALLS_EVENT, PARAMETERS_EVENT, TrainingStepRecord
-from flexinspect.trace.query_results import GenerationRow, StepRow
+from flexinspect.trace.query_results import EventRow, GenerationRow, StepRow
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.stream_ranges import arrays_by_step
 
@@ -106,10 +107,11 @@ Part: TypeAlias = tuple[Observed, ...]
 
 
 class ObservedRun(Struct, frozen=True, eq=False):
-    """A run: its parts by name."""
+    """A run: its parts by name, and `doubts` whether it is a good one."""
 
     label: str
     parts: Mapping[str, Part]
+    doubts: tuple[str, ...] = ()
 
 
 def observe_run(path: Path) -> ObservedRun:
@@ -118,8 +120,10 @@ def observe_run(path: Path) -> ObservedRun:
     Raises `UsageError` if it has neither a training nor a generation with a step, and `TraceError`.
     """
     parts: dict[str, list[Observed]] = {}
+    doubts: list[str] = []
     for reader in _open(path):
         with reader, reader.snapshot():
+            doubts += _doubts(reader)
             for observed in observe_trace(reader):
                 parts.setdefault(observed.name, []).append(observed)
     if not parts:
@@ -127,7 +131,17 @@ def observe_run(path: Path) -> ObservedRun:
             f"{path} has no step of a training or a generation.",
             hint="Record one: flexinspect run train.py",
         )
-    return ObservedRun(path.name, {name: tuple(ranks) for name, ranks in parts.items()})
+    by_name = {name: tuple(ranks) for name, ranks in parts.items()}
+    return ObservedRun(path.name, by_name, tuple(doubts))
+
+
+def _doubts(reader: TraceReader) -> Iterator[str]:
+    """Yield why a trace may not be that of a good run."""
+    if reader.state != "finished":
+        yield f"{reader.path.name} did not end well: its state is {reader.state}"
+    errors = dict.fromkeys(o.id for o in reader.findings() if o.severity is Severity.ERROR)
+    if errors:
+        yield f"{reader.path.name} has findings that are errors: {', '.join(errors)}"
 
 
 def _open(path: Path) -> Iterator[TraceReader]:
@@ -149,8 +163,9 @@ def observe_trace(reader: TraceReader) -> Iterator[Observed]:
         steps = reader.steps(row.generation)
         if not steps:
             continue
-        is_training = isinstance(row.declared.get("training"), dict)
+        is_training = steps[0].phase == TRAIN
         plain = row.sample_id if is_training else f"generation {row.sample_id}"
+        plain = plain.strip() or "training"  # of a redacted trace
         numbered = (plain if n == 1 else f"{plain} ({n})" for n in count(1))
         name = next(one for one in numbered if one not in names)
         names.add(name)
@@ -288,19 +303,17 @@ def _count_dead(
 class _EventFacts:
     """What the events of a training say of its steps."""
 
-    def __init__(self, rows: Sequence[Any], numbers: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[EventRow], numbers: Sequence[int]) -> None:
         self.parameters: dict[str, str] = {}
         self.outputs: dict[str, str] = {}
         self.sizes: dict[str, int] = {}
         """The number of values of each parameter."""
         self._evaluations: dict[int, _Evaluation] = {}
-        changes: dict[int, StepCalls] = {}
+        changes = calls_by_step(rows)
         for event in (row.event for row in rows):
             if event.step is None:
                 continue
-            if event.kind == CALLS_EVENT and (calls := _facts(StepCalls, event)) is not None:
-                changes[event.step] = calls
-            elif event.kind == "evaluation" and (one := _facts(_Evaluation, event)) is not None:
+            if event.kind == "evaluation" and (one := _facts(_Evaluation, event)) is not None:
                 # One after the last step is of the weights that this has made.
                 self._evaluations[min(event.step, numbers[-1])] = one
             elif event.kind == PARAMETERS_EVENT and (all_ := _facts(_Parameters, event)):
@@ -334,6 +347,13 @@ class _EventFacts:
         if evaluation is not None:
             yield EVALUATION_LOSS, evaluation.loss
             yield IN_EVALUATION, evaluation.n_in_evaluation_mode / max(evaluation.n, 1)
+
+
+def calls_by_step(rows: Sequence[EventRow]) -> dict[int, StepCalls]:
+    """Return the facts of the `step-calls` events among events, by step."""
+    events = (row.event for row in rows if row.event.kind == CALLS_EVENT)
+    each = ((event.step, _facts(StepCalls, event)) for event in events)
+    return {step: facts for step, facts in each if step is not None and facts is not None}
 
 
 def _facts(kind: Any, event: EventRecord) -> Any:

@@ -28,12 +28,13 @@ from flexinspect.analysis.run_diff.traces import (
     compare_traces,
     kinds_of_parts,
 )
-from flexinspect.analysis.run_diff.training import WEIGHTS, TrainingDifference
+from flexinspect.analysis.run_diff.training import CALLS, INPUTS, WEIGHTS, TrainingDifference
 from flexinspect.core.errors import UsageError
 from flexinspect.trace.reader import TraceReader
 
 OWN_HEADS = "each rank has its own heads"
 OWN_BATCH = "each rank has its own batch"
+OWN_CALLS = "a rank may evaluate alone"
 OWN_PART = "each rank has a part of each weight"
 _OF_HEADS = ("q", "k", "v", "scores", "attention")
 _OF_WEIGHTS = ("gradient norm", "total gradient norm", "update ratio", *WEIGHTS)
@@ -150,7 +151,8 @@ def own_quantities(tp_size: int, shards: int, *, is_training: bool) -> dict[str,
     """Return which quantities each rank has of its own, and why, by how the model is split."""
     if not is_training:
         return dict.fromkeys(_OF_HEADS, OWN_HEADS) if tp_size > 1 else {}
-    own = {"loss": OWN_BATCH} if tp_size == 1 else {}
+    own = {CALLS: OWN_CALLS}
+    own |= {"loss": OWN_BATCH, INPUTS: OWN_BATCH} if tp_size == 1 else {}
     return own | (dict.fromkeys(_OF_WEIGHTS, OWN_PART) if shards > 1 else {})
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from zlib import crc32
 
 from msgspec import Struct
 
+from flexinspect.analysis.invariants.observed_run import StepCalls, calls_by_step
 from flexinspect.analysis.run_diff.generations import (
     DIFFERENT,
     NOTHING,
@@ -26,6 +28,7 @@ from flexinspect.core.text import format_ranges
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
 from flexinspect.records.step import Array
 from flexinspect.records.training_step import TrainingStepRecord
+from flexinspect.trace.codec import to_json
 from flexinspect.trace.query_results import GenerationRow
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.stream_ranges import arrays_by_step
@@ -33,11 +36,24 @@ from flexinspect.trace.stream_ranges import arrays_by_step
 STEPS_PER_READ = 512
 WEIGHTS = {"weights": WEIGHTS_STREAM, "all weights": ALL_WEIGHTS_STREAM}
 """Sums of the bits of weights: of a sample of each parameter, and of all of it."""
+CALLS, INPUTS = "calls of the step", "sizes of inputs"
+EXACT = (*WEIGHTS, CALLS, INPUTS)
+"""Quantities whose numbers only say whether two steps are equal."""
 QUANTITIES = (
-    *("loss", "gradient norm", "total gradient norm", "norm before clipping", "learning rate"),
-    *("update ratio", "loss scale", "skipped step", *WEIGHTS),
+    *(INPUTS, CALLS, "backward passes"),
+    *("loss", "gradient norm", "total gradient norm", "norm before clipping", "clip limit"),
+    *("learning rate", "update ratio", "loss scale", "skipped step", *WEIGHTS),
 )
 """What is compared of a step, in the order in which it is computed."""
+CONFIGURED = (
+    "learning rate",
+    "loss scale",
+    "skipped step",
+    "backward passes",
+    "clip limit",
+    *EXACT,
+)
+"""Quantities that follow from the program and the step's number, not from tensors."""
 UNRECORDED = {"activations": "no level records them"}
 
 EXACT_INTEGERS = 1 << 53
@@ -120,13 +136,25 @@ def _noise(a: Side, b: Side) -> Noise:
 def _steps(reader: TraceReader, row: GenerationRow) -> Iterator[tuple[int, Values]]:
     """Yield the recorded values of each step, in order."""
     names = reader.parameter_groups(row.generation)
+    changes, current = calls_by_step(reader.events(generation=row.generation)), None
     last = reader.last_step(row.generation)
     for start in range(0, 0 if last is None else last + 1, STEPS_PER_READ):
         bounds = (start, start + STEPS_PER_READ)
         steps = reader.training_steps(row.generation, 0, *bounds)
         sums = arrays_by_step(reader, row.generation, [*WEIGHTS.values()], *bounds)
         for number, step in sorted(steps.items()):
-            yield number, dict(_values(step, names, sums.get(number, {})))
+            current = changes.get(number, current)
+            values = _values(step, names, sums.get(number, {}))
+            yield number, {**dict(values), **_call_values(current)}
+
+
+def _call_values(calls: StepCalls | None) -> Values:
+    """Numbers that are equal for steps with equal calls and inputs, none where unknown."""
+    if calls is None:
+        return {}
+    of = {CALLS: (calls.calls, calls.modes), INPUTS: calls.inputs}
+    known = {name: value for name, value in of.items() if value is not None}
+    return {(name, ""): float(crc32(to_json(value).encode())) for name, value in known.items()}
 
 
 def _values(
@@ -148,6 +176,8 @@ def _values(
         "norm before clipping": step.norm_before_clip,
         "loss scale": step.scale,
         "skipped step": float(step.is_skipped),
+        "backward passes": float(step.n_backward),
+        "clip limit": step.max_norm,
     }
     yield from (((name, ""), value) for name, value in of_step.items() if value is not None)
     for number, rate in enumerate(step.learning_rates):
@@ -242,8 +272,8 @@ class _TrainingWalk:
             if name in self._own:
                 continue
             change = _relative_change(one[key], other[key])
-            if name in WEIGHTS and change:
-                change = math.inf  # sums of bits: equal or not
+            if name in EXACT and change:
+                change = math.inf
             compared = self._compared.setdefault(name, Compared())
             compared.add(number, QuantityDifference(None, name, change))
             if change and self._first_step is None:
@@ -252,14 +282,14 @@ class _TrainingWalk:
             if change > limit:
                 self._beyond.setdefault(number, f"{name} of {group}" if group else name)
             if change > limit and self._first is None:
-                values = f"{one[key]:.6g} against {other[key]:.6g}" if name not in WEIGHTS else ""
+                values = f"{one[key]:.6g} against {other[key]:.6g}" if name not in EXACT else ""
                 text = ", ".join(filter(None, (values, group)))
                 finite = change if math.isfinite(change) else None
                 self._first = Place(number, None, name, "value", finite, limit, text)
 
     def _limit(self, number: int, key: tuple[str, str]) -> float:
-        if key[0] in ("learning rate", "loss scale", "skipped step", *WEIGHTS):
-            return 1e-12  # computed from the step's number, not from tensors
+        if key[0] in CONFIGURED:
+            return 1e-12
         if self.noise.is_measured:
             return NOISE_FACTOR * self.limits.get(number, {}).get(key, 0.0)
         return self.noise.floor
@@ -276,7 +306,7 @@ class _TrainingWalk:
     def _not_compared(self) -> dict[str, str]:
         reasons = {}
         for name in QUANTITIES:
-            if name in self._own:
+            if name in self._own and any(name in (key[0] for key in own) for own in self._keys):
                 reasons[name] = self._own[name]
             elif name not in self._compared:
                 has = [any(key[0] == name for key in own) for own in self._keys]

@@ -14,7 +14,12 @@ from flexinspect.core.text import plural, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import StepRecord
-from flexinspect.records.training_step import MODEL_OUTPUT, AnomalyOrigin, TrainingStepRecord
+from flexinspect.records.training_step import (
+    MODEL_OUTPUT,
+    AnomalyOrigin,
+    TrainingStepRecord,
+    is_only_large,
+)
 from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
 from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
 
@@ -61,6 +66,8 @@ class TrainingRule(Rule):
         self._first_losses: list[float] = []
         self._zero_since: dict[str, int] = {}
         self._first_explosion: tuple[int, str] | None = None
+        self._waiting: tuple[Finding, TrainingStepRecord] | None = None
+        """An explosion of the first step, until the loss after it is known."""
         self._first_nonfinite: tuple[int, str] | None = None
         self._n_skipped = self._n_done = 0
         self._waits: deque[tuple[float, float]] = deque(maxlen=WAIT_WINDOW)
@@ -73,7 +80,21 @@ class TrainingRule(Rule):
             *(self._check_loader, self._check_unreached, self._check_dead),
         )
         if step.training is not None:
+            yield from self._take_waiting(step.training)
             yield from filter(None, [check(step, step.training) for check in checks])
+
+    def on_generation_end(self) -> Findings:
+        """Report an explosion of the only step."""
+        return self._take_waiting(None)
+
+    def _take_waiting(self, now: TrainingStepRecord | None) -> Findings:
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        if now is not None and is_only_large(waiting[1], now):
+            self._first_explosion = None
+        else:
+            yield waiting[0]
 
     def _finding(
         self, step: StepRecord, id_: str, sentence: str, evidence: Mapping[str, Any], **options: Any
@@ -151,7 +172,11 @@ class TrainingRule(Rule):
             f"{norm}{clipped}, the first in the backward pass; {reason or 'above 10'}"
             f"{_describe_carriers(origin, 'parameter')}"
         )
-        return self._finding(step, "training.explosion", sentence, _origin_evidence(origin))
+        found = self._finding(step, "training.explosion", sentence, _origin_evidence(origin))
+        if step.step > 0 or not training.has_loss or training.is_loss_anomaly:
+            return found
+        self._waiting = found, training
+        return None
 
     def _check_vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         origin, total = training.anomaly_origin, training.total_norm

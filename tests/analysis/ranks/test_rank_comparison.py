@@ -99,7 +99,7 @@ def test_of_weights_in_parts_each_rank_has_its_own() -> None:
     assert {*own_quantities(2, 2, is_training=False)} == {"q", "k", "v", "scores", "attention"}
     assert {*own_quantities(1, 4, is_training=True)} == {
         *("loss", "gradient norm", "total gradient norm", "update ratio", "weights"),
-        "all weights",
+        *("all weights", "calls of the step", "sizes of inputs"),
     }
     assert "loss" not in own_quantities(2, 2, is_training=True)
 

@@ -14,6 +14,7 @@ from torch import nn
 from flexinspect.records.training_step import (
     EXPLODING_NORM,
     VANISHING_NORM,
+    AnomalyOrigin,
     ParameterGradient,
     TrainingStepRecord,
     TrainingSummary,
@@ -209,6 +210,37 @@ def test_the_published_figures_are_reproduced_exactly() -> None:
         "gradient_explosion_rate": 0.002,
         "gradient_vanishing_rate": 0.001,
     }
+
+
+def anomaly_steps(*origins: tuple[str, str]) -> int:
+    counter = TrainingSummaryCounter()
+    for kind, name in origins:
+        fields = {"n_vanishing": 1} if kind == "vanishing" else {"n_exploding": 1}
+        if kind not in ("vanishing", "explosion"):
+            fields = {"loss": math.nan}
+        counter.add(a_step(anomaly_origin=AnomalyOrigin(kind, name), **fields))
+    return counter.summary.anomaly_steps
+
+
+def test_a_trouble_counts_once_however_long_it_lasts() -> None:
+    explosion, weights = ("explosion", "2.bias"), ("weights", "0.weight")
+    assert anomaly_steps(explosion, explosion, ("explosion", "0.weight")) == 1
+    assert anomaly_steps(explosion, ("module", "2"), weights, weights) == 2
+    assert anomaly_steps(explosion, weights, weights) == 2
+    assert anomaly_steps(("vanishing", "0.weight"), ("vanishing", "2.weight")) == 1
+    assert anomaly_steps(explosion, ("loss", ""), ("explosion", "0.weight")) == 3
+    assert anomaly_steps(weights, ("weights", "1.weight")) == 1
+
+
+def test_large_gradients_of_the_first_step_count_only_if_the_loss_rises() -> None:
+    origin = AnomalyOrigin("explosion", "0.weight")
+    for loss, n in ((0.5, 0), (1.5, 0), (3.0, 1), (math.inf, 2)):
+        counter = TrainingSummaryCounter()
+        counter.add(a_step(anomaly_origin=origin, n_exploding=1))
+        source = AnomalyOrigin("loss", "") if math.isinf(loss) else None
+        counter.add(a_step(loss=loss, anomaly_origin=source))
+        assert counter.summary.anomaly_steps == n
+        assert counter.summary.gradient_explosions == min(n, 1)
 
 
 def test_an_empty_summary_has_zero_rates() -> None:

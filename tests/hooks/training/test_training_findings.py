@@ -41,11 +41,35 @@ def test_a_bad_initialisation_explodes_in_the_first_step(path: Path) -> None:
     model = mlp(8, 16, 16, 1, activation=nn.ReLU)
     with torch.no_grad():
         model[2].weight.mul_(1e4)
-    found, _ = trained(path, model, rate=1e-9, steps=2)
+    found, _ = trained(path, model, rate=1e-3, steps=2)
     finding = the(found, "training.explosion")
     assert finding.step == 0
     assert finding.evidence["name"].startswith("4.")
     assert finding.evidence["carriers"] > 0
+
+
+def test_an_explosion_of_the_only_step_is_found_at_the_end(path: Path) -> None:
+    model = mlp(8, 16, 16, 1, activation=nn.ReLU)
+    with torch.no_grad():
+        model[2].weight.mul_(1e4)
+    found, _ = trained(path, model, rate=1e-3, steps=1)
+    assert the(found, "training.explosion").step == 0
+
+
+def test_large_gradients_of_a_large_loss_that_falls_are_no_finding(path: Path) -> None:
+    def sum_of_squares(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        return 1e5 * (model(x) - y).square().sum()
+
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-10)
+    x, y = torch.randn(32, 8), torch.randn(32, 1)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        for step in range(12):
+            optimizer.zero_grad()
+            sum_of_squares(model, x, y, step).backward()
+            optimizer.step()
+    assert [one for one in trace.findings() if one.id.startswith("training.")] == []
+    assert trace.summary.anomaly_steps == trace.summary.gradient_explosions == 0
 
 
 def test_weights_that_are_nan_from_the_start_are_the_producer(path: Path) -> None:
