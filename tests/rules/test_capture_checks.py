@@ -306,8 +306,8 @@ def test_a_failed_build_is_reported_when_the_forward_ends() -> None:
     (found,) = failed("InductorError: CppCompileError: C++ compile error", "forward-failed")
     assert (found.id, found.step, found.layer) == ("kernel.does-not-build", 2, 1)
     assert found.sentence == (
-        "Compiled flex_attention does not build in layer 1, step 2: InductorError: "
-        "CppCompileError: C++ compile error (1 row, 9 keys)."
+        "Compiled flex_attention does not build in layer 1, step 2 (1 row, 9 keys): "
+        "InductorError: CppCompileError: C++ compile error."
     )
 
 

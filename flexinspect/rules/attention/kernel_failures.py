@@ -115,8 +115,9 @@ class FailuresRule(Rule):
 
     def _on_error(self, event: EventRecord) -> Findings:
         """Report an exception that ended a generation or the program: once, at its kernel call."""
-        chain = event.data.get("chain") or (event.text,)
-        failed = [*self._pending, *self._standalone]
+        chain, failed = event.data.get("chain"), [*self._pending, *self._standalone]
+        if chain is None:  # of an earlier version
+            chain = [str(one.data.get("error")) for one in failed[-1:]] or [event.text]
         match = next((one for one in reversed(failed) if one.data.get("error") in chain), None)
         if match is not None:
             n_failed = max(len(self._pending), 1)

@@ -1,6 +1,7 @@
-"""Judges kernel options of FlexAttention that promise something of the mask.
+"""Judges options of attention calls: promises to the kernel, and keywords that are not read.
 
-With such an option the kernel leaves out a check, and computes garbage where the promise is broken.
+With some kernel options FlexAttention leaves out a check, and computes garbage where the mask does
+not keep the promise.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flexinspect.core.text import is_or_are, plural
+from flexinspect.core.text import is_or_are, plural, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
@@ -19,7 +20,9 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 KERNEL_OPTIONS_EVENT = "kernel-options"
 """The event of a step whose calls have other kernel options than before: {layer: options}."""
-PROMISE_BROKEN = "mask.option-promise"
+UNREAD_EVENT = "keywords-not-read"
+"""The event of an own attention function that ignores keywords: names, layer and function."""
+PROMISE_BROKEN, UNREAD = "mask.option-promise", "attention.keyword-unread"
 
 
 class KernelOptionsRule(Rule):
@@ -28,7 +31,7 @@ class KernelOptionsRule(Rule):
     name = "kernel_options"
     needs = (imported.MASKS, imported.EVENTS)
     handles_standalone_calls = True
-    findings = finding_kinds(PROMISE_BROKEN)
+    findings = finding_kinds(PROMISE_BROKEN, UNREAD)
 
     def __init__(self) -> None:
         self._options: dict[int, Mapping[str, Any]] = {}
@@ -36,6 +39,8 @@ class KernelOptionsRule(Rule):
     def on_step(self, step: StepRecord) -> Findings:
         """Check the calls of the layers that have such options."""
         for event in step.events:
+            if event.kind == UNREAD_EVENT:
+                yield self._unread_finding(step, event.data)
             if event.kind == KERNEL_OPTIONS_EVENT:
                 by_layer = event.data["layers"]
                 self._options = {int(layer): options for layer, options in by_layer.items()}
@@ -50,6 +55,15 @@ class KernelOptionsRule(Rule):
                     broken.setdefault(option, []).append((call, what))
         for option, calls in broken.items():
             yield self._finding(step, option, calls)
+
+    def _unread_finding(self, step: StepRecord, data: Mapping[str, Any]) -> Any:
+        names, layer = list(map(printable, data["names"])), int(data["layer"])
+        sentence = (
+            f"Layer {layer} passes {' and '.join(names)} to attention "
+            f"'{printable(data['function'])}', whose code does not read "
+            f"{'it' if len(names) == 1 else 'them'}."
+        )
+        return self.finding(step, UNREAD, sentence, (layer,), data, series=str(data["function"]))
 
     def _finding(self, step: StepRecord, option: str, calls: list[tuple[CallRecord, str]]) -> Any:
         layers = sorted({call.layer for call, _ in calls})

@@ -60,10 +60,14 @@ class PaddingAsTextRule(Rule):
         return ids if ids.shape[1] == step.q_len else None
 
     def _is_plain(self, step: StepRecord) -> bool:
-        """Whether the masks that ran are causal: a mask of the program may close the padding."""
+        """Whether the padding is read: a mask of the program may close it."""
         for call in step.calls[:1]:
             mask = self.context.mask(call.mask)
-            cells = None if mask is None else mask.cells
+            # That of another kernel follows the table of which positions are padding.
+            has_table = step_array(step, "inputs.mask") is not None
+            if mask is None or (has_table and mask.kind != "block"):
+                continue
+            cells = mask.cells
             if cells is not None and not bool(cells[0, -1].all()):
                 return False
         return bool(step.calls)

@@ -111,6 +111,8 @@ class ProgramAudit:
         self._references: dict[torch.dtype, ReferenceModel] = {}
         self._noise = torch.Generator().manual_seed(0)
         self._dtype_note = ""
+        self._own_masks: set[int] = set()
+        """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
 
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
@@ -201,6 +203,9 @@ class ProgramAudit:
         if masks.kind == "declared" and batch:
             verdict.not_judged.append("the trace has the masks of batch row 0 only")
             return verdict
+        if batch and generation in self._own_masks:
+            verdict.not_judged.append("the trace has the masks of batch row 0 only")
+            return verdict
         if batch:
             masks = GenerationMasks()
         biases = self._biases(reference, sequence, verdict)
@@ -232,6 +237,8 @@ class ProgramAudit:
         first, masks = self._best_attempt(reference, sequence, masks, biases, verdict)
         comparison, found = first.comparison, first.divergence
         verdict.mask_kind = masks.kind
+        if masks.kind == "executed" and not verdict.batch:
+            self._own_masks.add(verdict.generation)
         verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flexinspect.core.text import plural
 from flexinspect.records.step import OWN_FUNCTION, ArrayRecord, BuildRecord, CallRecord
-from flexinspect.rules.masks.kernel_options import KERNEL_OPTIONS_EVENT
+from flexinspect.rules.masks.kernel_options import KERNEL_OPTIONS_EVENT, UNREAD_EVENT
 from flexinspect.rules.numerics.audit_findings import SCORE_MOD_EVENT
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
@@ -38,6 +38,7 @@ from flexinspect_hooks.observers.attention.layer_code import (
     record_layer_codes,
 )
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
+from flexinspect_hooks.observers.attention.unread_keywords import unread_keywords
 from flexinspect_hooks.python_internals.patching import patch
 
 UNSEEN_LAYERS = "not-recorded"
@@ -72,6 +73,7 @@ class AttentionHook(Hook):
         self._refs: list[AttentionCall] = []
         self._n_layers_seen = 0
         self._kernel_options: dict[str, dict[str, Any]] = {}
+        self._read_functions: set[int] = set()
         self._mask_store = MaskStore(context.device)
         self._layer_codes = LayerCodes()
         self._compared_masks: set[tuple[Any, ...]] = set()
@@ -196,6 +198,7 @@ class AttentionHook(Hook):
         if not refs:
             return _AttentionStep(builds=builds) if builds else None
         self._report_kernel_options(refs, step)
+        self._report_unread_keywords(refs, step)
         masks = self._mask_store.capture_masks(refs, step, buffer)
         if step.level != "basic":
             self._segment_reducer.reduce(refs, step.kv_after, buffer)
@@ -261,6 +264,25 @@ class AttentionHook(Hook):
             self._kernel_options = options
             text = f"Kernel options of {plural(len(options), 'layer')}."
             step.events.append((KERNEL_OPTIONS_EVENT, text, {"layers": options}))
+
+    def _report_unread_keywords(self, refs: list[AttentionCall], step: StepContext) -> None:
+        """Add an event for each own attention function that ignores keywords of its layer."""
+        for ref in refs:
+            call = ref.layer_call or ref
+            function = call.function
+            if function is None or id(function) in self._read_functions:
+                continue
+            self._read_functions.add(id(function))
+            if call.backend in _KNOWN_BACKENDS:
+                continue
+            passed = dict(call.kwargs)
+            window = passed.get("sliding_window")
+            if call.mask is not None or not window or call.key.shape[2] <= window:
+                passed["sliding_window"] = None  # a mask may have it, or no key is outside
+            if names := unread_keywords(function, passed):
+                facts = {"names": names, "layer": call.layer, "function": str(call.backend)}
+                text = f"Attention '{call.backend}' does not read {', '.join(names)}."
+                step.events.append((UNREAD_EVENT, text, facts))
 
     def _store_qkv(self, refs: list[AttentionCall], buffer: StepBuffer) -> None:
         """Store q, k, v of this step's rows; earlier keys are stored with earlier steps."""

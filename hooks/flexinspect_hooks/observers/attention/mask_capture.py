@@ -29,6 +29,9 @@ from flexinspect_hooks.observers.attention.call_references import AttentionCall,
 from flexinspect_hooks.observers.attention.mask_mod_code import MaskModCodes, record_sources
 from flexinspect_hooks.python_internals import mask_mod_identity as mask_mods
 
+CLOSED_BIAS = -5000.0
+"""A bias below this closes its cell: exp(-5000) is 0 in every dtype. Programs use -1e4 and -1e9."""
+
 MAX_CELLS = 1 << 26
 """Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
 
@@ -264,16 +267,15 @@ def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors)
 def _float_cells(tensor: Tensor, mask: CapturedMask) -> Tensor:
     """Return the open cells of a mask that is added to the scores, and set `mask.averaged`.
 
-    transformers closes a cell with the lowest float. If a whole row is closed in this way, adding
-    it removes the scores by rounding, and softmax gives each key the same weight: all are open. In
-    float16 the scores are not removed completely, but the keys are open as well. A row of -Inf is
-    closed.
+    transformers closes a cell with the lowest float, other programs with -1e4 or -1e9. If a whole
+    row has the lowest float, adding it removes the scores by rounding, and softmax gives each key
+    the same weight: all are open. In float16 the scores are not removed completely, but the keys
+    are open as well. A row of -Inf is closed.
     """
     top = tensor.amax(-1, keepdim=True)
-    closed = torch.finfo(tensor.dtype).min / 2  # half of the lowest float, as masks may be summed
-    lowest = (top <= closed) & (top > -torch.inf)
-    mask.averaged = lowest[..., 0]
-    return (tensor > closed) | (lowest & (tensor == top))
+    lowest = (top <= CLOSED_BIAS) & (top > -torch.inf)
+    mask.averaged = (lowest & (top * torch.finfo(tensor.dtype).eps <= -1))[..., 0]
+    return (tensor > CLOSED_BIAS) | (lowest & (tensor == top))
 
 
 class _IndexTensors:
