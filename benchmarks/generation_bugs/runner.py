@@ -20,6 +20,8 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Declaration
 
 PROGRAM = Path(__file__).parent / "program.py"
+PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
+BEGIN, END = "<!-- generation-bugs -->", "<!-- end of generation-bugs -->"
 IGNORED = ("text.", "path.needless-builds")
 """Beginnings of findings that do not count: random weights say nothing sensible, and the programs
 do build masks in each layer, which is a warning if the machine is slow."""
@@ -105,12 +107,27 @@ def _alarms(found: Sequence[Finding]) -> Iterator[str]:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """Return the results as tables in Markdown."""
+    """Return the results as tables in Markdown, and write them into the page if all were run."""
+    text = section(facts)
+    if [*facts["bugs"]] == [*CASES]:
+        page = PAGE.read_text(encoding="utf-8")
+        before, _, rest = page.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{text}{after}", encoding="utf-8")
+    return text
+
+
+def section(facts: dict[str, Any]) -> str:
+    """Return the generated part of the page, with its markers."""
     rows = []
     for name, one in facts["bugs"].items():
         finding = f"[`{one['finding']}`](findings/{one['finding']}.md)" if one["finding"] else "—"
         alarm = str(len(one["false_alarms"]))
-        rows.append([name, one["planted"], one["thread"], str(one["score"]), finding, alarm])
+        thread = one["thread"] or "—"
+        rows.append([name, one["planted"], thread, str(one["score"]), finding, alarm])
     head = ["case", "error", "reported in", "score", "finding", "false alarms when repaired"]
     clean = [[name, str(len(one["false_alarms"]))] for name, one in facts["clean"].items()]
-    return f"{markdown(head, rows)}\n\n{markdown(['program', 'false alarms'], clean)}"
+    points = [one["score"] for one in facts["bugs"].values()]
+    mean = f"Mean: {sum(points) / len(points):.2f} of 2, {len(points)} errors."
+    tables = (markdown(head, rows), mean, markdown(["correct program", "false alarms"], clean))
+    return "\n\n".join((BEGIN, *tables, END))
