@@ -8,18 +8,22 @@ error's class, 0 otherwise. Any error or warning about a twin is a false alarm.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import markdown
+from benchmarks.forked_runs import fork_capture, wait
 from benchmarks.generation_bugs.cases import CASES, CORRECT, Case, Named
-from benchmarks.training_bugs.runner import found_in
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.job import Declaration
+from flexinspect.records.job import Declaration, ScriptJob
+from flexinspect.trace.reader import open_trace
 
 PROGRAM = Path(__file__).parent / "program.py"
+PATIENCE_S = 120
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- generation-bugs -->", "<!-- end of generation-bugs -->"
 IGNORED = ("text.", "path.needless-builds")
@@ -60,8 +64,23 @@ def load_libraries() -> None:
 
 
 def run(name: str, variant: str, declaration: Declaration) -> list[Finding]:
-    """Return the findings of one program."""
-    return found_in(str(PROGRAM), name, variant, declaration=declaration, may_fail=True)
+    """Return the findings of one program, which may fail."""
+    # Not a TemporaryDirectory, which a child would remove at its end.
+    folder = Path(tempfile.mkdtemp())
+    try:
+        out = folder / "t.flextrace"
+        job = ScriptJob(
+            out=str(out),
+            program=str(PROGRAM),
+            args=(name, variant),
+            control=False,
+            declaration=declaration,
+        )
+        wait(fork_capture(job), PATIENCE_S)
+        with open_trace(out) as reader:
+            return reader.findings()
+    finally:
+        shutil.rmtree(folder)
 
 
 def judge(name: str, case: Case) -> dict[str, Any]:

@@ -8,24 +8,20 @@ error, or with its error fixed, counts as a false alarm if it gets an error or a
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import markdown
-from flexinspect.records import protocol
+from benchmarks.forked_runs import fork_capture, wait
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.job import Declaration, ScriptJob
+from flexinspect.records.job import ScriptJob
 from flexinspect.trace.reader import open_trace
 
 FOLDER = Path(__file__).parent
@@ -92,18 +88,8 @@ def _alarms(found: Sequence[Finding]) -> list[str]:
     return [f"{one.id}: {one.sentence}" for one in loud if one.id.startswith("training.")]
 
 
-def found_in(
-    script: str,
-    *args: str,
-    n_ranks: int = 1,
-    declaration: Declaration | None = None,
-    may_fail: bool = False,
-) -> list[Finding]:
-    """Run a program, in one process for each rank; return the findings of all.
-
-    `script` is a file of this folder, or a path. Raises `RuntimeError` if the program fails, unless
-    it `may_fail`.
-    """
+def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
+    """Run a program, in one process for each rank; return the findings of all."""
     # Not a TemporaryDirectory, which a child would remove at its end.
     folder = tempfile.mkdtemp()
     try:
@@ -113,13 +99,9 @@ def found_in(
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         out = Path(folder) / "t.flextrace"
         if n_ranks == 1:
-            declared = declaration or Declaration()
-            program = str(FOLDER / script)
-            job = ScriptJob(
-                out=str(out), program=program, args=args, control=False, declaration=declared
-            )
-            _wait(_fork(job))
-            return _read(out, may_fail=may_fail)
+            job = ScriptJob(out=str(out), program=str(FOLDER / script), args=args, control=False)
+            wait(fork_capture(job), PATIENCE_S)
+            return _read(out)
         # Processes of their own: a group of processes that were forked may hang when it ends.
         command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--no-control"]
         command += ["--out", str(out), str(FOLDER / script), *args]
@@ -136,55 +118,11 @@ def found_in(
         shutil.rmtree(folder)
 
 
-def _wait(child: int) -> None:
-    """Wait for a child, and end one that hangs."""
-    deadline = time.monotonic() + PATIENCE_S
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return
-        time.sleep(0.02)
-
-
-def _read(trace: Path, *, may_fail: bool = False) -> list[Finding]:
+def _read(trace: Path) -> list[Finding]:
     with open_trace(trace) as reader:
-        if reader.state != "finished" and not may_fail:
+        if reader.state != "finished":
             raise RuntimeError(f"{reader.run().get('program')} ended as {reader.state}")
         return reader.findings()
-
-
-def _fork(job: ScriptJob) -> int:
-    """Start a child that runs a program under capture; return its process number."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    try:
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        if "DEBUG" not in os.environ:
-            os.dup2(silent, 2)
-        parent, end = socket.socketpair()
-        parent.sendall((job.to_json() + "\n").encode())
-        threading.Thread(target=_answer, args=(parent,), daemon=True).start()
-        from flexinspect_hooks.user_code.script.script_run import main
-
-        main(end.detach())
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        atexit._run_exitfuncs()
-        os._exit(0)
-
-
-def _answer(parent: socket.socket) -> None:
-    """Confirm that printed output was read, as the process that starts a run does."""
-    with parent.makefile("r", encoding="utf-8") as lines:
-        for line in lines:
-            facts = protocol.parse_message(line)
-            if facts is not None and facts["kind"] == protocol.DRAIN:
-                parent.sendall((protocol.format_message(protocol.DRAINED) + "\n").encode())
 
 
 def table(facts: dict[str, Any]) -> str:

@@ -50,11 +50,12 @@ MAX_HELD_SHARE = 0.25
 class StepEvidence(Struct):
     """One forward of the program.
 
+    `pool` are the keys of its first attention call, if they are more than there are tokens.
+
     `ids` (batch, q_len), `positions` and `padding` are the arguments, None if not passed. `rows`
     are the input rows whose `values` (batch, rows, …) are kept. Queries, keys and values are
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
-    `cache` is the identity of the cache that the forward received or made, 0 for none. `pool` are
-    the keys of the first call, if it has more than there are tokens.
+    `cache` is the identity of the cache that the forward received or made, 0 for none.
     """
 
     generation: int
@@ -68,11 +69,11 @@ class StepEvidence(Struct):
     is_training: bool
     has_gradients: bool
     rows: Tensor | None = None
+    pool: Tensor | None = None
     values: dict[Point, Tensor] = field(default_factory=dict)
     score_mods: dict[int, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     cache: int = 0
-    pool: Tensor | None = None
 
 
 class EvidenceStore:
