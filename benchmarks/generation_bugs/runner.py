@@ -18,11 +18,13 @@ from typing import Any
 from benchmarks.common import markdown
 from benchmarks.forked_runs import fork_capture, wait
 from benchmarks.generation_bugs.cases import CASES, CORRECT, Case, Named
+from benchmarks.generation_bugs.first_list import FIRST_LIST
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Declaration, ScriptJob
 from flexinspect.trace.reader import open_trace
 
 PROGRAM = Path(__file__).parent / "program.py"
+CASES_FOLDER = Path(__file__).parents[2] / "tests" / "cases"
 PATIENCE_S = 120
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- generation-bugs -->", "<!-- end of generation-bugs -->"
@@ -46,7 +48,21 @@ def measure(*, names: Sequence[str] = ()) -> dict[str, Any]:
             continue
         clean[name] = {"false_alarms": alarms(run(name, "fixed", declaration))}
         print(name, clean[name]["false_alarms"], file=sys.stderr)
-    return {"bugs": bugs, "clean": clean}
+    first = {}
+    for name, (script, case) in FIRST_LIST.items():
+        if names and name not in names:
+            continue
+        found = run_file(CASES_FOLDER / f"{script}.py", (), case.declaration)
+        points, best = score(found, case)
+        first[name] = {
+            "planted": case.planted,
+            "score": points,
+            "finding": best.id if best is not None else "",
+            "is_declared": bool(case.declaration.segments),
+            "all": [f"{one.severity} {one.id}: {one.sentence}" for one in found],
+        }
+        print(name, points, file=sys.stderr)
+    return {"bugs": bugs, "clean": clean, "first": first}
 
 
 def load_libraries() -> None:
@@ -64,15 +80,20 @@ def load_libraries() -> None:
 
 
 def run(name: str, variant: str, declaration: Declaration) -> list[Finding]:
-    """Return the findings of one program, which may fail."""
+    """Return the findings of one program."""
+    return run_file(PROGRAM, (name, variant), declaration)
+
+
+def run_file(program: Path, args: tuple[str, ...], declaration: Declaration) -> list[Finding]:
+    """Return the findings of a script, which may fail."""
     # Not a TemporaryDirectory, which a child would remove at its end.
     folder = Path(tempfile.mkdtemp())
     try:
         out = folder / "t.flextrace"
         job = ScriptJob(
             out=str(out),
-            program=str(PROGRAM),
-            args=(name, variant),
+            program=str(program),
+            args=args,
             control=False,
             declaration=declaration,
         )
@@ -100,7 +121,7 @@ def judge(name: str, case: Case) -> dict[str, Any]:
 
 def score(found: Sequence[Finding], case: Case) -> tuple[int, Finding | None]:
     """Return the points of a case, and the finding that they are for."""
-    loud = [one for one in found if one.severity is not Severity.NOTE]
+    loud = [one for one in found if case.notes_count or one.severity is not Severity.NOTE]
     for one in loud:
         if any(_names(one, named) for named in case.named):
             return 2, one
@@ -128,7 +149,7 @@ def _alarms(found: Sequence[Finding]) -> Iterator[str]:
 def table(facts: dict[str, Any]) -> str:
     """Return the results as tables in Markdown, and write them into the page if all were run."""
     text = section(facts)
-    if [*facts["bugs"]] == [*CASES]:
+    if [*facts["bugs"]] == [*CASES] and [*facts["first"]] == [*FIRST_LIST]:
         page = PAGE.read_text(encoding="utf-8")
         before, _, rest = page.partition(BEGIN)
         _, _, after = rest.partition(END)
@@ -140,13 +161,31 @@ def section(facts: dict[str, Any]) -> str:
     """Return the generated part of the page, with its markers."""
     rows = []
     for name, one in facts["bugs"].items():
-        finding = f"[`{one['finding']}`](findings/{one['finding']}.md)" if one["finding"] else "—"
         alarm = str(len(one["false_alarms"]))
         thread = one["thread"] or "—"
-        rows.append([name, one["planted"], thread, str(one["score"]), finding, alarm])
+        points = str(one["score"])
+        rows.append([name, one["planted"], thread, points, _link(one["finding"]), alarm])
     head = ["case", "error", "reported in", "score", "finding", "false alarms when repaired"]
     clean = [[name, str(len(one["false_alarms"]))] for name, one in facts["clean"].items()]
-    points = [one["score"] for one in facts["bugs"].values()]
-    mean = f"Mean: {sum(points) / len(points):.2f} of 2, {len(points)} errors."
-    tables = (markdown(head, rows), mean, markdown(["correct program", "false alarms"], clean))
-    return "\n\n".join((BEGIN, *tables, END))
+    first = []
+    for name, one in facts["first"].items():
+        declared = "yes" if one["is_declared"] else "—"
+        first.append([name, one["planted"], declared, str(one["score"]), _link(one["finding"])])
+    parts = (
+        markdown(head, rows),
+        _mean(facts["bugs"]),
+        markdown(["correct program", "false alarms"], clean),
+        "The first list, which are the scripts of `tests/cases`:",
+        markdown(["case", "error", "declared", "score", "finding"], first),
+        _mean(facts["first"]),
+    )
+    return "\n\n".join((BEGIN, *parts, END))
+
+
+def _link(finding: str) -> str:
+    return f"[`{finding}`](findings/{finding}.md)" if finding else "—"
+
+
+def _mean(results: dict[str, Any]) -> str:
+    points = [one["score"] for one in results.values()]
+    return f"Mean: {sum(points) / len(points):.2f} of 2, {len(points)} errors."

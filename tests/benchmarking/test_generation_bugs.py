@@ -13,6 +13,7 @@ from support.captures import capture
 from benchmarks.common import RESULTS
 from benchmarks.generation_bugs import runner
 from benchmarks.generation_bugs.cases import CASES, CORRECT, KNOWN_ALARMS, NOT_NAMED, Case, Named
+from benchmarks.generation_bugs.first_list import FIRST_LIST
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Declaration
 from flexinspect.trace.reader import open_trace
@@ -64,5 +65,9 @@ def test_a_finding_counts_only_with_its_words_and_a_note_never() -> None:
 
 def test_the_page_has_the_tables_of_the_last_measurement() -> None:
     facts = json.loads((RESULTS / "generation-bugs.json").read_text("utf-8"))
-    assert list(facts["bugs"]) == list(CASES)
+    assert [list(facts[part]) for part in ("bugs", "clean", "first")] == [
+        list(CASES),
+        list(CORRECT),
+        list(FIRST_LIST),
+    ]
     assert runner.section(facts) in runner.PAGE.read_text("utf-8")
