@@ -24,9 +24,10 @@ from flexinspect.records.job import Declaration, ScriptJob
 from flexinspect.trace.reader import open_trace
 
 PROGRAM = Path(__file__).parent / "program.py"
-CASES_FOLDER = Path(__file__).parents[2] / "tests" / "cases"
+ROOT = Path(__file__).parents[2]
+CASES_FOLDER = ROOT / "tests" / "cases"
 PATIENCE_S = 120
-PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
+PAGE = ROOT / "docs" / "diagnosis.md"
 BEGIN, END = "<!-- generation-bugs -->", "<!-- end of generation-bugs -->"
 IGNORED = ("text.", "path.needless-builds")
 """Beginnings of findings that do not count: random weights say nothing sensible, and the programs
@@ -58,8 +59,8 @@ def measure(*, names: Sequence[str] = ()) -> dict[str, Any]:
             "planted": case.planted,
             "score": points,
             "finding": best.id if best is not None else "",
+            "sentence": _sentence(best),
             "is_declared": bool(case.declaration.segments),
-            "all": [f"{one.severity} {one.id}: {one.sentence}" for one in found],
         }
         print(name, points, file=sys.stderr)
     return {"bugs": bugs, "clean": clean, "first": first}
@@ -113,10 +114,15 @@ def judge(name: str, case: Case) -> dict[str, Any]:
         "thread": case.thread,
         "score": points,
         "finding": best.id if best is not None else "",
-        "sentence": best.sentence if best is not None else "",
-        "all": [f"{one.severity} {one.id}: {one.sentence}" for one in found],
+        "sentence": _sentence(best),
         "false_alarms": alarms(run(name, "fixed", case.declaration)),
     }
+
+
+def _sentence(best: Finding | None) -> str:
+    """Return the sentence of a finding without folders of this machine."""
+    text = "" if best is None else best.sentence
+    return text.replace(f"{ROOT}/", "").replace(f"{tempfile.gettempdir()}/", "")
 
 
 def score(found: Sequence[Finding], case: Case) -> tuple[int, Finding | None]:
