@@ -1,7 +1,8 @@
 """The first list of bugs: the scripts of `tests/cases`, what is declared of them, what names them.
 
 The scripts have the error and often its repair one after the other, so there are no twins here;
-`tests/cases` lists every error and warning of each script.
+`tests/cases` lists every error and warning of each script. Left out is the crash of L01: the process
+that starts the program reports it, and the programs of this benchmark are forked without one.
 """
 
 from __future__ import annotations
@@ -143,10 +144,6 @@ FIRST_LIST: dict[str, tuple[str, Case]] = {
             (Named("same-prompt.rounding"),),
             notes_count=True,
         ),
-    ),
-    "L01 (crash)": (
-        "l01_compiled_crash",
-        Case("compiled flex crashes on a CPU", (Named("observer.crash"),)),
     ),
     "L01 (build)": (
         "l01_compiled_does_not_build",
