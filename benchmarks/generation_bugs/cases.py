@@ -15,14 +15,17 @@ class Named(Struct, frozen=True):
 
 
 class Case(Struct, frozen=True):
-    """An error: what was planted, what names it, what hints at it, and the public thread."""
+    """An error: what was planted, what names it, what hints at it, and the public thread.
+
+    Notes count only where the numbers are right, such as for a habit that is slow.
+    """
 
     planted: str
     named: tuple[Named, ...]
     hints: tuple[str, ...] = ()
     declaration: Declaration = Declaration()
     thread: str = ""
-    fails: bool = False
+    notes_count: bool = False
 
 
 _QUESTIONS = ("Which city is the capital of France?", "What is the money of Japan called?")
@@ -52,19 +55,16 @@ CASES: dict[str, Case] = {
         "a `BlockMask` reaches eager attention",
         (Named("run.exception", ("BlockMask", "'eager'")), Named("", ("BlockMask", "layer 0"))),
         ("run.exception", "path.kernel-failed"),
-        fails=True,
     ),
     "X09": Case(
         "`generate` gets a 4D mask",
         (Named("run.exception", ("(1, 1, 17, 17)", "mask_of_four_dimensions")),),
         ("run.exception",),
-        fails=True,
     ),
     "X10": Case(
         "`_adjust` of a BlockMask raises",
         (Named("mask.rule-raised", ("IndexError", "document")),),
         ("mask.rule-raised", "run.exception", "path.kernel-failed"),
-        fails=True,
     ),
     "X14": Case(
         "asking for weights drops the mask (softmax by hand)",
@@ -174,12 +174,10 @@ CASES: dict[str, Case] = {
 }
 """The cases of the second list of bugs, by its numbers."""
 
-NOT_NAMED: dict[str, int] = {
-    **dict.fromkeys(("X07", "X09", "X10", "X15", "X23", "X24", "N02", "N05", "N11", "N12"), 0)
-}
-"""Cases that are not named yet, with their points."""
+NOT_NAMED = ("X07", "X09", "X10", "X15", "X23", "X24", "N02", "N05", "N11", "N12")
+"""Cases that need not be named yet."""
 
-KNOWN_ALARMS = ("two-masked-prompts",)
+KNOWN_ALARMS: tuple[str, ...] = ()
 """Correct programs that still get an error or a warning."""
 NOTHING = Declaration()
 CORRECT: dict[str, Declaration] = {

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from benchmarks.common import markdown
 from benchmarks.forked_runs import fork_capture, wait
 from flexinspect.records.finding import Finding, Severity
-from flexinspect.records.job import Declaration, ScriptJob
+from flexinspect.records.job import ScriptJob
 from flexinspect.trace.reader import open_trace
 
 T = TypeVar("T")
@@ -113,33 +113,16 @@ def _alarms(found: Sequence[Finding]) -> list[str]:
     return [f"{one.id}: {one.sentence}" for one in loud if one.id.startswith("training.")]
 
 
-def found_in(
-    script: str,
-    *args: str,
-    n_ranks: int = 1,
-    declaration: Declaration | None = None,
-    may_fail: bool = False,
-) -> list[Finding]:
-    """Run a program, in one process for each rank; return the findings of all.
-
-    `script` is a file of this folder, or a path. Raises `RuntimeError` if the program fails, unless
-    it `may_fail`.
-    """
+def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
+    """Run a program, in one process for each rank; return the findings of all."""
 
     def findings(folder: Path) -> list[Finding]:
-        traces = sorted(folder.glob("*.flextrace"))
-        return [one for trace in traces for one in _read(trace, may_fail=may_fail)]
+        return [one for trace in sorted(folder.glob("*.flextrace")) for one in _read(trace)]
 
-    return recorded(findings, script, *args, n_ranks=n_ranks, declaration=declaration)
+    return recorded(findings, script, *args, n_ranks=n_ranks)
 
 
-def recorded(
-    use: Callable[[Path], T],
-    script: str,
-    *args: str,
-    n_ranks: int = 1,
-    declaration: Declaration | None = None,
-) -> T:
+def recorded(use: Callable[[Path], T], script: str, *args: str, n_ranks: int = 1) -> T:
     """Run a program, in one process for each rank; return what `use` makes of its traces' folder.
 
     The folder has the trace `t.flextrace`, or one for each rank, until `use` returns.
@@ -153,11 +136,7 @@ def recorded(
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         out = folder / "t.flextrace"
         if n_ranks == 1:
-            declared = declaration or Declaration()
-            program = str(FOLDER / script)
-            job = ScriptJob(
-                out=str(out), program=program, args=args, control=False, declaration=declared
-            )
+            job = ScriptJob(out=str(out), program=str(FOLDER / script), args=args, control=False)
             wait(fork_capture(job), PATIENCE_S)
             return use(folder)
         # Processes of their own, each with a trace of its own.
@@ -194,9 +173,9 @@ def _wait_for_ranks(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             one.wait()
 
 
-def _read(trace: Path, *, may_fail: bool = False) -> list[Finding]:
+def _read(trace: Path) -> list[Finding]:
     with open_trace(trace) as reader:
-        if reader.state != "finished" and not may_fail:
+        if reader.state != "finished":
             raise RuntimeError(f"{reader.run().get('program')} ended as {reader.state}")
         return reader.findings()
 

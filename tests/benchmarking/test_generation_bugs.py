@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.captures import capture
 
+from benchmarks.common import RESULTS
 from benchmarks.generation_bugs import runner
-from benchmarks.generation_bugs.cases import CASES, CORRECT, KNOWN_ALARMS, NOT_NAMED, Case
-from flexinspect.records.finding import Finding
+from benchmarks.generation_bugs.cases import CASES, CORRECT, KNOWN_ALARMS, NOT_NAMED, Case, Named
+from benchmarks.generation_bugs.first_list import FIRST_LIST
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Declaration
 from flexinspect.trace.reader import open_trace
 
 pytestmark = pytest.mark.slow
 
 
-def marked(names: Iterable[str]) -> list[object]:
-    """Return names as parameters; those with a known false alarm are expected to fail."""
-    known = pytest.mark.xfail(reason="a known false alarm", strict=False)
-    return [pytest.param(one, marks=(known,) if one in KNOWN_ALARMS else ()) for one in names]
+def marked(names: Iterable[str], failing: Collection[str], reason: str) -> list[object]:
+    """Return names as parameters; some of them are expected to fail."""
+    known = pytest.mark.xfail(reason=reason, strict=False)
+    return [pytest.param(one, marks=(known,) if one in failing else ()) for one in names]
 
 
 def found_in(folder: Path, name: str, variant: str, declared: Declaration) -> list[Finding]:
@@ -30,17 +34,40 @@ def found_in(folder: Path, name: str, variant: str, declared: Declaration) -> li
         return reader.findings()
 
 
-@pytest.mark.parametrize(("name", "case"), CASES.items())
-def test_a_default_run_names_the_error_and_says_nothing_about_its_repaired_twin(
-    tmp_path: Path, name: str, case: Case
-) -> None:
-    found = found_in(tmp_path, name, "bug", case.declaration)
-    points, _ = runner.score(found, case)
-    sentences = [one.sentence for one in found]
-    assert points == NOT_NAMED.get(name, 2), sentences
-    assert runner.alarms(found_in(tmp_path, name, "fixed", case.declaration)) == []
+@pytest.mark.parametrize("name", marked(CASES, NOT_NAMED, "not named yet"))
+def test_a_default_run_names_the_error(tmp_path: Path, name: str) -> None:
+    found = found_in(tmp_path, name, "bug", CASES[name].declaration)
+    assert runner.score(found, CASES[name])[0] == 2, [one.sentence for one in found]
 
 
-@pytest.mark.parametrize("name", marked(CORRECT))
+@pytest.mark.parametrize("name", CASES)
+def test_the_repaired_twin_gets_no_error_and_no_warning(tmp_path: Path, name: str) -> None:
+    assert runner.alarms(found_in(tmp_path, name, "fixed", CASES[name].declaration)) == []
+
+
+@pytest.mark.parametrize("name", marked(CORRECT, KNOWN_ALARMS, "a known false alarm"))
 def test_a_correct_program_gets_no_error_and_no_warning(tmp_path: Path, name: str) -> None:
     assert runner.alarms(found_in(tmp_path, name, "fixed", CORRECT[name])) == []
+
+
+def test_a_finding_counts_only_with_its_words_and_a_note_never() -> None:
+    case = Case("", (Named("a.b", ("layer 1", "RoPE")),), ("c.d",))
+    right = Finding("a.b", Severity.WARNING, "In layer 1 RoPE is missing.")
+    assert runner.score([right], case) == (2, right)
+    note = replace(right, severity=Severity.NOTE)
+    assert runner.score([note], case) == (0, None)
+    other = replace(right, sentence="In layer 2 RoPE is missing.")
+    assert runner.score([other], case) == (1, other)
+    hint = replace(right, id="c.d")
+    assert runner.score([note, hint], case) == (1, hint)
+    assert runner.score([replace(right, id="e.f")], case) == (0, None)
+
+
+def test_the_page_has_the_tables_of_the_last_measurement() -> None:
+    facts = json.loads((RESULTS / "generation-bugs.json").read_text("utf-8"))
+    assert [list(facts[part]) for part in ("bugs", "clean", "first")] == [
+        list(CASES),
+        list(CORRECT),
+        list(FIRST_LIST),
+    ]
+    assert runner.section(facts) in runner.PAGE.read_text("utf-8")

@@ -91,6 +91,9 @@ class CacheRule(Rule):
 
     def reset(self) -> None:
         """Begin a generation; the texts of earlier ones are kept."""
+        self._question: tuple[int, int] | None = None
+        """Step and position of the newest question, if the first one came after a prefix."""
+        self._n_answered = 0
         self._last_cached: tuple[int, ...] = ()
         self._reported_layers: set[int | None] = set()  # those with a finding in this generation
         self._full_forwards: list[tuple[int, int]] = []  # (step, rows), each over the whole text
@@ -99,9 +102,6 @@ class CacheRule(Rule):
         self._is_cache_off = False
         self._length = 0
         self._repeated: Finding | None = None  # until the next step shows how tokens are chosen
-        self._question: tuple[int, int] | None = None
-        """Step and position of the newest question, if the first one came after a prefix."""
-        self._n_answered = 0
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Store the prompt that the caller assumes to be cached."""

@@ -72,12 +72,12 @@ class StepEvidence(Struct):
     is_training: bool
     has_gradients: bool
     rows: Tensor | None = None
+    pool: Tensor | None = None
     values: dict[Point, Tensor] = field(default_factory=dict)
     score_mods: dict[int, Any] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
     cache: int = 0
     is_quantised: bool = False
-    pool: Tensor | None = None
     dtype: torch.dtype | None = None
     logit_ids: Tensor | None = None
 

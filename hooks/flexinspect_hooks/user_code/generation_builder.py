@@ -106,8 +106,15 @@ class DeclaredPrompt(Struct, frozen=True):
         return replace(self, config=TokenizerFacts(*special_ids(config)))
 
     def mask_entries(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Return the declared mask for these segments, empty if none was declared."""
-        if self.mask is None:
+        """Return the declared mask for these segments.
+
+        Empty if none was declared, or if it was declared for texts of which this prompt has none:
+        a program may have several prompts.
+        """
+        labels = {segment.label for segment in segments}
+        are_texts = bool(self.segments) and all(one.text is not None for one in self.segments)
+        is_other_prompt = are_texts and labels.isdisjoint(one.label for one in self.segments)
+        if self.mask is None or is_other_prompt:
             return {}
         if isinstance(self.mask, MaskSpec):
             return algebra.spec_entries(self.mask)
