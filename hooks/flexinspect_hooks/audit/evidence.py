@@ -1,12 +1,15 @@
 """What a program's own steps gave: the inputs of each forward, and rows of every layer.
 
-A hook keeps references during a forward. Decode steps are small and all kept; of a long prompt only
-some rows are. Everything is bounded by `MAX_BYTES` per model; what was not kept is not judged, and
-the audit says so.
+A hook keeps references during a forward. Of a long prompt only some rows are kept. The first steps
+of a generation keep every quantity, and so do those after a change of the attention's path; later
+ones keep hidden states and logits, for which modules inside of the layers need no hook. Everything
+is bounded by `MAX_BYTES` per model: past it a step keeps what was fed, and the digests of the trace
+stand for its rows.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,6 +36,7 @@ from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.loading.placement import free_memory
+from flexinspect_hooks.observers.hidden_digests import version_of
 from flexinspect_hooks.observers.inputs_hook import input_ids_of
 
 MAX_BYTES = 128 << 20
@@ -43,6 +47,10 @@ MAX_BATCH = 4
 """Batch rows that are kept."""
 DETAILED_STEPS = 2
 """Steps of a generation whose queries, keys and values are kept, too."""
+FULL_STEPS = 8
+"""Steps of a generation, and after a change of path, whose other quantities are all kept."""
+MAX_BARE_STEPS = 1 << 16
+"""Steps of a model of which only the inputs are kept."""
 MAX_HELD_SHARE = 0.25
 """Weights that take more than this share of the free memory are not kept alive."""
 
@@ -95,25 +103,35 @@ class EvidenceStore:
         self.problem = ""
         """Why no step of this model can be judged."""
         self._max_bytes, self.n_bytes = max_bytes, 0
+        self.n_bare = 0
+        """How many steps have no values, because the limit was reached."""
         self.is_busy = False
         self.find_model: Callable[[], nn.Module | None] = lambda: None
         """Returns the model if it is alive, for weights that are too large to be held."""
         self._versions = 0
 
     def keep(self, evidence: StepEvidence, model: nn.Module) -> None:
-        """Keep a step, unless the limit is reached."""
-        size = sum(tensor.nbytes for tensor in evidence.values.values())
+        """Keep a step, without its values if the limit is reached."""
         generation = evidence.generation
-        if self.n_bytes + size > self._max_bytes or generation in self.skipped:
-            text = f"from step {evidence.step} on: the steps before fill {self._max_bytes >> 20} MB"
-            self.skipped.setdefault(generation, text)
+        if generation in self.skipped:
             return
+        size = sum(tensor.nbytes for tensor in evidence.values.values())
+        if self.n_bare or self.n_bytes + size > self._max_bytes:
+            evidence.values, size = {}, 0
+            self.n_bare += 1
+            if self.n_bare > MAX_BARE_STEPS:
+                self.skipped[generation] = self.full_problem(evidence.step)
+                return
         if not self.steps:
             self._hold(model)
         self.n_bytes += size
         if evidence.pool is not None:
             self.pools[generation], evidence.pool = evidence.pool, None
         self.steps.setdefault(generation, []).append(evidence)
+
+    def full_problem(self, step: int) -> str:
+        """Return why steps from some step on are not judged."""
+        return f"from step {step} on: the steps before fill {self._max_bytes >> 20} MB"
 
     def with_earlier_steps(self, generation: int) -> list[StepEvidence]:
         """Return the steps of a generation after those of earlier ones that filled its cache."""
@@ -156,7 +174,7 @@ class EvidenceStore:
         """Drop everything that was kept."""
         self.steps.clear()
         self.pools.clear()
-        self.snapshot, self.n_bytes = None, 0
+        self.snapshot, self.n_bytes, self.n_bare = None, 0, 0
 
 
 class EvidenceHook(Hook):
@@ -166,33 +184,52 @@ class EvidenceHook(Hook):
     own_code_only = True
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Put hooks on the embedding, the decoder layers and their attention."""
+        """Prepare hooks on the embedding, and on the attention of the layers."""
         self._context = context
         self._values: dict[Point, tuple[Tensor, int | None]] = {}
         self._pending: StepEvidence | None = None
         self._rows: dict[int, Tensor] = {}
+        self._paths: dict[int, str] = {}
+        self._generation, self._n_full = -1, 0
+        self._modules: list[tuple[weakref.ref[nn.Module], Point]] = []
+        self._removes: list[Remove] = []
         if context.evidence is None:
             return
         context.keep_calls = self.add_calls
         embedding = _input_embedding(context.model)
         if embedding is not None:
-            yield context.on_output(embedding, self._keeper(EMBEDDING, None))
-        for layer, (_, block) in context.blocks.items():
-            yield context.on_output(block, self._keeper(HIDDEN, layer))
+            self._modules.append((weakref.ref(embedding), (EMBEDDING, None)))
         for module in context.model.modules():
             number = context.layer_of.get(id(module))
             if number is not None:
-                yield context.on_output(module, self._keeper(ATTENTION, number))
+                self._modules.append((weakref.ref(module), (ATTENTION, number)))
                 projection = output_projection(module)
                 if projection is not None:
-                    yield self._on_input(projection, self._keeper(HEADS, number))
+                    self._modules.append((weakref.ref(projection), (HEADS, number)))
+        self._watch_modules()
+        yield self._leave_modules
+
+    def _watch_modules(self) -> None:
+        """Put hooks on the modules; a forward of one with a hook takes some µs longer."""
+        for reference, point in self._modules if not self._removes else ():
+            module = reference()
+            if module is None:
+                continue
+            keep = self._keeper(*point)
+            on_output = self._context.on_output
+            watch = self._on_input if point[0] == HEADS else on_output
+            self._removes.append(watch(module, keep))
+
+    def _leave_modules(self) -> None:
+        while self._removes:
+            self._removes.pop()()
 
     def _keeper(self, quantity: str, layer: int | None) -> Callable[[Any], None]:
         def keep(output: Any) -> None:
             rows = output[0] if isinstance(output, tuple) else output
             if isinstance(rows, Tensor) and rows.dim() == 3:
                 # One row is not worth the check, which costs more than all else here.
-                version = _version(rows) if rows.shape[1] > 1 else None
+                version = version_of(rows) if rows.shape[1] > 1 else None
                 self._values[quantity, layer] = (rows, version)
 
         return keep
@@ -213,6 +250,13 @@ class EvidenceHook(Hook):
         self._pending = None
         if self._context.evidence is None:
             return
+        if step.generation != self._generation:
+            self._generation, self._n_full = step.generation, FULL_STEPS
+        if self._n_full or step.q_len > 1:
+            self._n_full = max(self._n_full - 1, 0)
+            self._watch_modules()
+        else:
+            self._leave_modules()
         arguments = step.arguments
         ids, mask = input_ids_of(arguments), arguments.get("attention_mask")
         positions = arguments.get("position_ids")
@@ -242,10 +286,14 @@ class EvidenceHook(Hook):
         n = pending.kv_before + pending.q_len
         if calls and calls[0].key.shape[2] > n:
             pending.pool = calls[0].key.detach()
+        known = self._paths
+        if any(known.get(call.layer) != call.path for call in calls):
+            # The steps after a change are the first ones of another way to compute.
+            self._paths, self._n_full = {call.layer: call.path for call in calls}, FULL_STEPS
+        pending.paths = self._paths
         for call in calls:
-            pending.paths[call.layer] = call.path
-            arguments = getattr(call.kernel, "arguments", None) or {}
-            score_mod = arguments.get("score_mod")
+            arguments = None if call.kernel is None else getattr(call.kernel, "arguments", None)
+            score_mod = arguments.get("score_mod") if arguments else None
             if score_mod is not None:
                 pending.score_mods[call.layer] = score_mod
             if pending.step < DETAILED_STEPS and call.query.shape[2] == pending.q_len:
@@ -259,26 +307,36 @@ class EvidenceHook(Hook):
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
         """Keep the step; its tensors are copied, except those of decode steps."""
         pending, self._pending = self._pending, None
-        store, values = self._context.evidence, dict(self._values)
-        self._values.clear()
+        store, values = self._context.evidence, self._values
+        self._values = {}
         if pending is None or store is None or store.is_busy or pending.ids is None:
             return
         pending.cache = pending.cache or _identity(getattr(step.output, "past_key_values", None))
         if pending.q_len not in self._rows:
             self._rows[pending.q_len] = _kept_rows(pending.q_len, pending.ids.device)
         pending.rows = self._rows[pending.q_len]
+        for layer, output, version in self._context.layer_outputs():
+            if isinstance(output, Tensor) and output.dim() == 3:
+                values[HIDDEN, layer] = (output, version)
         for point, (tensor, version) in values.items():
-            if version is not None and _version(tensor) != version:
+            if version is not None and version_of(tensor) != version:
                 continue  # modified in place after the module returned it
             if pending.q_len == 1 and tensor.shape[1] == 1:
                 # Small, and no part of a larger tensor: a reference is enough.
-                few = tensor.shape[0] <= MAX_BATCH
-                pending.values[point] = (tensor if few else tensor[:MAX_BATCH]).detach()
+                few = tensor if tensor.shape[0] <= MAX_BATCH else tensor[:MAX_BATCH]
+                pending.values[point] = few.detach() if few.requires_grad else few
             elif tensor.shape[1] == pending.q_len:
                 pending.values[point] = tensor[:MAX_BATCH].index_select(1, pending.rows)
         if step.logits is not None:
-            pending.values[LOGITS, None] = step.logits.detach().clone()[None, None]
+            pending.values[LOGITS, None] = _own_row(step.logits)
         store.keep(pending, self._context.model)
+
+
+def _own_row(row: Tensor) -> Tensor:
+    """Return a row of logits (1, 1, vocabulary), copied if it is a part of a larger tensor."""
+    row = row.detach()
+    is_part = row.untyped_storage().nbytes() > row.nbytes
+    return (row.clone() if is_part else row)[None, None]
 
 
 def free_bytes(device: torch.device) -> int:
@@ -310,10 +368,6 @@ def _is_quantised(cache: Any) -> bool:
 
 def _identity(cache: Any) -> int:
     return 0 if cache is None else id(cache)
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

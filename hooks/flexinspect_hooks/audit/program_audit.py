@@ -40,6 +40,7 @@ from flexinspect_hooks.audit.row_comparison import (
 from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
+from flexinspect_hooks.audit.trace_evidence import fill_from_trace
 from flexinspect_hooks.audit.weights import Snapshot
 
 Report = Callable[[str, float | None], None]
@@ -179,10 +180,14 @@ class ProgramAudit:
     def _judge(self, reference: ReferenceModel, generation: int, batch: int) -> Verdict:
         verdict = Verdict(generation, batch)
         verdict.notes += [self._dtype_note] if self._dtype_note else []
+        steps = self._store.steps[generation]
+        fill_from_trace(self._reader, steps)
+        bare = next((one for one in steps if not one.values), None)
+        if bare is not None:
+            self._store.skipped.setdefault(generation, self._store.full_problem(bare.step))
         skipped = self._store.skipped.get(generation)
         if skipped:
             verdict.not_judged.append(skipped)
-        steps = self._store.steps[generation]
         if len(steps) == 1 and steps[0].has_gradients and steps[0].is_training:
             verdict.not_judged.append("a training step is not a generation")
             return verdict
@@ -334,7 +339,7 @@ class ProgramAudit:
         noisy = [self._noisy(reference, ids, base, rows, dtype)]
         if dtype != reference.dtype:
             noisy.append(self._in_dtype(ids, base, rows, dtype))
-        of_digests = sequence.steps[0].evidence.dtype is not None
+        of_digests = any(step.evidence.dtype is not None for step in sequence.steps)
         limits = noise_limits(clean, noisy, dtype, of_digests=of_digests)
         comparison = RowComparison(sequence, limits, rows, generation)
         largest = comparison.agreement(clean, comparison.steps, None)[0]

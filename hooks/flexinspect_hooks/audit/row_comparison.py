@@ -129,8 +129,9 @@ class RowComparison(Struct):
 
     @property
     def steps(self) -> list[FedStep]:
-        """The steps that are judged."""
-        return [s for s in self.sequence.steps if s.evidence.generation == self.generation]
+        """The steps that are judged: those with values."""
+        steps = (s for s in self.sequence.steps if s.evidence.generation == self.generation)
+        return [step for step in steps if step.evidence.values]
 
     def differences(
         self, step: FedStep, values: Mapping[Point, Tensor]

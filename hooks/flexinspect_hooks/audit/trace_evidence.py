@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.numerics.audit_findings import SCORE_MOD_EVENT, TRAINING_EVENT
-from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.reader import TraceReader, load_steps
 from flexinspect.trace.replay import replay_steps
 from flexinspect_hooks.audit.evidence import StepEvidence
 from flexinspect_hooks.audit.forward_run import HIDDEN, LOGITS
@@ -57,6 +57,20 @@ def read_recorded_steps(reader: TraceReader, generation: int) -> RecordedSteps:
         if evidence.values:
             found.steps.append(evidence)
     return found
+
+
+def fill_from_trace(reader: TraceReader | None, steps: Sequence[StepEvidence]) -> None:
+    """Give steps of which only the inputs were kept the digests of the trace, as far as it has any.
+
+    Raises `TraceError` for damage.
+    """
+    for evidence in steps if reader is not None else ():
+        if evidence.values or reader is None:
+            continue
+        place = (evidence.generation, 0, evidence.step, evidence.step + 1)
+        for record in load_steps(reader, *place, streams=(DIGEST_STREAM,), mask_arrays=False):
+            evidence.dtype = _dtype(record, reader.model(evidence.generation))
+            _add_values(evidence, record, _arrays(record).get(DIGEST_STREAM))
 
 
 def _from(record: StepRecord, reason: str) -> str:

@@ -122,6 +122,8 @@ class CaptureContext(Struct, eq=False):
     """The `EvidenceStore` of an audit; None if the run is not audited."""
     keep_calls: Callable[[Sequence[Any]], None] | None = None
     """Called with the `AttentionCall`s of each step when it is reduced, if the run is audited."""
+    layer_outputs: Callable[[], Sequence[tuple[int, Any, int | None]]] = tuple
+    """Returns (layer, output, version) of the decoder layers that have returned in this step."""
     record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
 

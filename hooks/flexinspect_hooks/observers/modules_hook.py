@@ -51,6 +51,7 @@ class ModuleHook(Hook):
         self._digests = HiddenDigests()
         blocks = context.blocks.items()
         self._names = {layer: name for layer, (name, _) in blocks}
+        context.layer_outputs = lambda: self._outputs
         self._lens: LogitLens | None = None
         self._is_lens_made = False
         return [context.on_output(one, partial(self._keep, layer)) for layer, (_, one) in blocks]

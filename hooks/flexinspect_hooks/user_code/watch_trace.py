@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +31,9 @@ from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records.finding import Finding
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.program_audit import AuditOptions
+from flexinspect_hooks.audit.session_audit import AuditBudget, PrintedProgress, audit_session
 from flexinspect_hooks.breakpoints import actions
 from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
 from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
@@ -199,6 +204,7 @@ def watch(
     breakpoints: Iterable[str] = (),
     on_break: actions.OnBreakOption = None,
     control: bool = False,
+    audit: bool | float = False,
 ) -> Watch:
     """Record every forward of `model` while the `with` block runs, whatever code calls it.
 
@@ -217,12 +223,19 @@ def watch(
     default the model pauses with `control`; without it, pdb opens if there is a terminal, else the
     hit is printed on stderr.
 
-    Raises `UsageError` for an unknown level, preset or layer, a selector that is wrong or matches
+    With `audit` the steps are compared with an untouched copy of the model's architecture when the
+    block ends, as at the end of `flexinspect run script.py` (see docs/audit.md): for at most 10 s,
+    or that many seconds, or a fifth of the block's time if that is more. What differs is among
+    `findings()`. An interrupted block is not audited.
+
+    Raises `UsageError` for an unknown level, preset or layer, an `audit` at level basic or of no
+    positive number of seconds, a selector that is wrong or matches
     no module, an `out` that exists, an invalid segment, and a breakpoint that cannot be parsed.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
     check_level(level)
+    options = _audit_options(audit, level)
     generation_builder.check_declared_mask(mask)
     specs, chosen = generation_builder.parse_segments(segments), _check_layers(layers, model)
     selectors = tuple(select)
@@ -232,7 +245,8 @@ def watch(
         WatchSession, model, declared_prompt=prompt, layers=chosen, select=selectors
     )
     on_hit = None if control and on_break is None else actions.hit_callback(on_break)
-    watched = Watch(model, free_path(out, "watch"), level, open_session, on_hit, control=control)
+    path = free_path(out, "watch")
+    watched = Watch(model, path, level, open_session, on_hit, control=control, audit=options)
     for text in breakpoints:
         watched.breakpoints.add(text)
     return watched
@@ -255,8 +269,11 @@ class Watch(WatchedTrace[WatchSession]):
         on_hit: actions.HitCallback | None,
         *,
         control: bool,
+        audit: AuditOptions | None = None,
     ) -> None:
         super().__init__(model, path, level)
+        self._audit = audit
+        self._budget: AuditBudget | None = None
         self._open_session, self._on_hit, self._is_controlled = open_session, on_hit, control
         self._running: CaptureControl | None = None
         self.breakpoints = BreakpointStore()
@@ -266,6 +283,10 @@ class Watch(WatchedTrace[WatchSession]):
 
     def _begin(self, writer: TraceWriter) -> WatchSession:
         session = self._open_session(sink=writer, level=self._level)
+        if self._audit is not None:
+            store, self._budget = EvidenceStore(), AuditBudget(self._audit)
+            store.find_model = weakref.ref(self._model)
+            session.context.evidence = store
         session.__enter__()
         session.watch_generate()
         put, action = session.recorder.put, None
@@ -293,7 +314,12 @@ class Watch(WatchedTrace[WatchSession]):
             session.pass_breakpoints()
 
     def _end_calls(self, session: WatchSession, state: str, error: BaseException | None) -> Calls:
-        return [lambda: session.close(state, error), session.__exit__]
+        calls: Calls = [lambda: session.close(state, error)]
+        store, budget = session.context.evidence, self._budget
+        if store is not None and budget is not None and state != "interrupted":
+            progress, rules = PrintedProgress(), session.rule_runner
+            calls.append(lambda: audit_session(store, session.recorder, rules, budget, progress))
+        return [*calls, session.__exit__]
 
     # -- summary ---------------------------------------------------------------------------------
 
@@ -313,6 +339,21 @@ class Watch(WatchedTrace[WatchSession]):
             return quote(f"Nothing is recorded yet; the trace will be {path}.")
         with self.reader() as reader:
             return render(summarize_trace(reader, self.path))
+
+
+def _audit_options(audit: bool | float, level: str) -> AuditOptions | None:
+    """Return the options of an audit, None without one. Raises `UsageError`."""
+    if audit is False:
+        return None
+    if level == "basic":
+        what = "An audit needs level advanced: at level basic no rows are kept."
+        raise UsageError(what, hint='Call watch(..., level="advanced", audit=True).')
+    if audit is True:
+        return AuditOptions()
+    if not isinstance(audit, int | float) or not 0 < audit < math.inf:
+        what = f"audit is {audit!r}, and must be True, or seconds above 0."
+        raise UsageError(what, hint="Leave it out for no audit.")
+    return AuditOptions(float(audit))
 
 
 def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:

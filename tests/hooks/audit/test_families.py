@@ -12,6 +12,7 @@ from support.paths import DOCS, TESTS
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
 from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.audit.trace_audit import audit_trace
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +62,8 @@ for kind, more in {families!r}:
         auto = transformers.AutoModelForSeq2SeqLM
     eager = kind in ("gemma2", "gpt_oss")
     model = auto.from_config(config, attn_implementation="eager" if eager else "sdpa").eval()
+    model.save_pretrained({folder!r} + kind)
+    model.name_or_path = {folder!r} + kind
     models.append(model)
     model.generate(torch.tensor([ids(12, 3)]), max_new_tokens=3, do_sample=False)
 """
@@ -71,7 +74,9 @@ KINDS = (AUDIT_EVENT, AUDIT_SKIPPED_EVENT)
 def test_the_table_of_families_is_true(tmp_path: Path) -> None:
     script, out = tmp_path / "program.py", tmp_path / "families.flextrace"
     families = [(kind, eval(f"{{{more}}}")) for kind, more in FAMILIES.values()]
-    script.write_text(SCRIPT.format(tests=str(TESTS), families=families), encoding="utf-8")
+    folder = f"{tmp_path}/"
+    text = SCRIPT.format(tests=str(TESTS), families=families, folder=folder)
+    script.write_text(text, encoding="utf-8")
     ran = capture(script, out)
     assert ran.code == 0, ran.err
     with open_trace(out) as reader:
@@ -81,6 +86,11 @@ def test_the_table_of_families_is_true(tmp_path: Path) -> None:
     if os.environ.get("UPDATE_GOLDENS"):
         print(table)
     assert table in (DOCS / "audit.md").read_text(encoding="utf-8")
+    again = audit_trace(out)
+    assert not again.findings
+    assert [one.data["steps"] for one in again.events] == [3] * (len(FAMILIES) - 1)
+    # Its encoder is a model of its own in the trace.
+    assert ["T5" in one.message for one in again.problems] == [True, True]
 
 
 def _table(events: list[EventRecord]) -> str:
