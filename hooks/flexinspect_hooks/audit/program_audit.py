@@ -200,7 +200,8 @@ class ProgramAudit:
             verdict.not_judged.append("the trace has the masks of batch row 0 only")
             return verdict
         if batch:
-            masks = GenerationMasks()
+            # Of the same prompt length, the masks of row 0 may be those of all rows.
+            masks = GenerationMasks(executed={} if sequence.is_padded else masks.executed)
         biases = self._biases(reference, sequence, verdict)
         self._compare(reference, sequence, masks, biases, verdict)
         return verdict
