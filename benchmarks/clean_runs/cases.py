@@ -141,6 +141,8 @@ def _caches(case: Case) -> bool:
         is_simple = case.choice in ("greedy", "sampling") and case.loop == "generate"
         simple = is_simple and case.padding == "none" and case.mask in ("none", "sliding")
         return not simple or case.family in (*ENCODERS, "bamba")
+    if case.family in ENCODERS:
+        return case.cache not in ("dynamic", "static", "none")
     return case.family == "bamba" and case.cache not in ("dynamic", "none")
 
 

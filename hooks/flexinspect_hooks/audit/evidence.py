@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import FlexInspectError
+from flexinspect_hooks.audit.beams import newest_keys
 from flexinspect_hooks.audit.forward_run import (
     ATTENTION,
     EMBEDDING,
@@ -54,7 +55,8 @@ class StepEvidence(Struct):
     are the input rows whose `values` (batch, rows, …) are kept. Queries, keys and values are
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
     `cache` is the identity of the cache that the forward received or made, 0 for none.
-    `is_quantised` says that it keeps keys and values in a smaller dtype.
+    `is_quantised` says that it keeps keys and values in a smaller dtype. Of a batch, `keys_before`
+    and `keys_after` are the newest keys in the cache at the beginning and the end, see `beams`.
     """
 
     generation: int
@@ -73,6 +75,8 @@ class StepEvidence(Struct):
     paths: dict[int, str] = field(default_factory=dict)
     cache: int = 0
     is_quantised: bool = False
+    keys_before: Tensor | None = None
+    keys_after: Tensor | None = None
 
 
 class EvidenceStore:
@@ -159,6 +163,7 @@ class EvidenceHook(Hook):
         self._values: dict[Point, tuple[Tensor, int | None]] = {}
         self._pending: StepEvidence | None = None
         self._rows: dict[int, Tensor] = {}
+        self._cache: Any = None
         if context.evidence is None:
             return
         context.keep_calls = self.add_calls
@@ -219,8 +224,10 @@ class EvidenceHook(Hook):
             has_gradients=torch.is_grad_enabled(),
         )
         cache = arguments.get("past_key_values")
-        self._pending.cache = _identity(cache)
+        self._cache, self._pending.cache = cache, _identity(cache)
         self._pending.is_quantised = _is_quantised(cache)
+        if ids is not None and len(ids) > 1:
+            self._pending.keys_before = newest_keys(cache, step.kv_before)
 
     def add_calls(self, calls: Sequence[Any]) -> None:
         """Keep the queries, keys and values of a step's attention calls."""
@@ -246,7 +253,11 @@ class EvidenceHook(Hook):
         self._values.clear()
         if pending is None or store is None or store.is_busy or pending.ids is None:
             return
-        pending.cache = pending.cache or _identity(getattr(step.output, "past_key_values", None))
+        cache = getattr(step.output, "past_key_values", None)
+        cache = self._cache if cache is None else cache
+        self._cache = None
+        pending.cache = pending.cache or _identity(cache)
+        pending.keys_after = newest_keys(cache, step.kv_after)
         if pending.q_len not in self._rows:
             self._rows[pending.q_len] = _kept_rows(pending.q_len, pending.ids.device)
         pending.rows = self._rows[pending.q_len]

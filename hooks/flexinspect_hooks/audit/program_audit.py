@@ -39,6 +39,7 @@ from flexinspect_hooks.audit.row_comparison import (
 from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
+from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
 from flexinspect_hooks.audit.weights import Snapshot
 
 Report = Callable[[str, float | None], None]
@@ -110,6 +111,7 @@ class ProgramAudit:
         self._references: dict[torch.dtype, ReferenceModel] = {}
         self._noise = torch.Generator().manual_seed(0)
         self._dtype_note = ""
+        self._agreeing: list[BeamRow] = []
 
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
@@ -125,6 +127,7 @@ class ProgramAudit:
         self._source = source
         reference = self._reference(self._affordable_dtype())
         for generation, steps in self._store.steps.items():
+            self._agreeing.clear()
             n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
             for batch in range(n_batch):
                 if problem := self._time_problem(steps):
@@ -135,7 +138,17 @@ class ProgramAudit:
                 verdict = self._judge(reference, generation, batch)
                 verdict.seconds = time.perf_counter() - started
                 verdicts.append(verdict)
+            if len(self._agreeing) == n_batch > 1:
+                self._judge_beams(reference, verdicts[-n_batch:])
         return verdicts
+
+    def _judge_beams(self, reference: ReferenceModel, verdicts: Sequence[Verdict]) -> None:
+        """Report a row whose cache is of another beam, if the rows are beams of one prompt."""
+        found = find_unordered(reference, self._agreeing)
+        if found is not None:
+            verdict = verdicts[found[0]]
+            verdict.divergence, verdict.search = found[1:]
+            verdict.pos = self._agreeing[found[0]].comparison.sequence.input_rows[found[1].row]
 
     def _affordable_dtype(self) -> torch.dtype:
         """Return the dtype of the reference: that of the weights where a copy would not fit."""
@@ -245,6 +258,8 @@ class ProgramAudit:
             if rejected is not None:
                 verdict.divergence, verdict.search = rejected
                 verdict.pos = sequence.input_rows[rejected[0].row]
+            elif not masks.base and not biases:
+                self._agreeing.append(BeamRow(comparison, first.clean, first.largest))
             return
         probe = self._probe(reference, sequence, masks, comparison, found)
         probe.has_bias = bool(biases)
