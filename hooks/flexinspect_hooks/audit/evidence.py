@@ -34,7 +34,7 @@ from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.loading.placement import free_memory
-from flexinspect_hooks.observers.inputs_hook import input_ids_of
+from flexinspect_hooks.observers.inputs_hook import input_ids_of, is_packed
 
 MAX_BYTES = 128 << 20
 """The rows that are kept of one model."""
@@ -207,6 +207,10 @@ class EvidenceHook(Hook):
         if self._context.evidence is None:
             return
         arguments = step.arguments
+        if is_packed(arguments):
+            why = "continuous batching packs rows of several requests into one forward"
+            self._context.evidence.skipped[step.generation] = why
+            return
         ids, mask = input_ids_of(arguments), arguments.get("attention_mask")
         positions = arguments.get("position_ids")
         is_table = isinstance(mask, Tensor) and mask.dim() == 2
