@@ -155,8 +155,8 @@ class ProgramAudit:
         wanted: torch.dtype = getattr(torch, self._options.dtype)
         first = self._source.parameters[0]
         n_bytes = sum(one.numel() for one in self._source.parameters) * wanted.itemsize
-        if self._source.grafts and first.dtype != wanted:
-            self._dtype_note = "modules of another library are used in their own dtype"
+        if (self._source.grafts or self._source.low_rank) and first.dtype != wanted:
+            self._dtype_note = "adapters and modules of other libraries are used in their own dtype"
             return first.dtype
         if first.dtype == wanted or n_bytes <= MAX_HELD_SHARE * free_bytes(first.device):
             return wanted
@@ -188,7 +188,7 @@ class ProgramAudit:
 
     def _judge(self, reference: ReferenceModel, generation: int, batch: int) -> Verdict:
         verdict = Verdict(generation, batch)
-        verdict.notes += [self._dtype_note] if self._dtype_note else []
+        verdict.notes += [*reference.notes, *([self._dtype_note] if self._dtype_note else [])]
         skipped = self._store.skipped.get(generation)
         if skipped:
             verdict.not_judged.append(skipped)
