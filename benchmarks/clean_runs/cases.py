@@ -22,6 +22,8 @@ WITH_WINDOW = (*WINDOWED, "mistral", "mixtral", "qwen2", "qwen3", "phi3")
 BY_FLEX = ("isolated", "fused")
 """Masks of a prompt with segments, which FlexAttention applies; see `declarations`."""
 
+QUANTISED = ("quanto", "hqq", "fp8")
+"""Caches with smaller keys; the first two need a package each."""
 _FREQUENT = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "olmo2", "gpt2", "gpt_neox")
 _RARE = ("gemma2", "falcon", "gpt_oss", "mixtral")
 AXES: Mapping[str, Mapping[str | int, int]] = {
@@ -143,6 +145,9 @@ def _caches(case: Case) -> bool:
         return not simple or case.family in (*ENCODERS, "bamba")
     if case.family in ENCODERS:
         return case.cache not in ("dynamic", "static", "none")
+    has_window = case.mask == "sliding" or case.family in WINDOWED
+    if case.cache in QUANTISED and has_window:
+        return True  # transformers quantises only layers without a window
     return case.family == "bamba" and case.cache not in ("dynamic", "none")
 
 

@@ -255,7 +255,8 @@ def _count_closed_rows(context: RuleContext, step: StepRecord) -> int:
     mask = context.mask(step.calls[0].mask) if step.calls else None
     if mask is None or mask.cells is None or mask.cells.shape[1] != step.q_len:
         return 0
-    is_open: BoolArray = mask.cells.any(axis=0).diagonal()
+    cells: BoolArray = np.any(mask.cells, axis=0)
+    is_open = np.diagonal(cells)
     if mask.uniform_rows is not None and len(is_open) == step.q_len:
         is_open = is_open & ~mask.uniform_rows.all(axis=0)
     return int(is_open.argmax()) if is_open.any() else 0

@@ -147,11 +147,11 @@ def read_sequence(
     if passed is not None and len(passed) == len(columns):
         sequence.passed = tuple(passed[n] for n in sequence.input_rows)
     stop = len(columns)
-    for evidence, first, n_new, row in reversed(placed):
+    for evidence, first, n_new, place in reversed(placed):
         step = _placed_step(evidence, first, n_new, stop, is_real, position)
         stop = min(stop, first)  # rows that a later crop dropped are not those of the text
         if step is not None:
-            step.row = row
+            step.row = place
             sequence.steps.insert(0, step)
     return sequence
 
