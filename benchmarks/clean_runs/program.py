@@ -84,7 +84,7 @@ def by_generate(case: Case, model: Any, seed: int) -> None:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    return {
+    options: dict[str, dict[str, Any]] = {
         "greedy": {"do_sample": False},
         "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
         "several": {"do_sample": True, "num_return_sequences": 2},
@@ -92,7 +92,8 @@ def _options(case: Case) -> dict[str, Any]:
         "beam-sampling": {"do_sample": True, "num_beams": 2},
         "assisted": {"do_sample": False},
         "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
-    }[case.choice]
+    }
+    return options[case.choice]
 
 
 # -- own loops ------------------------------------------------------------------------------------
