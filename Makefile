@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-flexinspect
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast torture check format bench bench-training bench-generation demo-model \
+.PHONY: help setup demo test test-fast torture check format bench bench-training bench-generation \
+	clean-runs demo-model \
 	screenshots dist clean
 
 help: ## list the targets
@@ -59,6 +60,10 @@ bench-training: setup ## look for public silent training errors, and for false a
 
 bench-generation: setup ## look for generation errors of unseen programs, and for false alarms
 	$(BIN)/python -m benchmarks generation-bugs
+
+RUNS ?= 1000
+clean-runs: setup ## record RUNS (1000) correct generations of many kinds, and list every false alarm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.clean_runs --runs $(RUNS)
 
 demo-model: setup ## train the shipped demo model again (up to 30 minutes on two cores)
 	$(BIN)/python -m tools.demo_model

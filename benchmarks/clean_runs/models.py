@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from typing import Any
 
@@ -87,7 +88,7 @@ def make(case: Case, seed: int, *, n_layers: int = 2) -> Any:
             ).eval()
     model = _adapted(model, case.adapter)
     if case.placement == "dispatched":
-        from accelerate import dispatch_model
+        from accelerate import dispatch_model  # type: ignore[import-untyped]
 
         names = [name for name, _ in model.named_children()]
         model = dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True)
@@ -130,8 +131,7 @@ def _adapted(model: Any, adapter: str) -> Any:
     if adapter == "none":
         return model
     if adapter == "peft":
-        import peft
-
+        peft = importlib.import_module("peft")  # a package that need not be installed
         options = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4)
         model.add_adapter(options) if hasattr(model, "add_adapter") else None
         return model.eval()

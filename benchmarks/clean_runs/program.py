@@ -51,18 +51,13 @@ def make_cache(case: Case, model: Any, length: int) -> Any:
     config = model.config
     if case.cache == "none":
         return None
-    if case.cache in ("static", "offloaded-static"):
-        return StaticCache(config, max_cache_len=length, offloading="offloaded" in case.cache)
+    if case.cache == "static":
+        return StaticCache(config, max_cache_len=length)
     if case.cache in QUANTISED:
-        options = (
-            {**QUANTISED, "axis_key": 1, "axis_value": 1} if case.cache == "hqq" else QUANTISED
-        )
-        if case.cache == "fp8":
-            options = {}
-        return QuantizedCache(case.cache, config, **options)
+        return QuantizedCache(case.cache, config, **QUANTISED[case.cache])
     if case.cache == "dynamic" and case.family != "bamba":
         return DynamicCache()
-    return DynamicCache(config=config, offloading=case.cache == "offloaded")
+    return DynamicCache(config=config)
 
 
 # -- generate -------------------------------------------------------------------------------------
@@ -80,9 +75,8 @@ def by_generate(case: Case, model: Any, seed: int) -> None:
         options["attention_mask"] = mask
     if case.choice == "assisted":
         options["assistant_model"] = make(case, seed + 1, n_layers=1)
-    kinds = {"offloaded-static": "offloaded_static", "static": "static", "offloaded": "offloaded"}
-    if case.cache in kinds:
-        options["cache_implementation"] = kinds[case.cache]
+    if case.cache == "static":
+        options["cache_implementation"] = "static"
     elif case.cache in QUANTISED:
         options["past_key_values"] = make_cache(case, model, 0)
     options["use_cache"] = case.cache != "none"
@@ -90,7 +84,7 @@ def by_generate(case: Case, model: Any, seed: int) -> None:
 
 
 def _options(case: Case) -> dict[str, Any]:
-    return {
+    options: dict[str, dict[str, Any]] = {
         "greedy": {"do_sample": False},
         "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
         "several": {"do_sample": True, "num_return_sequences": 2},
@@ -98,7 +92,8 @@ def _options(case: Case) -> dict[str, Any]:
         "beam-sampling": {"do_sample": True, "num_beams": 2},
         "assisted": {"do_sample": False},
         "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
-    }[case.choice]
+    }
+    return options[case.choice]
 
 
 # -- own loops ------------------------------------------------------------------------------------

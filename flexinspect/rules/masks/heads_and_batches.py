@@ -206,6 +206,8 @@ class BatchPaddingRule(Rule):
                 self._pads = _count_leading(~real)
         elif ids is not None and self.context.pad_id is not None:
             pads = _count_leading(np.asarray(ids) == self.context.pad_id)
+            # Behind the prompt it is a token that the model chose.
+            pads = np.minimum(pads, self.context.n_prompt or pads.max())
             # If each sequence has as many, the model may begin every text with this token.
             self._pads = pads if pads.min() < pads.max() else None
 

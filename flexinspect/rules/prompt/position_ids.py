@@ -90,7 +90,7 @@ class PositionsRule(Rule):
             for row in range(len(ids)):
                 fault = self._check_padded_row(ids[row], row)
                 if fault is None and row == 0:
-                    fault = self._check_unpadded_row(ids[row])
+                    fault = self._check_unpadded_row(step, ids[row])
                 if fault is not None:
                     yield self._fault_finding(step, fault, row, len(ids))
                     break
@@ -131,9 +131,10 @@ class PositionsRule(Rule):
             return _Fault("positions.padding", severity, words, n_pads, seen)
         return None
 
-    def _check_unpadded_row(self, ids: PositionIds) -> _Fault | None:
+    def _check_unpadded_row(self, step: StepRecord, ids: PositionIds) -> _Fault | None:
         """Find ids that do not rise by one where no segment begins."""
-        start, stop = count_pads(self.context), len(ids)
+        start = count_pads(self.context) or _count_closed_rows(self.context, step)
+        stop = len(ids)
         if self._unpadded is not None and self._unpadded[0].any():
             real = np.flatnonzero(self._unpadded[0])
             start, stop = int(real[0]), int(real[-1]) + 1
@@ -247,6 +248,18 @@ class PositionsRule(Rule):
         evidence = {"first": a, "second": b, "first_id": id_a, "second_id": id_b}
         options: dict[str, Any] = {"positions": (second.start,), "series": "order"}
         return self.finding(step, "positions.not-reset", sentence, evidence=evidence, **options)
+
+
+def _count_closed_rows(context: RuleContext, step: StepRecord) -> int:
+    """Return how many rows at the beginning do not attend to themselves, as those of padding."""
+    mask = context.mask(step.calls[0].mask) if step.calls else None
+    if mask is None or mask.cells is None or mask.cells.shape[1] != step.q_len:
+        return 0
+    cells: BoolArray = np.any(mask.cells, axis=0)
+    is_open = np.diagonal(cells)
+    if mask.uniform_rows is not None and len(is_open) == step.q_len:
+        is_open = is_open & ~mask.uniform_rows.all(axis=0)
+    return int(is_open.argmax()) if is_open.any() else 0
 
 
 def _find_isolated_pairs(

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect.core.errors import FlexInspectError
+from flexinspect_hooks.audit.beams import newest_keys
 from flexinspect_hooks.audit.forward_run import (
     ATTENTION,
     EMBEDDING,
@@ -37,7 +38,7 @@ from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.loading.placement import free_memory
 from flexinspect_hooks.observers.hidden_digests import version_of
-from flexinspect_hooks.observers.inputs_hook import input_ids_of
+from flexinspect_hooks.observers.inputs_hook import input_ids_of, is_packed
 
 MAX_BYTES = 128 << 20
 """The rows that are kept of one model."""
@@ -63,7 +64,8 @@ class StepEvidence(Struct):
     (batch, rows, heads, size); logits are those of batch row 0's newest row, (1, 1, vocabulary).
     `cache` is the identity of the cache that the forward received or made, 0 for none.
     `is_quantised` says that it keeps keys and values in a smaller dtype. `pool` are the keys of the
-    first call, if it has more than there are tokens.
+    first call, if it has more than there are tokens. Of a batch, `keys_before` and `keys_after` are
+    the newest keys in the cache at the beginning and the end, see `beams`.
 
     Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
     (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
@@ -88,6 +90,8 @@ class StepEvidence(Struct):
     is_quantised: bool = False
     dtype: torch.dtype | None = None
     logit_ids: Tensor | None = None
+    keys_before: Tensor | None = None
+    keys_after: Tensor | None = None
 
 
 class EvidenceStore:
@@ -193,6 +197,7 @@ class EvidenceHook(Hook):
         self._generation, self._n_full = -1, 0
         self._modules: list[tuple[weakref.ref[nn.Module], Point]] = []
         self._removes: list[Remove] = []
+        self._cache: Any = None
         if context.evidence is None:
             return
         context.keep_calls = self.add_calls
@@ -258,6 +263,10 @@ class EvidenceHook(Hook):
         else:
             self._leave_modules()
         arguments = step.arguments
+        if is_packed(arguments):
+            why = "continuous batching packs rows of several requests into one forward"
+            self._context.evidence.skipped[step.generation] = why
+            return
         ids, mask = input_ids_of(arguments), arguments.get("attention_mask")
         positions = arguments.get("position_ids")
         is_table = isinstance(mask, Tensor) and mask.dim() == 2
@@ -275,8 +284,10 @@ class EvidenceHook(Hook):
             has_gradients=torch.is_grad_enabled(),
         )
         cache = arguments.get("past_key_values")
-        self._pending.cache = _identity(cache)
+        self._cache, self._pending.cache = cache, _identity(cache)
         self._pending.is_quantised = _is_quantised(cache)
+        if ids is not None and len(ids) > 1:
+            self._pending.keys_before = newest_keys(cache, step.kv_before)
 
     def add_calls(self, calls: Sequence[Any]) -> None:
         """Keep the queries, keys and values of a step's attention calls."""
@@ -311,7 +322,11 @@ class EvidenceHook(Hook):
         self._values = {}
         if pending is None or store is None or store.is_busy or pending.ids is None:
             return
-        pending.cache = pending.cache or _identity(getattr(step.output, "past_key_values", None))
+        cache = getattr(step.output, "past_key_values", None)
+        cache = self._cache if cache is None else cache
+        self._cache = None
+        pending.cache = pending.cache or _identity(cache)
+        pending.keys_after = newest_keys(cache, step.kv_after)
         if pending.q_len not in self._rows:
             self._rows[pending.q_len] = _kept_rows(pending.q_len, pending.ids.device)
         pending.rows = self._rows[pending.q_len]

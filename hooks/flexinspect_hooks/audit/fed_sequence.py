@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
 from msgspec import Struct, field
 from torch import Tensor
 
+from flexinspect_hooks.audit.beams import lineage, parents
 from flexinspect_hooks.audit.evidence import StepEvidence
 
 
 class FedStep(Struct):
-    """One forward: `kept` indexes the rows of its evidence, which stand at `positions`."""
+    """One forward: `kept` indexes the rows of its evidence, which stand at `positions`.
+
+    `row` is the batch row of the sequence in this step; a beam search reorders rows.
+    """
 
     evidence: StepEvidence
     kept: Tensor
     positions: Tensor
+    row: int = 0
 
     @property
     def first_row(self) -> int:
@@ -97,10 +102,12 @@ def read_sequence(
     is_real: list[bool] = []
     passed: list[int] | None = []
     sequence = FedSequence(batch)
-    placed: list[tuple[StepEvidence, int, int]] = []
-    for evidence in steps:
+    placed: list[tuple[StepEvidence, int, int, int]] = []
+    order = row_order(steps)
+    rows = lineage(batch, order, [_n_rows(one) for one in steps])
+    for evidence, known, batch in zip(steps, order, rows, strict=True):
         n_new, reason = _new_rows(evidence, batch, columns)
-        if len(placed) > 1 and _has_equal_prompts(steps[0]):
+        if len(placed) > 1 and known is None and _has_equal_prompts(steps[0]):
             reason = (
                 "the batch rows have the same prompt, so they may be beams, which change places"
             )
@@ -129,9 +136,9 @@ def read_sequence(
         is_real += _real(evidence, batch, n_new)
         passed = _extend_passed(passed, evidence, batch, n_new)
         sequence.has_default_positions &= evidence.positions is None
-        placed.append((evidence, first, n_new))
+        placed.append((evidence, first, n_new, batch))
     if columns and all(is_real):
-        n_pads = _unmasked_padding(columns, batch, steps[0], config)
+        n_pads = _unmasked_padding(columns, steps[0], config)
         sequence.padding = tuple(columns[:n_pads])
         is_real[:n_pads] = [False] * n_pads
     position = torch.cumsum(torch.tensor(is_real, dtype=torch.long), 0) - 1
@@ -140,12 +147,52 @@ def read_sequence(
     if passed is not None and len(passed) == len(columns):
         sequence.passed = tuple(passed[n] for n in sequence.input_rows)
     stop = len(columns)
-    for evidence, first, n_new in reversed(placed):
+    for evidence, first, n_new, place in reversed(placed):
         step = _placed_step(evidence, first, n_new, stop, is_real, position)
         stop = min(stop, first)  # rows that a later crop dropped are not those of the text
         if step is not None:
+            step.row = place
             sequence.steps.insert(0, step)
     return sequence
+
+
+def row_order(steps: Sequence[StepEvidence]) -> list[list[int] | None]:
+    """Return which row of the step before each row of a step continues, None where unknown.
+
+    Rows change places among those of the same prompt, or where the batch changes its size. Rows of
+    another prompt are a fault, so their cache is not followed.
+    """
+    order: list[list[int] | None] = [None] * min(1, len(steps))
+    prompts = [list(range(_n_rows(one))) for one in steps[:1]]  # the first row of the same prompt
+    if steps and steps[0].ids is not None:
+        texts = steps[0].ids.tolist()
+        prompts = [[texts.index(text) for text in texts]]
+    for before, now in pairwise(steps):
+        found = _text_parents(before, now) or parents(before.keys_after, now.keys_before)
+        last, n = prompts[-1], _n_rows(now)
+        if found is not None and n == len(last):
+            found = [p if last[p] == last[row] else row for row, p in enumerate(found)]
+        order.append(found)
+        prompts.append([last[p] for p in found or [min(row, len(last) - 1) for row in range(n)]])
+    return order
+
+
+def _text_parents(before: StepEvidence, now: StepEvidence) -> list[int] | None:
+    """Return the parents of rows that are fed again as a whole, without a cache."""
+    if now.kv_before or before.kv_before or before.ids is None or now.ids is None:
+        return None
+    known = before.ids.tolist()
+    heads = [row[: before.q_len] for row in now.ids.tolist()]
+    if not all(head in known for head in heads):
+        return None
+    return [
+        row if row < len(known) and known[row] == head else known.index(head)
+        for row, head in enumerate(heads)
+    ]
+
+
+def _n_rows(evidence: StepEvidence) -> int:
+    return 1 if evidence.ids is None else len(evidence.ids)
 
 
 def _has_equal_prompts(first: StepEvidence) -> bool:
@@ -213,7 +260,7 @@ def _extend_passed(
     return passed + positions[min(batch, len(positions) - 1)].tolist()[-n_new:]
 
 
-def _unmasked_padding(columns: list[int], batch: int, first: StepEvidence, config: Any) -> int:
+def _unmasked_padding(columns: list[int], first: StepEvidence, config: Any) -> int:
     """Return the padding tokens at the beginning that no attention mask excludes."""
     pad = getattr(config, "pad_token_id", None)
     eos = getattr(config, "eos_token_id", None)

@@ -41,6 +41,7 @@ from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.trace_evidence import fill_from_trace
+from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
 from flexinspect_hooks.audit.weights import Snapshot
 
 Report = Callable[[str, float | None], None]
@@ -114,6 +115,7 @@ class ProgramAudit:
         self._dtype_note = ""
         self._own_masks: set[int] = set()
         """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
+        self._agreeing: list[BeamRow] = []
 
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
@@ -129,6 +131,7 @@ class ProgramAudit:
         self._source = source
         reference = self._reference(self._affordable_dtype())
         for generation, steps in self._store.steps.items():
+            self._agreeing.clear()
             n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
             for batch in range(n_batch):
                 if problem := self._time_problem(steps):
@@ -139,15 +142,25 @@ class ProgramAudit:
                 verdict = self._judge(reference, generation, batch)
                 verdict.seconds = time.perf_counter() - started
                 verdicts.append(verdict)
+            if len(self._agreeing) == n_batch > 1:
+                self._judge_beams(reference, verdicts[-n_batch:])
         return verdicts
+
+    def _judge_beams(self, reference: ReferenceModel, verdicts: Sequence[Verdict]) -> None:
+        """Report a row whose cache is of another beam, if the rows are beams of one prompt."""
+        found = find_unordered(reference, self._agreeing)
+        if found is not None:
+            verdict = verdicts[found[0]]
+            verdict.divergence, verdict.search = found[1:]
+            verdict.pos = self._agreeing[found[0]].comparison.sequence.input_rows[found[1].row]
 
     def _affordable_dtype(self) -> torch.dtype:
         """Return the dtype of the reference: that of the weights where a copy would not fit."""
         wanted: torch.dtype = getattr(torch, self._options.dtype)
         first = self._source.parameters[0]
         n_bytes = sum(one.numel() for one in self._source.parameters) * wanted.itemsize
-        if self._source.grafts and first.dtype != wanted:
-            self._dtype_note = "modules of another library are used in their own dtype"
+        if (self._source.grafts or self._source.low_rank) and first.dtype != wanted:
+            self._dtype_note = "adapters and modules of other libraries are used in their own dtype"
             return first.dtype
         if first.dtype == wanted or n_bytes <= MAX_HELD_SHARE * free_bytes(first.device):
             return wanted
@@ -179,7 +192,7 @@ class ProgramAudit:
 
     def _judge(self, reference: ReferenceModel, generation: int, batch: int) -> Verdict:
         verdict = Verdict(generation, batch)
-        verdict.notes += [self._dtype_note] if self._dtype_note else []
+        verdict.notes += [*reference.notes, *([self._dtype_note] if self._dtype_note else [])]
         steps = self._store.steps[generation]
         fill_from_trace(self._reader, steps)
         bare = next((one for one in steps if not one.values), None)
@@ -212,7 +225,8 @@ class ProgramAudit:
             verdict.not_judged.append("the trace has the masks of batch row 0 only")
             return verdict
         if batch:
-            masks = GenerationMasks()
+            # Of the same prompt length, the masks of row 0 may be those of all rows.
+            masks = GenerationMasks(executed={} if sequence.is_padded else masks.executed)
         biases = self._biases(reference, sequence, verdict)
         self._compare(reference, sequence, masks, biases, verdict)
         return verdict
@@ -258,6 +272,8 @@ class ProgramAudit:
             if rejected is not None:
                 verdict.divergence, verdict.search = rejected
                 verdict.pos = sequence.input_rows[rejected[0].row]
+            elif not masks.base and not biases:
+                self._agreeing.append(BeamRow(comparison, first.clean, first.largest))
             return
         probe = self._probe(reference, sequence, masks, comparison, found)
         probe.has_bias = bool(biases)

@@ -33,7 +33,7 @@ from flexinspect_hooks.audit.forward_run import (
     set_active_run,
     window_mask,
 )
-from flexinspect_hooks.audit.weights import Snapshot
+from flexinspect_hooks.audit.weights import Snapshot, is_pure
 from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
 from flexinspect_hooks.python_internals.torch_private import init_weights
 
@@ -87,6 +87,7 @@ class ReferenceModel:
         if source.grafts:
             kinds = sorted({type(one).__name__ for one in source.grafts.values()})
             self.notes.append(f"modules of other libraries are used as they are: {kinds}")
+        self._use_low_rank(source)
         for name, tensor in list(self.model.named_parameters(remove_duplicate=False)):
             if tensor.is_meta:
                 held = source.tensors.get(name)
@@ -98,6 +99,20 @@ class ReferenceModel:
                 if name not in source.tensors:
                     raise FlexInspectError(f"The table {name} of the architecture cannot be made.")
                 self._set(name, self._convert(source.tensors[name]), is_buffer=True)
+
+    def _use_low_rank(self, source: Snapshot) -> None:
+        """Use adapters that the program made by hand in the place of linear layers."""
+        used = set[str]()
+        for name, module in source.low_rank.items():
+            own = self.model.get_submodule(name) if self._has_module(name) else None
+            if isinstance(own, nn.Linear) and is_pure(module, own.in_features, own.out_features):
+                parent, _, last = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), last, module)
+                used.add(type(module).__name__)
+        if used:
+            self.notes.append(
+                f"low-rank adapters of the program are used as they are: {sorted(used)}"
+            )
 
     def _make_tables(self, device: torch.device) -> None:
         """Make the buffers that no checkpoint has, such as rotary frequencies."""

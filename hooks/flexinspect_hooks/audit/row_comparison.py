@@ -137,7 +137,7 @@ class RowComparison(Struct):
         self, step: FedStep, values: Mapping[Point, Tensor]
     ) -> Iterator[tuple[Point, Tensor, Tensor]]:
         """Yield point, relative difference and position of the rows of a step, in forward order."""
-        evidence, b = step.evidence, self.sequence.batch
+        evidence, b = step.evidence, step.row
         for point in sorted(evidence.values, key=forward_order):
             reference = values.get(point)
             if reference is None or (point[0] in _HEADWISE and not self._has_own_positions(step)):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 
@@ -17,7 +18,9 @@ class Snapshot(Struct):
     by name of the module, and `classes` the names of their classes. `own_forwards` are modules
     whose `forward` was replaced in the instance.
     `grafts` are leaf modules of another library (adapters, quantised matrices), which the reference
-    uses as they are. `versions` is the sum of the weights' in-place modifications.
+    uses as they are. `low_rank` are modules of the program that look like an adapter: a linear
+    layer with two small matrices beside it. `versions` is the sum of the weights' in-place
+    modifications.
     """
 
     model_class: type
@@ -29,6 +32,7 @@ class Snapshot(Struct):
     attributes: dict[str, dict[str, float]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     own_forwards: tuple[str, ...] = ()
+    low_rank: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def n_bytes(self) -> int:
@@ -59,7 +63,32 @@ def snapshot(model: nn.Module) -> Snapshot:
         {name: numbers_of(module) for name, module in model.named_modules()},
         {name: type(module).__name__ for name, module in model.named_modules() if name},
         tuple(name for name, module in model.named_modules() if name and _has_own_forward(module)),
+        {name: module for name, module in model.named_modules() if name and is_low_rank(module)},
     )
+
+
+def is_low_rank(module: nn.Module) -> bool:
+    """Whether a module of the program is a linear layer with two small matrices beside it."""
+    if f"{type(module).__module__}.".startswith(("torch.", "transformers.", *_FOREIGN)):
+        return False
+    matrices = [one for one in module.parameters() if one.dim() == 2]
+    if len(matrices) != 3 or not any(isinstance(one, nn.Linear) for one in module.children()):
+        return False
+    *small, base = sorted(matrices, key=Tensor.numel)
+    ranks = set(small[0].shape) & set(small[1].shape)
+    return bool(ranks) and min(ranks) < min(base.shape)
+
+
+def is_pure(module: nn.Module, n_inputs: int, n_outputs: int) -> bool:
+    """Whether a module gives the same (rows, outputs) twice for the same (rows, inputs)."""
+    first = next(module.parameters())
+    rows = torch.randn(3, n_inputs, device=first.device).to(first.dtype)
+    with torch.no_grad():
+        try:
+            one, other = module(rows), module(rows)
+        except Exception:  # a module of the program may be of any kind
+            return False
+    return isinstance(one, Tensor) and one.shape == (3, n_outputs) and bool((one == other).all())
 
 
 def numbers_of(module: nn.Module) -> dict[str, float]:

@@ -24,6 +24,7 @@ from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDra
 from flexinspect_hooks.capture.step_clock import StepContext
 
 CACHE_OFF = "cache-disabled"
+PACKED_REQUESTS = "packed-requests"
 LEARNED_POSITIONS = "learned-positions"
 
 SMALL_TABLE = 64
@@ -82,7 +83,11 @@ class InputsHook(Hook):
         pending.positions = arguments.get("position_ids")
         pending.cache, pending.before = _weak_cache(cache), _cached_lengths(cache)
         if step.step == 0 and arguments.get("use_cache") is False:
-            step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
+            if is_packed(arguments):
+                text = "Continuous batching: one forward has rows of several requests."
+                step.events.append((PACKED_REQUESTS, text))
+            else:
+                step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
         if ids is not None and pending.batch > 1:
             pending.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
         mask = arguments.get("attention_mask")
@@ -255,6 +260,11 @@ class ArgumentNames:
         if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None:
             return named
         return named | {name: named.get(f"decoder_{name}") for name in _DECODER_ARGUMENTS}
+
+
+def is_packed(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward packs requests of continuous batching, whose keys are in pages."""
+    return "read_index" in arguments and "write_index" in arguments
 
 
 def input_ids_of(arguments: Mapping[str, Any]) -> Tensor | None:

@@ -392,9 +392,6 @@ class FoundSession(WatchSession):
             )
             self._event("segments-not-found", text)
         super()._start_generation(place, rows)
-        store = self.context.evidence
-        if store is not None and self.generate_depth and not self._is_followed:
-            store.skipped[place.generation] = "beam search and assisted generation are not followed"
 
     def _begin_step(self, step: StepContext) -> None:
         super()._begin_step(step)

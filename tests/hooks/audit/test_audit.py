@@ -11,7 +11,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.tiny import ids, make_model
-from transformers import AttentionInterface
+from torch import nn
+from transformers import AttentionInterface, DynamicCache, QuantizedCache
 
 from flexinspect.core import plugins
 from flexinspect.records.finding import Finding
@@ -116,19 +117,89 @@ def test_a_training_step_is_not_judged(audit: Audit) -> None:
     ]
 
 
-def test_equal_prompts_may_be_beams_from_their_second_decode_step_on(audit: Audit) -> None:
+class LowRank(nn.Module):
+    """A linear layer with a low-rank change, with noise in it if it is `random`."""
+
+    def __init__(self, base: nn.Linear, *, random: bool) -> None:
+        super().__init__()
+        self.base, self.random = base, random
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(()) if self.random else 0.5
+        output: torch.Tensor = self.base(x) + noise * (x @ self.down.T @ self.up.T)
+        return output
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_an_adapter_made_by_hand_is_used_as_it_is_if_it_is_a_function_of_its_input(
+    audit: Audit, random: bool
+) -> None:
+    model = make_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = LowRank(attention.q_proj, random=random)
+    prompt = torch.tensor([ids(12, 3)])
+    verdicts, findings, events = audit(
+        model, lambda: model.generate(prompt, max_new_tokens=3, do_sample=False)
+    )
+    assert not findings
+    if random:
+        assert not verdicts
+        assert "replaced model.layers.1.self_attn.q_proj (Linear) by LowRank" in events[0]
+    else:
+        assert [(one.n_steps, one.not_judged) for one in verdicts] == [(3, [])]
+        assert "low-rank adapters of the program are used as they are" in events[0]
+
+
+def beam_search(model: Any, *, reorders: bool, n_rows: int = 3) -> None:
+    """Search with beams by hand, over copies of one prompt."""
+    cache = DynamicCache(config=model.config)
+    fed = torch.tensor([ids(12, 3)] * n_rows)
+    scores = torch.tensor([0.0] + [-torch.inf] * (n_rows - 1))
+    for _ in range(8):
+        table = model(fed, past_key_values=cache).logits[:, -1].log_softmax(-1)
+        scores, places = (scores[:, None] + table).flatten().topk(n_rows)
+        fed = (places % table.shape[1])[:, None]
+        if reorders:
+            cache.reorder_cache(places // table.shape[1])
+
+
+def test_beams_are_followed_through_a_reordered_cache(audit: Audit) -> None:
+    model = make_model("llama")
+    verdicts, findings, _ = audit(model, lambda: beam_search(model, reorders=True))
+    assert not findings
+    assert [(one.n_steps, one.not_judged) for one in verdicts] == [(8, [])] * 3
+
+
+def test_a_cache_row_from_another_beam_is_named(audit: Audit) -> None:
+    model = make_model("llama")
+    _, (finding,), _ = audit(model, lambda: beam_search(model, reorders=False))
+    assert finding.id == "audit.reproduced"
+    assert "in which the cache row is from another beam: row 1 was fed" in finding.sentence
+
+
+def test_beams_of_several_prompts_are_followed_in_generate(audit: Audit) -> None:
+    model, prompts = make_model("llama"), torch.tensor([ids(12, 3), ids(12, 4)])
+    options = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
+    verdicts, findings, _ = audit(model, lambda: model.generate(prompts, **options))
+    assert not findings
+    assert [one.n_steps for one in verdicts] == [4] * 4
+
+
+def test_equal_rows_of_a_cache_that_shows_no_keys_are_not_judged(audit: Audit) -> None:
     model = make_model("llama")
 
-    def beams() -> None:
-        rows, past = torch.tensor([ids(12, 3)] * 2), None
-        for _ in range(3):
-            output = model(rows, past_key_values=past, use_cache=True)
-            past, rows = output.past_key_values, output.logits[:, -1].topk(2).indices[:1].T
+    def sample() -> None:
+        rows, cache = torch.tensor([ids(12, 3)] * 2), QuantizedCache("fp8", model.config)
+        for n in range(3):
+            model(rows, past_key_values=cache)
+            rows = torch.tensor([ids(1, n), ids(1, n + 9)])
 
-    verdicts, findings, _ = audit(model, beams)
+    verdicts, findings, _ = audit(model, sample)
     assert not findings
-    assert [one.n_steps for one in verdicts] == [2, 2]
-    assert all("they may be beams" in one.not_judged[0] for one in verdicts)
+    assert [one.n_steps for one in verdicts] == [1, 1]
+    assert all("the cache is quantised" in one.not_judged[0] for one in verdicts)
     nothing = summarize_verdicts([replace(one, n_steps=0) for one in verdicts])
     assert nothing.startswith("No step of 2 sequences was compared")
 
