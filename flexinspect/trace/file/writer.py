@@ -83,7 +83,7 @@ class TraceWriter:
         network = location.network_file_system(target.parent)
         here = target
         if network is not None:
-            target.unlink(missing_ok=True)
+            location.remove_placeholder(target)
             here = location.temporary_trace_path(target)
             location.create_trace_file(here, overwrite=False)
         writer = cls(target, here, create_trace(here, {**run, "state": "recording"}))
