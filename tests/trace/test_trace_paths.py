@@ -379,3 +379,12 @@ def test_memory_that_fails_ends_the_recording_with_a_sentence(
             writer.write_step(small_step(0))
     writer.close()
     assert open_trace(tmp_path / "a.flextrace").state == "failed"
+
+
+def test_memory_that_fails_while_a_trace_is_created_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "execute_all", Mock(side_effect=MemoryError))
+    with pytest.raises(TraceWriteError, match="cannot be created: there is no memory left"):
+        TraceWriter.create(tmp_path / "a.flextrace", {})
+    assert list(tmp_path.iterdir()) == []

@@ -363,7 +363,7 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, MemoryError) as error:
         if db is not None:
             db.close()
         with suppress(OSError):
