@@ -37,7 +37,7 @@ test-fast: setup ## run the quick tests that load no torch and start no process
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal --fast
 
 MINUTES ?= 10
-torture: setup ## damage traces for MINUTES (10), read them with every command, and list what fails
+torture: setup ## kills, disk errors, damaged traces and hostile input for MINUTES (10); lists what fails
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.torture --minutes $(MINUTES)
 
 check: setup ## formatting, lint, types, import contracts

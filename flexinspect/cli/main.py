@@ -153,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         _print_error("interrupted")
         return exit_code_of(error)
+    except MemoryError:
+        _print_error("There is not enough memory for this command.")
+        return OutputFileError.exit_code
     except OSError as error:
         # Commands convert the errors they expect; what remains is a failed write of our output.
         # Redirect stdout, so that the flush at exit succeeds.

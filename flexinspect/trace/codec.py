@@ -615,7 +615,8 @@ def check_segments(segments: Sequence[Segment]) -> None:
 def decode_step(row: SqlRow) -> query_results.StepRow:
     """Return a step from its columns, at least those up to `n_inf`."""
     values = _STEP_ROWS.read_values(row[:_HISTOGRAM_COLUMNS])
-    decode_step_number(values[_STEP_COLUMN])
+    if not 0 <= values[_STEP_COLUMN] <= MAX_STEP:
+        decode_step_number(values[_STEP_COLUMN])
     if values[_CHOSEN_COLUMN] is None:
         values[_FIRST_LOGITS_COLUMN:] = [None] * (_HISTOGRAM_COLUMNS - _FIRST_LOGITS_COLUMN)
     return _STEP_ROWS.build(values)

@@ -106,3 +106,14 @@ def test_a_file_that_cannot_be_written_exits_with_2_and_leaves_nothing(
 @pytest.mark.parametrize(("argv", "code"), FOUND, ids=lambda part: str(part))
 def test_a_problem_exits_with_1_and_success_with_0(argv: list[str], code: int) -> None:
     assert code_of(argv) == code
+
+
+def test_too_little_memory_exits_with_2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("flexinspect.cli.dump.run", fail)
+    assert main(["dump", "clean.flextrace"]) == 2
+    assert capsys.readouterr().err == "flexinspect: There is not enough memory for this command.\n"

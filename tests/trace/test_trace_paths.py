@@ -218,6 +218,20 @@ def test_a_trace_that_cannot_be_moved_stays_complete_at_its_local_path(on_nfs: P
     assert open_trace(writer.recording_path).n_steps(0) == 1
 
 
+def test_a_network_folder_that_lets_nothing_be_removed_is_refused(
+    on_nfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, unlink = on_nfs / "a.flextrace", Path.unlink
+
+    def fail(self: Path, missing_ok: bool = False) -> None:
+        if self == path:
+            raise OSError(errno.EROFS, "read-only")
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    assert_refused(path, "the file system is read-only")
+
+
 def test_a_network_target_that_exists_is_refused_at_once(on_nfs: Path) -> None:
     (on_nfs / "a.flextrace").write_bytes(b"")
     assert_refused(on_nfs / "a.flextrace", "the file exists already")
@@ -365,3 +379,12 @@ def test_memory_that_fails_ends_the_recording_with_a_sentence(
             writer.write_step(small_step(0))
     writer.close()
     assert open_trace(tmp_path / "a.flextrace").state == "failed"
+
+
+def test_memory_that_fails_while_a_trace_is_created_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "execute_all", Mock(side_effect=MemoryError))
+    with pytest.raises(TraceWriteError, match="cannot be created: there is no memory left"):
+        TraceWriter.create(tmp_path / "a.flextrace", {})
+    assert list(tmp_path.iterdir()) == []

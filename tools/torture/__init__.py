@@ -1,7 +1,8 @@
-"""Faults on purpose, again and again: damaged traces through every command.
+"""Faults on purpose, again and again: kills, errors of the disk, damaged traces, hostile input.
 
-    python -m tools.torture [--minutes N] [--first-seed N] [--seeds N] [--out FILE]
+    python -m tools.torture [PART ...] [--minutes N] [--first-seed N] [--seeds N] [--out FILE]
 
-Each seed makes one damaged trace, whichever machine it runs on, and reads it with every command
-that reads traces. `docs/reliability.md` says what was tried and what was found.
+`parts` lists the parts. A part has a module with two functions: one prepares a process, the other
+attempts one seed and returns what went wrong. A seed does the same on each machine, except where it
+is about moments. `docs/reliability.md` says what was tried and what was found.
 """

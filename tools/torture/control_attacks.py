@@ -178,7 +178,8 @@ def _value(
 
 def wrong_token(target: Target, rng: random.Random) -> list[str]:
     """Commands with a wrong token, or none."""
-    before, wrong = target.model.barrier.view(), []
+    wrong: list[str] = []
+    target.model.barrier.has_received_command = False
     for _ in range(10):
         size = rng.randrange(len(TOKEN) + 3)
         token = (TOKEN[:size] + "x" * rng.randrange(3))[:200]
@@ -190,23 +191,23 @@ def wrong_token(target: Target, rng: random.Random) -> list[str]:
         status, answer = send(target, method, path, Authorization=f"{scheme} {token}")
         if status != 401 or b"no model" in answer:
             wrong.append(f"{method} {path} with the token {token!a}: {status} {answer[:80]!a}")
-    return wrong + _changes(target, before)
+    return wrong + _commanded(target)
 
 
-def _changes(target: Target, before: Any) -> list[str]:
-    after = target.model.barrier.view()
-    return [] if after.state == before.state else [f"the state became {after.state}"]
+def _commanded(target: Target) -> list[str]:
+    return ["a command was accepted"] if target.model.barrier.has_received_command else []
 
 
 def other_host(target: Target, rng: random.Random) -> list[str]:
     """Requests under another host name (DNS rebinding), with the right token."""
-    before, wrong = target.model.barrier.view(), []
+    wrong: list[str] = []
+    target.model.barrier.has_received_command = False
     for _ in range(5):
         host = rng.choice(HOSTS) + rng.choice(("", ":80", f":{urlsplit(target.url).port}"))
         status, _ = send(target, "POST", "/pause", Host=host)
         if status not in (400, 403):
             wrong.append(f"Host {host[:40]!a}: {status}")
-    return wrong + _changes(target, before)
+    return wrong + _commanded(target)
 
 
 def token_timing(target: Target, rng: random.Random) -> list[str]:

@@ -30,7 +30,7 @@ from flexinspect.masks import mask_expressions
 from flexinspect.trace import arrays, codec
 from tools.torture.results import Failure
 
-N_RUNS = 20_000
+N_RUNS = 5000
 """Inputs that one seed tries."""
 N_RANDOM = 400
 """The same without Atheris: each of them is blind."""

@@ -57,13 +57,14 @@ def problem_of(call: Callable[[], object]) -> Problem | None:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if isinstance(code, int) and code not in (0, 1, 2):
         return Problem("exit code", str(code))
-    return _said_wrongly(out.getvalue() + err.getvalue())
+    return _said_wrongly(out.getvalue(), err.getvalue())
 
 
-def _said_wrongly(said: str) -> Problem | None:
+def _said_wrongly(printed: str, complained: str) -> Problem | None:
+    said = printed + complained
     if found := CONTROL.search(said):
         return Problem("control character", ascii(found[0]))
-    if "Traceback (most recent" in said:
+    if "Traceback (most recent" in complained:  # a recorded program may have printed one
         return Problem("traceback", "printed")
     if OWN_FAULT in said:
         before = said[: said.index(OWN_FAULT)]

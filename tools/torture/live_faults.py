@@ -16,11 +16,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.trace.reader import open_trace
 from tools.torture import faults, forks, recordings
 from tools.torture.faults import EVER, OPS, Fault
 from tools.torture.forks import Child, Tell, run_child
+from tools.torture.judged import problem_of
 from tools.torture.recordings import NAME
 from tools.torture.results import Failure
 
@@ -289,8 +292,30 @@ def no_shared_memory(rng: random.Random, folder: Path) -> list[str]:
     return _under(Fault("fail", op, role, 1, EVER, code).arm, folder)
 
 
+def reader_without_memory(rng: random.Random, folder: Path) -> list[str]:
+    """A command has little memory (RLIMIT_AS)."""
+    from flexinspect.cli.main import main
+
+    recordings.write(folder / NAME, lambda line: None, 0, 1, 4)
+    command = [rng.choice(("dump", "show", "findings")), str(folder / NAME)]
+    room = rng.randint(0, 40) << 20
+
+    def body(tell: Tell) -> None:
+        problem_of(lambda: main(command))  # without memory, Python cannot import
+        size = psutil.Process().memory_info().vms + room
+        no_limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size, no_limit[1]))
+        found = problem_of(lambda: main(command))
+        resource.setrlimit(resource.RLIMIT_AS, no_limit)
+        if found is not None:
+            tell(f"{found.kind}: {found.detail}")
+
+    done = run_child(body)
+    return [*done.lines, *([done.end] if done.end and done.end not in done.lines else [])]
+
+
 KINDS: tuple[Kind, ...] = (
     *(viewer_killed_at_a_call, viewer_killed_at_a_moment, viewer_stopped, writer_stopped),
     *(two_writers, trace_moved, trace_deleted, trace_replaced),
-    *(few_files, small_files, clock_back, no_shared_memory),
+    *(few_files, small_files, clock_back, no_shared_memory, reader_without_memory),
 )

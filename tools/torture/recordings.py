@@ -201,10 +201,12 @@ def judge(
     """Check a trace as a reader finds it: in a read-only folder, where it is, then with SQLite."""
     wrong = [f"read-only: {each}" for each in _judge_copy(path, told, scratch, state)]
     wrong += _outcome(run_child(lambda tell: _tell_all(tell, check(path, told, state=state))))
-    with closing(sqlite3.connect(path)) as db:
-        if (found := db.execute("PRAGMA integrity_check").fetchall()) != [("ok",)]:
-            wrong.append(f"integrity: {found[0][0]}")
-    return wrong
+    try:
+        with closing(sqlite3.connect(path)) as db:
+            found = db.execute("PRAGMA integrity_check").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    return wrong if found == "ok" else [*wrong, f"integrity: {found}"]
 
 
 def _judge_copy(path: Path, told: tuple[str, ...], scratch: Path, state: str | None) -> list[str]:

@@ -175,6 +175,14 @@ def delete_trace(path: Path) -> None:
         _remove_companions(path)
 
 
+def remove_placeholder(path: Path) -> None:
+    """Remove the empty file of `create_trace_file`. Raises `TracePlaceError`."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _path_error(path, error) from None
+
+
 def _remove_companions(path: Path) -> None:
     for companion in COMPANION_SUFFIXES:
         path.with_name(path.name + companion).unlink(missing_ok=True)

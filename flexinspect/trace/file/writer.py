@@ -35,6 +35,9 @@ WAL_LIMIT_PAGES = 16_384
 """Pages (64 MiB) of WAL above which a commit folds them into the file, even within a generation."""
 
 READER_WAIT_S = 1.5  # how long closing waits for readers to release the WAL
+CLOSE_BUSY_MS = (
+    200  # how long each attempt of it waits for another program that has locked the file
+)
 WRITE_BUSY_S = 10.0  # how long a commit waits for another program that has locked the file
 APPEND_BUSY_S = 5.0  # how long an addition waits for another program that writes at the same time
 _UNBINDABLE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, UnicodeEncodeError)
@@ -83,7 +86,7 @@ class TraceWriter:
         network = location.network_file_system(target.parent)
         here = target
         if network is not None:
-            target.unlink(missing_ok=True)
+            location.remove_placeholder(target)
             here = location.temporary_trace_path(target)
             location.create_trace_file(here, overwrite=False)
         writer = cls(target, here, create_trace(here, {**run, "state": "recording"}))
@@ -246,11 +249,18 @@ class TraceWriter:
                 self.note = f"The end of the recording could not be written to {self.path}."
 
     def _write_end(self, statements: Sequence[Statement]) -> bool:
-        """Write how the recording ended; try again once, because nothing comes after it."""
-        for _ in range(2):
+        """Write how the recording ended; once again if memory failed, as nothing comes after it."""
+        if self.failed:  # then it has waited for the other program already
             with suppress(sqlite3.Error, MemoryError):
+                self._db.execute(f"PRAGMA busy_timeout = {CLOSE_BUSY_MS}")
+        for _ in range(2):
+            try:
                 self._transaction(statements)
                 return True
+            except sqlite3.Error:
+                return False
+            except MemoryError:
+                continue
         return False
 
     def discard(self) -> None:
@@ -309,7 +319,7 @@ class TraceWriter:
     def _fold_wal(self) -> bool:
         """Fold the WAL into the file; return False when a reader or the disk prevents it."""
         with suppress(sqlite3.Error):
-            self._db.execute("PRAGMA busy_timeout = 200")
+            self._db.execute(f"PRAGMA busy_timeout = {CLOSE_BUSY_MS}")
         until = time.monotonic() + READER_WAIT_S
         while True:
             with suppress(sqlite3.Error, MemoryError):
@@ -357,7 +367,7 @@ def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, MemoryError) as error:
         if db is not None:
             db.close()
         with suppress(OSError):

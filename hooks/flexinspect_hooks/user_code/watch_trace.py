@@ -121,7 +121,7 @@ class WatchedTrace(ABC, Generic[S]):
         self._watched.discard(id(self._model))
         self._session = None
         calls = self._end_calls(session, state, error)
-        calls += [lambda: self._conclude(session, writer), lambda: writer.close(state)]
+        calls += [lambda: self._conclude(session, writer), lambda: self._close(writer, state)]
         for call in calls:
             try:
                 call()
@@ -130,6 +130,13 @@ class WatchedTrace(ABC, Generic[S]):
                 if isinstance(failure, FlexInspectError):
                     message = failure.sentence()
                 print_message(f"the trace could not be ended properly: {message}")
+
+    def _close(self, writer: TraceWriter, state: str) -> None:
+        """Close the trace, and print what there is to say of where it is now."""
+        before = writer.note
+        writer.close(state)
+        if writer.note and writer.note != before:
+            print_message(writer.note)
 
     def _conclude(self, session: S, writer: TraceWriter, **facts: Any) -> None:
         """Report a failure to record, and write the cost and `facts` into the manifest."""

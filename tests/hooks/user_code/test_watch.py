@@ -708,3 +708,12 @@ def test_an_unknown_token_is_not_shown_as_chosen(llama: Any, out: Path) -> None:
         "It is unknown whether logits processors changed these logits before the choice." in shown
     )
     assert "*" not in shown
+
+
+def test_a_trace_that_is_moved_while_it_is_watched_is_reported_at_the_end(
+    llama: Any, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with flexinspect.watch(llama, out=out):
+        greedy(llama, prompt_of())
+        out.rename(out.with_name("moved.flextrace"))
+    assert f"{out} was moved, deleted or replaced while it was recorded" in capsys.readouterr().err
