@@ -83,6 +83,7 @@ def open_and_step(path: Path, step: int) -> dict[str, float]:
     with Terminal(["open", str(path), "--step", str(step)]) as terminal:
         terminal.until(b"step ")
         header = time.perf_counter() - terminal.started
+        terminal.drawn_cpu_s = terminal.cpu_s()
         rest = terminal.settle(silence=COMPLETE_S)
         opening_cpu = terminal.drawn_cpu_s
         terminal.settle(silence=LOADED_S)
