@@ -185,11 +185,14 @@ def by_prompt_length(lengths: Sequence[int] = LENGTHS) -> dict[str, dict[str, in
     return found
 
 
-def measure(steps: int = 10_000, answers: int = 1_000, level: str = "advanced") -> dict[str, Any]:
-    """Return all figures."""
+def measure(steps: int = 10_000, level: str = "advanced") -> dict[str, Any]:
+    """Return all figures, those of answers from a tenth as many of them as steps."""
     run_parts(generate_steps, N_PARTS, level)  # imports, first allocations
     found: dict[str, Any] = {"level": level}
-    for name, work, n in (("steps", generate_steps, steps), ("answers", answer_prompts, answers)):
+    for name, work, n in (
+        ("steps", generate_steps, steps),
+        ("answers", answer_prompts, steps // 10),
+    ):
         parts = run_parts(work, n, level)
         found[name] = {"parts": to_builtins(parts), **_last_to_second(parts)}
     found["layers"] = by_layers(max(steps // 20, N_PARTS), level)
