@@ -19,7 +19,7 @@ from typing import Self
 SILENCE_S = 0.06
 """A frame counts as complete when nothing more has come for so long."""
 
-FIRST_BYTE_S = 10.0
+FIRST_BYTE_S = 3.0
 """A frame begins so soon after its key, also on a loaded machine."""
 
 
@@ -90,7 +90,7 @@ class Terminal:
         """Type a key."""
         os.write(self._fd, key)
 
-    def frame(self, key: bytes) -> float:
+    def frame(self, key: bytes, silence: float = SILENCE_S) -> float:
         """Type a key; return the seconds until the whole frame was written.
 
         Raises `TimeoutError` if the key changes nothing on the screen.
@@ -99,7 +99,7 @@ class Terminal:
         self.press(key)
         if not self._read(FIRST_BYTE_S):
             raise TimeoutError(f"nothing was written after the key {key!r}")
-        return time.perf_counter() - begun + self.settle()
+        return time.perf_counter() - begun + self.settle(silence=silence)
 
     def resident(self) -> int:
         """Return the resident set of the process, bytes."""
