@@ -23,7 +23,7 @@ import torch
 from msgspec import Struct
 
 from benchmarks import capture, own
-from benchmarks.common import Timing, bench_prompt, markdown, real_model
+from benchmarks.common import Timing, bench_prompt, markdown, real_model, time_flex
 from benchmarks.engine import time_generate
 from benchmarks.rewind import WARM, NullRecorder
 from flexinspect.core.errors import summarize_error
@@ -214,7 +214,7 @@ def check_synchronization(device: str, dtype: torch.dtype, *, compiled: bool) ->
     model, prompt = check_model(device, dtype), bench_prompt(CHECK_TOKENS)
 
     def bare() -> None:
-        capture.time_flex(model, prompt, compiled=compiled, new_tokens=CHECK_TOKENS)
+        time_flex(model, prompt, compiled=compiled, new_tokens=CHECK_TOKENS)
 
     run = capture.CapturedRun(model, prompt, "advanced", compiled=compiled, tokens=CHECK_TOKENS)
     counts = []
@@ -272,10 +272,12 @@ def check_rewind(device: str, dtype: torch.dtype) -> Check:
         again = decoder._decoder.token_ids[:]
         forced = (first[3] + 1) % model.config.vocab_size
         decoder.fork(0, 3, [forced])
+        decoder.advance()
         forked = decoder._decoder.token_ids[:4]
     is_right = again == first and forked == [*first[:3], forced]
-    text = f"{len(first)} tokens, {sum(a != b for a, b in zip(first, again, strict=True))} differ"
-    return Check(f"restore and fork, {_name(dtype)}", is_right, f"{text} after a restore")
+    n_differ = sum(a != b for a, b in zip(first, again, strict=True))
+    text = f"{n_differ} of {len(first)} tokens differ after a restore; a fork begins {forked[3:]}"
+    return Check(f"restore and fork, {_name(dtype)}", is_right, text)
 
 
 def checks(device: str, left: Left, *, small: bool, say: Say) -> list[Check]:
@@ -325,7 +327,7 @@ def costs(
     for number, (name, measured) in enumerate(cases.items()):
         share = 0.0 if small else left.seconds / (len(cases) - number) / 2  # warming up takes half
         say(f"cost, {name}")
-        facts = left.run(f"cost, {name}", lambda m=measured, s=share: m(s))
+        facts = left.run(f"cost, {name}", partial(measured, share))
         if facts:
             found[name] = facts
     bandwidth = left.run("bandwidth", lambda: memory_bandwidth(device, small=small))

@@ -18,6 +18,7 @@ from benchmarks import (
     export_formats,
     lab,
     own,
+    peers,
     training,
     training_debuggers,
 )
@@ -255,6 +256,16 @@ QUESTIONS: Sequence[Question] = (
         "own-steps --model llama3.2_1b_it",
         "own-steps-llama3.2_1b_it",
         own.steps_table,
+    ),
+    Question(
+        "What do other libraries cost on the same generation?",
+        "transformers' own greedy `generate`, 32 tokens, bare and under each recorder in one run. "
+        "The whole block is timed, with the opening and closing of the trace. The other libraries "
+        "keep tensors in a list. These figures are of a machine that other programs used, so the "
+        "wall clock tells little; the CPU time, of all threads, tells more.",
+        "peers --threads 1 --tokens 32",
+        "peers-1-threads",
+        peers.table,
     ),
     Question(
         "What would the smallest recorder cost?",

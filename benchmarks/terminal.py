@@ -19,6 +19,9 @@ from typing import Self
 SILENCE_S = 0.06
 """A frame counts as complete when nothing more has come for so long."""
 
+FIRST_BYTE_S = 3.0
+"""A frame begins so soon after its key, also on a loaded machine."""
+
 
 class Terminal:
     """A Python program in a pseudo-terminal of so many cells; what it writes is not drawn.
@@ -87,10 +90,16 @@ class Terminal:
         """Type a key."""
         os.write(self._fd, key)
 
-    def frame(self, key: bytes) -> float:
-        """Type a key; return the seconds until the whole frame was written."""
+    def frame(self, key: bytes, silence: float = SILENCE_S) -> float:
+        """Type a key; return the seconds until the whole frame was written.
+
+        Raises `TimeoutError` if the key changes nothing on the screen.
+        """
+        begun = time.perf_counter()
         self.press(key)
-        return self.settle()
+        if not self._read(FIRST_BYTE_S):
+            raise TimeoutError(f"nothing was written after the key {key!r}")
+        return time.perf_counter() - begun + self.settle(silence=silence)
 
     def resident(self) -> int:
         """Return the resident set of the process, bytes."""

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from support.traces import sample_trace
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_capture
+from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.kernels.builtin_kernels import NAMES
 
 
@@ -53,3 +55,46 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         gpu.main(["kernels", "--device", "nothing"])
     assert caught.value.code == 2
     assert "The device 'nothing' is unknown." in capsys.readouterr().err
+
+
+def test_capture_is_checked_and_its_cost_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["capture", "--small", "--device", "cpu", "--out", str(out)]) == 0
+    facts = json.loads(out.read_text("utf-8"))["capture"]
+    assert facts["left_out"] == []
+    checks = {one["name"].partition(",")[0]: one for one in facts["checks"]}
+    for name in ("masks", "kernel path", "LSE", "findings", "restore and fork"):
+        assert checks[name]["passed"] is True, checks[name]
+    for name in ("memory", "no synchronization"):
+        assert checks[name]["passed"] is None
+        assert "needs CUDA" in checks[name]["text"]
+    for case in facts["costs"]["cases"].values():
+        assert case["advanced"]["ratio"]["median"] > 0
+        assert case["bandwidth_share"] > 0
+    printed = capsys.readouterr().out
+    assert "| masks, float32, uncompiled | yes |" in printed
+    assert json.loads(printed.splitlines()[-1])["case"] == "gpu-capture"
+
+
+def test_a_check_that_fails_is_the_result_of_the_script() -> None:
+    failed = {"capture": {"checks": [{"passed": None}, {"passed": False}]}}
+    assert gpu._has_failed(failed)
+    assert not gpu._has_failed({"capture": {"checks": [{"passed": None}, {"passed": True}]}})
+
+
+def test_capture_begins_nothing_after_its_time() -> None:
+    facts = gpu_capture.measure("cpu", seconds=0, small=True, say=lambda _: None)
+    assert facts["checks"] == []
+    assert "costs: no time was left" in facts["left_out"]
+
+
+def test_another_path_and_a_larger_error_fail_their_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gpu_capture.LSE_TOLERANCE, "float32", 1e-6)
+    path = sample_trace(tmp_path / "a.flextrace")
+    with open_trace(path) as reader:
+        assert gpu_capture._check_paths(reader, "", compiled=True).passed is False
+        assert gpu_capture._check_lse(reader, "", "float32").passed is False

@@ -34,6 +34,26 @@ def test_every_generation_has_its_own_mask(tmp_path: Path) -> None:
     assert np.array_equal(data.states == OPEN, mask_trace.dense_mask(mask_trace.WRONG))
 
 
+def test_the_rows_of_steps_that_stay_in_view_are_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = mask_grid.MaskLoader._input_rows
+
+    def counted(self: mask_grid.MaskLoader, call: Any) -> Any:
+        made.append(call.step)
+        return make(self, call)
+
+    monkeypatch.setattr(mask_grid.MaskLoader, "_input_rows", counted)
+    seen = Shown(mask_trace.write(tmp_path / "t.flextrace"))
+    first = seen.load(at=TracePlace(step=1, layer=mask_trace.WRONG))
+    assert made
+    made.clear()
+    second = seen.load(at=TracePlace(step=2, layer=mask_trace.WRONG))
+    assert made == []
+    assert second.mask_view.parts[0] is first.mask_view.parts[0]
+
+
 def test_a_branch_continues_from_its_parents_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
     spec = algebra.preset("segment-isolation", mask_trace.SEGMENTS)

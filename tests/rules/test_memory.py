@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from flexinspect.records.step import (
     StepRecord,
 )
 from flexinspect.rules.context import RuleContext
+from flexinspect.rules.numerics import memory_growth
 from flexinspect.rules.numerics.memory_growth import MIB, MemoryRule
 from flexinspect.trace.reader import open_trace
 
@@ -174,6 +175,23 @@ def test_the_growth_is_counted() -> None:
 )
 def test_memory_that_does_not_grow_steadily_is_not_reported(grows: Callable[[int], float]) -> None:
     assert curve(grows) == []
+
+
+def test_growth_of_a_long_generation_is_judged_from_few_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_growth, "MAX_VALUES", 40)
+    kept: list[int] = []
+    judge = memory_growth.steady_growth
+
+    def counted(values: Sequence[int], every: int = 1) -> Any:
+        kept.append(len(values))
+        return judge(values, every)
+
+    monkeypatch.setattr(memory_growth, "steady_growth", counted)
+    (found,) = curve(lambda i: 4 * i, n=1000)
+    assert "grew by 4.0 MiB per step" in found.sentence
+    assert kept[0] <= 40
 
 
 def test_a_few_steps_give_no_finding() -> None:

@@ -258,6 +258,14 @@ PartCells = tuple[
 """The cells of a part: `n_keys`, `heads`, `known`, chunks of rows, `packed`, `cells`."""
 
 
+# by identity: it is part of a cache key, and hashing each of its steps costs more than the look-up
+class PartSteps(Struct, frozen=True, eq=False):
+    """The steps of one part, and the masks that they name."""
+
+    steps: tuple[StepMaskRows, ...]
+    masks: tuple[str, ...]
+
+
 class MaskLoader(Struct, frozen=True):
     """Loads the mask view of a place; the cells are counted by the groups of positions."""
 
@@ -302,39 +310,47 @@ class MaskLoader(Struct, frozen=True):
 
     def _step_rows(
         self, owners: Sequence[tuple[int, int, int | None]], first: int, stop: int
-    ) -> Iterator[tuple[StepMaskRows, ...]]:
-        """Yield the rows of step 0, then those of the window's steps, grouped in parts.
-
-        Steps of one row that follow each other are in one part, every other step in its own.
-        """
+    ) -> Iterator[PartSteps]:
+        """Yield the rows of step 0, then those of the window's steps, grouped in parts."""
         ranges = [(0, 1)] if first > 0 else []
         stop = min(stop, first + MAX_STEPS)
         ranges += [(low, min(low + PART_STEPS, stop)) for low in range(first, stop, PART_STEPS)]
         for low, high in ranges:
             for owner, begin, end in reversed(owners):
                 start, last = max(low, begin), high if end is None else min(high, end)
-                span = (self.place.generation, owner, start, last)
-                # All steps below `last` are written, so the cached value cannot change.
-                read = partial(mask_cells.read_step_calls, self.source.reader, *span)
-                key = ("mask.calls", *span)
-                calls = self.source.get_or_create(key, read) if start < last else []
-                for is_decode, group in groupby(calls, key=lambda call: call.q_len == 1):
-                    steps = tuple(self._input_rows(call) for call in group if call.q_len > 0)
-                    yield from (steps,) if is_decode else ((step,) for step in steps)
+                if start < last:
+                    # All steps below `last` are written, so the cached value cannot change.
+                    span = (self.place.generation, owner, start, last)
+                    key = ("mask.steps", *span, self.place.layer)
+                    yield from self.source.get_or_create(key, partial(self._read_parts, span))
+
+    def _read_parts(self, span: tuple[int, int, int, int]) -> tuple[PartSteps, ...]:
+        """Return the steps of (generation, branch, start, stop) in parts.
+
+        Steps of one row that follow each other are in one part, every other step in its own.
+        """
+        read = partial(mask_cells.read_step_calls, self.source.reader, *span)
+        calls = self.source.get_or_create(("mask.calls", *span), read)
+        found: list[PartSteps] = []
+        for is_decode, group in groupby(calls, key=lambda call: call.q_len == 1):
+            steps = tuple(self._input_rows(call) for call in group if call.q_len > 0)
+            for part in (steps,) if is_decode else [(step,) for step in steps]:
+                names = tuple(step.mask for step in part if step.mask is not None)
+                found.append(PartSteps(part, names))
+        return tuple(found)
 
     def _input_rows(self, call: mask_cells.StepCalls) -> StepMaskRows:
         mask, kv_len = call.by_layer.get(self.place.layer, (None, call.kv_after))
         offset = max(call.kv_after - kv_len, 0)
         return StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
 
-    def _load_part(self, steps: tuple[StepMaskRows, ...], row: int) -> MaskPart:
-        names = [step.mask for step in steps if step.mask is not None]
-        count_heads = partial(mask_cells.max_mask_heads, self.source.reader, names)
-        heads = self.source.get_or_create(("mask.heads", *names), count_heads)
+    def _load_part(self, part: PartSteps, row: int) -> MaskPart:
+        count_heads = partial(mask_cells.max_mask_heads, self.source.reader, part.masks)
+        heads = self.source.get_or_create(("mask.heads", part), count_heads)
         # All heads share the part of a mask that is the same for all of them.
         head = min(max(self.place.head, 0), heads - 1)
-        key: Hashable = ("mask.part", steps, row, head, self.spec, self.groups)
-        return self.source.get_or_create(key, lambda: self._make_part(steps, row, head))
+        key: Hashable = ("mask.part", part, row, head, self.spec, self.groups)
+        return self.source.get_or_create(key, lambda: self._make_part(part.steps, row, head))
 
     def _make_part(self, steps: tuple[StepMaskRows, ...], row: int, head: int) -> MaskPart:
         """Read the cells of some steps, and count them."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from flexinspect.core.text import plural, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Severity
-from flexinspect.records.step import BuildRecord, EventRecord, StepRecord
+from flexinspect.records.step import BuildRecord, EventRecord, MemoryRecord, StepRecord
 from flexinspect.rules.attention.kernel_path import grid_sizes
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.numerics.out_of_memory import out_of_memory_finding
@@ -29,8 +29,12 @@ MIN_RISING_SHARE = 0.75
 MIN_CAPTURE_SHARE, MIN_CAPTURE_BYTES = 0.25, 256 * MIB
 
 
-def steady_growth(n_bytes: Sequence[int]) -> tuple[float, float, int] | None:
-    """Judge the memory of successive steps, without their KV cache.
+MAX_VALUES = 4096
+"""Values of memory that are kept; of a longer generation every second one is, then every fourth."""
+
+
+def steady_growth(n_bytes: Sequence[int], every: int = 1) -> tuple[float, float, int] | None:
+    """Judge the memory of every step, or of every second or fourth one, without their KV cache.
 
     Returns the growth per step, the growth in total, and the number of steps in which it grew; None
     if memory does not rise steadily, or too little to be reported.
@@ -41,11 +45,11 @@ def steady_growth(n_bytes: Sequence[int]) -> tuple[float, float, int] | None:
     values = values[len(values) // 4 :]  # allocator caches fill up at first
     window = max(len(values) // 4, 1)
     rises = values[window:] - values[:-window]
-    slope, total = float(np.median(rises)) / window, float(values[-1] - values[0])
+    slope, total = float(np.median(rises)) / (window * every), float(values[-1] - values[0])
     is_steady = float(np.mean(rises > 0)) >= MIN_RISING_SHARE
     if slope < MIN_GROWTH_PER_STEP or total < MIN_TOTAL_GROWTH or not is_steady:
         return None
-    return slope, total, len(values)
+    return slope, total, len(values) * every
 
 
 class MemoryRule(Rule):
@@ -64,6 +68,7 @@ class MemoryRule(Rule):
         """Reset the memory of earlier steps."""
         self._bytes: list[int] = []
         self._steps: list[int] = []
+        self._n_decoded, self._every = 0, 1
         self._peak = 0
 
     def on_step(self, step: StepRecord) -> Findings:
@@ -84,9 +89,18 @@ class MemoryRule(Rule):
             id_ = "memory.capture"
             yield self.finding(step, id_, sentence, evidence=evidence, series=id_)
         if step.phase == "decode" and step.branch == 0:
+            self._keep(step.step, memory)
+
+    def _keep(self, step: int, memory: MemoryRecord) -> None:
+        """Keep the memory of a decode step, or of some only, so that this memory does not grow."""
+        if self._n_decoded % self._every == 0:
             used = memory.rss if memory.cuda_allocated is None else memory.cuda_allocated
             self._bytes.append(used - memory.kv_cache)
-            self._steps.append(step.step)
+            self._steps.append(step)
+        self._n_decoded += 1
+        if len(self._bytes) > MAX_VALUES:
+            del self._bytes[1::2], self._steps[1::2]
+            self._every *= 2
 
     def on_event(self, event: EventRecord) -> Findings:
         """Report that memory ran out."""
@@ -96,7 +110,7 @@ class MemoryRule(Rule):
 
     def on_generation_end(self) -> Findings:
         """Report steady growth."""
-        growth = steady_growth(self._bytes)
+        growth = steady_growth(self._bytes, self._every)
         if growth is None:
             return
         slope, total, n_values = growth

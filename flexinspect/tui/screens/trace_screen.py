@@ -33,6 +33,7 @@ from flexinspect.tui.capture_commands import CaptureCommands
 from flexinspect.tui.code_editor import open_code
 from flexinspect.tui.diagnosis_card import DiagnosisCard
 from flexinspect.tui.finding_commands import FindingCommands
+from flexinspect.tui.follow_pace import FollowPace
 from flexinspect.tui.key_line import KeyLine, actions_to_show
 from flexinspect.tui.navigation import Navigation, StepReplay, clamp_place
 from flexinspect.tui.panel_layout import Slots
@@ -72,7 +73,6 @@ def _key_commands() -> type[Provider]:
     return KeyCommands
 
 
-POLL_EVERY_S = 0.05
 PAGE = 10
 POLL_S = 0.25
 """Interval between status requests to a running capture; each takes a millisecond of a thread."""
@@ -204,8 +204,9 @@ class TraceScreen(Screen[None]):
     @work(exclusive=True, group="watch")
     async def _poll_while_live(self) -> None:
         """Poll the trace while it may grow; a poll without changes takes microseconds."""
+        pace = FollowPace()
         while self.status.live:
-            await asyncio.sleep(POLL_EVERY_S)
+            await asyncio.sleep(pace.pause_s())
             if not self.query(StatusBanner):
                 return  # the interface is closing
             self.poll_trace()
