@@ -16,9 +16,11 @@ from benchmarks import (
     capture,
     distributed,
     export_formats,
+    growth,
     lab,
     own,
     peers,
+    scale,
     training,
     training_debuggers,
 )
@@ -361,6 +363,16 @@ QUESTIONS: Sequence[Question] = (
         writing_table,
     ),
     Question(
+        "Does recording cost more later in a run?",
+        "A tiny model with a sliding window under `watch`, level `advanced`: one long generation, "
+        "then answers in one trace, then more layers and longer prompts. Measured on a machine "
+        "that other programs used: the CPU time is the difference of two runs and tells little; "
+        "bytes and memory do not depend on it.",
+        "growth --threads 1 --steps 2000",
+        "growth-1-threads",
+        growth.table,
+    ),
+    Question(
         "How long does an export take, and how much memory?",
         "A synthetic generation of 2 000 steps, and the same with a million candidates in its "
         "table: memory does not grow with the rows.",
@@ -376,6 +388,14 @@ QUESTIONS: Sequence[Question] = (
         "tui",
         "tui",
         tui_table,
+    ),
+    Question(
+        "Is the interface as fast on a large trace?",
+        "Ratios of CPU time to the trace of 200 steps, in one run. Measured on a machine that "
+        "other programs used, so the seconds of the clock tell little.",
+        "scale",
+        "scale",
+        scale.table,
     ),
 )
 

@@ -63,6 +63,7 @@ _NEWEST_GROUPS_SQL = (
     "WHERE generation = ? AND kind = 'parameters-changed' ORDER BY event DESC LIMIT 1)) ORDER BY "
     "key"
 )
+MAX_KEPT_GENERATIONS = 4
 MAX_RATES = 8
 """Number of parameter groups of an optimizer whose learning rates are read for a curve."""
 MAX_STEPS_READ = 4096
@@ -120,6 +121,7 @@ class TraceReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
         self.known_lineages: dict[tuple[int, int], Lineage] = {}
+        self._ended_generations: dict[int, results.GenerationRow] = {}
         self._connections = TraceConnections(self.path)
         self._query = self._connections.query
         self._added = False
@@ -152,6 +154,8 @@ class TraceReader:
         """
         has_changed = self._connections.changed() or self._added
         self._added = False
+        if has_changed:
+            self._ended_generations.clear()
         if has_changed and self._live and self.state != "recording":
             self._live = False
             self._connections.release()
@@ -187,11 +191,20 @@ class TraceReader:
         return self._read(codec.decode_generation, sql)
 
     def generation(self, generation: int) -> results.GenerationRow:
-        """Return one generation. Raises `TraceError` when there is no such generation."""
+        """Return one generation. Raises `TraceError` when there is no such generation.
+
+        Of one that has ended it is kept until something is written: an answer may be megabytes.
+        """
+        if known := self._ended_generations.get(generation):
+            return known
         sql = f"{schema.READ_GENERATIONS} WHERE g.generation = ?"
         rows = self._read(codec.decode_generation, sql, (generation,))
         if not rows:
             raise TraceError(f"{self.path} has no generation {generation}.")
+        if rows[0].state != "recording":
+            if len(self._ended_generations) >= MAX_KEPT_GENERATIONS:
+                self._ended_generations.clear()
+            self._ended_generations[generation] = rows[0]
         return rows[0]
 
     def branches(self, generation: int) -> list[results.BranchRow]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 EVERY_S = 0.05
 """The shortest pause: a run of a few steps a second is shown without delay."""
 AT_LATEST_S = 0.5
-SHARE = 0.12
+SHARE = 0.1
 """Share of a core that showing new steps may take; a fast run has many of them per frame."""
 
 

@@ -54,6 +54,13 @@ def test_the_rows_of_steps_that_stay_in_view_are_made_once(
     assert second.mask_view.parts[0] is first.mask_view.parts[0]
 
 
+@pytest.mark.parametrize(
+    ("n_keys", "steps"), [(0, 1024), (65_536, 1024), (65_537, 512), (500_000, 128), (1 << 26, 128)]
+)
+def test_a_window_has_fewer_steps_the_more_keys_they_have(n_keys: int, steps: int) -> None:
+    assert mask_grid.window_size(n_keys) == steps
+
+
 def test_a_branch_continues_from_its_parents_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.flextrace"
     spec = algebra.preset("segment-isolation", mask_trace.SEGMENTS)

@@ -186,3 +186,23 @@ def test_repetitions_of_a_series_raise_the_counter(tmp_path: Path) -> None:
         numbers.append(queries.findings_counter(reader))
     assert numbers[0] == 0
     assert numbers == sorted(set(numbers))
+
+
+def test_a_generation_that_has_ended_is_read_once_until_something_is_written(
+    tmp_path: Path, work: QueryWork
+) -> None:
+    path = tmp_path / "a.flextrace"
+    made = synthetic._Made(synthetic._prompt([10] * 5, 1), 1, thin=True)
+    with TraceWriter.create(path, {}) as writer, TraceReader(path) as reader:
+        writer.begin_generation(made.generation())
+        assert reader.generation(0).state == reader.generation(0).state == "recording"
+        assert work.n_queries >= 2
+        writer.end_generation(made.end())
+        assert reader.changed()
+        first = reader.generation(0)
+        work.reset()
+        assert reader.generation(0) is first
+        assert work.n_queries == 0
+        writer.end_generation(replace(made.end(), answer="another"))
+        assert reader.changed()
+        assert reader.generation(0).answer == "another"

@@ -251,6 +251,19 @@ WINDOW_STEPS = 256
 MAX_STEPS = 1024
 """Maximum number of steps in the window."""
 
+MAX_WINDOW_CELLS = 1 << 26
+"""Cells of a window's decode rows: with very many keys it has fewer steps, down to `MIN_STEPS`."""
+
+MIN_STEPS = 128
+
+
+def window_size(n_keys: int) -> int:
+    """Return the maximum number of steps in a window of rows with `n_keys` keys: a power of two."""
+    most = MAX_STEPS
+    while most > MIN_STEPS and most * n_keys > MAX_WINDOW_CELLS:
+        most //= 2
+    return most
+
 
 PartCells = tuple[
     int, int, Bools, Chunks, counting.PackedMask | None, mask_cells.StoredCells | None
@@ -286,12 +299,15 @@ class MaskLoader(Struct, frozen=True):
         if not lasts:
             return None
         last, first = max(lasts), 0
-        if last >= MAX_STEPS:
-            low = place.step // WINDOW_STEPS * WINDOW_STEPS - WINDOW_STEPS
-            high = last // WINDOW_STEPS * WINDOW_STEPS + WINDOW_STEPS - MAX_STEPS
+        row = reader.step(place.generation, place.step, owners[0][0])
+        most = window_size(0 if row is None else row.kv_after)
+        if last >= most:
+            each = min(WINDOW_STEPS, most // 2)
+            low = place.step // each * each - each
+            high = last // each * each + each - most
             first = max(0, min(low, high))
         parts: list[MaskPart] = []
-        for steps in self._step_rows(owners, first, last + 1):
+        for steps in self._step_rows(owners, first, min(last + 1, first + most)):
             parts.append(self._load_part(steps, parts[-1].stop if parts else 0))
         if not parts:
             return None
@@ -304,7 +320,7 @@ class MaskLoader(Struct, frozen=True):
             spec=self.spec,
             groups=self.groups,
             first_step=first,
-            last_step=min(first + MAX_STEPS - 1, last),
+            last_step=min(first + most - 1, last),
             n_steps=last + 1,
         )
 
@@ -313,7 +329,6 @@ class MaskLoader(Struct, frozen=True):
     ) -> Iterator[PartSteps]:
         """Yield the rows of step 0, then those of the window's steps, grouped in parts."""
         ranges = [(0, 1)] if first > 0 else []
-        stop = min(stop, first + MAX_STEPS)
         ranges += [(low, min(low + PART_STEPS, stop)) for low in range(first, stop, PART_STEPS)]
         for low, high in ranges:
             for owner, begin, end in reversed(owners):

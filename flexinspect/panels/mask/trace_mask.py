@@ -18,6 +18,7 @@ from flexinspect.masks.counting import PositionGroups
 from flexinspect.masks.elementary import CombinedMask, RuleMask, spec_mask
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.mask.mask_grid import (
+    MIN_STEPS,
     WINDOW_STEPS,
     MaskLoader,
     MaskPart,
@@ -116,8 +117,8 @@ def _load_views(loader: MaskLoader, last_step: int | None) -> Iterator[MaskView]
         stop = view.n_steps if last_step is None else min(view.n_steps, last_step + 1)
         if view.last_step + 1 >= stop:
             return
-        # A window begins at least `WINDOW_STEPS` before its step.
-        step = view.last_step + 1 + WINDOW_STEPS
+        # A window begins at least so many steps before its step, however many keys it has.
+        step = view.last_step + 1 + min(WINDOW_STEPS, MIN_STEPS // 2)
 
 
 class _Rows(Struct, frozen=True):
