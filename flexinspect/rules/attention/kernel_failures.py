@@ -51,6 +51,7 @@ class FailuresRule(Rule):
     name = "failures"
     needs = (imported.EVENTS,)
     handles_standalone_calls = True
+    handles_packed_requests = True
     findings = finding_kinds(
         "path.kernel-failed", "kernel.*", "observer.crash", "observer.killed", "observer.logger-*"
     )
