@@ -70,6 +70,9 @@ def _find_query(query: str) -> str:
     return sql
 
 
+PACKED_REQUESTS_EVENT = "packed-requests"  # a forward of continuous batching
+
+
 class Rule:
     """Base class of a rule: checks the steps of one run, generation by generation.
 
@@ -84,6 +87,8 @@ class Rule:
     offline_only: ClassVar[bool] = False  # whether the rule is too slow to run beside the model
     handles_standalone_calls: ClassVar[bool] = False
     """Whether the rule also checks standalone calls of FlexAttention (outside of any model)."""
+    handles_packed_requests: ClassVar[bool] = False
+    """Whether the rule also checks forwards of continuous batching, with rows of several texts."""
     needs: ClassVar[tuple[str, ...]] = ()
     """The kinds of records without which the rule has nothing to check, of
     `flexinspect.records.imported.RECORD_KINDS`. It does not run on an imported trace that lacks
@@ -258,7 +263,12 @@ class RuleRunner:
     def _run_step(self, step: StepRecord) -> tuple[list[Finding], tuple[EventRecord, ...]]:
         self._context.add_step(step)
         step = paged_keys.without_slots(step, self._context)
-        return self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step.step)
+        is_packed = any(event.kind == PACKED_REQUESTS_EVENT for event in step.events)
+
+        def check(rule: Rule) -> Iterable[Finding]:
+            return rule.on_step(step) if rule.handles_packed_requests or not is_packed else ()
+
+        return self._call_rules(check, f"step {step.step}", step.step)
 
     def _call_rules(
         self, call: Callable[[Rule], Iterable[Finding]], where: str, step: int | None = None

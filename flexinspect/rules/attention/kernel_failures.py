@@ -61,6 +61,7 @@ class FailuresRule(Rule):
     name = "failures"
     needs = (imported.EVENTS,)
     handles_standalone_calls = True
+    handles_packed_requests = True
     findings = finding_kinds(
         *("path.kernel-failed", "kernel.*", "observer.crash", "observer.killed"),
         *("observer.logger-*", run_failures.RAISED, run_failures.RULE_RAISED),

@@ -25,7 +25,6 @@ from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, Step
 from flexinspect.rules.context import format_step_layers, step_array
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
-PACKED_EVENT = "packed-requests"  # a forward of continuous batching, whose keys are in pages
 NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
 CACHED_PROMPT_EVENT = "cached-prompt"  # has the prompt tokens that a caller assumes to be cached
 
@@ -293,9 +292,6 @@ class CacheRule(Rule):
     def _check_text(self, step: StepRecord) -> Finding | None:
         """Compare the input of a step with the content of the cache."""
         found: Finding | None = None
-        if any(event.kind == PACKED_EVENT for event in step.events):
-            self._last_step = None
-            return None
         if step.step == 0:
             self._is_cache_off = any(event.kind == NO_CACHE_EVENT for event in step.events)
             check = self._check_filled_cache if step.kv_before else self._check_lost_cache

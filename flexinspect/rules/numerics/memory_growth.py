@@ -59,6 +59,7 @@ class MemoryRule(Rule):
     needs = (imported.MEMORY,)
     streams = ("*",)
     handles_standalone_calls = True
+    handles_packed_requests = True
     findings = finding_kinds("memory.*")
 
     def __init__(self) -> None:

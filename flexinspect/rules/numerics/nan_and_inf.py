@@ -47,6 +47,7 @@ class NumbersRule(Rule):
     needs = (imported.STATISTICS,)
     streams = ("hidden", *ROW_STREAMS)
     handles_standalone_calls = True
+    handles_packed_requests = True
     findings = finding_kinds("numbers.nan", "numbers.inf")
 
     def reset(self) -> None:

@@ -82,12 +82,11 @@ class InputsHook(Hook):
         pending = self._pending = _PendingInputs(batch_size_of(arguments))
         pending.positions = arguments.get("position_ids")
         pending.cache, pending.before = _weak_cache(cache), _cached_lengths(cache)
-        if step.step == 0 and arguments.get("use_cache") is False:
-            if is_packed(arguments):
-                text = "Continuous batching: one forward has rows of several requests."
-                step.events.append((PACKED_REQUESTS, text))
-            else:
-                step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
+        if is_packed(arguments):
+            text = "Continuous batching: one forward has rows of several requests."
+            step.events.append((PACKED_REQUESTS, text))
+        elif step.step == 0 and arguments.get("use_cache") is False:
+            step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
         if ids is not None and pending.batch > 1:
             pending.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
         mask = arguments.get("attention_mask")
