@@ -259,7 +259,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "k01_decode_without_offset": ("decode.no-offset",),
     "k03_empty_cache_slots": ("cache.empty-slots",),
     "k04_mask_one_short": ("lengths.mask-kv",),
-    "k07_lost_cache": ("cache.empty-layer",),
+    "k07_lost_cache": ("run.exception", "cache.empty-layer"),
     "k09_no_cache": (),
     "b02_stale_tables": ("mask.stale-tables",),
     "b06_blocks_for_tokens": (),

@@ -88,7 +88,8 @@ def test_parquet_has_every_text_as_it_is(path: Path) -> None:
     for (table, column), texts in stored_texts(path).items():
         found = parquet.read_table(folder / f"{table}.parquet")[column]
         if found.type == "string":
-            assert [text for text in found.to_pylist() if text] == texts, (table, column)
+            # A query may read an index, whose order is another one.
+            assert sorted(filter(None, found.to_pylist())) == sorted(texts), (table, column)
             n_attacks += sum(ATTACK in text for text in texts)
     assert n_attacks > 20
 

@@ -116,7 +116,8 @@ _PENDING: dict[str, dict[int, tuple[str, ...]]] = {
 
 
 _NEW_RULES = (
-    *("audit", "generated_length", "inferred_segments", "invariants", "recompute"),
+    *("audit", "generate_options", "generated_length", "inferred_segments", "invariants"),
+    *("kernel_options", "late_binding", "other_prompt", "padding_as_text", "recompute"),
     "training_checks",
 )
 """Rules that did not exist when the traces were recorded."""

@@ -190,7 +190,7 @@ async def test_opening_another_trace_asks_what_happens_to_the_run(
         assert "Open the other trace, and let the run continue" in screen_text(app)
         await pilot.press("enter")
         await until(pilot, lambda: "Jane" in screen_text(app))
-        assert screen(app).status.state == "finished"
+        await until(pilot, lambda: screen(app).status.state == "finished")
     assert app.session is not None
     assert app.session.process is not None  # the command prints the result of the run
     assert open_trace(path).state == "interrupted"
