@@ -544,6 +544,16 @@ def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> 
     return {**rest, **mask}
 
 
+def fork_steps(reader: TraceReader, generation: int, start: int, stop: int) -> list[int]:
+    """Return the steps `start <= step < stop` at which a branch of a generation begins.
+
+    The columns before `answer` are read: that of a long generation is megabytes.
+    """
+    sql = "SELECT fork_step FROM branches WHERE generation = ? AND fork_step >= ? AND fork_step < ?"
+    rows = reader._read_values(("int",), sql, (generation, start, stop), "branches")
+    return [step for (step,) in rows]
+
+
 def visible_lineage(reader: TraceReader, generation: int, branch: int, step: int) -> Lineage:
     """Return the part of a branch's lineage whose keys are in the cache at a step.
 

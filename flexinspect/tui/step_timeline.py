@@ -97,9 +97,7 @@ def _read_steps(
     close = {step for step, margin in margins.items() if margin < CLOSE_MARGIN}
     hits = queries.matching_events(reader, *span, "breakpoint", stop - start)
     marks = {hit.event.step: BREAKPOINT_MARK for hit in hits if hit.event.step is not None}
-    for row in reader.branches(generation):
-        if row.fork_step is not None:
-            marks[row.fork_step] = BRANCH_MARK
+    marks |= dict.fromkeys(queries.fork_steps(reader, *span), BRANCH_MARK)
     found = queries.finding_steps(reader, *span)
     marks |= {step: _MARKS[severity] for step, severity in found.items()}
     return levels, close, marks

@@ -118,3 +118,26 @@ def test_the_steps_with_findings_have_the_worst_severity(path: Path) -> None:
     assert queries.finding_steps(reader, 0, 0, 6) == {3: Severity.ERROR}
     assert queries.finding_steps(reader, 1, 0, 6) == {}
     assert queries.finding_steps(reader, 0, 4, 6) == {}
+
+
+def test_the_marks_of_forks_read_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE branches SET answer = ?", ("word " * 200_000,))
+        db.execute(
+            "INSERT INTO branches SELECT generation, branch + 1, 0, 2, state, answer, stop_reason, "
+            "started_at, ended_at, change FROM branches WHERE generation = 0 AND branch = 0"
+        )
+    db.close()
+    with open_trace(path) as reader:
+        n_chars: list[int] = []
+        query = reader._query
+
+        def counted(sql: str, params: Any = ()) -> list[Any]:
+            rows = query(sql, params)
+            n_chars.extend(len(value) for row in rows for value in row if isinstance(value, str))
+            return rows
+
+        monkeypatch.setattr(reader, "_query", counted)
+        _, _, marks = step_timeline._read_steps(reader, 0, 0, 4, 0)
+    assert marks[2] == step_timeline.BRANCH_MARK
+    assert sum(n_chars) < 10_000
