@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.traces import sample_trace
-from support.tui import screen_lines, settle, until
+from support.tui import press, screen_lines, settle, until
 from textual import events
 
 from flexinspect.drawing.text_lines import Pen
@@ -16,6 +16,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.panels.timeline import StepWindow
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
+from flexinspect.trace.file.connections import TraceConnections
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui import step_timeline
 from flexinspect.tui.app import InspectorApp
@@ -120,24 +121,27 @@ def test_the_steps_with_findings_have_the_worst_severity(path: Path) -> None:
     assert queries.finding_steps(reader, 0, 4, 6) == {}
 
 
-def test_the_marks_of_forks_read_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_further_looks_at_no_branch_whose_row_holds_an_answer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE branches SET answer = ?", ("word " * 200_000,))
         db.execute(
             "INSERT INTO branches SELECT generation, branch + 1, 0, 2, state, answer, stop_reason, "
             "started_at, ended_at, change FROM branches WHERE generation = 0 AND branch = 0"
         )
     db.close()
-    with open_trace(path) as reader:
-        n_chars: list[int] = []
-        query = reader._query
+    statements: list[str] = []
+    query = TraceConnections.query
 
-        def counted(sql: str, params: Any = ()) -> list[Any]:
-            rows = query(sql, params)
-            n_chars.extend(len(value) for row in rows for value in row if isinstance(value, str))
-            return rows
+    def counted(self: TraceConnections, sql: str, params: Any = ()) -> list[Any]:
+        statements.append(sql)
+        return query(self, sql, params)
 
-        monkeypatch.setattr(reader, "_query", counted)
-        _, _, marks = step_timeline._read_steps(reader, 0, 0, 4, 0)
-    assert marks[2] == step_timeline.BRANCH_MARK
-    assert sum(n_chars) < 10_000
+    monkeypatch.setattr(TraceConnections, "query", counted)
+    async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await until(pilot, lambda: "┣" in drawn(pilot.app))
+        statements.clear()
+        await press(pilot, "right")
+        assert statements
+        assert not [sql for sql in statements if "branches" in sql]
