@@ -11,6 +11,7 @@ Libraries that are not installed are left out: `pip install 'flexinspect[bench]'
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -263,6 +264,7 @@ def measure(
     generation = Generation(model, bench_prompt(tokens).ids, tokens)
     facts: dict[str, Any] = {"tokens": tokens, "versions": _versions(recorders), "kernels": {}}
     for name in kernels:
+        print(f"{KERNELS[name]}: {seconds / len(kernels):.0f} s or more", file=sys.stderr)
         with kernel(model, name):
             facts["kernels"][name] = measure_kernel(
                 generation, recorders, name, seconds / len(kernels)

@@ -120,6 +120,7 @@ CASES: dict[str, Case] = {
         (Named("generate.sampling-by-config", ("do_sample=True",)),),
         ("generate.sampling-by-config",),
         thread="huggingface/lighteval#559",
+        notes_count=True,  # the program does not say that it means greedy decoding
     ),
     "N06": Case(
         "a batch is padded with the EOS, its mask is not passed",

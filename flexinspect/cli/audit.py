@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--seconds must be above 0.")
         path = _trace_of(args)
         judges_again = path is not None and not args.stored
+        if judges_again and args.weights_of_trace is not None:
+            _check_model(args.weights_of_trace)
         told = _stored(path or _run_program(args))
         if not args.json:
             _show_stored(told)
@@ -111,6 +113,18 @@ def _trace_of(args: argparse.Namespace) -> Path | None:
         hint = "Name one trace, or a script; flags come before it."
         raise UsageError("A trace takes no arguments.", hint=hint)
     return Path(program[0])
+
+
+def _check_model(name: str) -> None:
+    """Raise `UsageError` if the weights that the user named are not on this machine."""
+    from flexinspect.inputs.config import load_config
+    from flexinspect.inputs.model_names import resolve
+
+    if not name.strip():
+        raise UsageError("--model needs a name.")
+    if resolve(name, load_config()).where == "download":
+        hint = f"Fetch it first: flexinspect fetch {name}"
+        raise UsageError(f"The model {name} is not on this machine.", hint=hint)
 
 
 def _judge_trace(args: argparse.Namespace, path: Path) -> Any:
@@ -165,6 +179,8 @@ def _reason(reader: TraceReader) -> str:
     """Return why a trace has no audit."""
     if reader.run().get("level") == "basic":
         return "Nothing was audited: at level basic no rows are kept."
+    if reader.run().get("job") is not None:
+        return "Nothing was audited: flexinspect's own generations are not, while they run."
     return "Nothing was audited: no model of transformers made a step, or the run was not audited."
 
 
@@ -231,7 +247,7 @@ def _show_again(told: _Told) -> None:
         _line("From the digests of the trace:")
         _show(told.again.events, told.again.findings)
         for error in told.again.problems:
-            _line(f"Not judged: {error.sentence()}")
+            _line(" ".join(filter(None, ("Not judged:", error.message, error.hint))))
     _line(f"trace {told.path}")
 
 

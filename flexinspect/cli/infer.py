@@ -15,7 +15,7 @@ from flexinspect.core.text import escape_unprintable, plural, print_message
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flexinspect.analysis.invariants.invariant import Violation
+    from flexinspect.analysis.invariants.invariant import Invariant, Violation
     from flexinspect.analysis.invariants.learning import Learnt
     from flexinspect.analysis.invariants.observed_run import ObservedRun
 
@@ -122,7 +122,7 @@ def _summary(found: Learnt, out: Path, n_runs: int) -> list[str]:
         counts = ", ".join(f"{kind} {n}" for kind, n in kinds.most_common())
         lines.append(f"  {part}: {counts}")
     if found.dropped:
-        names = ", ".join(f"{one.kind} of {one.subject}" for one in found.dropped[:5])
+        names = ", ".join(map(_describe, found.dropped[:5]))
         more = f" and {len(found.dropped) - 5} more" if len(found.dropped) > 5 else ""
         lines.append(f"dropped, because a run left out broke them: {names}{more}")
     return [*lines, f"next  flexinspect infer --check {out} NEW_RUN"]
@@ -148,7 +148,7 @@ def _print_left_out(found: Learnt, args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from flexinspect.analysis.invariants.invariant import read_invariants
-    from flexinspect.analysis.invariants.learning import judge, unjudged
+    from flexinspect.analysis.invariants.learning import judge, unjudged, without_numbers
 
     contents = read_invariants(args.check)
     if not contents.invariants:
@@ -159,11 +159,16 @@ def _check(args: argparse.Namespace) -> int:
     for run in _read_runs(args.runs):
         violations = judge(contents.invariants, run)
         notes = [f"No invariant is about {one}." for one in unjudged(contents.invariants, run)]
+        silent = without_numbers(contents.invariants, run)
+        notes += _notes_of(silent)
         is_broken |= bool(violations)
         results.append({"run": run.label, "violations": _rows(violations), "notes": notes})
         n_judged = sum(o.part in run.parts or o.kind == "part" for o in contents.invariants)
+        n_judged -= len(silent)
         total = f"{plural(len(violations), 'violation')} of {plural(n_judged, 'invariant')}"
-        lines += [f"{run.label}: {total}", *_violation_lines(violations), *notes]
+        lines.append(f"{run.label}: {total}")
+        lines += [f"  {one}" for one in violation_lines(violations, "--json has all")]
+        lines += notes
     if args.json:
         print_json({"file": str(args.check), "violated": is_broken, "runs": results})
     else:
@@ -182,12 +187,31 @@ def _rows(violations: Sequence[Violation]) -> list[dict[str, Any]]:
     ]
 
 
+def _notes_of(silent: Sequence[Invariant]) -> list[str]:
+    """Return a sentence about invariants that could not be judged."""
+    if not silent:
+        return []
+    names = ", ".join(map(_describe, silent[:MAX_OF_A_KIND]))
+    more = f" and {len(silent) - MAX_OF_A_KIND} more" if len(silent) > MAX_OF_A_KIND else ""
+    return [f"Not judged, because the run does not have the number: {names}{more}."]
+
+
+def _describe(one: Invariant) -> str:
+    """Return the kind and the numbers of an invariant, with its steps if it has bounds."""
+    other = f" and {one.other}" if one.other else ""
+    steps = f" in steps {one.first} to {one.last}" if one.last is not None else ""
+    return escape_unprintable(f"{one.kind} of {one.subject}{other}{steps}")
+
+
 MAX_OF_A_KIND = 3
-"""Violations of one kind and training that are printed; `--json` has all."""
+"""Violations of one kind and training that are printed."""
 
 
-def _violation_lines(violations: Sequence[Violation]) -> list[str]:
-    """Return a line for each violation; of many of one kind, such as of parameters, the first."""
+def violation_lines(violations: Sequence[Violation], all_of_them: str) -> list[str]:
+    """Return a line for each violation; of many of one kind, such as of parameters, the first.
+
+    `all_of_them` says what has the others.
+    """
     lines, counts = [], Counter[tuple[str, str]]()
     parts = {one.invariant.part for one in violations}
     for one in violations:
@@ -195,9 +219,9 @@ def _violation_lines(violations: Sequence[Violation]) -> list[str]:
         counts[key] += 1
         if counts[key] <= MAX_OF_A_KIND:
             where = f"{one.invariant.part}: " if len(parts) > 1 else ""
-            lines.append(f"  {where}{one.sentence}")
+            lines.append(escape_unprintable(f"{where}{one.sentence}"))
     for (part, kind), n in counts.items():
         if n > MAX_OF_A_KIND:
-            left = plural(n - MAX_OF_A_KIND, f"more violation of {kind!r}")
-            lines.append(f"  {escape_unprintable(part)}: {left} (--json has all)")
+            left = f"{plural(n - MAX_OF_A_KIND, 'more violation')} of {kind!r}"
+            lines.append(f"{escape_unprintable(part)}: {left} ({all_of_them})")
     return lines

@@ -19,7 +19,7 @@ from flexinspect.core.addresses import format_address, is_loopback
 from flexinspect.core.environment import SHARE_VARIABLE, check_free, git_state
 from flexinspect.core.errors import FlexInspectError, UsageError
 from flexinspect.core.rank_environment import rank_of_environment, rank_path
-from flexinspect.core.text import capitalize, escape_unprintable, print_message
+from flexinspect.core.text import capitalize, print_message
 from flexinspect.records import job as jobs
 from flexinspect.records.job import DebuggerOptions, Job, ScriptJob
 
@@ -118,14 +118,15 @@ def judged(code: int, job: Job | ScriptJob, invariants: InvariantFile | None) ->
     if invariants is None:
         return code
     from flexinspect.analysis.invariants.judged_trace import judge_trace
+    from flexinspect.cli.infer import violation_lines
 
     try:
         violations = judge_trace(Path(job.out), invariants)
     except FlexInspectError as error:
         print_message(f"The run was not judged by the invariants: {error.sentence()}")
         return code or error.exit_code
-    for one in violations:
-        print_message(f"invariant broken: {escape_unprintable(one.sentence)}")
+    for line in violation_lines(violations, f"flexinspect findings {job.out}"):
+        print_message(f"invariant broken: {line}")
     return code or int(bool(violations))
 
 

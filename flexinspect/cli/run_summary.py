@@ -25,7 +25,7 @@ _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
 NO_NOTES = (
     *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
-    *(CALLS_EVENT, PARAMETERS_EVENT),
+    *(CALLS_EVENT, PARAMETERS_EVENT, "generate", "kernel-options"),
 )
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200

@@ -20,28 +20,32 @@ CACHE_BYTES = 96 << 20
 """Maximum size of the cache; the least recently used value is dropped first."""
 
 
-N_SAMPLED = 32
-"""How many parts of a long sequence are measured to estimate the size of all."""
+N_SAMPLED, N_NESTED = 32, 8
+"""How many parts of a long sequence are measured to estimate the size of all; of one within it."""
+_PLAIN = frozenset((int, float, bool, type(None)))
 
 
-def estimate_bytes(value: Any) -> int:
+def estimate_bytes(value: Any, n_sampled: int = N_SAMPLED) -> int:
     """Estimate the memory of a value: that of its arrays, and 64 bytes for every other object."""
+    if type(value) in _PLAIN:
+        return 64
     if isinstance(value, str):
         return 64 + len(value)
-    numpy = sys.modules.get("numpy")  # an array exists only once it is imported
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return 128 + int(value.nbytes)
     parts: Sequence[Any] = ()
-    if isinstance(value, list | tuple):
-        parts = value
-    elif isinstance(value, Mapping):
-        parts = [*value.values()]
-    elif isinstance(value, Struct):
-        parts = astuple(value)
+    step = 1
+    if isinstance(value, Struct):
+        parts = astuple(value)  # any of its fields may be a large array
+    elif isinstance(value, list | tuple | Mapping):
+        parts = value if isinstance(value, list | tuple) else [*value.values()]
+        step = max(len(parts) // n_sampled, 1)
+    else:
+        numpy = sys.modules.get("numpy")  # an array exists only once it is imported
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            return 128 + int(value.nbytes)
     if not parts:
         return 64
-    sample = parts[:: max(len(parts) // N_SAMPLED, 1)]
-    return 64 + sum(map(estimate_bytes, sample)) * len(parts) // len(sample)
+    sample = parts[::step]
+    return 64 + sum(estimate_bytes(part, N_NESTED) for part in sample) * len(parts) // len(sample)
 
 
 class Source:
@@ -78,6 +82,23 @@ class Source:
                     return self._cache[key][0]  # type: ignore[no-any-return]
             value = make()
             self._store(key, value, (size or estimate_bytes)(value))
+            return value
+
+    def get_newest(self, key: Hashable, stamp: Hashable, make: Callable[[], T]) -> T:
+        """Return the cached value of `key` with this stamp, or compute it in place of an older one.
+
+        For values that change with the trace, of which only the newest is worth its memory.
+        """
+        with self._lock:
+            key_lock = self._key_locks.setdefault(key, threading.Lock())
+        with key_lock:
+            with self._lock:
+                known = self._cache.get(key)
+                if known is not None and known[0][0] == stamp:
+                    self._cache.move_to_end(key)
+                    return known[0][1]  # type: ignore[no-any-return]
+            value = make()
+            self._store(key, (stamp, value), estimate_bytes(value))
             return value
 
     def _store(self, key: Hashable, value: Any, n_bytes: int) -> None:

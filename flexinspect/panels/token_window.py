@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -156,11 +157,15 @@ def _with_inferred(segments: list[Segment], reader: TraceReader, generation: int
 
 
 def _load_chunk(source: Source, place: TracePlace, number: int, last: int) -> TokenChunk:
-    """Read a chunk; a complete one, which cannot change any more, is cached."""
+    """Read a chunk; a complete one, which cannot change any more, is cached.
+
+    Of the chunk that may still grow only the newest state is, until another token is recorded.
+    """
+    branch = (place.generation, place.branch)
+    make = partial(_read_chunk, source.reader, place, number)
     if (number + 1) * CHUNK_TOKENS > last:
-        return _read_chunk(source.reader, place, number)
-    key = ("tokens", place.generation, place.branch, number)
-    return source.get_or_create(key, lambda: _read_chunk(source.reader, place, number))
+        return source.get_newest(("tokens.last", *branch), (number, last), make)
+    return source.get_or_create(("tokens", *branch, number), make)
 
 
 def _read_chunk(reader: TraceReader, place: TracePlace, number: int) -> TokenChunk:

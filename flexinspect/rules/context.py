@@ -18,6 +18,9 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, MaskRecord, StepRecord, TokenRecord
 
 MASK_CACHE_BYTES = 128 << 20  # bytes of mask cells that are kept; the oldest are dropped first
+MAX_GENERATED_TOKENS = 1 << 14
+"""Newest generated tokens that are kept beside the prompt: rules look at the last few, and quote
+others. A token takes about 300 bytes, in the process of the model."""
 _MAX_TEXT_LENGTH = 24  # characters of a token that a sentence quotes
 
 
@@ -70,6 +73,9 @@ class RuleContext:
         """Add the tokens that a step chose, and its new masks."""
         for token in step.tokens:
             self._tokens[token.pos] = token
+            oldest = token.pos - MAX_GENERATED_TOKENS
+            if oldest >= self.n_prompt:
+                self._tokens.pop(oldest, None)
         for mask in step.masks:
             self._cache_mask(mask)
 

@@ -70,7 +70,8 @@ def mask_sentences(data: Mapping[str, Any]) -> list[str]:
     mask, path = data.get("mask"), data.get("implementation", "")
     if not mask:
         return []
-    told = f"The mask that it received is a {printable(mask)}"
+    article = "an" if mask[0] in "aeiou" else "a"  # an int64 tensor
+    told = f"The mask that it received is {article} {printable(mask)}"
     if mask.startswith("BlockMask") and path and "flex" not in path:
         told += f", which only FlexAttention takes, and these layers run '{printable(path)}'"
     return [told]

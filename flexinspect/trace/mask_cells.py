@@ -245,3 +245,8 @@ def read_step_calls(
         if layer is not None and kv_len is not None:
             found[-1].by_layer.setdefault(layer, (mask, kv_len))
     return found
+
+
+def step_calls_bytes(calls: Sequence[StepCalls]) -> int:
+    """Estimate the memory of calls from those of the last step."""
+    return 64 + len(calls) * (384 + 256 * len(calls[-1].by_layer)) if calls else 64

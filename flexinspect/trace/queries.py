@@ -143,6 +143,16 @@ _FINDING_GROUPS_SQL = (
     "SELECT *, (SELECT sentence FROM findings WHERE finding = first) FROM grouped "
     f"ORDER BY {_SEVERITY_ORDER_SQL}, generation, step, layer, first LIMIT ?"
 )
+_SEVERITIES = list(Severity)
+# Naming the branches lets the index find the steps. They are found in the index as well: to look
+# a branch up in its own table, SQLite reads its whole row, with an answer that may be megabytes.
+_FINDING_STEPS_SQL = (
+    "WITH RECURSIVE found(branch) AS (SELECT min(branch) FROM findings WHERE generation = ?1 "
+    "UNION ALL SELECT (SELECT min(branch) FROM findings WHERE generation = ?1 "
+    "AND branch > found.branch) FROM found WHERE found.branch IS NOT NULL) "
+    "SELECT DISTINCT step, severity FROM found CROSS JOIN findings ON generation = ?1 "
+    "AND findings.branch = found.branch AND step >= ?2 AND step < ?3"
+)
 _FINDING_GROUP_KINDS = ("text", "text", *("int",) * 6, *("int?", "int?", "int") * 2, "text")
 
 
@@ -195,15 +205,11 @@ def finding_steps(
     reader: TraceReader, generation: int, start: int, stop: int
 ) -> dict[int, Severity]:
     """Return the worst severity of the findings of each step `start <= step < stop` with any."""
-    sql = (  # naming the branches lets the index find the steps
-        "SELECT DISTINCT step, severity FROM findings WHERE generation = ? AND branch IN "
-        "(SELECT branch FROM branches WHERE generation = ?) AND step >= ? AND step < ?"
-    )
-    order, found = list(Severity), dict[int, Severity]()
-    for step, name in reader._query(sql, (generation, generation, start, stop)):
+    found = dict[int, Severity]()
+    for step, name in reader._query(_FINDING_STEPS_SQL, (generation, start, stop)):
         severity = Severity(name)
         worst = found.get(step, severity)
-        found[step] = min(worst, severity, key=order.index)
+        found[step] = min(worst, severity, key=_SEVERITIES.index)
     return found
 
 
@@ -542,6 +548,15 @@ def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> 
     mask_keys = {"preset", "separators", *SPEC_FIELDS, "mask_mod"}
     rest = {key: value for key, value in declared.items() if key not in mask_keys}
     return {**rest, **mask}
+
+
+def fork_steps(reader: TraceReader, generation: int) -> list[int]:
+    """Return the steps at which the branches of a generation begin, except the first branch.
+
+    SQLite reads whole rows for it, so callers keep the result until the trace changes.
+    """
+    sql = "SELECT fork_step FROM branches WHERE generation = ? AND fork_step IS NOT NULL"
+    return [step for (step,) in reader._read_values(("int",), sql, (generation,), "branches")]
 
 
 def visible_lineage(reader: TraceReader, generation: int, branch: int, step: int) -> Lineage:

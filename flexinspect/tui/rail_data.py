@@ -16,6 +16,7 @@ from flexinspect.panels.panel_source import Source
 from flexinspect.panels.token_window import is_answer_correct
 from flexinspect.trace import queries
 from flexinspect.trace.query_results import BranchRow
+from flexinspect.trace.reader import TraceReader
 from flexinspect.tui.saved_state import known_traces
 
 MAX_QUESTION_TOKENS = 16
@@ -130,9 +131,16 @@ def load_rail(source: Source | None, name: str, request: RailRequest) -> RailDat
     reader, generation = source.reader, request.place.generation
     with reader.snapshot():
         n = queries.n_generations(reader)
-        forks = {row.branch: row for row in reader.branches(generation) if row.parent is not None}
+        # SQLite reads whole rows of branches, with answers that may be megabytes.
+        forks = source.get_newest(
+            ("rail.forks", generation), request.version, lambda: _load_forks(reader, generation)
+        )
         outline = _make_outline(name, n, generation, tuple(forks), request.others)
         return _make_data(outline, request, forks, source)
+
+
+def _load_forks(reader: TraceReader, generation: int) -> dict[int, BranchRow]:
+    return {row.branch: row for row in reader.branches(generation) if row.parent is not None}
 
 
 def _make_outline(
@@ -167,7 +175,10 @@ def _make_data(
     numbers = [row.key for row in rows if row.kind == "answer"]
     answers = {}
     if source is not None and numbers:
-        answers = dict(_load_answers(source, numbers[0], numbers[-1] + 1))
+        span = (numbers[0], numbers[-1] + 1)
+        answers = source.get_newest(
+            ("rail.answers",), (span, request.version), lambda: dict(_load_answers(source, *span))
+        )
     return RailData(outline, top, rows, answers, forks or {}, request.others.captures)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor
 
 from msgspec import Struct
@@ -87,7 +87,12 @@ def _fit_legend(legend: Legend, room: int) -> Iterator[NamedSpan]:
 
 
 def _read_steps(
-    reader: TraceReader, generation: int, start: int, stop: int, branch: int
+    reader: TraceReader,
+    generation: int,
+    start: int,
+    stop: int,
+    branch: int,
+    forks: Iterable[int],
 ) -> tuple[dict[int, float], set[int], dict[int, tuple[str, str]]]:
     """Return the levels, the steps with a small margin, and the marks of a range of steps."""
     span = (generation, start, stop)
@@ -97,9 +102,7 @@ def _read_steps(
     close = {step for step, margin in margins.items() if margin < CLOSE_MARGIN}
     hits = queries.matching_events(reader, *span, "breakpoint", stop - start)
     marks = {hit.event.step: BREAKPOINT_MARK for hit in hits if hit.event.step is not None}
-    for row in reader.branches(generation):
-        if row.fork_step is not None:
-            marks[row.fork_step] = BRANCH_MARK
+    marks |= dict.fromkeys(forks, BRANCH_MARK)
     found = queries.finding_steps(reader, *span)
     marks |= {step: _MARKS[severity] for step, severity in found.items()}
     return levels, close, marks
@@ -138,8 +141,13 @@ class StepTimeline(LoadedCanvas):
             # From step to step most often only the place changes.
             span = (place.generation, window.start, window.stop)
             key = ("timeline", *span, place.branch, version)
+            forks = source.get_newest(
+                ("timeline.forks", place.generation),
+                version,
+                lambda: queries.fork_steps(source.reader, place.generation),
+            )
             levels, close, marks = source.get_or_create(
-                key, lambda: _read_steps(source.reader, *span, place.branch)
+                key, lambda: _read_steps(source.reader, *span, place.branch, forks)
             )
         except (Missing, FlexInspectError):
             return None  # the panels show the reason

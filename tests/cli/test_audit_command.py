@@ -71,7 +71,12 @@ def test_the_steps_of_a_trace_are_judged_again_after_what_is_stored(
     shutil.rmtree(tmp_path / "m")
     assert main(["audit", str(out)]) == 0  # the run's own audit judged it
     last = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("Not judged: There is no model folder") for line in last)
+    line = next(line for line in last if line.startswith("Not judged: There is no model folder"))
+    assert "--model PATH" in line
+    assert "\\n" not in line
+    for name, wrong in ((str(tmp_path / "m"), "no model folder"), (" ", "--model needs a name")):
+        assert main(["audit", "--model", name, str(out)]) == 2
+        assert wrong in capsys.readouterr().err
 
 
 def test_a_correct_program_exits_with_0(tmp_path: Path) -> None:

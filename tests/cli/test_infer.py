@@ -80,10 +80,14 @@ def test_many_violations_of_a_kind_are_counted(
     learnt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = dict.fromkeys(range(60), ("optimizer.step",))
-    assert main(["infer", "--check", str(learnt), new_run(calls=calls)]) == 1
+    run = new_run(calls=calls)
+    assert main(["infer", "--check", str(learnt), run]) == 1
     out = capsys.readouterr().out
     assert out.count("was not called") == 3
     assert "training Net: 1 more violation of 'contains' (--json has all)" in out
+    invariants, job = read_invariants(learnt), ScriptJob(out=run, program="train.py")
+    assert judged(0, job, invariants) == 1
+    assert capsys.readouterr().err.count("was not called") == 3
 
 
 def test_leave_one_out_says_what_the_others_would_have_called_wrong(
@@ -141,7 +145,10 @@ def test_a_bound_that_was_edited_by_hand_is_used(
         (lambda c: c.update(version=7), "has version 7 of the format, not 1."),
         (lambda c: first_range(c).update(low=9e9), "low 9e+09 is above high"),
         (lambda c: first_range(c).update(kind="rang"), "'rang'"),
-        (lambda c: first_range(c).update(high="x"), "in invariants.high"),
+        (lambda c: first_range(c).update(high="x"), "not valid in high"),
+        (lambda c: first_range(c).update(low=float("nan")), "must be a finite number"),
+        (lambda c: first_range(c).update(first=-3, last=3), "first -3 is below 0"),
+        (lambda c: c.update(invariants=3), "invariants must be a list"),
         (lambda c: first_range(c).update(hihg=1), "unknown field `hihg`"),
         (lambda c: (first_range(c).pop("low"), first_range(c).pop("high")), "needs low or high"),
         (lambda c: first_range(c).update(first=99, last=3), "first 99 is above last 3"),
@@ -160,6 +167,30 @@ def test_a_bad_edit_gets_a_sentence(
     assert words in error
     assert "invariants.json" in error
     assert "Traceback" not in error
+
+
+def test_a_bad_edit_of_one_line_is_refused_with_its_number(
+    learnt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = learnt.read_text("utf-8").splitlines()
+    at = next(n for n, line in enumerate(lines) if '"kind": "range"' in line)
+    lines[at] = lines[at].replace('"range"', '"rnage"')
+    learnt.write_text("\n".join(lines), "utf-8")
+    assert main(["infer", "--check", str(learnt), new_run()]) == 2
+    error = capsys.readouterr().err
+    assert f"invariants.json, line {at + 1}, is not valid in kind:" in error
+    assert "Did you mean range?" in error
+
+
+def test_an_invariant_about_a_number_that_the_run_does_not_have_is_named(
+    learnt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edited(learnt, lambda c: first_range(c).update(subject="los"))
+    n = len(read_invariants(learnt).invariants)
+    assert main(["infer", "--check", str(learnt), new_run()]) == 0
+    out = capsys.readouterr().out
+    assert f"0 violations of {n - 1} invariants" in out
+    assert "Not judged, because the run does not have the number: range of los" in out
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from support.mask_trace import Shown
 
 from flexinspect.drawing.theme import Theme
 from flexinspect.masks import algebra
+from flexinspect.masks.counting import TILE, PositionGroups
 from flexinspect.masks.viewport import OPEN
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.mask import mask_grid
+from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import GenerationEnd, GenerationRecord, MaskRecord
 from flexinspect.trace.file.writer import TraceWriter
 
@@ -52,6 +54,31 @@ def test_the_rows_of_steps_that_stay_in_view_are_made_once(
     second = seen.load(at=TracePlace(step=2, layer=mask_trace.WRONG))
     assert made == []
     assert second.mask_view.parts[0] is first.mask_view.parts[0]
+
+
+def test_a_part_that_moves_in_the_view_by_whole_tiles_is_not_read_again(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = mask_grid.MaskLoader._make_part
+
+    def counted(self: mask_grid.MaskLoader, steps: Any, row: int, head: int) -> Any:
+        made.append(row)
+        return make(self, steps, row, head)
+
+    monkeypatch.setattr(mask_grid.MaskLoader, "_make_part", counted)
+    place = TracePlace(step=1, layer=mask_trace.WRONG)
+    loader = mask_grid.MaskLoader(Source(shown.source.reader), place, None, PositionGroups())
+    (_, part) = loader._step_rows(((0, 0, None),), 0, 4)
+    first, moved = loader._load_part(part, 3), loader._load_part(part, 3 + 5 * TILE)
+    assert made == [3]
+    assert (moved.row, moved.stop) == (3 + 5 * TILE, first.stop + 5 * TILE)
+    assert moved.counts is first.counts
+    assert moved.counts.open.row_counts.tolist() == [
+        row.sum() for row in mask_trace.dense_mask(mask_trace.WRONG)[-len(part.steps) :]
+    ]
+    loader._load_part(part, 4)
+    assert made == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import threading
 import time
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from msgspec import Struct
 
 from flexinspect.panels import panel_source as module
 from flexinspect.panels.panel_source import Source
@@ -74,3 +76,41 @@ def test_after_a_failed_computation_the_waiting_threads_compute_the_value_once(
     assert made == ["made"]
     assert source._bytes == 4
     assert not source._key_locks
+
+
+class Wide(Struct):
+    """Twelve small fields, then a large one."""
+
+    small: tuple[int, ...]
+    large: object
+
+
+def test_an_array_in_any_field_counts_and_a_long_nested_value_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    array = np.zeros(1 << 20, np.uint8)
+    assert module.estimate_bytes([Wide((1,) * 12, array)] * 64) > 64 << 20
+    calls: list[object] = []
+    estimate = module.estimate_bytes
+
+    def counted(value: object, n_sampled: int = module.N_SAMPLED) -> int:
+        calls.append(value)
+        return estimate(value, n_sampled)
+
+    monkeypatch.setattr(module, "estimate_bytes", counted)
+    rows = [[float(n)] * 1000 for n in range(1000)]
+    assert counted(rows) == pytest.approx(64 * 1001 * 1000, rel=0.01)
+    assert len(calls) < 500
+
+
+def test_of_a_value_that_changes_only_the_newest_is_kept(source: Source) -> None:
+    made: list[int] = []
+
+    def make(stamp: int) -> str:
+        made.append(stamp)
+        return f"value {stamp}"
+
+    for stamp in (1, 1, 2, 2, 1):
+        assert source.get_newest("key", stamp, lambda stamp=stamp: make(stamp)) == f"value {stamp}"
+    assert made == [1, 2, 1]
+    assert len(source._cache) == 1

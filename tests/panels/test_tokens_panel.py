@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from flexinspect.cli.run_summary import summarize_run
 from flexinspect.drawing.theme import Theme
 from flexinspect.drawing.token_cells import display_text
+from flexinspect.panels import token_window
 from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.panel_registry import load_panel
 from flexinspect.panels.panel_source import Source
@@ -138,6 +140,33 @@ def test_stepping_reads_the_previews_once(source: Source, monkeypatch: pytest.Mo
     monkeypatch.setattr(type(source.reader), "tokens", counting)
     load(source, 391)
     assert not [start for start in reads if start < N_PROMPT]
+
+
+def test_the_last_tokens_are_read_once_until_another_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    read_chunk = token_window._read_chunk
+
+    def counted(reader: Any, place: TracePlace, number: int) -> Any:
+        reads.append(number)
+        return read_chunk(reader, place, number)
+
+    monkeypatch.setattr(token_window, "_read_chunk", counted)
+    growing = tmp_path / "a.flextrace"
+    with TraceWriter.create(growing, {}) as writer:
+        prompt = tuple(token(pos) for pos in range(N_PROMPT))
+        writer.begin_generation(GenerationRecord(0, "s", "m", "", SEGMENTS, prompt))
+        source = Source(open_trace(growing))
+        for number in range(3):
+            pos = N_PROMPT + number
+            rows, before = (1, pos - 1) if number else (N_PROMPT, 0)
+            record = StepRecord(0, number, "decode", rows, before, before + rows, 1.0, 5.0, 0.1)
+            writer.write_step(choosing(record, token(pos, number)))
+            for _ in range(2):  # the strip and the panel
+                assert load(source, number).window.tokens[-1] == token(pos, number)
+    last = N_PROMPT // token_window.CHUNK_TOKENS
+    assert reads.count(last) == 3
 
 
 def test_the_answer_of_a_branch_is_its_own(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from flexinspect.records.step import (
     StepRecord,
     TokenRecord,
 )
+from flexinspect.rules import context as rule_context
 from flexinspect.rules.context import DeclaredMask, RuleContext
 from flexinspect.rules.engine import FindingKind, Rule, RuleRunner
 from flexinspect.rules.masks import empty_rows
@@ -232,6 +233,18 @@ def test_positions_and_rows_in_sentences_are_printable() -> None:
     assert context.format_rows(np.array([5, 9])) == "2 rows of paraphrase 1 and paraphrase 2"
     assert context.format_rows(np.array([5, 8, 9])) == "3 rows of paraphrase 1 and 2 other segments"
     assert context.format_rows(np.array([10_000])) == "1 row of generated"
+
+
+def test_a_long_generation_keeps_its_prompt_and_its_newest_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rule_context, "MAX_GENERATED_TOKENS", 3)
+    context = RuleContext()
+    context.start_generation(generation())
+    for number in range(1, 10):
+        context.add_step(step(number))
+    last = max(context._tokens)
+    assert sorted(context._tokens) == [*range(context.n_prompt), last - 2, last - 1, last]
 
 
 # -- NaN and Inf -----------------------------------------------------------------------------------

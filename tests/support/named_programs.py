@@ -190,11 +190,16 @@ OPTIONS = {
         """
 model = make_model("llama")
 model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
+model.generate(prompt(), max_new_tokens=6, do_sample=False)
 torch.manual_seed(1)
 model.generate(prompt(), max_new_tokens=6, **({} if BROKEN else {"do_sample": True}))
 """,
         "generate.sampling-by-config",
-        ("generation config of the checkpoint has do_sample=True (temperature 5)", "says nothing"),
+        (
+            "generation config of the checkpoint has do_sample=True (temperature 5)",
+            "says nothing",
+            "Generation 0 continued the same prompt with do_sample=False",
+        ),
     ),
     "generate ends at another EOS": Program(
         """
@@ -295,6 +300,13 @@ model.generate(
 
 CLEAN = {
     "one mask serves two prompts of the same form": _TWO_PROMPTS.replace("SECOND", "5, 5"),
+    "the generation config samples, as those of instruct models do": """
+model = make_model("llama")
+model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
+torch.manual_seed(1)
+model.generate(prompt(12, 4), max_new_tokens=6, do_sample=False)
+model.generate(prompt(), max_new_tokens=6)
+""",
     "an EOS inside a batch whose other row goes on": """
 from transformers import LogitsProcessor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.traces import sample_trace
-from support.tui import screen_lines, settle, until
+from support.tui import press, screen_lines, settle, until
 from textual import events
 
 from flexinspect.drawing.text_lines import Pen
@@ -16,6 +16,7 @@ from flexinspect.drawing.theme import Theme
 from flexinspect.panels.timeline import StepWindow
 from flexinspect.records.finding import Severity
 from flexinspect.trace import queries
+from flexinspect.trace.file.connections import TraceConnections
 from flexinspect.trace.reader import open_trace
 from flexinspect.tui import step_timeline
 from flexinspect.tui.app import InspectorApp
@@ -118,3 +119,29 @@ def test_the_steps_with_findings_have_the_worst_severity(path: Path) -> None:
     assert queries.finding_steps(reader, 0, 0, 6) == {3: Severity.ERROR}
     assert queries.finding_steps(reader, 1, 0, 6) == {}
     assert queries.finding_steps(reader, 0, 4, 6) == {}
+
+
+async def test_a_step_further_looks_at_no_branch_whose_row_holds_an_answer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute(
+            "INSERT INTO branches SELECT generation, branch + 1, 0, 2, state, answer, stop_reason, "
+            "started_at, ended_at, change FROM branches WHERE generation = 0 AND branch = 0"
+        )
+    db.close()
+    statements: list[str] = []
+    query = TraceConnections.query
+
+    def counted(self: TraceConnections, sql: str, params: Any = ()) -> list[Any]:
+        statements.append(sql)
+        return query(self, sql, params)
+
+    monkeypatch.setattr(TraceConnections, "query", counted)
+    async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await until(pilot, lambda: "┣" in drawn(pilot.app))
+        statements.clear()
+        await press(pilot, "right")
+        assert statements
+        assert not [sql for sql in statements if "branches" in sql]

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from flexinspect.core import __version__
 from flexinspect.core.conversion import convert, read_data
-from flexinspect.core.environment import save_file
+from flexinspect.core.environment import read_text, save_file
 from flexinspect.core.errors import UsageError
-from flexinspect.core.text import plural
+from flexinspect.core.text import plural, printable
 
 FORMAT, VERSION = "flexinspect-invariants", 1
 FILE_NAME = "invariants.json"
@@ -115,12 +116,31 @@ def read_invariants(file: Path) -> InvariantFile:
             f"{file} has version {data.get('version')!r} of the format, not {VERSION}.",
             hint="Learn the invariants again, or use the flexinspect that wrote the file.",
         )
+    rows = data.pop("invariants", [])
     contents = convert(InvariantFile, data, str(file))
-    for number, one in enumerate(contents.invariants, 1):
+    if not isinstance(rows, list):
+        raise UsageError(f"{file} is not valid: invariants must be a list.")
+    places = _places(file, len(rows))
+    invariants = []
+    for row, place in zip(rows, places, strict=True):
+        one = convert(Invariant, row, f"{file}, {place},")
         if reason := _what_is_wrong(one):
-            place = f"invariant {number} ({one.kind} of {one.subject})"
-            raise UsageError(f"{file} is not valid in {place}: {reason}.")
-    return contents
+            what = f"{printable(one.kind)} of {printable(one.subject)}"
+            raise UsageError(f"{file}, {place}, is not valid ({what}): {reason}.")
+        invariants.append(one)
+    return replace(contents, invariants=tuple(invariants))
+
+
+def _places(file: Path, n: int) -> list[str]:
+    """Return where each of `n` invariants is: its line, or its number if lines hold several."""
+    lines = read_text(file, "file of invariants").splitlines()
+    starts = [
+        number
+        for number, line in enumerate(lines, 1)
+        if line.lstrip().startswith(('{"', "[[invariants]]")) and number > 1
+    ]
+    is_each = len(starts) == n
+    return [f"line {at}" for at in starts] if is_each else [f"invariant {i + 1}" for i in range(n)]
 
 
 def _what_is_wrong(one: Invariant) -> str:
@@ -129,6 +149,10 @@ def _what_is_wrong(one: Invariant) -> str:
     if not one.subject or (needs and not given):
         names = " or ".join(needs) if one.subject else "subject"
         return f"it needs {names}"
+    if any(bound is not None and not math.isfinite(bound) for bound in (one.low, one.high)):
+        return "a bound must be a finite number; leave it out for none"
+    if one.first < 0:
+        return f"first {one.first} is below 0"
     if one.low is not None and one.high is not None and one.low > one.high:
         return f"low {one.low:g} is above high {one.high:g}"
     if one.last is not None and one.first > one.last:

@@ -116,6 +116,24 @@ def _violations_of(one: Invariant, part: Part) -> Iterator[Violation]:
         yield replace(first, sentence=f"{rank}{first.sentence}")
 
 
+_OF_CHANNELS = {
+    *("range", "median", "constant", "changes", "monotone", "falls"),
+    *("moves", "equal", "proportional", "at-most"),
+}
+"""The kinds that are about numbers of each step, and are not judged without these."""
+
+
+def without_numbers(invariants: Iterable[Invariant], run: ObservedRun) -> list[Invariant]:
+    """Return the invariants about a number that the run does not have, so that none can break."""
+    return [
+        one
+        for one in invariants
+        if one.kind in _OF_CHANNELS
+        and (part := run.parts.get(one.part)) is not None
+        and not any({one.subject, one.other} - {""} <= {*each.channels} for each in part)
+    ]
+
+
 def unjudged(invariants: Iterable[Invariant], run: ObservedRun) -> list[str]:
     """Return the parts of a run that no invariant is about."""
     known = {one.part for one in invariants}

@@ -12,6 +12,7 @@ from itertools import chain, count, groupby
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from flexinspect.masks import counting
 from flexinspect.masks.algebra import IntArray, MaskSpec
@@ -345,7 +346,7 @@ class MaskLoader(Struct, frozen=True):
         Steps of one row that follow each other are in one part, every other step in its own.
         """
         read = partial(mask_cells.read_step_calls, self.source.reader, *span)
-        calls = self.source.get_or_create(("mask.calls", *span), read)
+        calls = self.source.get_or_create(("mask.calls", *span), read, mask_cells.step_calls_bytes)
         found: list[PartSteps] = []
         for is_decode, group in groupby(calls, key=lambda call: call.q_len == 1):
             steps = tuple(self._input_rows(call) for call in group if call.q_len > 0)
@@ -364,8 +365,11 @@ class MaskLoader(Struct, frozen=True):
         heads = self.source.get_or_create(("mask.heads", part), count_heads)
         # All heads share the part of a mask that is the same for all of them.
         head = min(max(self.place.head, 0), heads - 1)
-        key: Hashable = ("mask.part", part, row, head, self.spec, self.groups)
-        return self.source.get_or_create(key, lambda: self._make_part(part.steps, row, head))
+        # A window that moves on puts the same rows elsewhere: only their tiles depend on where.
+        offset = row % counting.TILE
+        key: Hashable = ("mask.part", part, offset, head, self.spec, self.groups)
+        made = self.source.get_or_create(key, lambda: self._make_part(part.steps, row, head))
+        return made if made.row == row else replace(made, row=row)
 
     def _make_part(self, steps: tuple[StepMaskRows, ...], row: int, head: int) -> MaskPart:
         """Read the cells of some steps, and count them."""
@@ -483,7 +487,7 @@ class BlockPart(Struct, frozen=True):
 def load_blocks(source: Source, part: MaskPart, head: int) -> BlockPart:
     """Return the block tables of a part. Raises `TraceError`."""
     make = partial(_make_block_part, source, part, head)
-    return source.get_or_create(("mask.blocks", part.serial, head), make)
+    return source.get_or_create(("mask.blocks", part.serial, part.row, head), make)
 
 
 def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:

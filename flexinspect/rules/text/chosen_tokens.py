@@ -26,6 +26,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 MAX_PERIOD = 8  # tokens of the longest detected period
 MIN_LOOP_TOKENS = 12
+MAX_KEPT_TOKENS = 1024  # whose probabilities are kept: a loop is reported once it is recognized
 MIN_PERIODS = 3
 MIN_LOOP_PROBABILITY = 0.9  # mean probability of the tokens of a loop from which it is a warning
 MIN_VOCABULARY = 1000  # tokens; toy models have smaller vocabularies
@@ -40,8 +41,9 @@ class _BranchText(Struct):
     """The generated text of a branch, and the counts of its faults."""
 
     ids: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_PERIOD + 1))
-    logprobs: list[float] = []
-    n_not_best: list[int] = []  # for each token, of those up to it
+    n_tokens: int = 0
+    logprobs: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_TOKENS))
+    is_not_best: deque[bool] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_TOKENS))
     matches: Counter[int] = field(default_factory=Counter)
     """By period: number of consecutive tokens equal to the one a period earlier."""
     loop_period: int = 0
@@ -82,7 +84,7 @@ class TextRule(Rule):
         starts = [one.start for one in segments if one.kind is SegmentKind.GENERATED]
         for text in self._texts.values():
             step, token = text.first_step, text.first_token
-            if step is None or token is None or not token.special or len(text.logprobs) != 1:
+            if step is None or token is None or not token.special or text.n_tokens != 1:
                 continue
             if not any(start < token.pos for start in starts):  # no part of the answer before it
                 yield self._stopped_finding(step, token)
@@ -93,8 +95,8 @@ class TextRule(Rule):
         if text.first_token is None:
             text.first_token, text.first_step = token, step
         rank = UNKNOWN if logits is None else logits.chosen_rank
-        n_not_best = text.n_not_best[-1] if text.n_not_best else 0
-        text.n_not_best.append(n_not_best + (rank not in (0, UNKNOWN)))
+        text.n_tokens += 1
+        text.is_not_best.append(rank not in (0, UNKNOWN))
         text.logprobs.append(logits.chosen_logprob if logits is not None else math.nan)
         ids, matches, looping = text.ids, text.matches, 0
         ids.append(token.token_id)
@@ -115,7 +117,8 @@ class TextRule(Rule):
         length = text.matches[period] + period
         before = map(self.context.token, range(step.kv_after - period + 1, step.kv_after))
         last = "".join(t.text or t.token for t in (*before, token) if t is not None)
-        probability = math.exp(sum(text.logprobs[-length:]) / length)
+        logprobs = list(text.logprobs)[-length:]
+        probability = math.exp(sum(logprobs) / len(logprobs))
         begins = step.step - length + 1
         what = "1 token" if period == 1 else f"the same {period} tokens"
         sentence = (
@@ -123,8 +126,8 @@ class TextRule(Rule):
             f"step {step.step}: the loop begins at step {begins}, and its tokens have a "
             f"probability of {probability:.2g} (geometric mean)."
         )
-        n_before = len(text.logprobs) - length
-        n_not_best = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
+        n_before = text.n_tokens - length
+        n_not_best = sum(list(text.is_not_best)[-length:])
         copies_input = period == 1 and n_before < 2
         is_certain = probability >= MIN_LOOP_PROBABILITY and n_not_best * 10 <= length
         is_serious = self._vocabulary >= MIN_VOCABULARY and is_certain and not copies_input

@@ -22,6 +22,7 @@ SAMPLED, EOS_PASSED, NEW_WEIGHTS = (
     "weights.newly-initialised",
 )
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+_MAX_KEPT = 32  # prompts that were continued greedily on request
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
 
@@ -31,6 +32,9 @@ class GenerateOptionsRule(Rule):
     name = "generate_options"
     needs = (imported.CHOSEN, imported.EVENTS)
     findings = finding_kinds(SAMPLED, EOS_PASSED, NEW_WEIGHTS)
+
+    def __init__(self) -> None:
+        self._greedy: list[tuple[tuple[int, ...], int]] = []  # prompts, with their generations
 
     def reset(self) -> None:
         self._told: Mapping[str, Any] | None = None  # of the call of `generate`
@@ -54,9 +58,19 @@ class GenerateOptionsRule(Rule):
                 yield from self._follow_eos(step, token)
 
     def on_generation_end(self) -> Findings:
-        """Report sampling that only the generation config asked for, if it had an effect."""
+        """Report sampling that only the generation config asked for, if it had an effect.
+
+        Checkpoints of instruct models sample by their config, and many programs rely on it: a note,
+        unless an earlier call asked for greedy decoding of the same prompt.
+        """
         told = self._told
-        if told is None or not self._n_not_best or not told["options"].get("do_sample"):
+        if told is None:
+            return
+        prompt = tuple(t.token_id for t in self.context.generation.tokens if t.step is None)
+        if "do_sample" in told["passed"] and not told["options"].get("do_sample"):
+            number = self.context.generation.generation
+            self._greedy = [*self._greedy[1 - _MAX_KEPT :], (prompt, number)]
+        if not self._n_not_best or not told["options"].get("do_sample"):
             return
         if not {*_SAMPLING}.isdisjoint(told["passed"]):
             return
@@ -69,7 +83,12 @@ class GenerateOptionsRule(Rule):
             f"{'is' if self._n_not_best == 1 else 'are'} not the most probable."
         )
         evidence = {**options, "not_best": self._n_not_best, "chosen": self._n_chosen}
-        yield self.finding(None, SAMPLED, sentence, evidence=evidence)
+        greedy = next((number for ids, number in self._greedy if ids == prompt), None)
+        severity = None
+        if greedy is not None:
+            sentence += f" Generation {greedy} continued the same prompt with do_sample=False."
+            evidence["greedy"], severity = greedy, Severity.WARNING
+        yield self.finding(None, SAMPLED, sentence, evidence=evidence, severity=severity)
 
     def _follow_eos(self, step: StepRecord, token: TokenRecord) -> Findings:
         before = self._eos.pop(step.branch, None)

@@ -7,6 +7,7 @@ trace keeps only those whose text occurs in the prompt.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any
@@ -270,7 +271,7 @@ class GenerationBuilder:
     ) -> None:
         self._tokenizer = tokenizer = declared_prompt.tokenizer
         self._added_text = tokenizer.make_text_stream()
-        self._generated: list[int] = []
+        self._generated = array("q")  # 8 bytes a token, for the answer at the end
         facts, mask, n_pads = declared_prompt.facts, declared_prompt.mask, rows.n_pads()
         token_ids = rows.token_ids()
         ids: Sequence[int] = token_ids or ()
@@ -317,7 +318,7 @@ class GenerationBuilder:
         ids, positions = rows.token_ids() or [], rows.position_ids() or []
         if step is not None:
             ids, positions = ids[-1:], positions[-1:]
-            self._generated += ids
+            self._generated.extend(ids)
         records = []
         for n, id_ in enumerate(ids):
             position = positions[n] if positions else self._next_position
@@ -330,5 +331,5 @@ class GenerationBuilder:
     def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
         """Return the end of the generation, with the final segments."""
         segments = prompt_records.close_generated_segment(self.record.segments, self._n_tokens)
-        answer = self._tokenizer.decode_generated(self._generated)
+        answer = self._tokenizer.decode_generated(self._generated.tolist())
         return GenerationEnd(self.record.generation, state, answer, segments, reason, ended_at)
