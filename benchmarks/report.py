@@ -367,8 +367,9 @@ QUESTIONS: Sequence[Question] = (
         "A tiny model with a sliding window under `watch`, level `advanced`: one long generation, "
         "then answers in one trace, then more layers and longer prompts. Measured on a machine "
         "that other programs used: the CPU time is the difference of two runs and tells little; "
-        "bytes and memory do not depend on it.",
-        "growth --threads 1 --steps 2000",
+        "bytes and memory do not depend on it. Memory grows in the first thousand steps, while "
+        "buffers fill; the introduction lists what is kept for later steps.",
+        "growth --threads 1 --steps 4000",
         "growth-1-threads",
         growth.table,
     ),

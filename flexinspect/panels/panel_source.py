@@ -16,7 +16,7 @@ from flexinspect.trace.reader import TraceReader
 
 T = TypeVar("T")
 
-CACHE_BYTES = 96 << 20
+CACHE_BYTES = 48 << 20
 """Maximum size of the cache; the least recently used value is dropped first."""
 
 
