@@ -47,7 +47,7 @@ def measure_calls(layers: int, hidden: int) -> tuple[float, float]:
     for _ in range(N_CALLS):
         buffer = StepBuffer(torch.device("cpu"))
         buffer.owner = digests
-        ours.append(cpu_us(lambda buffer=buffer: digests.reduce(kept, stack, model, step, buffer)))
+        ours.append(cpu_us(lambda buffer=buffer: digests.reduce(kept, stack, model, step, buffer)))  # type: ignore[misc]
         floor.append(cpu_us(lambda: torch.stack([o[0, 0] for o in outputs]) @ matrix))
     return statistics.median(ours), statistics.median(floor)
 
@@ -72,7 +72,7 @@ def measure_steps(n_pairs: int) -> tuple[float, float, float]:
         if args[3].step in chosen:
             calls.append(cpu_us(lambda: original(self, *args)))
 
-    HiddenDigests.reduce = in_chosen_steps  # type: ignore[method-assign]
+    HiddenDigests.reduce = in_chosen_steps  # type: ignore[assignment,method-assign]
     try:
         with (
             torch.no_grad(),

@@ -175,11 +175,6 @@ CASES: dict[str, Case] = {
 }
 """The cases of the second list of bugs, by its numbers."""
 
-NOT_NAMED: tuple[str, ...] = ()
-"""Cases that need not be named yet."""
-
-KNOWN_ALARMS: tuple[str, ...] = ()
-"""Correct programs that still get an error or a warning."""
 NOTHING = Declaration()
 CORRECT: dict[str, Declaration] = {
     **dict.fromkeys(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from msgspec import Struct
 from rich.console import Console, Group, RenderableType
@@ -228,7 +228,11 @@ class ShowOptions(Struct, frozen=True):
     log_file: str | None = None
 
 
-def show_run(run: Job | Capture, options: ShowOptions) -> int:
+Judge: TypeAlias = Callable[[int], int]
+"""Judges a trace that is complete, and returns the exit code: that of the run, or its own."""
+
+
+def show_run(run: Job | Capture, options: ShowOptions, judge: Judge = lambda code: code) -> int:
     """Start a generation, or follow a program that was started, and print the result at its end.
 
     The result of a generation goes to stdout. Everything else goes to stderr, also the summary of
@@ -255,7 +259,7 @@ def show_run(run: Job | Capture, options: ShowOptions) -> int:
     live_run = LiveRun(run, progress, prompt=prompt, log=log)
     with progress:
         code = live_run.watch()
-    return live_run.conclude(code, as_json=options.as_json)
+    return live_run.conclude(code, as_json=options.as_json, judge=judge)
 
 
 def conclude_run(
@@ -381,18 +385,24 @@ class LiveRun:
             show(stop.sentence())
         self._debugger_stop = stop
 
-    def conclude(self, code: int, *, as_json: bool) -> int:
-        """Print the result and, if the run failed, the reason. Return the exit code."""
+    def conclude(self, code: int, *, as_json: bool, judge: Judge = lambda code: code) -> int:
+        """Print the result and, if the run failed, the reason. Return the exit code.
+
+        `judge` comes after the summary, but before JSON, which has its findings and its exit code.
+        """
         state, process = self._state, self._process
         path = finish_trace(process, code)
         if self._log is not None:
             self._log.close(path)
+        exit_code = self._exit_code(code)
+        if as_json:
+            exit_code = judge(exit_code)
         summary = summarize_run(path) if path is not None else None
         if as_json:
             facts = summary or {"trace": None, "generations": []}
             error = state.error or (None if code == 0 else process.describe_exit(code))
             facts.pop("is_own", None)  # only for the commands that are printed
-            facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
+            facts |= {"exit_code": exit_code, "error": error, "hint": state.hint}
             print_json(facts)
         elif summary is not None and not self._is_program:
             print_summary(summary)
@@ -405,7 +415,7 @@ class LiveRun:
             lines += self._end_lines(code, has_trace=path is not None)
         for line in filter(None, lines):
             self._print(line)
-        return self._exit_code(code)
+        return exit_code if as_json else judge(exit_code)
 
     def _print_program_summary(self, summary: dict[str, Any]) -> None:
         print_summary(summary, self._progress.console, limit=MAX_ANSWERS)

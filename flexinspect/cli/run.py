@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.cli.live_run import ShowOptions, show_run
 
     options = ShowOptions(args.json, args.verbose, job.interactive, args.wait, args.log_file)
-    return judged(show_run(run, options), job, invariants)
+    return show_run(run, options, lambda code: judged(code, job, invariants))
 
 
 def _invariants_of(args: argparse.Namespace) -> InvariantFile | None:

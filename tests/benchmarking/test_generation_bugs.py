@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,13 @@ from support.captures import capture
 
 from benchmarks.common import RESULTS
 from benchmarks.generation_bugs import runner
-from benchmarks.generation_bugs.cases import CASES, CORRECT, KNOWN_ALARMS, NOT_NAMED, Case, Named
+from benchmarks.generation_bugs.cases import CASES, CORRECT, Case, Named
 from benchmarks.generation_bugs.first_list import FIRST_LIST
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.job import Declaration
 from flexinspect.trace.reader import open_trace
 
 pytestmark = pytest.mark.slow
-
-
-def marked(names: Iterable[str], failing: Collection[str], reason: str) -> list[object]:
-    """Return names as parameters; some of them are expected to fail."""
-    known = pytest.mark.xfail(reason=reason, strict=False)
-    return [pytest.param(one, marks=(known,) if one in failing else ()) for one in names]
 
 
 def found_in(folder: Path, name: str, variant: str, declared: Declaration) -> list[Finding]:
@@ -34,7 +27,7 @@ def found_in(folder: Path, name: str, variant: str, declared: Declaration) -> li
         return reader.findings()
 
 
-@pytest.mark.parametrize("name", marked(CASES, NOT_NAMED, "not named yet"))
+@pytest.mark.parametrize("name", CASES)
 def test_a_default_run_names_the_error(tmp_path: Path, name: str) -> None:
     found = found_in(tmp_path, name, "bug", CASES[name].declaration)
     assert runner.score(found, CASES[name])[0] == 2, [one.sentence for one in found]
@@ -45,7 +38,7 @@ def test_the_repaired_twin_gets_no_error_and_no_warning(tmp_path: Path, name: st
     assert runner.alarms(found_in(tmp_path, name, "fixed", CASES[name].declaration)) == []
 
 
-@pytest.mark.parametrize("name", marked(CORRECT, KNOWN_ALARMS, "a known false alarm"))
+@pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_program_gets_no_error_and_no_warning(tmp_path: Path, name: str) -> None:
     assert runner.alarms(found_in(tmp_path, name, "fixed", CORRECT[name])) == []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.good_runs import CALLS, write_run
+from support.warm_python import run_command
 
 from flexinspect.analysis.invariants.invariant import read_invariants
 from flexinspect.cli.main import main
@@ -284,6 +285,14 @@ def test_a_good_run_keeps_its_exit_code(learnt: Path, capsys: pytest.CaptureFixt
     gone = ScriptJob(out="gone.flextrace", program="train.py")
     assert judged(0, gone, invariants) == 2
     assert "The run was not judged" in capsys.readouterr().err
+
+
+def test_the_json_of_a_run_has_the_exit_code_of_its_judgement(learnt: Path) -> None:
+    Path("train.py").write_text("print('no training')", "utf-8")
+    arguments = ("--no-ui", "--invariants", str(learnt.resolve()), "train.py")
+    done = run_command("run", "--json", *arguments, cwd=Path.cwd())
+    assert "The run was not judged" in done.stderr
+    assert json.loads(done.stdout)["exit_code"] == done.returncode == 2
 
 
 def test_a_file_that_is_wrong_is_refused_before_the_run(
