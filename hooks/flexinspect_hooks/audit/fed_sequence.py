@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from flexinspect_hooks.audit.beams import lineage, parents
+from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.evidence import StepEvidence
 
 
@@ -41,6 +42,7 @@ class FedSequence(Struct):
     With `lost`, (step, keys that are left, tokens before it), its rows are all kept instead, and
     some of the keys before the newest ones are missing. `has_default_positions` says that the
     program passed no position ids, so that the model made them from the length of the cache.
+    `encoder` is what the encoder of the model reads.
     """
 
     batch: int
@@ -53,6 +55,7 @@ class FedSequence(Struct):
     crops: list[tuple[int, int]] = field(default_factory=list)
     lost: tuple[int, int, int] | None = None
     has_default_positions: bool = True
+    encoder: EncoderInput | None = None
 
     @property
     def n_prompt(self) -> int:

@@ -214,6 +214,8 @@ class ProgramAudit:
             if sequence.steps:
                 verdict.not_judged.append(f"it has more than {MAX_TOKENS} tokens")
             return verdict
+        if reference.encoder_runner is not None and not self._read_encoder(sequence, verdict):
+            return verdict
         slot_of = find_slots(reference, sequence, self._store.pools.get(generation))
         masks = read_masks(self._reader, generation, sequence, reference, slot_of)
         if masks.unread:
@@ -230,6 +232,21 @@ class ProgramAudit:
         biases = self._biases(reference, sequence, verdict)
         self._compare(reference, sequence, masks, biases, verdict)
         return verdict
+
+    def _read_encoder(self, sequence: FedSequence, verdict: Verdict) -> bool:
+        """Set what the encoder of a sequence reads; return whether it is known."""
+        first = sequence.steps[0]
+        given = first.evidence.encoder
+        if given is None or (given.ids is None and given.states is None):
+            verdict.not_judged.append("what the encoder read, or gave, was not recorded")
+            return False
+        pad = getattr(self._source.config, "pad_token_id", None)
+        sequence.encoder = given.with_padding(pad).row(first.row)
+        if given.ids is None:
+            verdict.notes.append(
+                "the output of the encoder is taken as it is, because what it read is not known"
+            )
+        return True
 
     def _biases(
         self, reference: ReferenceModel, sequence: FedSequence, verdict: Verdict
@@ -262,6 +279,8 @@ class ProgramAudit:
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
         crop = _crop_before(sequence, verdict.generation, found)
+        if sequence.encoder is not None and found is None:
+            return  # beams and proposals are not looked for
         if crop is not None:
             self._judge_shortened(reference, comparison, crop, verdict)
             return
@@ -345,7 +364,7 @@ class ProgramAudit:
             positions = torch.arange(len(ids))[None]
         positions = positions.to(reference.device)
         ends = sequence.ends().to(reference.device)
-        base = Run(positions, ends, masks.base, biases)
+        base = Run(positions, ends, masks.base, biases, encoder=sequence.encoder)
         last = [int(step.positions[-1]) for step in sequence.steps]
         proposals = rows_of_proposals(sequence)[:MAX_LOGIT_ROWS]
         half = MAX_LOGIT_ROWS // 2
@@ -401,13 +420,16 @@ class ProgramAudit:
             biases=base.biases,
             noise=noise,
             generator=self._noise,
+            encoder=base.encoder,
         )
         return reference.run(ids, run, rows)
 
     def _in_dtype(
         self, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: torch.dtype
     ) -> dict[Point, torch.Tensor]:
-        run = Run(base.positions.clone(), masks=base.masks, biases=base.biases)
+        run = Run(
+            base.positions.clone(), masks=base.masks, biases=base.biases, encoder=base.encoder
+        )
         return self._reference(dtype).run(ids, run, rows)
 
     def _probe(
@@ -440,6 +462,7 @@ class ProgramAudit:
             score_mods=step.evidence.score_mods,
             counts_padding=counts_padding,
             slots=masks.slots,
+            encoder=sequence.encoder,
         )
 
     def _generation_of(self, sequence: FedSequence) -> int:
