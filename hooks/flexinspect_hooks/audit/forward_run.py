@@ -27,6 +27,13 @@ OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj", "wo", "o")
 """Names of the module that takes the attention of the heads."""
 
 
+class Route(Struct, frozen=True):
+    """The scores (rows, experts) that a router gave, and the experts (rows, chosen) it chose."""
+
+    scores: Tensor
+    experts: Tensor
+
+
 class Run(Struct):
     """One forward of the reference.
 
@@ -34,7 +41,9 @@ class Run(Struct):
     layer without one has the architecture's own mask. `ends` (rows,) is how many keys there were
     when the program computed each row: no mask opens later ones. `noise` is the relative size of
     random changes at every point. `stop_after` ends the forward after a layer. `encoder` is what
-    the encoder of the model reads, if it has one.
+    the encoder of the model reads, if it has one. `experts` are those that the rows of a layer go
+    to, if not their own, and rows (layer, row) in `other_experts` go to the next best one in place
+    of the last. The routers' own choices are left in `routes`.
     """
 
     positions: Tensor
@@ -46,6 +55,9 @@ class Run(Struct):
     stop_after: int | None = None
     generator: torch.Generator | None = None
     encoder: EncoderInput | None = None
+    experts: Mapping[int, Tensor] = field(default_factory=dict)
+    other_experts: tuple[tuple[int, int], ...] = ()
+    routes: dict[int, Route] = field(default_factory=dict)
     values: dict[Point, Tensor] = field(default_factory=dict)
     layer: int = -1
     layer_input: Tensor | None = None

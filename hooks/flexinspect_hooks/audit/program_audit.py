@@ -22,6 +22,7 @@ from flexinspect_hooks.audit.evidence import (
     free_bytes,
 )
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
+from flexinspect_hooks.audit.expert_routing import describe_other, settle
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
@@ -272,6 +273,8 @@ class ProgramAudit:
     ) -> None:
         first, masks = self._best_attempt(reference, sequence, masks, biases, verdict)
         comparison, found = first.comparison, first.divergence
+        if first.base.other_experts:
+            verdict.notes.append(describe_other(first.base.other_experts))
         verdict.mask_kind = masks.kind
         if masks.kind == "executed" and not verdict.batch:
             self._own_masks.add(verdict.generation)
@@ -371,14 +374,16 @@ class ProgramAudit:
         rows = sorted({*last[:half], *last[-half:], *proposals})
         clean = reference.run(ids, base, rows)
         dtype = dtype_of(sequence.steps)
-        noisy = [self._noisy(reference, ids, base, rows, dtype)]
+        runs = [self._noisy(reference, ids, base, rows, dtype)]
         if dtype != reference.dtype:
-            noisy.append(self._in_dtype(ids, base, rows, dtype))
+            runs.append(self._in_dtype(ids, base, rows, dtype))
+        noisy = [one.values for one in runs]
         of_digests = any(step.evidence.dtype is not None for step in sequence.steps)
         limits = noise_limits(clean, noisy, dtype, of_digests=of_digests)
         comparison = RowComparison(sequence, limits, rows, generation)
-        largest = comparison.agreement(clean, comparison.steps, None)[0]
-        return _Attempt(base, clean, comparison, comparison.first(clean), largest)
+        settled = settle(reference, comparison, base, clean, [one.routes for one in runs])
+        largest = comparison.agreement(settled.values, comparison.steps, None)[0]
+        return _Attempt(settled.base, settled.values, comparison, settled.divergence, largest)
 
     def _judge_shortened(
         self, reference: ReferenceModel, comparison: RowComparison, crop: int, verdict: Verdict
@@ -412,7 +417,7 @@ class ProgramAudit:
         base: Run,
         rows: Sequence[int],
         dtype: Any,
-    ) -> dict[Point, torch.Tensor]:
+    ) -> Run:
         noise = torch.finfo(dtype).eps
         run = Run(
             base.positions.clone(),
@@ -421,16 +426,23 @@ class ProgramAudit:
             noise=noise,
             generator=self._noise,
             encoder=base.encoder,
+            experts={layer: route.experts for layer, route in base.routes.items()},
         )
-        return reference.run(ids, run, rows)
+        reference.run(ids, run, rows)
+        return run
 
     def _in_dtype(
         self, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: torch.dtype
-    ) -> dict[Point, torch.Tensor]:
+    ) -> Run:
         run = Run(
-            base.positions.clone(), masks=base.masks, biases=base.biases, encoder=base.encoder
+            base.positions.clone(),
+            masks=base.masks,
+            biases=base.biases,
+            encoder=base.encoder,
+            experts={layer: route.experts for layer, route in base.routes.items()},
         )
-        return self._reference(dtype).run(ids, run, rows)
+        self._reference(dtype).run(ids, run, rows)
+        return run
 
     def _probe(
         self,

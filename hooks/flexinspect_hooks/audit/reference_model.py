@@ -18,6 +18,7 @@ from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.audit.clean_classes import clean_class
 from flexinspect_hooks.audit.copied_functions import prepare
 from flexinspect_hooks.audit.encoder_runner import encoder_runner
+from flexinspect_hooks.audit.expert_routing import is_router, routed
 from flexinspect_hooks.audit.forward_edits import AttentionInput
 from flexinspect_hooks.audit.forward_run import (
     ATTENTION,
@@ -184,6 +185,8 @@ class ReferenceModel:
                 projection = output_projection(module)
                 if projection is not None and not is_cross:
                     projection.register_forward_pre_hook(self._before_projection(number))
+            if layer is not None and is_router(module):
+                module.register_forward_hook(self._after_router(layer))
             last, is_leaf = name.rpartition(".")[2], not any(True for _ in module.children())
             if name and (is_leaf or id(module) in layer_of or last in BLOCKS):
                 module.register_forward_hook(self._after_module(last, layer))
@@ -238,6 +241,13 @@ class ReferenceModel:
 
         return after
 
+    def _after_router(self, layer: int) -> Callable[..., Any]:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            run = self._run_of()
+            return None if run is None else routed(output, run, layer)
+
+        return after
+
     def _after_attention(self, layer: int, quantity: str) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             run = self._run_of()
@@ -282,7 +292,7 @@ class ReferenceModel:
 
         The logits are those of `logit_rows`, (1, rows, vocabulary).
         """
-        run.values = {}
+        run.values, run.routes = {}, {}
         arguments: dict[str, Any] = {"use_cache": False, "position_ids": run.positions}
         if "logits_to_keep" in type(self.model).forward.__code__.co_varnames:
             keep = torch.tensor(list(logit_rows) or [len(ids) - 1], device=self.device)
