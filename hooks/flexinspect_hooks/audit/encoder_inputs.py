@@ -37,6 +37,11 @@ class EncoderInput(Struct, eq=False):
         parts = [None if one is None else _row(one, batch) for one in self._tensors()]
         return EncoderInput(*parts)
 
+    def has_equal_rows(self) -> bool:
+        """Whether several rows of the batch have the same input, as beams do."""
+        rows = self.states if self.ids is None else self.ids
+        return rows is not None and len(torch.unique(rows, dim=0)) < len(rows)
+
     def with_padding(self, pad: int | None) -> EncoderInput:
         """Return it with the mask that a program means that passed none: without padding.
 

@@ -108,12 +108,17 @@ def read_sequence(
     placed: list[tuple[StepEvidence, int, int, int]] = []
     order = row_order(steps)
     rows = lineage(batch, order, [_n_rows(one) for one in steps])
+    encoder = steps[0].encoder if steps else None
+    if encoder is not None:  # equal texts of two rows are of different inputs of the encoder
+        order, rows = [[] for _ in steps], [batch] * len(steps)
     for evidence, known, batch in zip(steps, order, rows, strict=True):
         n_new, reason = _new_rows(evidence, batch, columns)
         if len(placed) > 1 and known is None and _has_equal_prompts(steps[0]):
             reason = (
                 "the batch rows have the same prompt, so they may be beams, which change places"
             )
+        if placed and encoder is not None and encoder.has_equal_rows():
+            reason = "beams, and several texts for one input, of a model with an encoder"
         if placed and evidence.is_quantised:
             reason = "the cache is quantised, so its keys and values are not those of the text"
         n_cached, n_lost = evidence.kv_before, 0

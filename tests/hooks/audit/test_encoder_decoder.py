@@ -92,9 +92,7 @@ def decode(model: Any, *, masked_steps: int = 4) -> None:
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-@pytest.mark.parametrize(
-    "options", [{}, {"use_cache": False}, {"num_beams": 3}], ids=["cache", "no cache", "beams"]
-)
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
 def test_every_step_of_generate_agrees(
     audit: Audit, family: str, options: dict[str, object]
 ) -> None:
@@ -105,6 +103,16 @@ def test_every_step_of_generate_agrees(
     assert {(one.n_steps, len(one.notes), len(one.not_judged)) for one in verdicts} == {(3, 0, 0)}
     assert "encoder output" in verdicts[0].quantities
     assert "cross attention output" in verdicts[0].quantities
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_beams_are_judged_at_their_first_step_only(audit: Audit, family: str) -> None:
+    model, (rows, mask) = make(family), padded()
+    options = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "num_beams": 3}
+    verdicts, findings = audit(model, lambda: model.generate(rows, **options))
+    assert not findings
+    assert {one.n_steps for one in verdicts} == {1}
+    assert all("from step 1 on: beams" in one.not_judged[0] for one in verdicts)
 
 
 @pytest.mark.parametrize("family", OPTIONS)
