@@ -122,6 +122,9 @@ class EmptyRowsRule(Rule):
         if self.context.is_standalone:
             yield self._standalone_finding(step, part, calls[0])
             return
+        part = part.select(~self._is_padding_at_end(step, part))
+        if not len(part.rows):
+            return
         # All generated rows count as one, so that such a mask is not reported at every step.
         key = (step.branch, part.heads != (), *(call.layer for call in calls))
         reported = self._reported.setdefault(key, set())
@@ -138,6 +141,24 @@ class EmptyRowsRule(Rule):
         for keep, is_meant in ((~meant, False), (meant, True)):
             if keep.any():
                 yield self._empty_finding(step, part.select(keep), calls, is_meant)
+
+    def _is_padding_at_end(self, step: StepRecord, part: EmptyRows) -> BoolArray:
+        """Return which rows are padding after a prompt's text that no row reads, bool (rows,).
+
+        A sliding window of such a row holds padding only.
+        """
+        is_padding = np.zeros(len(part.rows), np.bool_)
+        pad = self.context.pad_id
+        if pad is None or part.readers is None or not part.has_newest:
+            return is_padding
+        begin = part.last + 1
+        while begin > 0:
+            token = self.context.token(step.kv_before + begin - 1)
+            if token is None or token.token_id != pad:
+                break
+            begin -= 1
+        unread: BoolArray = (part.rows >= begin) & (part.readers == 0)
+        return unread if begin > 0 else is_padding
 
     def _is_declared_empty(self, positions: Positions) -> BoolArray:
         spec = self.context.declared_spec

@@ -24,6 +24,7 @@ def newest_keys(cache: Any, n_cached: int) -> Tensor | None:
     """
     if n_cached < 1:
         return None
+    cache = getattr(cache, "self_attention_cache", cache)  # beside that of an encoder's output
     for layer in reversed(getattr(cache, "layers", None) or ()):
         keys = getattr(layer, "keys", None)
         if not isinstance(keys, Tensor) or keys.dim() != 4:

@@ -94,6 +94,11 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
             options = kwargs if scaling is None else {"scaling": scaling, **kwargs}
             return original(module, query, key, value, attention_mask, **options)
         reference, run = active
+        if id(module) in reference.cross_attention:
+            options = {"scaling": scaling, **kwargs}
+            return _cross_attention(
+                original, active, module, (query, key, value), attention_mask, options
+            )
         layer, n = run.layer, query.shape[2]
         rows = {QUERY: query, KEY: key, VALUE: value}
         run.values |= {(name, layer): tensor.detach() for name, tensor in rows.items()}
@@ -120,6 +125,31 @@ def _attention_function(original: Callable[..., Any]) -> Callable[..., Any]:
         return output, None
 
     return attention
+
+
+def _cross_attention(
+    original: Callable[..., Any],
+    active: Any,
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Any:
+    """Compute the attention of a decoder's rows to the encoder's output, with its edits."""
+    reference, run = active
+    query, key, value = (run.perturb(one) for one in tensors)
+    shape = (1, 1, query.shape[2], key.shape[2])
+    allowed = torch.ones(shape, dtype=torch.bool, device=query.device)
+    if mask is not None:
+        allowed = (mask > torch.finfo(query.dtype).min / 2).expand(shape)
+    scaling = options.pop("scaling")
+    plain = AttentionInput(module, run.layer, query, key, value, allowed, None, scaling, options)
+    output = reference.attend(original, plain)
+    for edit, scope in run.edits:
+        if edit.cross is not None and scope.has(run.layer):
+            edited = reference.attend(original, edit.cross(copy.copy(plain)))
+            output = mix_rows(output, edited, scope.first_row, 1)
+    return output, None
 
 
 def _rope_function(rotate: Callable[..., Any]) -> Callable[..., Any]:

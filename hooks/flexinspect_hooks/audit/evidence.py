@@ -20,9 +20,17 @@ from torch import Tensor, nn
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.audit.beams import newest_keys
+from flexinspect_hooks.audit.encoder_inputs import (
+    EncoderInput,
+    keep_encoded,
+    read_encoder,
+    watch_encoder,
+)
 from flexinspect_hooks.audit.forward_run import (
     ATTENTION,
+    CROSS,
     EMBEDDING,
+    ENCODER,
     HEADS,
     HIDDEN,
     KEY,
@@ -35,6 +43,7 @@ from flexinspect_hooks.audit.forward_run import (
 from flexinspect_hooks.audit.weights import Snapshot, snapshot
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
+from flexinspect_hooks.capture.model_layers import cross_attention, decoder_stack
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.loading.placement import free_memory
 from flexinspect_hooks.observers.hidden_digests import version_of
@@ -65,7 +74,8 @@ class StepEvidence(Struct):
     `cache` is the identity of the cache that the forward received or made, 0 for none.
     `is_quantised` says that it keeps keys and values in a smaller dtype. `pool` are the keys of the
     first call, if it has more than there are tokens. Of a batch, `keys_before` and `keys_after` are
-    the newest keys in the cache at the beginning and the end, see `beams`.
+    the newest keys in the cache at the beginning and the end, see `beams`. `encoder` is that of a
+    model with an encoder.
 
     Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
     (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
@@ -92,6 +102,7 @@ class StepEvidence(Struct):
     logit_ids: Tensor | None = None
     keys_before: Tensor | None = None
     keys_after: Tensor | None = None
+    encoder: EncoderInput | None = None
 
 
 class EvidenceStore:
@@ -198,15 +209,27 @@ class EvidenceHook(Hook):
         self._modules: list[tuple[weakref.ref[nn.Module], Point]] = []
         self._removes: list[Remove] = []
         self._cache: Any = None
+        self._has_encoder = False
+        self._encoder_arguments: dict[str, Any] = {}
+        self._encoder: EncoderInput | None = None
         if context.evidence is None:
             return
+        encoder = watch_encoder(context.model)
+        if encoder is not None:
+            yield encoder
         context.keep_calls = self.add_calls
         embedding = _input_embedding(context.model)
         if embedding is not None:
             self._modules.append((weakref.ref(embedding), (EMBEDDING, None)))
-        for module in context.model.modules():
+        decoder = decoder_stack(context.model)
+        self._has_encoder = decoder is not None
+        crossing = cross_attention(context.model, context.layer_of)
+        for layer, module in crossing.items():
+            self._modules.append((weakref.ref(module), (CROSS, layer)))
+        others = {id(module) for module in crossing.values()}
+        for module in (context.model if decoder is None else decoder).modules():
             number = context.layer_of.get(id(module))
-            if number is not None:
+            if number is not None and id(module) not in others:
                 self._modules.append((weakref.ref(module), (ATTENTION, number)))
                 projection = output_projection(module)
                 if projection is not None:
@@ -268,6 +291,9 @@ class EvidenceHook(Hook):
             self._context.evidence.skipped[step.generation] = why
             return
         ids, mask = input_ids_of(arguments), arguments.get("attention_mask")
+        if _is_encoder(self._context.model):
+            self._encoder_arguments = {"input_ids": ids, "attention_mask": mask}
+            return
         positions = arguments.get("position_ids")
         is_table = isinstance(mask, Tensor) and mask.dim() == 2
         padding = _copy(mask) if is_table else real_tokens(mask, step.q_len, step.kv_before)
@@ -286,6 +312,8 @@ class EvidenceHook(Hook):
         cache = arguments.get("past_key_values")
         self._cache, self._pending.cache = cache, _identity(cache)
         self._pending.is_quantised = _is_quantised(cache)
+        if self._has_encoder:
+            self._encoder = self._pending.encoder = read_encoder(arguments, self._encoder)
         if ids is not None and len(ids) > 1:
             self._pending.keys_before = newest_keys(cache, step.kv_before)
 
@@ -295,7 +323,7 @@ class EvidenceHook(Hook):
         if pending is None:
             return
         n = pending.kv_before + pending.q_len
-        if calls and calls[0].key.shape[2] > n:
+        if calls and calls[0].key.shape[2] > n and not self._has_encoder:
             pending.pool = calls[0].key.detach()
         known = self._paths
         if any(known.get(call.layer) != call.path for call in calls):
@@ -307,6 +335,8 @@ class EvidenceHook(Hook):
             score_mod = arguments.get("score_mod") if arguments else None
             if score_mod is not None:
                 pending.score_mods[call.layer] = score_mod
+            if self._has_encoder:  # a layer has two attentions, of which calls do not say which
+                continue
             if pending.step < DETAILED_STEPS and call.query.shape[2] == pending.q_len:
                 for name, tensor in ((QUERY, call.query), (KEY, call.key), (VALUE, call.value)):
                     # A copy: a decode row is a part of all keys.
@@ -318,6 +348,9 @@ class EvidenceHook(Hook):
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
         """Keep the step; its tensors are copied, except those of decode steps."""
         pending, self._pending = self._pending, None
+        if self._encoder_arguments:
+            keep_encoded(self._encoder_arguments, step.output)
+            self._encoder_arguments = {}
         store, values = self._context.evidence, self._values
         self._values = {}
         if pending is None or store is None or store.is_busy or pending.ids is None:
@@ -330,6 +363,7 @@ class EvidenceHook(Hook):
         if pending.q_len not in self._rows:
             self._rows[pending.q_len] = _kept_rows(pending.q_len, pending.ids.device)
         pending.rows = self._rows[pending.q_len]
+        self._keep_encoder(pending, step.output)
         for layer, output, version in self._context.layer_outputs():
             if isinstance(output, Tensor) and output.dim() == 3:
                 values[HIDDEN, layer] = (output, version)
@@ -345,6 +379,23 @@ class EvidenceHook(Hook):
         if step.logits is not None:
             pending.values[LOGITS, None] = _own_row(step.logits)
         store.keep(pending, self._context.model)
+
+    def _keep_encoder(self, pending: StepEvidence, output: Any) -> None:
+        """Keep what the encoder gave, if the step is the first one that has it."""
+        encoder = pending.encoder
+        if encoder is not None and encoder.states is None:
+            encoder.states = getattr(output, "encoder_last_hidden_state", None)
+        if encoder is None or encoder.states is None or pending.step:
+            return
+        if encoder.ids is not None:
+            pending.values[ENCODER, None] = encoder.states.detach()[:MAX_BATCH]
+
+
+def _is_encoder(model: nn.Module) -> bool:
+    """Whether a model is the encoder of another one."""
+    config = getattr(model, "config", None)
+    is_part = bool(getattr(config, "is_encoder_decoder", False)) and decoder_stack(model) is None
+    return is_part and not getattr(config, "is_decoder", False)
 
 
 def _own_row(row: Tensor) -> Tensor:
@@ -396,6 +447,8 @@ def _kept_rows(n: int, device: torch.device) -> Tensor:
 
 
 def _input_embedding(model: nn.Module) -> nn.Module | None:
+    decoder = decoder_stack(model)
+    model = model if decoder is None else decoder
     getter = getattr(model, "get_input_embeddings", None)
     try:
         found = getter() if getter is not None else None

@@ -55,6 +55,8 @@ def read_masks(
     `slot_of` is as in `find_slots`.
     """
     n = len(sequence.ids)
+    if sequence.encoder is not None:  # calls do not say which of a layer's two attentions they are
+        return GenerationMasks()
     if reader is None:
         return GenerationMasks(unread="there is no trace")
     if n > MAX_ROWS:

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from flexinspect_hooks.audit.beams import lineage, parents
+from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.evidence import StepEvidence
 
 
@@ -41,6 +42,7 @@ class FedSequence(Struct):
     With `lost`, (step, keys that are left, tokens before it), its rows are all kept instead, and
     some of the keys before the newest ones are missing. `has_default_positions` says that the
     program passed no position ids, so that the model made them from the length of the cache.
+    `encoder` is what the encoder of the model reads.
     """
 
     batch: int
@@ -53,6 +55,7 @@ class FedSequence(Struct):
     crops: list[tuple[int, int]] = field(default_factory=list)
     lost: tuple[int, int, int] | None = None
     has_default_positions: bool = True
+    encoder: EncoderInput | None = None
 
     @property
     def n_prompt(self) -> int:
@@ -105,12 +108,17 @@ def read_sequence(
     placed: list[tuple[StepEvidence, int, int, int]] = []
     order = row_order(steps)
     rows = lineage(batch, order, [_n_rows(one) for one in steps])
+    encoder = steps[0].encoder if steps else None
+    if encoder is not None:  # equal texts of two rows are of different inputs of the encoder
+        order, rows = [[] for _ in steps], [batch] * len(steps)
     for evidence, known, batch in zip(steps, order, rows, strict=True):
         n_new, reason = _new_rows(evidence, batch, columns)
         if len(placed) > 1 and known is None and _has_equal_prompts(steps[0]):
             reason = (
                 "the batch rows have the same prompt, so they may be beams, which change places"
             )
+        if placed and encoder is not None and encoder.has_equal_rows():
+            reason = "beams, and several texts for one input, of a model with an encoder"
         if placed and evidence.is_quantised:
             reason = "the cache is quantised, so its keys and values are not those of the text"
         n_cached, n_lost = evidence.kv_before, 0

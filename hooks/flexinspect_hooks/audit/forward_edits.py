@@ -13,6 +13,8 @@ from typing import Any
 from msgspec import Struct, field
 from torch import Tensor, nn
 
+from flexinspect_hooks.audit.encoder_inputs import EncoderInput
+
 
 class AttentionInput(Struct):
     """The attention of one layer, before it is computed; an edit returns another one.
@@ -59,14 +61,17 @@ class ForwardEdit(Struct, frozen=True, kw_only=True):
     """One fault. `sentence` completes "the numbers are those of a forward …".
 
     `modules` maps the last part of a module's name to its edit. `config` are attributes of the
-    configuration, set during the forward; such an edit holds for all layers and rows. `prefix` are
-    ids before the text. `attributes` are numbers of modules by their full names, set during the
+    configuration, set during the forward; such an edit holds for all layers and rows. `cross` is of
+    the attention that reads the encoder's output, and `encoder` of what the encoder reads. `prefix`
+    are ids before the text. `attributes` are numbers of modules by their full names, set during the
     forward. With `whole_model` the edit cannot be limited to a layer.
     """
 
     name: str
     sentence: str
     attention: Callable[[AttentionInput], AttentionInput] | None = None
+    cross: Callable[[AttentionInput], AttentionInput] | None = None
+    encoder: Callable[[EncoderInput], EncoderInput] | None = None
     rope: Callable[[Rotation], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[Tensor], Tensor] | None = None
     modules: Mapping[str, ModuleEdit] = field(default_factory=dict)

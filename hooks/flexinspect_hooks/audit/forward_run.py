@@ -10,6 +10,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 
+from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 
 Point = tuple[str, int | None]
@@ -18,11 +19,19 @@ Point = tuple[str, int | None]
 EMBEDDING, LOGITS = "embedding", "logits"
 QUERY, KEY, VALUE = "query", "key", "value"
 HEADS, ATTENTION, HIDDEN = "attention of the heads", "attention output", "hidden state"
-QUANTITIES = (QUERY, KEY, VALUE, HEADS, ATTENTION, HIDDEN)
+ENCODER, CROSS = "encoder output", "cross attention output"
+QUANTITIES = (QUERY, KEY, VALUE, HEADS, ATTENTION, CROSS, HIDDEN)
 """The quantities of a layer, in the order of the forward. Queries and keys are rotated."""
 
-OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj", "wo")
+OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj", "wo", "o")
 """Names of the module that takes the attention of the heads."""
+
+
+class Route(Struct, frozen=True):
+    """The scores (rows, experts) that a router gave, and the experts (rows, chosen) it chose."""
+
+    scores: Tensor
+    experts: Tensor
 
 
 class Run(Struct):
@@ -31,7 +40,10 @@ class Run(Struct):
     `masks` maps a layer to the keys that each row may attend to, bool (1 or heads, rows, keys); a
     layer without one has the architecture's own mask. `ends` (rows,) is how many keys there were
     when the program computed each row: no mask opens later ones. `noise` is the relative size of
-    random changes at every point. `stop_after` ends the forward after a layer.
+    random changes at every point. `stop_after` ends the forward after a layer. `encoder` is what
+    the encoder of the model reads, if it has one. `experts` are those that the rows of a layer go
+    to, if not their own, and rows (layer, row) in `other_experts` go to the next best one in place
+    of the last. The routers' own choices are left in `routes`.
     """
 
     positions: Tensor
@@ -42,6 +54,10 @@ class Run(Struct):
     noise: float = 0.0
     stop_after: int | None = None
     generator: torch.Generator | None = None
+    encoder: EncoderInput | None = None
+    experts: Mapping[int, Tensor] = field(default_factory=dict)
+    other_experts: tuple[tuple[int, int], ...] = ()
+    routes: dict[int, Route] = field(default_factory=dict)
     values: dict[Point, Tensor] = field(default_factory=dict)
     layer: int = -1
     layer_input: Tensor | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct, field
 from torch import Tensor
 
+from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.paged_keys import SlotLayout
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 
@@ -23,7 +24,8 @@ class FaultProbe(Struct):
     program's layers applied.
     `padding` are ids before the text that the attention should not read. `score_mods` are those of
     the step's layers, and `has_bias` says whether the reference adds those of the prompt. `slots`
-    are those of a paged cache, None if keys are in the order of positions.
+    are those of a paged cache, None if keys are in the order of positions. `encoder` is what the
+    encoder of the model reads.
     """
 
     reference: ReferenceModel
@@ -43,6 +45,7 @@ class FaultProbe(Struct):
     has_bias: bool = False
     counts_padding: bool = False
     slots: SlotLayout | None = None
+    encoder: EncoderInput | None = None
 
     @property
     def config(self) -> Any:

@@ -22,6 +22,7 @@ from flexinspect_hooks.audit.evidence import (
     free_bytes,
 )
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
+from flexinspect_hooks.audit.expert_routing import describe_other, settle
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
@@ -214,6 +215,8 @@ class ProgramAudit:
             if sequence.steps:
                 verdict.not_judged.append(f"it has more than {MAX_TOKENS} tokens")
             return verdict
+        if reference.encoder_runner is not None and not self._read_encoder(sequence, verdict):
+            return verdict
         slot_of = find_slots(reference, sequence, self._store.pools.get(generation))
         masks = read_masks(self._reader, generation, sequence, reference, slot_of)
         if masks.unread:
@@ -230,6 +233,21 @@ class ProgramAudit:
         biases = self._biases(reference, sequence, verdict)
         self._compare(reference, sequence, masks, biases, verdict)
         return verdict
+
+    def _read_encoder(self, sequence: FedSequence, verdict: Verdict) -> bool:
+        """Set what the encoder of a sequence reads; return whether it is known."""
+        first = sequence.steps[0]
+        given = first.evidence.encoder
+        if given is None or (given.ids is None and given.states is None):
+            verdict.not_judged.append("what the encoder read, or gave, was not recorded")
+            return False
+        pad = getattr(self._source.config, "pad_token_id", None)
+        sequence.encoder = given.with_padding(pad).row(first.row)
+        if given.ids is None:
+            verdict.notes.append(
+                "the output of the encoder is taken as it is, because what it read is not known"
+            )
+        return True
 
     def _biases(
         self, reference: ReferenceModel, sequence: FedSequence, verdict: Verdict
@@ -255,6 +273,8 @@ class ProgramAudit:
     ) -> None:
         first, masks = self._best_attempt(reference, sequence, masks, biases, verdict)
         comparison, found = first.comparison, first.divergence
+        if first.base.other_experts:
+            verdict.notes.append(describe_other(first.base.other_experts))
         verdict.mask_kind = masks.kind
         if masks.kind == "executed" and not verdict.batch:
             self._own_masks.add(verdict.generation)
@@ -262,6 +282,8 @@ class ProgramAudit:
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
         crop = _crop_before(sequence, verdict.generation, found)
+        if sequence.encoder is not None and found is None:
+            return  # beams and proposals are not looked for
         if crop is not None:
             self._judge_shortened(reference, comparison, crop, verdict)
             return
@@ -345,21 +367,23 @@ class ProgramAudit:
             positions = torch.arange(len(ids))[None]
         positions = positions.to(reference.device)
         ends = sequence.ends().to(reference.device)
-        base = Run(positions, ends, masks.base, biases)
+        base = Run(positions, ends, masks.base, biases, encoder=sequence.encoder)
         last = [int(step.positions[-1]) for step in sequence.steps]
         proposals = rows_of_proposals(sequence)[:MAX_LOGIT_ROWS]
         half = MAX_LOGIT_ROWS // 2
         rows = sorted({*last[:half], *last[-half:], *proposals})
         clean = reference.run(ids, base, rows)
         dtype = dtype_of(sequence.steps)
-        noisy = [self._noisy(reference, ids, base, rows, dtype)]
+        runs = [self._noisy(reference, ids, base, rows, dtype)]
         if dtype != reference.dtype:
-            noisy.append(self._in_dtype(ids, base, rows, dtype))
+            runs.append(self._in_dtype(ids, base, rows, dtype))
+        noisy = [one.values for one in runs]
         of_digests = any(step.evidence.dtype is not None for step in sequence.steps)
         limits = noise_limits(clean, noisy, dtype, of_digests=of_digests)
         comparison = RowComparison(sequence, limits, rows, generation)
-        largest = comparison.agreement(clean, comparison.steps, None)[0]
-        return _Attempt(base, clean, comparison, comparison.first(clean), largest)
+        settled = settle(reference, comparison, base, clean, [one.routes for one in runs])
+        largest = comparison.agreement(settled.values, comparison.steps, None)[0]
+        return _Attempt(settled.base, settled.values, comparison, settled.divergence, largest)
 
     def _judge_shortened(
         self, reference: ReferenceModel, comparison: RowComparison, crop: int, verdict: Verdict
@@ -393,7 +417,7 @@ class ProgramAudit:
         base: Run,
         rows: Sequence[int],
         dtype: Any,
-    ) -> dict[Point, torch.Tensor]:
+    ) -> Run:
         noise = torch.finfo(dtype).eps
         run = Run(
             base.positions.clone(),
@@ -401,14 +425,24 @@ class ProgramAudit:
             biases=base.biases,
             noise=noise,
             generator=self._noise,
+            encoder=base.encoder,
+            experts={layer: route.experts for layer, route in base.routes.items()},
         )
-        return reference.run(ids, run, rows)
+        reference.run(ids, run, rows)
+        return run
 
     def _in_dtype(
         self, ids: Sequence[int], base: Run, rows: Sequence[int], dtype: torch.dtype
-    ) -> dict[Point, torch.Tensor]:
-        run = Run(base.positions.clone(), masks=base.masks, biases=base.biases)
-        return self._reference(dtype).run(ids, run, rows)
+    ) -> Run:
+        run = Run(
+            base.positions.clone(),
+            masks=base.masks,
+            biases=base.biases,
+            encoder=base.encoder,
+            experts={layer: route.experts for layer, route in base.routes.items()},
+        )
+        self._reference(dtype).run(ids, run, rows)
+        return run
 
     def _probe(
         self,
@@ -440,6 +474,7 @@ class ProgramAudit:
             score_mods=step.evidence.score_mods,
             counts_padding=counts_padding,
             slots=masks.slots,
+            encoder=sequence.encoder,
         )
 
     def _generation_of(self, sequence: FedSequence) -> int:

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.audit.clean_classes import clean_class
 from flexinspect_hooks.audit.copied_functions import prepare
+from flexinspect_hooks.audit.encoder_runner import encoder_runner
+from flexinspect_hooks.audit.expert_routing import is_router, routed
 from flexinspect_hooks.audit.forward_edits import AttentionInput
 from flexinspect_hooks.audit.forward_run import (
     ATTENTION,
+    CROSS,
     EMBEDDING,
     HEADS,
     HIDDEN,
@@ -34,7 +37,12 @@ from flexinspect_hooks.audit.forward_run import (
     window_mask,
 )
 from flexinspect_hooks.audit.weights import Snapshot, is_pure
-from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
+from flexinspect_hooks.capture.model_layers import (
+    attention_layers,
+    cross_attention,
+    decoder_blocks,
+    decoder_stack,
+)
 from flexinspect_hooks.python_internals.torch_private import init_weights
 
 BLOCKS = ("mlp", "feed_forward")
@@ -44,13 +52,12 @@ BLOCKS = ("mlp", "feed_forward")
 class ReferenceModel:
     """An untouched model with the weights of a snapshot, in float32 or another dtype.
 
+    A model with an encoder takes what the encoder read from the run; its layers are the decoder's.
     Raises `FlexInspectError` if the architecture is not one of transformers, or its weights do not
-    fit, or it has an encoder.
+    fit.
     """
 
     def __init__(self, source: Snapshot, dtype: torch.dtype = torch.float32) -> None:
-        if getattr(source.config, "is_encoder_decoder", False):
-            raise FlexInspectError("Models with an encoder are not audited.")
         cls, self.namespace = clean_class(source.model_class)
         prepare(self.namespace)
         self.dtype = dtype
@@ -66,6 +73,8 @@ class ReferenceModel:
         self.blocks = decoder_blocks(self.model, layer_of)
         if not self.blocks:
             raise FlexInspectError(f"No attention layers were found in {cls.__name__}.")
+        self.encoder_runner = encoder_runner(self.model, self.dtype)
+        self.cross_attention = {id(m) for m in cross_attention(self.model, layer_of).values()}
         self._install(layer_of)
         self.device = next(iter(source.parameters)).device
         self.program_attributes = source.attributes
@@ -170,16 +179,24 @@ class ReferenceModel:
         for name, module in self.model.named_modules():
             layer = next((n for p, n in prefixes.items() if name.startswith(p)), None)
             if id(module) in layer_of:
-                number = layer_of[id(module)]
-                module.register_forward_hook(self._after_attention(number))
+                number, is_cross = layer_of[id(module)], id(module) in self.cross_attention
+                quantity = CROSS if is_cross else ATTENTION
+                module.register_forward_hook(self._after_attention(number, quantity))
                 projection = output_projection(module)
-                if projection is not None:
+                if projection is not None and not is_cross:
                     projection.register_forward_pre_hook(self._before_projection(number))
+            if layer is not None and is_router(module):
+                module.register_forward_hook(self._after_router(layer))
             last, is_leaf = name.rpartition(".")[2], not any(True for _ in module.children())
             if name and (is_leaf or id(module) in layer_of or last in BLOCKS):
                 module.register_forward_hook(self._after_module(last, layer))
         # The last hook, so that the value that is kept has the edits of the module in it.
-        self.model.get_input_embeddings().register_forward_hook(self._on_embedding)
+        stack: Any = decoder_stack(self.model)
+        embedding = (self.model if stack is None else stack).get_input_embeddings()
+        embedding.register_forward_hook(self._on_embedding)
+        positions = getattr(stack, "embed_positions", None)
+        if positions is not None:
+            positions.register_forward_pre_hook(self._before_positions, with_kwargs=True)
 
     def _on_embedding(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         run = self._run_of()
@@ -187,6 +204,13 @@ class ReferenceModel:
             return None
         run.values[EMBEDDING, None] = output.detach()
         return run.perturb(output)
+
+    def _before_positions(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Let a decoder that counts its positions by itself look up those of the run."""
+        run = self._run_of()
+        if run is None or "position_ids" not in kwargs:
+            return None
+        return args, kwargs | {"position_ids": run.positions[0]}
 
     def _run_of(self) -> Run | None:
         active = active_run()
@@ -217,12 +241,19 @@ class ReferenceModel:
 
         return after
 
-    def _after_attention(self, layer: int) -> Callable[..., Any]:
+    def _after_router(self, layer: int) -> Callable[..., Any]:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            run = self._run_of()
+            return None if run is None else routed(output, run, layer)
+
+        return after
+
+    def _after_attention(self, layer: int, quantity: str) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             run = self._run_of()
             if run is not None:
                 rows = output[0] if isinstance(output, tuple) else output
-                run.values[ATTENTION, layer] = rows.detach()
+                run.values[quantity, layer] = rows.detach()
 
         return after
 
@@ -261,7 +292,7 @@ class ReferenceModel:
 
         The logits are those of `logit_rows`, (1, rows, vocabulary).
         """
-        run.values = {}
+        run.values, run.routes = {}, {}
         arguments: dict[str, Any] = {"use_cache": False, "position_ids": run.positions}
         if "logits_to_keep" in type(self.model).forward.__code__.co_varnames:
             keep = torch.tensor(list(logit_rows) or [len(ids) - 1], device=self.device)
@@ -272,10 +303,14 @@ class ReferenceModel:
                 arguments["position_ids"] = mix_rows(run.positions, changed, scope.first_row, 1)
         run.positions = arguments["position_ids"]
         table = torch.tensor([list(ids)], device=self.device)
+        if self.encoder_runner is not None:
+            # Without `position_ids`, which such a model does not take.
+            arguments = self.encoder_runner.arguments(run) | {"use_cache": False}
+        arguments["input_ids" if self.encoder_runner is None else "decoder_input_ids"] = table
         with self._active(run), torch.no_grad():
             try:
                 # `forward` itself: the root's own call may be watched.
-                output = self.model.forward(input_ids=table, **arguments)
+                output = self.model.forward(**arguments)
             except StopForwardError:
                 return run.values
         logits = output.logits

@@ -20,6 +20,7 @@ from flexinspect_hooks.audit.evidence import StepEvidence
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
 from flexinspect_hooks.audit.forward_run import (
     EMBEDDING,
+    ENCODER,
     HIDDEN,
     KEY,
     LOGITS,
@@ -36,7 +37,7 @@ LOWEST_LIMIT = 64
 """In units of the dtype's rounding: no limit is lower."""
 
 _HEADWISE = (QUERY, KEY, VALUE)
-_ROBUST = (EMBEDDING, HIDDEN, LOGITS)
+_ROBUST = (ENCODER, EMBEDDING, HIDDEN, LOGITS)
 """Quantities whose layout does not depend on how a program writes its attention."""
 
 
@@ -154,6 +155,12 @@ class RowComparison(Struct):
                 continue
             if b >= len(kept):
                 continue
+            if point[0] == ENCODER:
+                ours = kept[b].to(reference)
+                if (mask := self._encoder_mask()) is not None:
+                    ours = ours * mask[..., None].to(ours)
+                yield point, relative(ours, reference[0]).max()[None].cpu(), step.positions[:1]
+                continue
             index = step.kept.to(kept.device)
             ours, positions = kept[b].index_select(0, index), step.positions
             theirs = _rows(reference).index_select(0, positions.to(reference.device))
@@ -162,6 +169,10 @@ class RowComparison(Struct):
                 continue
             if ours.flatten(1).shape == theirs.flatten(1).shape:
                 yield point, relative(ours, theirs).cpu(), positions
+
+    def _encoder_mask(self) -> Tensor | None:
+        encoder = self.sequence.encoder
+        return None if encoder is None or encoder.mask is None else encoder.mask[0]
 
     def _has_own_positions(self, step: FedStep) -> bool:
         """Whether rotated rows can be compared: not if padding moves all positions."""
@@ -224,8 +235,10 @@ class RowComparison(Struct):
 
 
 def forward_order(point: Point) -> tuple[int, int]:
-    """Sort key: the embedding, the quantities of each layer, the logits."""
+    """Sort key: the encoder's output, the embedding, the quantities of each layer, the logits."""
     name, layer = point
+    if name == ENCODER:
+        return -2, 0
     if name == EMBEDDING:
         return -1, 0
     if name == LOGITS:

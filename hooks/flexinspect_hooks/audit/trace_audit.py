@@ -100,6 +100,11 @@ class _Auditor:
         source = model_source(run, facts, self._model)
         self._report(f"loading {source.name}", None)
         loaded = load_recorded_model(run, facts, source, lambda what, data: None)
+        if getattr(loaded.config, "is_encoder_decoder", False):
+            raise FlexInspectError(
+                f"The trace does not have what the encoder of {source.name} read.",
+                hint="flexinspect audit SCRIPT audits the steps of the program itself.",
+            )
         store, verdicts = EvidenceStore(), list[Verdict]()
         notes: dict[int, list[str]] = {}
         for generation, one in recorded.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -24,15 +25,61 @@ def attention_layers(model: nn.Module) -> dict[int, int]:
 
 
 def decoder_blocks(model: nn.Module, layer_of: dict[int, int]) -> dict[int, tuple[str, nn.Module]]:
-    """Return the decoder layers by index as (name, module): the parents of attention modules."""
+    """Return the decoder layers by index as (name, module): the parents of attention modules.
+
+    Of a model with an encoder they are those of the decoder. A layer that is a list of parts, as in
+    T5, counts as a whole.
+    """
     by_name = dict(model.named_modules())
+    stack = decoder_stack(model)
+    inside = None if stack is None else {id(module) for module in stack.modules()}
     blocks: dict[int, tuple[str, nn.Module]] = {}
     for name, module in by_name.items():
         layer = layer_of.get(id(module))
-        if layer is not None and "." in name:
-            parent = name.rpartition(".")[0]
+        if layer is not None and "." in name and (inside is None or id(module) in inside):
+            parent = _whole_layer(name.rpartition(".")[0], by_name)
             blocks.setdefault(layer, (parent, by_name[parent]))
     return dict(sorted(blocks.items()))
+
+
+def _whole_layer(name: str, by_name: Mapping[str, nn.Module]) -> str:
+    """Return the name of the layer whose list of parts has a module, else the module's own."""
+    listed = name.rpartition(".")[0]
+    owner = listed.rpartition(".")[0]
+    stack = owner.rpartition(".")[0]
+    is_part = all(isinstance(by_name.get(one), nn.ModuleList) for one in (listed, stack))
+    return owner if is_part else name
+
+
+def decoder_stack(model: nn.Module) -> nn.Module | None:
+    """Return the decoder of a model that has an encoder beside it, None for any other model."""
+    return _stacks(model).get("decoder")
+
+
+def encoder_stack(model: nn.Module) -> nn.Module | None:
+    """Return the encoder of a model that has a decoder beside it, None for any other model."""
+    return _stacks(model).get("encoder")
+
+
+def _stacks(model: nn.Module) -> dict[str, nn.Module]:
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return {}
+    for owner in (model, getattr(model, "model", None)):
+        found = {name: getattr(owner, name, None) for name in ("encoder", "decoder")}
+        stacks = {name: one for name, one in found.items() if isinstance(one, nn.Module)}
+        if len(stacks) == 2:
+            return stacks
+    return {}
+
+
+def cross_attention(model: nn.Module, layer_of: Mapping[int, int]) -> dict[int, nn.Module]:
+    """Return by layer the second attention of the decoder, which reads the encoder's output."""
+    stack = decoder_stack(model)
+    found: dict[int, list[nn.Module]] = {}
+    for module in stack.modules() if stack is not None else ():
+        if id(module) in layer_of:
+            found.setdefault(layer_of[id(module)], []).append(module)
+    return {layer: modules[1] for layer, modules in found.items() if len(modules) == 2}
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

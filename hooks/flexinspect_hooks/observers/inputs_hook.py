@@ -245,7 +245,11 @@ _DECODER_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 class ArgumentNames:
-    """Names the positional arguments of a forward; of an encoder-decoder, the decoder's inputs."""
+    """Names the positional arguments of a forward.
+
+    Of a model with an encoder, `input_ids` and the like are those of the decoder; those of the
+    encoder have names such as `encoder_input_ids`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         try:
@@ -258,7 +262,9 @@ class ArgumentNames:
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None:
             return named
-        return named | {name: named.get(f"decoder_{name}") for name in _DECODER_ARGUMENTS}
+        decoder = {name: named.get(f"decoder_{name}") for name in _DECODER_ARGUMENTS}
+        encoder = {f"encoder_{name}": named.get(name) for name in _DECODER_ARGUMENTS}
+        return named | encoder | decoder
 
 
 def is_packed(arguments: Mapping[str, Any]) -> bool:

@@ -408,3 +408,55 @@ def test_numbers_that_are_not_finite_are_a_divergence(audit: Audit) -> None:
     handle.remove()
     assert len(findings) == 1
     assert "the hidden state has NaN or Inf" in findings[0].sentence
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (slice(2, 7), "all but the first 2 and newest 5 of 12 cache rows hold zeros"),
+        (slice(3, 4), "the cache row 3 holds zeros"),
+        (slice(0, 9), "all but the newest 3 of 12 cache rows hold zeros"),
+    ],
+)
+def test_cache_rows_that_are_zeroed_in_place_are_named(
+    audit: Audit, rows: slice, words: str
+) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        past = DynamicCache()
+        logits = model(torch.tensor([ids(12, 3)]), past_key_values=past, use_cache=True).logits
+        for layer in past.layers:
+            layer.keys[:, :, rows] = 0
+            layer.values[:, :, rows] = 0
+        for _ in range(2):
+            fed = logits[:, -1:].argmax(-1)
+            logits = model(fed, past_key_values=past, use_cache=True).logits
+
+    _, findings, _ = audit(model, program)
+    assert [words in one.sentence for one in findings] == [True], findings
+    assert findings[0].step == 1
+
+
+def test_keys_that_decode_steps_do_not_read_any_more_are_counted(audit: Audit) -> None:
+    model = make_model("llama")
+    right = nn.functional.scaled_dot_product_attention
+
+    def evicting(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        if query.shape[2] == 1:
+            key, value = (torch.cat((one[:, :, :1], one[:, :, 8:]), 2) for one in (key, value))
+        return right(query, key, value, *args, **options)
+
+    def own(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+        output = evicting(query, key, value, is_causal=query.shape[2] > 1)
+        return output.transpose(1, 2), None
+
+    AttentionInterface.register("evicting", own)
+    model.config._attn_implementation = "evicting"
+    _, findings, _ = audit(model, lambda: decode(model))
+    assert any(
+        "decode rows read only the first 1 and newest 4 of 12 cached keys" in one.sentence
+        for one in findings
+    ), findings

@@ -86,7 +86,11 @@ def _dense(call: AttentionInput, dtype: torch.dtype | None = None) -> Tensor:
     kept = call.query.dtype
     query = call.query if dtype is None else call.query.to(dtype)
     key, value = (key, value) if dtype is None else (key.to(dtype), value.to(dtype))
-    scores = (query @ key.mT * factor).masked_fill(~call.allowed, -math.inf)
+    scores = query @ key.mT * factor
+    position_bias = call.options.get("position_bias")  # of T5
+    if position_bias is not None:
+        scores = scores + position_bias.to(scores.dtype)
+    scores = scores.masked_fill(~call.allowed, -math.inf)
     if call.bias is not None:
         scores = scores + call.bias
     weights = scores.softmax(-1).nan_to_num()

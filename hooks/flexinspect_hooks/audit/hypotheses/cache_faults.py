@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -13,6 +14,9 @@ from flexinspect_hooks.audit.hypotheses.mask_faults import mask_edit
 from flexinspect_hooks.audit.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
+
+MAX_EVICTED = 24
+"""Numbers of keys that are left, and single rows, that are tried."""
 
 
 def _without(key: int) -> ForwardEdit:
@@ -63,6 +67,8 @@ def key_stale(probe: FaultProbe) -> Edits:
         return
     row = probe.first_row
     pairs = {(row - 1, row - 2), (row, row - 1), (row - 1, row), (row, 0)}
+    for other in range(max(1, row - MAX_EVICTED), row - 1):  # overwritten by a neighbour
+        pairs |= {(other, other - 1), (other, other + 1)}
     for to, source in sorted((a, b) for a, b in pairs if b >= 0):
 
         def attention(call: AttentionInput, to: int = to, source: int = source) -> AttentionInput:
@@ -100,4 +106,46 @@ def slots_as_positions(probe: FaultProbe) -> Edits:
     yield ForwardEdit(name="cache.slots", sentence=sentence, attention=attention)
 
 
-HYPOTHESES = (slots_as_positions, key_missing, key_duplicated, key_stale)
+def keys_evicted(probe: FaultProbe) -> Edits:
+    """Rows of the cache were closed, or zeroed in place, and its length stayed the same.
+
+    Usual are some first keys and the newest ones that are left; or one row that holds zeros.
+    """
+    n = probe.first_row
+    if not probe.is_decode:
+        return
+    for first in (0, 1, 2, 4):
+        for newest in _counts(n - first - 1):
+            rows = slice(first, n - newest)
+            left = f"first {first} and newest {newest}" if first else f"newest {newest}"
+            what = f"in which decode rows read only the {left} of {n} cached keys"
+            yield mask_edit("cache.evicted", what, partial(_closed, rows=rows))
+            what = f"in which all but the {left} of {n} cache rows hold zeros"
+            yield ForwardEdit(
+                name="cache.zeroed", sentence=what, attention=partial(_zeroed, rows=rows)
+            )
+    for row in range(max(0, n - MAX_EVICTED), n - 1):
+        what = f"in which the cache row {row} holds zeros"
+        edit = partial(_zeroed, rows=slice(row, row + 1))
+        yield ForwardEdit(name="cache.zeroed", sentence=what, attention=edit)
+
+
+def _counts(n: int) -> list[int]:
+    """Return numbers of newest keys: all below `MAX_EVICTED`, then powers of two, up to `n`."""
+    few = range(1, min(n, MAX_EVICTED - 1) + 1)
+    return [*few, *(1 << k for k in range(5, 12) if MAX_EVICTED <= 1 << k <= n)]
+
+
+def _closed(call: AttentionInput, rows: slice) -> Tensor:
+    allowed = call.allowed.clone()
+    allowed[..., rows.stop :, rows] = False
+    return allowed
+
+
+def _zeroed(call: AttentionInput, rows: slice) -> AttentionInput:
+    key, value = call.key.clone(), call.value.clone()
+    key[:, :, rows], value[:, :, rows] = 0, 0
+    return replace(call, key=key, value=value)
+
+
+HYPOTHESES = (slots_as_positions, key_missing, key_duplicated, key_stale, keys_evicted)
