@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flexinspect_hooks.audit.forward_edits import ForwardEdit
+from flexinspect_hooks.audit.forward_run import HIDDEN, LOGITS
 from flexinspect_hooks.audit.hypotheses.modules import layer_modules
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import BLOCKS
@@ -51,7 +52,12 @@ class _Mlp(Struct, frozen=True):
 
 
 def _mlp(probe: FaultProbe) -> tuple[_Mlp, Any] | None:
-    """Return the parts of the MLP in the layer of the divergence, None if they are not known."""
+    """Return the parts of the MLP in the layer of the divergence, None if they are not known.
+
+    Also None if the layer diverges before its MLP.
+    """
+    if probe.quantity not in (HIDDEN, LOGITS):
+        return None
     modules = layer_modules(probe)
     name = next((one for one in BLOCKS if one in modules), None)
     module: Any = modules.get(name or "")
@@ -186,7 +192,12 @@ def _reroute(name: str, block: str, sentence: str, change: Callable[[_Routing], 
 
 
 def _moe(probe: FaultProbe) -> tuple[str, _Routing] | None:
-    """Return the name of the block with experts and the form of its routing, None without one."""
+    """Return the name of the block with experts and the form of its routing, None without one.
+
+    Also None if the layer diverges before its experts.
+    """
+    if probe.quantity not in (HIDDEN, LOGITS):
+        return None
     modules = layer_modules(probe)
     for name in BLOCKS:
         router = _router(modules.get(name))
