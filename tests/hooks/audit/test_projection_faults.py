@@ -230,3 +230,33 @@ def test_a_planted_fault_is_named_and_its_twin_agrees(
         assert len(found) == 1
         assert found[0].startswith("audit.reproduced")
         assert words in found[0]
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_head_that_is_switched_off_does_not_hide_the_fault_of_the_others(
+    audit: Audit, broken: bool
+) -> None:
+    model = make_model("gpt_neox")
+    by_head(model, broken)
+    # Layer 1 has a fused projection in a wrong layout and, on purpose, no head 2.
+    attention = model.gpt_neox.layers[1].attention
+    attend = AttentionInterface().get_interface("sdpa", None)
+
+    def gated(module: Any, *args: Any, **options: Any) -> Any:
+        rows, weights = attend(module, *args, **options)
+        if module is attention:
+            rows = rows.clone()
+            rows[..., 2, :] = 0
+        return rows, weights
+
+    AttentionInterface.register("gated", gated)
+    try:
+        model.set_attn_implementation("gated")
+        (found,) = audited(audit, model)
+    finally:
+        del AttentionInterface._global_mapping["gated"]
+    assert found.startswith("audit.unexplained")
+    forward = "a forward in which query_key_value is split as (3, 4 heads, 12)"
+    words = f"But 3 of 4 heads agree with {forward if broken else 'the correct forward'}"
+    assert words in found
+    assert "; head 2 does not." in found
