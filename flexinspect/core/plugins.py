@@ -120,6 +120,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "masks": "flexinspect_hooks.audit.hypotheses.mask_faults:HYPOTHESES",
         "modules": "flexinspect_hooks.audit.hypotheses.modules:HYPOTHESES",
         "positions": "flexinspect_hooks.audit.hypotheses.positions:HYPOTHESES",
+        "projections": "flexinspect_hooks.audit.hypotheses.projections:HYPOTHESES",
+        "feed-forward": "flexinspect_hooks.audit.hypotheses.feed_forward:HYPOTHESES",
     },
     CAPTURE: {
         "training_debuggers": "flexinspect_hooks.training_debuggers",

@@ -92,9 +92,20 @@ class AuditRule(Rule):
         tried = plural(int(data.get("n_tried", 0)), "fault")
         is_cut = " before the time was used up" if data.get("cut") else ""
         sentence += f" None of {tried} that were tried{is_cut} gives these numbers ({listed})."
+        if heads := data.get("heads"):
+            sentence += _heads_text(heads)
         if replaced := facts.get("replaced"):
             sentence += f" The program replaced {', '.join(replaced)}."
         return sentence
+
+
+def _heads_text(heads: Mapping[str, Any]) -> str:
+    agree, total = heads["agree"], int(heads["total"])
+    others = [f"{head}" for head in range(total) if head not in agree]
+    listed = ", ".join(others[:_MAX_NAMES]) + (", …" if len(others) > _MAX_NAMES else "")
+    which = f"head {listed} does" if len(others) == 1 else f"heads {listed} do"
+    forward = f"a forward {heads['sentence']}" if heads["sentence"] else "the correct forward"
+    return f" But {len(agree)} of {total} heads agree with {forward}; {which} not."
 
 
 def _place(data: Mapping[str, Any]) -> str:

@@ -564,7 +564,13 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
             "n_tried": verdict.search.n_tried,
             "cut": verdict.search.is_cut,
         }
-        found = verdict.search.explanation
+        found, heads = verdict.search.explanation, verdict.search.heads
+        if found is None and heads is not None:
+            data["heads"] = {
+                "sentence": heads.sentence,
+                "agree": list(heads.agree),
+                "total": heads.total,
+            }
         if found is not None:
             data["explanation"] = {
                 "names": [edit.name for edit in found.edits],

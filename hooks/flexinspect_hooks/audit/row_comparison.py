@@ -21,6 +21,7 @@ from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
 from flexinspect_hooks.audit.forward_run import (
     EMBEDDING,
     ENCODER,
+    HEADS,
     HIDDEN,
     KEY,
     LOGITS,
@@ -173,6 +174,26 @@ class RowComparison(Struct):
     def _encoder_mask(self) -> Tensor | None:
         encoder = self.sequence.encoder
         return None if encoder is None or encoder.mask is None else encoder.mask[0]
+
+    def agreeing_heads(
+        self, step: FedStep, values: Mapping[Point, Tensor], layer: int | None, n_heads: int
+    ) -> tuple[int, ...]:
+        """Return the heads whose attention agrees in all rows of a step.
+
+        Their differences are relative to the norm of the whole row, whose noise is known.
+        """
+        point = (HEADS, layer)
+        kept, reference = step.evidence.values.get(point), values.get(point)
+        if kept is None or reference is None or step.row >= len(kept):
+            return ()
+        ours = kept[step.row].index_select(0, step.kept.to(kept.device)).flatten(1)
+        theirs = _rows(reference).index_select(0, step.positions.to(reference.device)).flatten(1)
+        if ours.shape != theirs.shape or ours.shape[-1] % n_heads:
+            return ()
+        scale, limit = theirs.norm(dim=-1), self.limits.get(point, 0.0)
+        pairs = zip(ours.chunk(n_heads, -1), theirs.chunk(n_heads, -1), strict=True)
+        differences = [float(relative(one, other, scale).max()) for one, other in pairs]
+        return tuple(head for head, worst in enumerate(differences) if worst <= limit)
 
     def _has_own_positions(self, step: FedStep) -> bool:
         """Whether rotated rows can be compared: not if padding moves all positions."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexinspect_hooks.audit.fed_sequence import FedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
-from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
+from flexinspect_hooks.audit.forward_run import HEADS, KEY, LOGITS, QUERY, VALUE, Point, Run
 from flexinspect_hooks.audit.hypotheses import Hypothesis, edits_of
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -26,6 +26,8 @@ from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
 
 MIN_GAIN = 10
 """A hypothesis must come this many times closer to the numbers than the correct forward."""
+
+_UP_TO_HEADS = (QUERY, KEY, VALUE, HEADS)
 
 Report = Callable[[str, float | None], None]
 
@@ -52,13 +54,28 @@ class Explanation(Struct, frozen=True):
         return self.agree == self.total
 
 
+class AgreeingHeads(Struct, frozen=True):
+    """Heads whose attention agrees, of `total`, where that of others does not.
+
+    `sentence` is that of the fault with which they agree, empty for the correct forward.
+    """
+
+    sentence: str
+    agree: tuple[int, ...]
+    total: int
+
+
 class SearchResult(Struct, frozen=True):
-    """The explanation, if any, and what was tried: names and number of forwards' edits."""
+    """The explanation, if any, and what was tried: names and number of forwards' edits.
+
+    `heads` are set where most heads of the diverging attention agree with a forward.
+    """
 
     explanation: Explanation | None
     tried: tuple[str, ...]
     n_tried: int
     is_cut: bool
+    heads: AgreeingHeads | None = None
 
 
 class Search:
@@ -81,16 +98,19 @@ class Search:
         self._step = comparison.step_of(divergence)
         steps = comparison.steps
         self._later = steps[steps.index(self._step) + 1 :]
+        self._heads: AgreeingHeads | None = None
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> SearchResult:
         """Return the best explanation: one fault, else two faults together."""
         edits = list(edits_of(hypotheses, self._probe))
         tried: dict[str, None] = {}
         best: Explanation | None = None
+        if self._at.point[0] in _UP_TO_HEADS:
+            self._count_heads("", self._run([], stop_after=self._at.point[1]))
         n = 0
         for n, edit in enumerate(edits, 1):
             if time.perf_counter() > self._deadline:
-                return SearchResult(best, tuple(tried), n - 1, is_cut=True)
+                return SearchResult(best, tuple(tried), n - 1, is_cut=True, heads=self._heads)
             self._report(f"trying {edit.name}", n / len(edits))
             tried.setdefault(edit.name)
             found = self._try((edit,))
@@ -101,7 +121,15 @@ class Search:
         if best is not None and not best.is_complete:
             best, cut = self._combine(best, edits)
             return SearchResult(best, tuple(tried), n, is_cut=cut)
-        return SearchResult(best, tuple(tried), n, is_cut=False)
+        return SearchResult(best, tuple(tried), n, is_cut=False, heads=self._heads)
+
+    def _count_heads(self, sentence: str, values: dict[Point, Tensor]) -> None:
+        """Keep the heads that agree with a forward, if they are more than half and the most yet."""
+        total = int(getattr(self._probe.config, "num_attention_heads", 1))
+        agree = self._comparison.agreeing_heads(self._step, values, self._at.point[1], total)
+        most = len(self._heads.agree) if self._heads is not None else total // 2
+        if most < len(agree) < total:
+            self._heads = AgreeingHeads(sentence, agree, total)
 
     def _combine(
         self, first: Explanation, edits: Sequence[ForwardEdit]
@@ -133,6 +161,8 @@ class Search:
             scope = self._scopes(edit)[0]
             values = self._run([(edit, scope)], stop_after=layer)
             if not self._agrees(values, layer):
+                if self._at.point[0] in _UP_TO_HEADS:
+                    self._count_heads(edit.sentence, values)
                 return None
         for scope in self._scopes(edit):
             found = self._judge(edits, [(edit, scope)], scope.layers)

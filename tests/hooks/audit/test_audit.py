@@ -2,78 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from support.audits import Audit, decode
 from support.tiny import ids, make_model
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, QuantizedCache
 
 from flexinspect.core import plugins
-from flexinspect.records.finding import Finding
-from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AUDIT_SKIPPED_EVENT
-from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.clean_classes import replaced_names
-from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward_run import LOGITS, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
-from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.session_audit import (
     AuditBudget,
-    audit_session,
     describe_verdict,
     summarize_verdicts,
 )
 from flexinspect_hooks.audit.weights import snapshot
-from flexinspect_hooks.capture.new_trace import create_trace
-from flexinspect_hooks.loading.tokenizers import IdAdapter
-from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
-from flexinspect_hooks.user_code.watch_session import WatchSession
-
-Audit = Callable[..., tuple[list[Verdict], list[Finding], list[str]]]
-
-KINDS = (AUDIT_EVENT, AUDIT_SKIPPED_EVENT)
-
-
-@pytest.fixture
-def audit(tmp_path: Path) -> Audit:
-    """Run code that calls a model, and audit its steps afterwards."""
-
-    def run(
-        model: Any, program: Callable[[], object], after: Callable[[], object] = lambda: None
-    ) -> tuple[list[Verdict], list[Finding], list[str]]:
-        path = tmp_path / "t.flextrace"
-        writer = create_trace(path, (), "advanced", None)
-        session = WatchSession(model, writer, DeclaredPrompt(IdAdapter()), level="advanced")
-        store = session.context.evidence = EvidenceStore()
-        store.find_model = lambda: model
-        with session, torch.no_grad():
-            program()
-            session.close("finished", None)
-            after()
-            budget = AuditBudget(AuditOptions())
-            verdicts = audit_session(store, session.recorder, session.rule_runner, budget)
-        writer.close("finished")
-        with open_trace(path) as reader:
-            events = [r.event.text for r in reader.events() if r.event.kind in KINDS]
-            findings = [one for one in reader.findings() if one.id.startswith("audit.")]
-        return verdicts, findings, events
-
-    return run
-
-
-def decode(model: Any, n: int = 3) -> None:
-    rows, past = torch.tensor([ids(12, 3)]), None
-    for _ in range(n):
-        output = model(rows, past_key_values=past, use_cache=True)
-        past, rows = output.past_key_values, output.logits[:, -1:].argmax(-1)
 
 
 def test_every_step_of_a_correct_loop_agrees(audit: Audit) -> None:
@@ -278,13 +230,13 @@ def test_a_fault_of_a_plug_in_is_tried(audit: Audit, monkeypatch: Any) -> None:
 
 def test_where_nothing_fits_the_finding_says_what_was_tried(audit: Audit) -> None:
     model = make_model("llama")
-    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    model.model.layers[1].mlp.act_fn = torch.nn.ELU()
     verdicts, findings, events = audit(model, lambda: decode(model, 2))
     assert [one.id for one in findings] == ["audit.unexplained"]
     assert findings[0].sentence.startswith('Layer 1, step 0: from position 0 "')
     assert "the hidden state differs" in findings[0].sentence
     assert "gives these numbers (scale, " in findings[0].sentence
-    replaced = "The program replaced model.layers.1.mlp.act_fn (by ReLU)."
+    replaced = "The program replaced model.layers.1.mlp.act_fn (by ELU)."
     assert findings[0].sentence.endswith(replaced)
     assert describe_verdict(verdicts[0]) == events[0]
 

@@ -79,11 +79,18 @@ def test_a_fault_is_named_with_its_step_by_digests_alone(
 
 
 def test_where_nothing_fits_the_layer_is_that_of_the_fault(tmp_path: Path, model: Any) -> None:
-    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    model.model.layers[1].mlp.act_fn = torch.nn.ELU()
     found = audit_trace(record(tmp_path / "t.flextrace", model, [ROW]))
     assert [(one.id, one.layer, one.step) for one in found.findings] == [
         ("audit.unexplained", 1, 0)
     ]
+
+
+def test_another_activation_is_named_by_digests_alone(tmp_path: Path, model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+    found = audit_trace(record(tmp_path / "t.flextrace", model, [ROW]))
+    words = "whose mlp has ReLU as activation in this layer only"
+    assert [words in one.sentence for one in found.findings] == [True], found.findings
 
 
 def test_rows_of_a_padded_batch_are_judged_one_by_one(tmp_path: Path, model: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -97,32 +99,42 @@ def _dense(call: AttentionInput, dtype: torch.dtype | None = None) -> Tensor:
     return (weights @ value).transpose(1, 2).to(kept)
 
 
+def _tiled(call: AttentionInput, *, keys: bool, values: bool) -> AttentionInput:
+    """Return a call whose keys or values, (1, heads, keys, size), have tiled heads."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    # The architecture's own function repeats nothing then. The copy shares its parameters.
+    module: Any = copy.copy(call.module)
+    module.num_key_value_groups = 1
+    key = call.key.repeat(1, groups, 1, 1) if keys else call.key.repeat_interleave(groups, 1)
+    value = (
+        call.value.repeat(1, groups, 1, 1) if values else call.value.repeat_interleave(groups, 1)
+    )
+    return replace(call, module=module, key=key, value=value)
+
+
 def heads_tiled(probe: FaultProbe) -> Edits:
-    """Keys and values of grouped heads are tiled instead of repeated one by one."""
+    """Keys, values or both of grouped heads are tiled instead of repeated one by one."""
+    kv_heads = getattr(probe.config, "num_key_value_heads", None)
+    if kv_heads and 1 < kv_heads < probe.config.num_attention_heads:
+        options = {
+            "whose key and value heads are tiled, not repeated one by one": (True, True),
+            "whose value heads are tiled, not repeated one by one (its key heads are right)": (
+                False,
+                True,
+            ),
+            "whose key heads are tiled, not repeated one by one (its value heads are right)": (
+                True,
+                False,
+            ),
+        }
+        for sentence, (keys, values) in options.items():
+            edit = partial(_tiled, keys=keys, values=values)
+            yield ForwardEdit(name="heads.tiled", sentence=sentence, attention=edit)
 
-    def attention(call: AttentionInput) -> AttentionInput:
-        groups = call.query.shape[1] // call.key.shape[1]
-        n_kv = call.key.shape[1]
-        # Undo the architecture's own repetition: query head h reads kv head h % n_kv.
-        heads = torch.arange(call.query.shape[1], device=call.query.device)
-        order = torch.argsort(heads % n_kv, stable=True)
-        query = call.query[:, order]
-        allowed = call.allowed
-        if allowed.shape[1] > 1:
-            allowed = allowed[:, order]
 
-        def output(changed: AttentionInput) -> Tensor:
-            result = _dense(replace(changed, output=None))
-            return result[:, :, torch.argsort(order)]
-
-        assert groups >= 1
-        return replace(call, query=query, allowed=allowed, output=output)
-
-    config = probe.config
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    if kv_heads and 1 < kv_heads < config.num_attention_heads:
-        sentence = "whose key and value heads are tiled, not repeated one by one"
-        yield ForwardEdit(name="heads.tiled", sentence=sentence, attention=attention)
+def heads_first(probe: FaultProbe) -> Edits:
+    """All heads read the keys and values of the first one."""
+    kv_heads = getattr(probe.config, "num_key_value_heads", None)
 
     def first(call: AttentionInput) -> AttentionInput:
         key, value = (one[:, :1].expand_as(one) for one in (call.key, call.value))
@@ -216,6 +228,7 @@ HYPOTHESES = (
     soft_cap_missing,
     sinks_missing,
     heads_tiled,
+    heads_first,
     heads_mixed,
     precision,
     attention_zero,

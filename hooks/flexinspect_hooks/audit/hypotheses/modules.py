@@ -16,19 +16,23 @@ Edits = Iterator[ForwardEdit]
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")
 
 
-def _names(probe: FaultProbe, *, inside: bool) -> dict[str, nn.Module]:
-    """Return the leaf modules of a layer (or those outside of all layers) by their last name."""
+def layer_modules(probe: FaultProbe) -> dict[str, nn.Module]:
+    """Return the modules in the layer of the divergence by their last name."""
     blocks = list(probe.reference.blocks.values())
     number = probe.layer if probe.layer is not None else next(iter(probe.reference.blocks))
-    if inside:
-        _, block = probe.reference.blocks.get(number, blocks[0])
-        return {name.rpartition(".")[2]: one for name, one in block.named_modules() if name}
-    prefixes = tuple(f"{name}." for name, _ in blocks)
+    _, block = probe.reference.blocks.get(number, blocks[0])
+    return {name.rpartition(".")[2]: one for name, one in block.named_modules() if name}
+
+
+def _outer_modules(probe: FaultProbe) -> dict[str, nn.Module]:
+    """Return the modules outside of all layers by their last name."""
+    prefixes = tuple(f"{name}." for name, _ in probe.reference.blocks.values())
     named = probe.reference.model.named_modules()
     return {n.rpartition(".")[2]: m for n, m in named if n and not n.startswith(prefixes)}
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalization, by the name of its class."""
     return "norm" in type(module).__name__.lower()
 
 
@@ -38,18 +42,18 @@ def _skip(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Ten
 
 def norm_skipped(probe: FaultProbe) -> Edits:
     """A normalization is left out, or its weight, or the 1 that is added to its weight."""
-    modules = _names(probe, inside=True)
-    modules |= {n: m for n, m in _names(probe, inside=False).items() if n in _FINAL_NORMS}
+    modules = layer_modules(probe)
+    modules |= {n: m for n, m in _outer_modules(probe).items() if n in _FINAL_NORMS}
 
     def unweighted(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         variance = inputs.float().pow(2).mean(-1, keepdim=True)
-        return (inputs.float() * torch.rsqrt(variance + _epsilon(module))).to(output.dtype)
+        return (inputs.float() * torch.rsqrt(variance + epsilon_of(module))).to(output.dtype)
 
     def without_one(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return unweighted(module, inputs, output, before) * module.weight
 
     for name, module in modules.items():
-        if not _is_norm(module):
+        if not is_norm(module):
             continue
         yield ForwardEdit(name="norm.skipped", sentence=f"without {name}", modules={name: _skip})
         sentence = f"in which {name} does not use its weight"
@@ -59,7 +63,8 @@ def norm_skipped(probe: FaultProbe) -> Edits:
             yield ForwardEdit(name="norm.weight", sentence=sentence, modules={name: without_one})
 
 
-def _epsilon(module: Any) -> float:
+def epsilon_of(module: Any) -> float:
+    """Return the epsilon of a norm."""
     for name in ("variance_epsilon", "eps"):
         if isinstance(getattr(module, name, None), float):
             return float(getattr(module, name))
@@ -72,9 +77,9 @@ def bias_skipped(probe: FaultProbe) -> Edits:
     def unbiased(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return output - module.bias
 
-    modules = _names(probe, inside=True)
+    modules = layer_modules(probe)
     biased = {n: m for n, m in modules.items() if getattr(m, "bias", None) is not None}
-    linear = {name: module for name, module in biased.items() if not _is_norm(module)}
+    linear = {name: module for name, module in biased.items() if not is_norm(module)}
     for name in linear:
         edit = {name: unbiased}
         yield ForwardEdit(name="bias.skipped", sentence=f"without the bias of {name}", modules=edit)
@@ -98,7 +103,7 @@ def residual_skipped(probe: FaultProbe) -> Edits:
     def zero(module: nn.Module, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
         return torch.zeros_like(output)
 
-    names = _names(probe, inside=True)
+    names = layer_modules(probe)
     attention = next((n for n in ("self_attn", "attn", "attention") if n in names), None)
     if attention is not None:
         sentence = "without the residual around the attention"
@@ -116,7 +121,7 @@ def residual_skipped(probe: FaultProbe) -> Edits:
 
 def mlp_residual_skipped(probe: FaultProbe) -> Edits:
     """The input of the MLP, before its norm, is not added to its output."""
-    names = _names(probe, inside=True)
+    names = layer_modules(probe)
     block = next((n for n in ("mlp", "feed_forward") if n in names), None)
     if block is None:
         return
@@ -138,7 +143,7 @@ def mlp_residual_skipped(probe: FaultProbe) -> Edits:
         return output - residual[0]
 
     last = next((n for n in ("post_feedforward_layernorm",) if n in names), block)
-    edits: dict[str, ModuleEdit] = {n: keep for n, m in names.items() if _is_norm(m)}
+    edits: dict[str, ModuleEdit] = {n: keep for n, m in names.items() if is_norm(m)}
     edits |= {block: find} if last == block else {block: find, last: minus}
     sentence = f"without the residual around {block}"
     yield ForwardEdit(name="residual.skipped", sentence=sentence, modules=edits)
@@ -155,7 +160,7 @@ def embedding_scale(probe: FaultProbe) -> Edits:
         return output / size
 
     for name in ("embed_tokens", "wte", "embed_in", "word_embeddings"):
-        if name in _names(probe, inside=False):
+        if name in _outer_modules(probe):
             sentence = "without the scale of the embeddings"
             yield ForwardEdit(
                 name="embedding.scale", sentence=sentence, modules={name: smaller}, whole_model=True
