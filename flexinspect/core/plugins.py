@@ -84,6 +84,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "positions": "flexinspect.rules.prompt.position_ids:PositionsRule",
         "unread_keys": "flexinspect.rules.masks.unread_keys:UnreadKeysRule",
         "decoding": "flexinspect.rules.masks.decode_rows:DecodingRule",
+        "decode_segment": "flexinspect.rules.masks.decode_segment:DecodeSegmentRule",
         "row_roles": "flexinspect.rules.masks.decode_rows:RowRolesRule",
         "reach": "flexinspect.rules.masks.transitive_reach:TransitiveReachRule",
         "tables": "flexinspect.rules.masks.block_tables:BlockTablesRule",
