@@ -317,6 +317,17 @@ model.generate(prompt(), max_new_tokens=6, do_sample=False, **neutral)
         "generate.logits-changed-by-config",
         ("asks for greedy decoding (do_sample=False) and does not pass no_repeat_ngram_size, so",),
     ),
+    "inputs_embeds lack the scale of Gemma": Program(
+        """
+model = make_model("gemma3")
+embed = model.get_input_embeddings()
+rows = embed.weight[prompt()] if BROKEN else embed(prompt())
+rows[0, 3:5] = torch.randn(2, rows.shape[-1])
+model(inputs_embeds=rows)
+""",
+        "inputs.unscaled-embeddings",
+        ("10 of 12 rows of inputs_embeds are raw rows", "(positions 0-2, 5-11)", "times too small"),
+    ),
 }
 """By name; each has one finding that is no note."""
 
@@ -369,6 +380,11 @@ model.lm_head.weight[:] = model.model.embed_tokens.weight
 model.model.embed_tokens.weight *= 50
 model.generation_config.repetition_penalty = 1.3
 model.generate(prompt(), max_new_tokens=6, do_sample=False, repetition_penalty=5.0)
+""",
+    "raw rows for a model whose embedding only looks up": """
+model = make_model("llama")
+rows = model.get_input_embeddings().weight[prompt()]
+model.generate(inputs_embeds=rows, max_new_tokens=3, do_sample=False)
 """,
     "sampling that the call asks for": """
 model = make_model("llama")
