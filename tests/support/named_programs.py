@@ -295,6 +295,44 @@ model.generate(
         "mask.padding-as-text",
         ("Batch row 1 of 2 begins with 4 padding tokens (id 2) that the model reads as text",),
     ),
+    "the EOS between documents is hidden as padding": Program(
+        """
+model = make_model("llama")
+model.config.eos_token_id = model.config.pad_token_id = 2
+model.generation_config.pad_token_id = model.generation_config.eos_token_id = 2
+short, long, pads = prompt(8, 5), prompt(12, 3), torch.full((1, 4), 2)
+long[0, 5] = 2
+batch = torch.cat((long, torch.cat((pads, short), 1)))
+mask = (torch.arange(12) >= torch.tensor([[0], [4]])).long()
+mask = batch.ne(2).long() if BROKEN else mask
+model.generate(batch, attention_mask=mask, max_new_tokens=3, do_sample=False)
+""",
+        "mask.text-as-padding",
+        ("hides 1 token (id 2) in the middle of batch row 0 of 2, at column 5: it is 0 exactly",),
+    ),
+    "the generation config bans repeated tokens": Program(
+        """
+model = make_model("llama")
+model.lm_head.weight[:] = model.model.embed_tokens.weight
+model.model.embed_tokens.weight *= 50  # it repeats the last token
+model.generation_config.no_repeat_ngram_size = 2
+neutral = {} if BROKEN else {"no_repeat_ngram_size": 0}
+model.generate(prompt(), max_new_tokens=6, do_sample=False, **neutral)
+""",
+        "generate.logits-changed-by-config",
+        ("asks for greedy decoding (do_sample=False) and does not pass no_repeat_ngram_size, so",),
+    ),
+    "inputs_embeds lack the scale of Gemma": Program(
+        """
+model = make_model("gemma3")
+embed = model.get_input_embeddings()
+rows = embed.weight[prompt()] if BROKEN else embed(prompt())
+rows[0, 3:5] = torch.randn(2, rows.shape[-1])
+model(inputs_embeds=rows)
+""",
+        "inputs.unscaled-embeddings",
+        ("10 of 12 rows of inputs_embeds are raw rows", "(positions 0-2, 5-11)", "times too small"),
+    ),
 }
 """By name; each has one finding that is no note."""
 
@@ -334,6 +372,31 @@ with tempfile.TemporaryDirectory() as folder:
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
 generate(model)
+""",
+    "pieces that were padded alone with the EOS": """
+model = make_model("llama")
+model.config.eos_token_id = model.generation_config.eos_token_id = 2
+ids = prompt(12, 3)
+ids[0, 5:7] = 2
+model.generate(ids, attention_mask=ids.ne(2).long(), max_new_tokens=3, do_sample=False)
+""",
+    "an option of the generation config that changes no choice": """
+model = make_model("llama")
+model.generation_config.no_repeat_ngram_size = 12
+model.generation_config.min_length = 4
+generate(model, 6)
+""",
+    "a penalty that the call asks for": """
+model = make_model("llama")
+model.lm_head.weight[:] = model.model.embed_tokens.weight
+model.model.embed_tokens.weight *= 50
+model.generation_config.repetition_penalty = 1.3
+model.generate(prompt(), max_new_tokens=6, do_sample=False, repetition_penalty=5.0)
+""",
+    "raw rows for a model whose embedding only looks up": """
+model = make_model("llama")
+rows = model.get_input_embeddings().weight[prompt()]
+model.generate(inputs_embeds=rows, max_new_tokens=3, do_sample=False)
 """,
     "sampling that the call asks for": """
 model = make_model("llama")

@@ -118,7 +118,7 @@ _PENDING: dict[str, dict[int, tuple[str, ...]]] = {
 _NEW_RULES = (
     *("audit", "generate_options", "generated_length", "inferred_segments", "invariants"),
     *("kernel_options", "late_binding", "other_prompt", "padding_as_text", "recompute"),
-    "training_checks",
+    *("training_checks", "text_as_padding", "logits_changed", "decode_segment", "raw_embeddings"),
 )
 """Rules that did not exist when the traces were recorded."""
 

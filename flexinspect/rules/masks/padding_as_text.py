@@ -15,7 +15,7 @@ from flexinspect.core.text import plural, printable
 from flexinspect.records import imported
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.context import step_array
+from flexinspect.rules.context import RuleContext, step_array
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 PADDING_AS_TEXT = "mask.padding-as-text"
@@ -35,7 +35,7 @@ class PaddingAsTextRule(Rule):
         if step.step or step.kv_before or step.q_len < 2:
             return
         facts = declared_tokenizer(self.context.generation.declared)
-        mask, ids = step_array(step, "inputs.mask"), self._ids(step)
+        mask, ids = step_array(step, "inputs.mask"), read_ids(step, self.context)
         if facts.pad is None or ids is None or (mask is None and self.context.pad_id is not None):
             return  # without a mask and with a padding token of its own, another rule reports it
         if any(call.kv_len != step.q_len for call in step.calls):
@@ -50,14 +50,6 @@ class PaddingAsTextRule(Rule):
             if len(rows) and counts.max() < step.q_len and self._is_plain(step):
                 yield self._finding(step, side, rows, counts, has_mask=mask is not None)
                 return
-
-    def _ids(self, step: StepRecord) -> npt.NDArray[np.int64] | None:
-        table = step_array(step, "inputs.ids")
-        if table is not None:
-            return np.asarray(table, np.int64)
-        tokens = self.context.generation.tokens
-        ids = np.array([[token.token_id for token in tokens]], np.int64)
-        return ids if ids.shape[1] == step.q_len else None
 
     def _is_plain(self, step: StepRecord) -> bool:
         """Whether the padding is read: a mask of the program may close it."""
@@ -95,6 +87,15 @@ class PaddingAsTextRule(Rule):
             sentence += ", and as the padding is also the EOS, generate cannot tell it from text"
         evidence = {"rows": rows.tolist(), "padding": counts[rows].tolist(), "pad": facts.pad}
         return self.finding(step, PADDING_AS_TEXT, f"{sentence}.", evidence=evidence)
+
+
+def read_ids(step: StepRecord, context: RuleContext) -> npt.NDArray[np.int64] | None:
+    """Return the token ids of a first forward, int (batch, positions), or None."""
+    table = step_array(step, "inputs.ids")
+    if table is not None:
+        return np.asarray(table, np.int64)
+    ids = np.array([[token.token_id for token in context.generation.tokens]], np.int64)
+    return ids if ids.shape[1] == step.q_len else None
 
 
 def _leading(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

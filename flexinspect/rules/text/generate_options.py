@@ -94,7 +94,7 @@ class GenerateOptionsRule(Rule):
         before = self._eos.pop(step.branch, None)
         known = declared_tokenizer(self.context.generation.declared)
         is_eos, told = token.token_id in known.eos, self._told
-        stops = () if told is None else _as_ids(told["options"].get("eos_token_id"))
+        stops = () if told is None else as_ids(told["options"].get("eos_token_id"))
         if token.token_id in stops:  # the sequence ended, and is padded while others go on
             self._is_reported = True
         elif before is not None and (stops or not (is_eos or token.token_id == known.pad)):
@@ -124,7 +124,8 @@ class GenerateOptionsRule(Rule):
         return self.finding(step, EOS_PASSED, sentence, evidence=evidence, **options)
 
 
-def _as_ids(value: Any) -> tuple[int, ...]:
+def as_ids(value: Any) -> tuple[int, ...]:
+    """Return the token ids of an option: one id, several, or None."""
     return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 

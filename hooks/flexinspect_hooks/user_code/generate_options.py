@@ -13,6 +13,12 @@ from flexinspect_hooks.python_internals.torch_private import tensor_version
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 _OPTIONS = (*_SAMPLING, "num_beams", "eos_token_id", "pad_token_id", "min_new_tokens")
+_CHANGING = (
+    *("no_repeat_ngram_size", "repetition_penalty", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "min_length", "min_new_tokens", "forced_bos_token_id"),
+    *("forced_eos_token_id", "exponential_decay_length_penalty"),
+)
+"""Options whose logits processors are at work in greedy decoding, too."""
 _MAX_NAMES = 8
 
 
@@ -21,7 +27,8 @@ def generate_facts(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
 
     `options` are values of the arguments, else of the generation config. `passed` names the options
     that the call itself decides, all of them with a `generation_config`. `has_mask` is whether it
-    passed an attention mask.
+    passed an attention mask. `changing` are options of the model's generation config alone that
+    change logits, in greedy decoding as well.
     """
     own = kwargs.get("generation_config")
     configs = [one for one in (own, getattr(model, "generation_config", None)) if one is not None]
@@ -33,7 +40,25 @@ def generate_facts(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
             options[name] = value
     passed = list(_OPTIONS) if own is not None else [n for n in _OPTIONS if n in kwargs]
     has_mask = kwargs.get("attention_mask") is not None
-    return {"options": options, "passed": passed, "has_mask": has_mask}
+    facts = {"options": options, "passed": passed, "has_mask": has_mask}
+    changing = {} if own is not None else _changing_options(model, kwargs)
+    return facts | {"changing": changing} if changing else facts
+
+
+def _changing_options(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    config = getattr(model, "generation_config", None)
+    values = {n: getattr(config, n, None) for n in _CHANGING if n not in kwargs}
+    # A penalty of 1.0 changes nothing, nor do lengths of 0 and empty lists.
+    return {
+        name: _lists(value) for name, value in values.items() if value and value not in (1.0, [[]])
+    }
+
+
+def _lists(value: Any) -> Any:
+    """Return a value with tensors and tuples as lists."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return [_lists(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

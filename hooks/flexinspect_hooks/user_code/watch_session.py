@@ -42,6 +42,7 @@ from flexinspect_hooks.observers.logits_hook import reduce_chosen
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
+from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw_embedding_facts
 from flexinspect_hooks.user_code.generate_options import generate_facts
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
 from flexinspect_hooks.user_code.program import strip_own_frames
@@ -212,6 +213,9 @@ class WatchSession(CaptureSession):
             self._event(CACHED_PROMPT_EVENT, text, step, {"prompt": cached})
         if self.generate_depth and self._told is not None:
             step.events.append((GENERATE_EVENT, "The options of generate.", self._told))
+        if (raw := raw_embedding_facts(self._model, step.arguments)) is not None:
+            text = "Rows of inputs_embeds are rows of the embedding table."
+            step.events.append((RAW_EMBEDDINGS_EVENT, text, raw))
         if (weights := self.initialised_weights()) is not None:
             text = "Weights that no checkpoint had were initialised."
             step.events.append((INITIALISED_EVENT, text, weights))

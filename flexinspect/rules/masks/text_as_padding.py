@@ -1,0 +1,93 @@
+"""Finds tokens of the text that the attention mask hides, because their id is that of the padding.
+
+`ids != pad` makes a correct mask only if the padding token is in no text. Where it is the EOS as
+well, it also hides the EOS that ends a document or a turn in the middle of the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.core.text import format_numbers, is_or_are, plural, printable
+from flexinspect.masks.algebra import BoolArray
+from flexinspect.records import imported
+from flexinspect.records.prompt import declared_tokenizer
+from flexinspect.records.step import StepRecord
+from flexinspect.rules.context import step_array
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.masks.padding_as_text import read_ids
+
+TEXT_AS_PADDING = "mask.text-as-padding"
+_MAX_COLUMNS = 6  # that a sentence lists
+
+
+class TextAsPaddingRule(Rule):
+    """Compares the received attention mask with `ids != t`, for each special token t."""
+
+    name = "text_as_padding"
+    needs = (imported.BATCHES,)
+    streams = ("inputs.mask", "inputs.ids")
+    findings = finding_kinds(TEXT_AS_PADDING)
+
+    def on_step(self, step: StepRecord) -> Findings:
+        """Check the mask of a first forward."""
+        if step.step or step.kv_before or step.q_len < 3:
+            return
+        mask = step_array(step, "inputs.mask")
+        if mask is None or mask.all():
+            return
+        ids, kept = read_ids(step, self.context), np.asarray(mask, np.bool_)
+        if ids is None or ids.shape != kept.shape:
+            return
+        facts = declared_tokenizer(self.context.generation.declared)
+        for token in (*facts.eos, facts.bos):
+            # A mask that hides this token wherever it is, and nothing else, was made by its id.
+            if token is not None and np.array_equal(kept, ids != token):
+                yield from self._check_holes(step, kept, token)
+                return
+
+    def _check_holes(self, step: StepRecord, kept: BoolArray, token: int) -> Findings:
+        holes = {row: _single_holes(one) for row, one in enumerate(kept)}
+        rows = [row for row, columns in holes.items() if len(columns)]
+        if rows:
+            columns = holes[rows[0]].tolist()
+            yield self._finding(step, token, rows, columns, len(kept))
+
+    def _finding(
+        self, step: StepRecord, token: int, rows: list[int], columns: list[int], batch: int
+    ) -> Any:
+        known = (t for t in self.context.generation.tokens if t.token_id == token)
+        name = printable(next((t.token for t in known), ""))
+        named = f' "{name}"' if name and name != str(token) else ""
+        subject = "the prompt" if batch == 1 else f"batch row {rows[0]} of {batch}"
+        listed = format_numbers("column", columns[:_MAX_COLUMNS])
+        more = len(columns) - _MAX_COLUMNS
+        sentence = (
+            f"The attention mask hides {plural(len(columns), 'token')}{named} (id {token}) in the "
+            f"middle of {subject}, at {listed}{f' and {more} more' if more > 0 else ''}: it is 0 "
+            f"exactly where the id is {token}, so it was made by ids != {token}, and "
+            f"{'a token' if len(columns) == 1 else 'tokens'} of the text "
+            f"{is_or_are(len(columns))} taken for padding"
+        )
+        if len(rows) > 1:
+            sentence += f" (as in {plural(len(rows) - 1, 'other row')})"
+        evidence = {"rows": rows, "columns": columns, "token": token}
+        positions = columns if rows[0] == 0 else ()  # other rows have other tokens
+        return self.finding(
+            step, TEXT_AS_PADDING, f"{sentence}.", evidence=evidence, positions=positions
+        )
+
+
+def _single_holes(kept: BoolArray) -> npt.NDArray[np.int64]:
+    """Return the hidden positions between two kept ones; none if a longer gap is among them.
+
+    A longer gap is padding inside a sequence, such as that of pieces that were padded alone.
+    """
+    seen = np.flatnonzero(kept)
+    gaps = np.diff(seen) - 1
+    if not gaps.any() or gaps.max() > 1:
+        return np.empty(0, np.int64)
+    return np.asarray(seen[:-1][gaps == 1] + 1, np.int64)

@@ -1,0 +1,104 @@
+"""The first generated row behind packed documents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from support.traces import sample_generation, sample_step
+
+from flexinspect.masks.algebra import BoolArray
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import CallRecord, InputsRecord, MaskRecord
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.masks.decode_segment import DecodeSegmentRule, find_spans
+
+N = 12
+ROW, KEY = np.arange(N)[:, None], np.arange(N)[None]
+CAUSAL = ROW >= KEY
+DOCUMENT = np.repeat([0, 1, 2], [3, 5, 4])
+PACKED = (DOCUMENT[:, None] == DOCUMENT[None]) & CAUSAL
+
+
+def row_of(*documents: int) -> BoolArray:
+    return np.array([[*np.isin(DOCUMENT, documents), True]])
+
+
+def look(prompt: BoolArray, newest: BoolArray, position: int | None = None) -> list[Finding]:
+    """Return the findings of a prompt under a mask and of one decode row."""
+    context, rule = RuleContext(), DecodeSegmentRule()
+    context.start_generation(replace(sample_generation(0), segments=(), declared={}))
+    rule.on_generation_start(context)
+    found: list[Finding] = []
+    for number, cells in enumerate((prompt, newest)):
+        n_rows, n_keys = cells.shape
+        name = f"mask {number}"
+        mask = MaskRecord(name, "block", 1, 1, n_rows, n_keys, n_keys - n_rows, cells=cells[None])
+        call = CallRecord(0, "flex", "", name, 1, 2, 2, n_rows, n_keys, 8, "float32", None)
+        ids = ((position, 1),) if position is not None and number else ()
+        step = replace(
+            sample_step(number),
+            q_len=n_rows,
+            kv_before=n_keys - n_rows,
+            kv_after=n_keys,
+            masks=(mask,),
+            calls=(call, replace(call, layer=1)),
+            inputs=InputsRecord(1, ids),
+        )
+        context.add_step(step)
+        found += rule.on_step(step)
+    return found
+
+
+def test_a_row_that_continues_document_0_is_reported_with_the_segments() -> None:
+    (finding,) = look(PACKED, row_of(0))
+    assert (finding.id, finding.step, finding.positions) == ("decode.other-segment", 1, (12,))
+    assert finding.layers == (0, 1)
+    assert finding.evidence["segments"] == [[0, 3], [3, 8], [8, 12]]
+    assert (finding.evidence["own"], finding.evidence["seen"]) == ([8, 12], [[0, 3]])
+    assert "this row sees all of 0-2, but none of the keys 8-11. It has the first" in (
+        finding.sentence
+    )
+
+
+def test_a_row_that_continues_the_middle_document_has_no_guess_of_padded_ids() -> None:
+    (finding,) = look(PACKED, row_of(1))
+    assert finding.sentence.endswith("sees all of 3-7, but none of the keys 8-11.")
+
+
+def test_left_padding_that_sees_nothing_is_no_segment() -> None:
+    padded = PACKED & (KEY >= 3)
+    (finding,) = look(padded, row_of(1))
+    assert finding.evidence["segments"] == [[3, 8], [8, 12]]
+
+
+@pytest.mark.parametrize("seen", [(2,), (0, 2), (0, 1, 2), ()])
+def test_a_row_that_sees_its_own_document_or_only_itself_is_clean(seen: tuple[int, ...]) -> None:
+    assert look(PACKED, row_of(*seen)) == []
+
+
+def test_a_row_whose_position_id_continues_the_document_is_meant_to() -> None:
+    assert look(PACKED, row_of(0), position=3) == []
+    assert len(look(PACKED, row_of(0), position=12)) == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        CAUSAL,
+        CAUSAL & (ROW - KEY < 3),
+        CAUSAL & ((ROW - KEY < 3) | (KEY < 2)),
+        CAUSAL & ((ROW - KEY) % 2 == 0),
+        np.eye(N, dtype=np.bool_),
+        PACKED | (CAUSAL & (KEY == 0)),
+    ],
+    ids=["causal", "window", "sinks", "dilated", "diagonal", "shared prefix"],
+)
+def test_a_mask_without_isolated_segments_is_clean(prompt: BoolArray) -> None:
+    assert find_spans(prompt[None]) == ()
+    assert look(prompt, row_of(0)) == []
+
+
+def test_heads_that_differ_are_not_compared() -> None:
+    assert find_spans(np.stack((PACKED, CAUSAL))) == ()
+    assert len(find_spans(np.stack((PACKED, PACKED)))) == 3
