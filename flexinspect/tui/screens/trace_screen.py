@@ -157,6 +157,8 @@ class TraceScreen(Screen[None]):
     @on(Slots.Changed)
     def _handle_panel_change(self) -> None:
         """Show the keys of the focused panel, the X-ray and the cell in one that has appeared."""
+        if not self.slots.views():  # before they are made, and while the screen closes
+            return
         self._show_keys()
         self._select_cell()
         if self.xray != "off":
