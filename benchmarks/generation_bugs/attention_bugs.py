@@ -97,7 +97,7 @@ def block_mask_in_eager(is_bug: bool) -> None:
 
 
 def weights_drop_mask(is_bug: bool) -> None:
-    """X14: whoever asks for weights gets a softmax by hand, which does not know the mask."""
+    """X14: with `output_attentions`, a softmax written by hand ignores the mask."""
     model, cells = make(), models.segment_cells(64)
 
     def attend(

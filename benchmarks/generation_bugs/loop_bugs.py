@@ -1,4 +1,4 @@
-"""Errors in loops, caches, prompts, and in what `generate` and the loader are told."""
+"""Errors in decoding loops, caches and prompts, and in arguments of `generate` and the loader."""
 
 from __future__ import annotations
 

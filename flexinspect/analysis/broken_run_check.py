@@ -51,7 +51,7 @@ def build_exhibit(
 
 
 def _ignore(text: str) -> None:
-    pass
+    """Show no progress."""
 
 
 def _build_in_process(

@@ -17,7 +17,7 @@ exit codes: 0 success, 2 there is no terminal
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    pass
+    """Add no arguments: the tour has one trace and no options."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -142,7 +142,7 @@ def test_a_bound_that_was_edited_by_hand_is_used(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c.pop("format"), "is no file of invariants."),
+        (lambda c: c.pop("format"), "does not contain invariants."),
         (lambda c: c.update(version=7), "has version 7 of the format, not 1."),
         (lambda c: first_range(c).update(low=9e9), "low 9e+09 is above high"),
         (lambda c: first_range(c).update(kind="rang"), "'rang'"),
@@ -301,4 +301,4 @@ def test_a_file_that_is_wrong_is_refused_before_the_run(
     Path("train.py").write_text("raise SystemExit('ran')")
     Path("wrong.json").write_text("{}")
     assert main(["run", "--no-ui", "--invariants", "wrong.json", "train.py"]) == 2
-    assert "wrong.json is no file of invariants." in capsys.readouterr().err
+    assert "wrong.json does not contain invariants." in capsys.readouterr().err

@@ -110,7 +110,7 @@ def read_invariants(file: Path) -> InvariantFile:
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         hint = "Learn invariants: flexinspect infer GOOD_RUN... -o invariants.json"
-        raise UsageError(f"{file} is no file of invariants.", hint=hint)
+        raise UsageError(f"{file} does not contain invariants.", hint=hint)
     if data.get("version") != VERSION:
         raise UsageError(
             f"{file} has version {data.get('version')!r} of the format, not {VERSION}.",

@@ -44,7 +44,7 @@ MIN_DEAD_SIZE = 8  # values of a parameter whose gradient is not 0 by chance
 MODE, AUTOCAST = "mode of the model", "autocast"
 
 
-class StepCalls(Struct, frozen=True):
+class LoopCalls(Struct, frozen=True):
     """The facts of a `step-calls` event."""
 
     calls: tuple[str, ...] = ()
@@ -320,13 +320,13 @@ class _EventFacts:
                 self.parameters |= {n: one.describe() for n, one in all_.parameters.items()}
                 self.outputs |= all_.outputs
                 self.sizes |= {n: math.prod(one.size) for n, one in all_.parameters.items()}
-        self._calls: dict[int, StepCalls] = {}
-        current = StepCalls()
+        self._calls: dict[int, LoopCalls] = {}
+        current = LoopCalls()
         for number in numbers:
             current = changes.get(number, current)
             self._calls[number] = current
 
-    def calls(self, number: int) -> StepCalls:
+    def calls(self, number: int) -> LoopCalls:
         """Return what the event of a step says, or of the last step before that has one."""
         return self._calls[number]
 
@@ -349,10 +349,10 @@ class _EventFacts:
             yield IN_EVALUATION, evaluation.n_in_evaluation_mode / max(evaluation.n, 1)
 
 
-def calls_by_step(rows: Sequence[EventRow]) -> dict[int, StepCalls]:
+def calls_by_step(rows: Sequence[EventRow]) -> dict[int, LoopCalls]:
     """Return the facts of the `step-calls` events among events, by step."""
     events = (row.event for row in rows if row.event.kind == CALLS_EVENT)
-    each = ((event.step, _facts(StepCalls, event)) for event in events)
+    each = ((event.step, _facts(LoopCalls, event)) for event in events)
     return {step: facts for step, facts in each if step is not None and facts is not None}
 
 

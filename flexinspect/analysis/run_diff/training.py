@@ -8,7 +8,7 @@ from zlib import crc32
 
 from msgspec import Struct
 
-from flexinspect.analysis.invariants.observed_run import StepCalls, calls_by_step
+from flexinspect.analysis.invariants.observed_run import LoopCalls, calls_by_step
 from flexinspect.analysis.run_diff.generations import (
     DIFFERENT,
     NOTHING,
@@ -148,7 +148,7 @@ def _steps(reader: TraceReader, row: GenerationRow) -> Iterator[tuple[int, Value
             yield number, {**dict(values), **_call_values(current)}
 
 
-def _call_values(calls: StepCalls | None) -> Values:
+def _call_values(calls: LoopCalls | None) -> Values:
     """Numbers that are equal for steps with equal calls and inputs, none where unknown."""
     if calls is None:
         return {}

@@ -14,8 +14,8 @@ from flexinspect.records.step import OWN_FUNCTION
 from flexinspect.rules.masks.mask_findings import find_empty_rows
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.audit.fed_sequence import FedSequence
-from flexinspect_hooks.audit.paged_keys import SlotLayout, read_layout
 from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.slot_layout import SlotLayout, read_layout
 
 MAX_ROWS = 2048
 """Masks of longer sequences are not read."""

@@ -113,14 +113,9 @@ def read_sequence(
         order, rows = [[] for _ in steps], [batch] * len(steps)
     for evidence, known, batch in zip(steps, order, rows, strict=True):
         n_new, reason = _new_rows(evidence, batch, columns)
-        if len(placed) > 1 and known is None and _has_equal_prompts(steps[0]):
-            reason = (
-                "the batch rows have the same prompt, so they may be beams, which change places"
-            )
-        if placed and encoder is not None and encoder.has_equal_rows():
-            reason = "beams, and several texts for one input, of a model with an encoder"
-        if placed and evidence.is_quantised:
-            reason = "the cache is quantised, so its keys and values are not those of the text"
+        if placed:
+            is_unordered = len(placed) > 1 and known is None
+            reason = _unfollowed(steps[0], evidence, is_unordered=is_unordered) or reason
         n_cached, n_lost = evidence.kv_before, 0
         if keeps_rows and sequence.lost is not None:
             n_lost = sequence.lost[2] - sequence.lost[1]
@@ -162,6 +157,20 @@ def read_sequence(
             step.row = place
             sequence.steps.insert(0, step)
     return sequence
+
+
+def _unfollowed(first: StepEvidence, step: StepEvidence, *, is_unordered: bool) -> str:
+    """Return why the rows of a step after the first one are not those of one text, "" if they are.
+
+    `is_unordered` says that it is not known which row of the step before each row continues.
+    """
+    if step.is_quantised:
+        return "the cache is quantised, so its keys and values are not those of the text"
+    if first.encoder is not None and first.encoder.has_equal_rows():
+        return "beams, and several texts for one input, of a model with an encoder"
+    if is_unordered and _has_equal_prompts(first):
+        return "the batch rows have the same prompt, so they may be beams, which change places"
+    return ""
 
 
 def row_order(steps: Sequence[StepEvidence]) -> list[list[int] | None]:

@@ -9,8 +9,8 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput
-from flexinspect_hooks.audit.paged_keys import SlotLayout
 from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.slot_layout import SlotLayout
 
 
 class FaultProbe(Struct):

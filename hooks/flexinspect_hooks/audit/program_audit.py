@@ -26,7 +26,6 @@ from flexinspect_hooks.audit.expert_routing import describe_other, settle
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
-from flexinspect_hooks.audit.paged_keys import find_slots
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
@@ -41,6 +40,7 @@ from flexinspect_hooks.audit.row_comparison import (
 from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
+from flexinspect_hooks.audit.slot_layout import find_slots
 from flexinspect_hooks.audit.trace_evidence import fill_from_trace
 from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
 from flexinspect_hooks.audit.weights import Snapshot

@@ -42,7 +42,7 @@ from flexinspect_hooks.python_internals import torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
-from flexinspect_hooks.user_code.generate_options import LoadingReports
+from flexinspect_hooks.user_code.generate_call import LoadingReports
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace

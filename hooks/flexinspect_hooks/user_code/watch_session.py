@@ -43,7 +43,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
 from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw_embedding_facts
-from flexinspect_hooks.user_code.generate_options import generate_facts
+from flexinspect_hooks.user_code.generate_call import generate_facts
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker

@@ -24,18 +24,18 @@ from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
-from flexinspect_hooks.observers.attention import call_checks, paged_keys, segment_attention
+from flexinspect_hooks.observers.attention import call_checks, paged_pools, segment_attention
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall, KernelCalls
-from flexinspect_hooks.observers.attention.late_binding import (
-    LateBinding,
-    find_late_bindings,
-    record_late_bindings,
-)
 from flexinspect_hooks.observers.attention.layer_code import (
     LayerCode,
     LayerCodes,
     record_layer_codes,
+)
+from flexinspect_hooks.observers.attention.loop_variables import (
+    LateBinding,
+    find_late_bindings,
+    record_late_bindings,
 )
 from flexinspect_hooks.observers.attention.mask_capture import MaskStore
 from flexinspect_hooks.observers.attention.unread_keywords import unread_keywords
@@ -207,7 +207,7 @@ class AttentionHook(Hook):
                 filled = None if self._context.is_standalone else step.kv_after
                 call_checks.put_user_call_checks(refs, step, filled, buffer)
                 if filled is not None:
-                    paged_keys.put_paged_keys(refs, step, buffer)
+                    paged_pools.put_paged_keys(refs, step, buffer)
         if step.level == "extreme":
             self._store_qkv(refs, buffer)
         for mask in masks:
@@ -322,7 +322,7 @@ class AttentionHook(Hook):
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
         call_checks.record_user_call_checks(values, kept.calls, draft)
-        paged_keys.record_paged_keys(values, draft)
+        paged_pools.record_paged_keys(values, draft)
         if step.level == "extreme":
             draft.add_activations(values, ("q", "k", "v"))
 

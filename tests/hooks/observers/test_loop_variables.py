@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flexinspect_hooks.observers.attention.late_binding import LateBinding, find_late_bindings
+from flexinspect_hooks.observers.attention.loop_variables import LateBinding, find_late_bindings
 
 Rule = Callable[[Tensor, Tensor], Any]
 WINDOWS = (2, 3, 4)
@@ -66,7 +66,7 @@ def test_rules_that_share_the_variable_of_their_loop_are_found(
 ) -> None:
     (one,) = found(make())
     assert (one.variable, one.value, one.layers) == ("window", "4", (0, 1, 2))
-    assert "test_late_binding.py:" in one.source
+    assert "test_loop_variables.py:" in one.source
 
 
 @pytest.mark.parametrize("make", [bound, made_by_a_function, of_another_variable])
