@@ -54,11 +54,16 @@ class StepBuffer:
         self._tensors[name] = _without_graph(tensor)
         self._owners[name] = self.owner
 
-    def put_activation(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor to store, in its own precision; `name` is "stream.layer"."""
-        prefix = ACTIVATION_PREFIX + (BFLOAT16 if tensor.dtype is torch.bfloat16 else "")
-        # A copy, because the model may write to the tensor (or its cache) before it is on disk.
-        self.put(f"{prefix}{name}", tensor.detach().clone())
+    def put_activations(self, stream: str, layers: Sequence[int], tensors: list[Tensor]) -> None:
+        """Add a tensor of each layer to store, in its own precision."""
+        if len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            for layer, tensor in zip(layers, tensors, strict=True):
+                self.put_activations(stream, [layer], [tensor])
+        elif tensors:
+            prefix = ACTIVATION_PREFIX + (BFLOAT16 if tensors[0].dtype is torch.bfloat16 else "")
+            # A copy, because the model may write to a tensor (or its cache) before it is on disk;
+            # one for all layers, because each operation costs time.
+            self.put(f"{prefix}{stream}.{','.join(map(str, layers))}", torch.stack(tensors))
 
     def defer(self, reduction: Reduction, *, wait: bool = True, **inputs: Inputs) -> None:
         """Add the results of `reduction(xp, **inputs)`, with `xp` torch or numpy.

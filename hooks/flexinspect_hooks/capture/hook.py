@@ -65,9 +65,13 @@ class StepDraft(Struct):
         records = []
         for name, array in step_buffer.with_prefix(values, step_buffer.ACTIVATION_PREFIX).items():
             dtype = "bfloat16" if name.startswith(step_buffer.BFLOAT16) else None
-            stream, _, layer = name.removeprefix(step_buffer.BFLOAT16).rpartition(".")
+            stream, _, layers = name.removeprefix(step_buffer.BFLOAT16).rpartition(".")
             if stream in streams:
-                records.append(step_records.ArrayRecord(stream, array, int(layer), dtype))
+                numbers = map(int, layers.split(","))
+                records += [
+                    step_records.ArrayRecord(stream, part, layer, dtype)
+                    for layer, part in zip(numbers, array, strict=True)
+                ]
         self.arrays += sorted(records, key=lambda record: streams.index(record.stream))
 
     def assemble(self) -> step_records.StepRecord:

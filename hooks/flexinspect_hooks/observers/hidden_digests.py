@@ -102,16 +102,16 @@ class HiddenDigests:
     def reduce(
         self,
         kept: Sequence[tuple[int, Tensor, int | None]],
-        stack: Tensor | None,
+        stack: Sequence[Tensor] | Tensor | None,
         model: nn.Module,
         step: StepContext,
         buffer: StepBuffer,
     ) -> None:
         """Reduce the outputs of all layers: (layer, (batch, rows, hidden), version when returned).
 
-        `stack` (layers, hidden) are the newest rows, where they have been stacked already. An
-        output that was modified in place afterwards is not what the layer returned: a model that
-        does so has no digests.
+        `stack` (layers, hidden) are the newest rows, where they have been stacked already, or the
+        outputs themselves, where the writer thread stacks them. An output that was modified in
+        place afterwards is not what the layer returned: a model that does so has no digests.
         """
         if step.step == 0:
             self._put_weights(model, buffer)
@@ -132,7 +132,7 @@ class HiddenDigests:
         else:
             rows = _some_rows([output.detach()[:n_batch] for _, output, _ in kept]).float()
         on_cpu = first.device.type == "cpu"
-        n = rows.shape[-1]
+        n = first.shape[-1]
         sign = signs(n) if on_cpu else _signs_on(n, first.device)
         buffer.defer(partial(_sums, n_batch, sign), rows=rows)
 
@@ -155,7 +155,12 @@ class HiddenDigests:
 
 
 def _sums(n_batch: int, sign: Any, _xp: Any, rows: Any) -> dict[str, Any]:
-    """Return (sequences, rows, layers, sums) of rows (layers, [sequences, rows,] hidden)."""
+    """Return (sequences, rows, layers, sums) of rows (layers, [sequences, rows,] hidden).
+
+    `rows` may also be a sequence of one row per layer.
+    """
+    if isinstance(rows, list):
+        rows = np.stack([row.reshape(-1) for row in rows])
     sums = signed_sums(rows, sign)
     sums = sums.reshape(sums.shape[0], n_batch, -1, N_SUMS)
     order = (1, 2, 0, 3)

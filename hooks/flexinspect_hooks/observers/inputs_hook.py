@@ -156,9 +156,11 @@ def _cached_lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
         return [], None
-    # Linear attention has a state of fixed size and does not count keys.
-    getters = [getattr(layer, "get_seq_length", None) for layer in layers]
-    read = [-1 if get is None else get() for get in getters]
+    try:
+        read = [layer.get_seq_length() for layer in layers]
+    except AttributeError:  # linear attention has a state of fixed size and does not count keys
+        getters = [getattr(layer, "get_seq_length", None) for layer in layers]
+        read = [-1 if get is None else get() for get in getters]
     if {*map(type, read)} == {int}:
         return read, None
     tensors = [length for length in read if isinstance(length, Tensor)]

@@ -78,18 +78,22 @@ class ModuleHook(Hook):
                 return _Layers([layer for layer, *_ in kept])
             if math.isfinite(float(step.logits.max())):
                 return _Layers()
-        rows, stack = [output[0] for _, output, _ in kept], None
-        if step.q_len == 1:
-            stack = torch.stack(rows).flatten(1).float()
+        stack: Sequence[Tensor] | Tensor | None = None
+        if step.q_len == 1 and on_cpu and all(t.dtype is torch.float32 for _, t, _ in kept):
+            stack = [output for _, output, _ in kept]  # stacked in the writer thread
+            buffer.defer(_one_row_statistics, outputs=stack)
+        elif step.q_len == 1:
+            stack = torch.stack([output[0] for _, output, _ in kept]).flatten(1).float()
             buffer.defer(partial(_statistics, on_cpu, 1), rows=stack)
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
+            rows = [output[0] for _, output, _ in kept]
             per_layer = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
             buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in per_layer]))
         if step.level == "extreme":
-            for layer, output, _ in kept:
-                if layer in self._context.layers:
-                    buffer.put_activation(f"hidden.{layer}", output[0])
+            chosen = [(layer, output) for layer, output, _ in kept if layer in self._context.layers]
+            stored = [output[0] for _, output in chosen]
+            buffer.put_activations("hidden", [layer for layer, _ in chosen], stored)
         if step.level != "basic":
             self._digests.reduce(kept, stack, self._context.model, step, buffer)
         layers = [(layer, output) for layer, output, _ in kept]
@@ -144,8 +148,11 @@ def _statistics_if_not_finite(xp: Any, outputs: Sequence[Any], logits: Any) -> d
 
     NaN and Inf of a layer reach the newest row's logits, because they survive norms and sums.
     """
-    if math.isfinite(float(xp.max(logits))):
-        return {}
+    return {} if math.isfinite(float(xp.max(logits))) else _one_row_statistics(xp, outputs)
+
+
+def _one_row_statistics(xp: Any, outputs: Sequence[Any]) -> dict[str, Any]:
+    """Return the statistics of outputs (batch, 1, hidden) on a CPU."""
     return _statistics(True, 1, xp, xp.stack([output[0].reshape(-1) for output in outputs]))
 
 

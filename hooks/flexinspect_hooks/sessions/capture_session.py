@@ -11,7 +11,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -84,6 +84,7 @@ class CaptureSession:
         self._is_over = self._is_paused = False
         self._hooks: list[Hook] = list(hooks or ())
         self._use_built_in = hooks is None
+        self._methods: dict[str, list[tuple[Hook, Callable[..., Any]]]] = {}  # until hooks change
         self._removes: list[tuple[Hook | None, Remove]] = []
         self._clock = StepClock()
         self._graphs = GraphCount()
@@ -317,8 +318,11 @@ class CaptureSession:
 
     def _begin_step(self, step: StepContext) -> None:
         self._apply_levels(step)
-        for hook in list(self._hooks):
-            self._guard(hook, hook.open, step)
+        for hook, call in tuple(self._own_methods("open")):
+            try:
+                call(step)
+            except Exception as error:
+                self._hook_failed(hook, error, self._step)
         if self._breaks is not None:
             self._breaks.on_step_start(step)
         step.arguments = {}  # a forward that fails must not keep a cache alive
@@ -379,12 +383,27 @@ class CaptureSession:
     def _reduce(self, step: StepContext) -> FinishedStep:
         buffer, kept = StepBuffer(self._device, self._stream), []
         step.events += self._graphs.on_step(step.phase)
-        with torch.no_grad():
-            for hook in list(self._hooks):
+        # Entering `no_grad` costs as much as a hook, and `generate` runs without gradients already.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            for hook, call in tuple(self._own_methods("reduce")):
                 buffer.owner = hook
-                kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
+                try:
+                    kept.append((hook, call(step, buffer)))
+                except Exception as error:
+                    self._hook_failed(hook, error, self._step)
         step.drop_references()
         return FinishedStep(step, buffer, tuple(kept))
+
+    def _own_methods(self, name: str) -> Sequence[tuple[Hook, Callable[..., Any]]]:
+        """Return the hooks whose `open` or `reduce` does anything, with that method."""
+        if name not in self._methods:
+            needed = ("reduce", "record") if name == "reduce" else (name,)
+            self._methods[name] = [
+                (hook, getattr(hook, name))
+                for hook in self._hooks
+                if any(getattr(type(hook), one, None) is not getattr(Hook, one) for one in needed)
+            ]
+        return self._methods[name]
 
     def _step_unread(self, error: Exception) -> None:
         """Record that a step is not recorded; the user's forward continues."""
@@ -430,6 +449,7 @@ class CaptureSession:
         if hook not in self._hooks:
             return
         self._hooks.remove(hook)
+        self._methods.clear()
         where = f"step {step.step}" if step is not None else "installation"
         message = f"{type(error).__name__}: {error}"
         text = f"The hook '{hook.name}' failed at {where} and is off: {message}"
@@ -519,18 +539,19 @@ _UNCOMPILED_FLEX = "_flex_attention_hop_wrapper"
 """The function that torch compiles, with backend eager, when uncompiled FlexAttention is called."""
 
 
-def _read_counters() -> tuple[int, int]:
-    """Return how many graphs dynamo built, and how many it refused, without loading dynamo."""
+def _n_refused() -> int:
+    """Return how many compilations dynamo refused at its recompile limit."""
     refused = dynamo_counters("unimplemented")
-    limits = sum(n for reason, n in refused.items() if "recompile" in reason[:40])
-    return dynamo_counters("stats").get("unique_graphs", 0), limits
+    return sum(n for reason, n in refused.items() if "recompile" in reason[:40])
 
 
 class GraphCount:
-    """Compares the counters of dynamo before and after each step."""
+    """Compares the counters of dynamo before and after each step, without loading dynamo."""
 
     def __init__(self) -> None:
-        self._counters = _read_counters()
+        self._n_graphs = dynamo_counters("stats").get("unique_graphs", 0)
+        self._n_reasons = sum(dynamo_counters("unimplemented").values())
+        self._n_refused = _n_refused()
         self._phases: set[str] = set()
 
     def on_step(self, phase: str) -> list[StepEvent]:
@@ -540,10 +561,16 @@ class GraphCount:
         A function that reached its recompile limit, and is not compiled any more, has an event too.
         The facts name the functions that were compiled and the guard that failed.
         """
-        before, self._counters = self._counters, _read_counters()
-        new, refused = (now - then for now, then in zip(self._counters, before, strict=True))
+        n_graphs = dynamo_counters("stats").get("unique_graphs", 0)
+        n_reasons = sum(dynamo_counters("unimplemented").values())
         first = phase not in self._phases
-        self._phases.add(phase)
+        if first:
+            self._phases.add(phase)
+        if n_graphs == self._n_graphs and n_reasons == self._n_reasons:
+            return []
+        n_refused = _n_refused()
+        new, refused = n_graphs - self._n_graphs, n_refused - self._n_refused
+        self._n_graphs, self._n_reasons, self._n_refused = n_graphs, n_reasons, n_refused
         if new <= 0 and refused <= 0:
             return []
         facts = _newest_compilations(max(new, 0) + max(refused, 0))

@@ -26,6 +26,7 @@ from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.generation.flex_patch import BACKEND, LAST_CALL
 from flexinspect_hooks.observers.attention import call_checks, paged_pools, segment_attention
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
+from flexinspect_hooks.observers.attention.call_series import CallSeries
 from flexinspect_hooks.observers.attention.kernel_calls import SDPA, KernelCall, KernelCalls
 from flexinspect_hooks.observers.attention.layer_code import (
     LayerCode,
@@ -53,9 +54,15 @@ _KNOWN_BACKENDS = (*_BACKEND_PATHS, BACKEND)
 
 
 class _AttentionStep(NamedTuple):
-    """What the writer thread gets about a step's calls: no tensors."""
+    """What the writer thread gets about a step's calls: no tensors.
+
+    `calls` are fields of call records, shared by the steps of a series; `kv_lens` and `check_kinds`
+    are those of this step.
+    """
 
     calls: tuple[dict[str, Any], ...] = ()
+    kv_lens: tuple[int, ...] = ()
+    check_kinds: tuple[str | None, ...] = ()
     masks: tuple[CapturedMask, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
     codes: tuple[LayerCode, ...] = ()
@@ -76,6 +83,7 @@ class AttentionHook(Hook):
         self._read_functions: set[int] = set()
         self._mask_store = MaskStore(context.device)
         self._layer_codes = LayerCodes()
+        self._series = CallSeries()
         self._compared_masks: set[tuple[Any, ...]] = set()
         self._segment_reducer = segment_attention.SegmentAttentionReducer(context.device)
         self.kernels = KernelCalls(context) if context.sees_kernels else None
@@ -116,39 +124,54 @@ class AttentionHook(Hook):
                 return function(module, query, key, value, *args, **kwargs)
             call = AttentionCall(layer, name, path, module, query, key, value, args, kwargs)
             call.function = function
+            if kernels is not None and is_plain and "is_causal" not in kwargs:
+                return self._call_plain_function(kernels, call)
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             if kernels is not None:
-                return self._call_user_function(kernels, call, is_plain)
+                return self._call_user_function(kernels, call)
             out = function(module, query, key, value, *args, **kwargs)
             self._keep([_with_output(call, out[0])])
             return out
 
         return attention
 
-    def _call_user_function(self, kernels: KernelCalls, call: AttentionCall, is_plain: bool) -> Any:
-        """Call a function of user code: the arguments of its kernels count more than its name.
+    def _call_plain_function(self, kernels: KernelCalls, call: AttentionCall) -> Any:
+        """Call a function of transformers for eager attention or SDPA.
 
-        What transformers' own functions do is known, so their call is recorded as a whole:
-        describing its kernel would cost more than everything else in the layer.
+        What it does is known, so the call is recorded as a whole: describing its kernel would cost
+        more than everything else in the layer.
         """
-        is_whole, mark = is_plain and "is_causal" not in call.kwargs, len(kernels.done)
+        call.suppressed_exception = kernels.suppressed_exception(call.layer)
         try:
-            if is_whole:
-                call.suppressed_exception = kernels.suppressed_exception(call.layer)
-                out = kernels.call_unobserved(call.run, call.value)
-            else:
-                out = call.run(call.value)
+            out = kernels.call_unobserved(call)
         except Exception as error:
-            if is_whole or call.backend == "eager":  # else the observer of its kernel reports it
-                query, key, value = call.query, call.key, call.value
-                tensors = {"query": query, "key": key, "value": value, "attn_mask": call.mask}
-                kernel = SDPA if call.path == "sdpa" else call.path
-                with suppress(Exception):  # must not replace the exception of the call
-                    kernels.failed(KernelCall(kernel, tensors, False, call.layer), error)
+            self._report_failure(kernels, call, error)
+            raise
+        call.output, call.softcap = out[0], call.kwargs.get("softcap")
+        self._refs.append(call)
+        if self._context.on_call is not None:
+            self._context.on_call(call)
+        return out
+
+    def _call_user_function(self, kernels: KernelCalls, call: AttentionCall) -> Any:
+        """Call a function of user code: the arguments of its kernels count more than its name."""
+        mark = len(kernels.done)
+        try:
+            out = call.run(call.value)
+        except Exception as error:
+            if call.backend == "eager":  # else the observer of its kernel reports it
+                self._report_failure(kernels, call, error)
             raise
         with suppress(Exception):  # then the layer counts as unseen, and the step reports it
             self._keep(_calls_of_function(call, out[0], kernels.take_since(mark)))
         return out
+
+    def _report_failure(self, kernels: KernelCalls, call: AttentionCall, error: Exception) -> None:
+        query, key, value = call.query, call.key, call.value
+        tensors = {"query": query, "key": key, "value": value, "attn_mask": call.mask}
+        kernel = SDPA if call.path == "sdpa" else call.path
+        with suppress(Exception):  # must not replace the exception of the call
+            kernels.failed(KernelCall(kernel, tensors, False, call.layer), error)
 
     def _keep(self, refs: list[AttentionCall]) -> None:
         self._refs += refs
@@ -162,6 +185,7 @@ class AttentionHook(Hook):
         Each generation patches in its own attention function, so earlier wrappers are dropped.
         """
         self._wrapped_functions.clear()
+        self._series.end()
         self._n_layers_seen = len(set(context.layer_of.values()))
         self._segment_reducer.begin(context.segments)
         self._compared_masks.clear()  # mask_mods may have captured other values
@@ -187,19 +211,16 @@ class AttentionHook(Hook):
         refs, builds = self.take_calls(step)
         if self._context.keep_calls is not None:
             self._context.keep_calls(refs)
-        self._report_unseen_layers(len({ref.layer for ref in refs}), step)
-        if not step.step:
-            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
-
-            backends = {ref.backend for ref in refs if ref.mask is None} - {*_KNOWN_BACKENDS}
-            for name in sorted(backend for backend in backends if backend in REGISTERED):
-                step.events.append((MASK_FUNCTION, f"Attention '{name}' has a mask function."))
-        self._report_score_mods(refs, step)
+        series = self._series
+        is_repeated = series.continues(refs)
+        if not is_repeated:
+            self._report_unseen_layers(len({ref.layer for ref in refs}), step)
+            if refs:
+                self._report_calls(refs, step)
         if not refs:
             return _AttentionStep(builds=builds) if builds else None
-        self._report_kernel_options(refs, step)
-        self._report_unread_keywords(refs, step)
-        masks = self._mask_store.capture_masks(refs, step, buffer)
+        numbers = series.mask_numbers if is_repeated else None
+        masks = self._mask_store.capture_masks(refs, step, buffer, numbers)
         if step.level != "basic":
             self._segment_reducer.reduce(refs, step.kv_after, buffer)
             call_checks.put_batch_rows(refs, self._compared_masks, buffer)
@@ -212,11 +233,30 @@ class AttentionHook(Hook):
             self._store_qkv(refs, buffer)
         for mask in masks:
             mask.cells = mask.averaged = mask.bias = mask.mask_mod_blocks = None
-        codes = () if self.kernels is None else self._layer_codes.find_new(refs)
-        is_first = self.kernels is not None and not step.step
-        late = find_late_bindings(refs) if is_first else ()
-        calls = tuple(ref.record_fields() for ref in refs)
-        return _AttentionStep(calls, masks, builds, codes, late)
+        codes: tuple[LayerCode, ...] = ()
+        late: tuple[LateBinding, ...] = ()
+        calls = series.fields
+        if not is_repeated:
+            calls = tuple([ref.record_fields() for ref in refs])
+            series.begin(refs, calls)
+            if self.kernels is not None:
+                codes = self._layer_codes.find_new(refs)
+                late = find_late_bindings(refs) if not step.step else ()
+        kv_lens = tuple([ref.key.shape[2] for ref in refs])
+        kinds = tuple([ref.check_kind for ref in refs])
+        return _AttentionStep(calls, kv_lens, kinds, masks, builds, codes, late)
+
+    def _report_calls(self, refs: list[AttentionCall], step: StepContext) -> None:
+        """Add events about the calls of a step that are not those of the step before."""
+        if not step.step:
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
+
+            backends = {ref.backend for ref in refs if ref.mask is None} - {*_KNOWN_BACKENDS}
+            for name in sorted(backend for backend in backends if backend in REGISTERED):
+                step.events.append((MASK_FUNCTION, f"Attention '{name}' has a mask function."))
+        self._report_score_mods(refs, step)
+        self._report_kernel_options(refs, step)
+        self._report_unread_keywords(refs, step)
 
     def take_calls(self, step: StepContext) -> tuple[list[AttentionCall], tuple[BuildRecord, ...]]:
         """Return the calls of a step and the masks built for it, and drop them."""
@@ -286,12 +326,16 @@ class AttentionHook(Hook):
 
     def _store_qkv(self, refs: list[AttentionCall], buffer: StepBuffer) -> None:
         """Store q, k, v of this step's rows; earlier keys are stored with earlier steps."""
-        for ref in refs:
-            if ref.layer not in self._context.layers:
-                continue
-            rows = ref.query.shape[2]
-            for name, tensor in (("q", ref.query), ("k", ref.key), ("v", ref.value)):
-                buffer.put_activation(f"{name}.{ref.layer}", tensor[0, :, -rows:])
+        # Of a layer with several calls the last one is stored.
+        chosen = {ref.layer: ref for ref in refs if ref.layer in self._context.layers}
+        calls, layers = chosen.values(), list(chosen)
+        buffer.put_activations("q", layers, [ref.query[0] for ref in calls])
+        for name, tensors in (
+            ("k", [(ref.key, ref.query.shape[2]) for ref in calls]),
+            ("v", [(ref.value, ref.query.shape[2]) for ref in calls]),
+        ):
+            newest = [tensor[0, :, -rows:] for tensor, rows in tensors]
+            buffer.put_activations(name, layers, newest)
 
     def record(
         self, step: StepContext, kept: _AttentionStep | None, values: Values, draft: StepDraft
@@ -310,13 +354,12 @@ class AttentionHook(Hook):
         rows = segment_attention.merge_group_results(values, len(kept.calls))
         errors = rows["lse_error"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, draft)
-        for index, call in enumerate(kept.calls):
-            call["mask"] = kept.masks[call["mask"]].fingerprint
-            if errors and index not in lost and call["check_kind"]:
-                call["lse_error"] = errors[index]
-            else:
-                call["check_kind"] = None
-            draft.calls.append(CallRecord(**call))
+        for index, (call, kv_len) in enumerate(zip(kept.calls, kept.kv_lens, strict=True)):
+            is_checked = bool(errors) and index not in lost and kept.check_kinds[index]
+            own = {"mask": kept.masks[call["mask"]].fingerprint, "kv_len": kv_len}
+            if is_checked:
+                own |= {"check_kind": kept.check_kinds[index], "lse_error": errors[index]}
+            draft.calls.append(CallRecord(**call | own))
         for name in ("mass", "lse", "entropy"):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)

@@ -139,7 +139,10 @@ class AttentionCall(Struct, eq=False):
         return bool(getattr(self.module, "is_causal", True)) if self.causal is None else self.causal
 
     def record_fields(self) -> dict[str, Any]:
-        """Return the fields of the call's `CallRecord`; `mask` is the number of its mask."""
+        """Return the fields of the call's `CallRecord` but for its check.
+
+        `mask` is the number of its mask.
+        """
         batch, q_heads, q_len, head_dim = self.query.shape
         _, kv_heads, kv_len, _ = self.key.shape
         causal = getattr(self.module, "is_causal", None)
@@ -156,7 +159,6 @@ class AttentionCall(Struct, eq=False):
             "head_dim": head_dim,
             "dtype": _dtype_name(self.query.dtype),
             "scale": self.scale,
-            "check_kind": self.check_kind,
             "softcap": float(self.softcap) if self.softcap else None,
             "mask_passed_to_layer": _passed_mask_text(self),
             "suppressed_exception": self.suppressed_exception,

@@ -367,11 +367,13 @@ class KernelCalls(Struct, eq=False):
         self._outer_exception = sys.exception()
 
     @staticmethod
-    def call_unobserved(function: Callable[..., Any], *args: Any) -> Any:
-        """Make a call whose kernel calls are not recorded, because the call itself is."""
+    def call_unobserved(call: Any) -> Any:
+        """Make an `AttentionCall` whose kernel calls are not recorded, because it is itself."""
         _thread.is_quiet = True
         try:
-            return function(*args)
+            return call.function(
+                call.module, call.query, call.key, call.value, *call.args, **call.kwargs
+            )
         finally:
             _thread.is_quiet = False
 

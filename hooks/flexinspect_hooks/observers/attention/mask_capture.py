@@ -50,9 +50,29 @@ class MaskStore:
         self._last_grids: tuple[_Grid | None, _Grid | None] = (None, None)
 
     def capture_masks(
-        self, refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer
+        self,
+        refs: Sequence[AttentionCall],
+        step: StepContext,
+        buffer: StepBuffer,
+        numbers: Sequence[int] | None = None,
     ) -> tuple[CapturedMask, ...]:
-        """Set `captured` of each call, shared by calls with one mask; return the distinct masks."""
+        """Set `captured` of each call, shared by calls with one mask; return the distinct masks.
+
+        `numbers` are those of the calls' masks, if it is known which calls share one.
+        """
+        if numbers is not None:
+            shared_masks: list[CapturedMask] = []
+            for ref, number in zip(refs, numbers, strict=True):
+                if number == len(shared_masks):
+                    if ref.mask is None and step.level == "basic":  # one row: nothing is closed
+                        lengths = (number, 1, (kv_len := ref.key.shape[2]), step.kv_before)
+                        first = max(step.kv_after - kv_len, 0)
+                        mask = CapturedMask(*lengths, first, ref.path == "flex compiled")
+                    else:
+                        mask = self._capture_mask(ref, number, step, buffer)
+                    shared_masks.append(mask)
+                ref.captured = shared_masks[number]
+            return tuple(shared_masks)
         masks: dict[tuple[Any, ...], CapturedMask] = {}
         by_head: set[tuple[Any, ...]] = set()
         for ref in refs:

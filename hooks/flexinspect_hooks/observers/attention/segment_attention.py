@@ -75,7 +75,12 @@ class SegmentAttentionReducer:
         inside = self._segment_membership(n_keys, max(kv_after - n_keys, 0))
         inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": mask.bias}
         deferred = _defer_tensors(refs) if self._has_core else None
-        reduce = partial(_reduce_rows, suffix, first.softcap, deferred)
+        if deferred is not None:
+            reduce_later = partial(_reduce_deferred_rows, suffix, first.softcap, first.scale)
+            inputs |= {name: [getattr(ref, name) for ref in refs] for name in deferred.names}
+            buffer.defer(partial(reduce_later, deferred), **inputs)
+            return
+        reduce = partial(_reduce_rows, suffix, first.softcap)
         queries, keys = _queries(refs), [_plain(ref.key[0]) for ref in refs]
         values = None
         if first.lse is None:
@@ -84,9 +89,6 @@ class SegmentAttentionReducer:
         else:
             lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
             inputs["kernel_lse"] = lse[:: first.query.shape[0]]  # batch 0 of each layer
-        if deferred is not None:
-            buffer.defer(reduce, queries=queries, keys=keys, values=values, **inputs)
-            return
         scores = attention_scores(torch, queries, keys)
         if values is not None:  # at once, because the values may be modified meanwhile
             shown = _final_scores(torch, scores, first.softcap, mask.bias, closed)
@@ -145,13 +147,16 @@ they would slow the model down (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD i
 
 
 class _DeferredTensors:
-    """Keys and values that wait to be read, while this lives; models may run in threads."""
+    """Tensors of calls that wait to be read, while this lives; models may run in threads.
+
+    `names` are the attributes of an `AttentionCall` that wait.
+    """
 
     _all: ClassVar[WeakSet[_DeferredTensors]] = WeakSet()
     _lock: ClassVar[Lock] = Lock()
 
-    def __init__(self, tensors: tuple[Tensor, ...], n_bytes: int) -> None:
-        self.tensors, self.n_bytes = tensors, n_bytes
+    def __init__(self, tensors: list[Tensor], n_bytes: int, names: tuple[str, ...]) -> None:
+        self.names, self.tensors, self.n_bytes = names, tensors, n_bytes
         with self._lock:
             self._all.add(self)
 
@@ -163,7 +168,7 @@ class _DeferredTensors:
 
 
 def _defer_tensors(refs: Calls) -> _DeferredTensors | None:
-    """Return keys and values if they may be read later: small tensors that are not modified.
+    """Return the tensors of calls if they may be read later: small ones that are not modified.
 
     A cache that grows by copies does not modify the tensors of a step. A cache that is filled in
     place does, and their version counter shows it. Tensors of inference mode have no version.
@@ -172,13 +177,17 @@ def _defer_tensors(refs: Calls) -> _DeferredTensors | None:
     group = first.query.shape[1] // first.key.shape[1]
     if first.key[0, 0].numel() * group > MAX_DEFERRED_PRODUCT or first.key.device.type != "cpu":
         return None
-    tensors = tuple(tensor for ref in refs for tensor in (ref.key, ref.value))
-    if any(
-        t.is_inference() or tensor_version(t) != 0 or t.dtype is not torch.float32 for t in tensors
-    ):
+    # Without the kernel's LSE the row's output is computed again.
+    names = ("query", "key", "value", "output") if first.lse is None else ("query", "key", "lse")
+    if any(getattr(first, name).is_inference() for name in names):
         return None
-    n_bytes = sum(tensor.nbytes for tensor in tensors)
-    return _DeferredTensors(tensors, n_bytes) if _DeferredTensors.has_room(n_bytes) else None
+    tensors = [getattr(ref, name) for ref in refs for name in names]
+    if any(tensor_version(t) != 0 or t.dtype is not torch.float32 for t in tensors):
+        return None
+    n_bytes = 2 * len(refs) * first.key.nbytes
+    if not _DeferredTensors.has_room(n_bytes):
+        return None
+    return _DeferredTensors(tensors, n_bytes, names)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -203,10 +212,43 @@ def _outputs(refs: Calls) -> Tensor:
     return torch.stack([ref.output[0, -1] for ref in refs]).float()
 
 
+def _reduce_deferred_rows(
+    suffix: str,
+    softcap: float | None,
+    scale: float | None,
+    deferred: _DeferredTensors,
+    xp: Any,
+    *,
+    query: Sequence[Any],
+    key: Sequence[Any],
+    value: Sequence[Any] = (),
+    output: Sequence[Any] = (),
+    lse: Sequence[Any] = (),
+    **inputs: Any,
+) -> dict[str, Any]:
+    """Return what `_reduce_rows` does, of the calls' own tensors, unless one was modified.
+
+    There is one array per layer, with the shapes of `AttentionCall`.
+    """
+    kv_heads, head_dim = key[0].shape[1], key[0].shape[3]
+    scale = scale if scale is not None else head_dim**-0.5
+    queries = xp.stack([rows[0, :, -1] for rows in query]) * np.float32(scale)
+    inputs["queries"] = queries.reshape(len(query), kv_heads, -1, head_dim)
+    inputs["keys"] = [each[0] for each in key]
+    if lse:
+        inputs["kernel_lse"] = xp.stack([each[0, :, -1] for each in lse])
+    else:
+        inputs["values"] = [each[0] for each in value]
+        inputs["outputs"] = xp.stack([each[0, -1] for each in output])
+    reduced = _reduce_rows(suffix, softcap, xp, **inputs)
+    if any(map(tensor_version, deferred.tensors)):
+        return {f"{LOST_PREFIX}{suffix}": xp.ones(())}
+    return reduced
+
+
 def _reduce_rows(
     suffix: str,
     softcap: float | None,
-    deferred: _DeferredTensors | None,
     xp: Any,
     *,
     closed: Any,
@@ -228,8 +270,7 @@ def _reduce_rows(
     broadcastable to one layer of the scores, `inside` the segment membership (keys, segments). The
     check needs the kernel's LSE (layers, q heads), or its outputs (layers, q heads, D) and what to
     compare them with: recomputed outputs, or one value (kv heads, keys, D) per layer to recompute
-    them. If a tensor of `deferred` was modified meanwhile, the rows are lost. `xp` is torch or
-    numpy.
+    them. `xp` is torch or numpy.
     """
     scores = attention_scores(xp, queries, keys) if scores is None else scores
     scores = _final_scores(xp, scores, softcap, bias, closed)
@@ -249,8 +290,6 @@ def _reduce_rows(
             recomputed = layer_products(xp, grouped(weights, values), values)
         recomputed = xp.where(has_keys[..., None], recomputed, 0.0)
         out["lse_error"] = output_error(xp, recomputed, outputs)
-    if deferred is not None and any(map(tensor_version, deferred.tensors)):
-        return {f"{LOST_PREFIX}{suffix}": xp.ones(())}
     return {f"{_ATTENTION_PREFIX}{name}{suffix}": value for name, value in out.items()}
 
 
