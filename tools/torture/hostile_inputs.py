@@ -371,7 +371,7 @@ TARGETS = (
 
 def prepare(folder: Path) -> None:
     """Unpack the traces that plug-ins work on, and import every target."""
-    from tools.torture.mutant_commands import unpack
+    from tools.torture.mutants import unpack
 
     unpack(folder)
 
