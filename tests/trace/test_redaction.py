@@ -85,6 +85,13 @@ def test_tensors_stay_on_request(tmp_path: Path) -> None:
     assert redact(whole, copy, keep_tensors=True).dropped_arrays == []
 
 
+def test_json_that_is_nested_too_deeply_is_no_traceback(tmp_path: Path) -> None:
+    whole = unpack("generation", tmp_path)
+    with closing(sqlite3.connect(whole)) as db, db:
+        db.execute("UPDATE generations SET declared = ?", ("[" * 20_000,))
+    redact(whole, tmp_path / "copy.flextrace")
+
+
 def test_a_target_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     whole = unpack("generation", tmp_path)
     with pytest.raises(FlexInspectError, match="cannot be written"):

@@ -16,6 +16,7 @@ from typing import Any
 import zstandard
 
 from flexinspect.trace.schema import TABLES
+from tools.torture.plain_data import changed
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
 MAX_MILLIONS = 50  # instructions of SQLite that one change takes at most
@@ -91,6 +92,7 @@ def _value(path: Path, rng: random.Random) -> str:
     def edit(db: sqlite3.Connection) -> str:
         table = _pick_table(db, rng)
         column, kind = _column(db, table, rng)
+        where = _some_rows(db, table, rng)
         new: Any
         if kind == "INTEGER":
             new = rng.choice((*NUMBERS, None))
@@ -102,11 +104,24 @@ def _value(path: Path, rng: random.Random) -> str:
             new = rng.choice((*TEXTS, json.dumps(rng.choice(JSON_VALUES))))
             if kind == "ANY":
                 new = rng.choice((new, *NUMBERS, *REALS, b"\xff"))
-        where = _some_rows(db, table, rng)
+            elif rng.random() < 0.6:
+                new = _changed_json(db, table, column, where, rng) or new
         db.execute(f"UPDATE OR IGNORE {table} SET {column} = ? WHERE {where}", (new,))
         return f"{table}.{column} = {new!a:.60} where {where:.60}"
 
     return _edit(path, edit)
+
+
+def _changed_json(
+    db: sqlite3.Connection, table: str, column: str, where: str, rng: random.Random
+) -> str | None:
+    """Return the JSON of a column with one value in it changed, None if it holds something else."""
+    row = db.execute(f"SELECT {column} FROM {table} WHERE {where} LIMIT 1").fetchone()
+    try:
+        data: Any = json.loads(row[0] if row else "")
+    except (TypeError, ValueError):
+        return None
+    return json.dumps(changed(data, rng)) if isinstance(data, (dict, list)) else None
 
 
 def _array(path: Path, rng: random.Random) -> str:
