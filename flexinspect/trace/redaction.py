@@ -234,8 +234,11 @@ class _Redaction:
 
     def _redact_facts(self) -> None:
         for key, value in self._db.execute("SELECT key, value FROM run").fetchall():
-            if key in KEPT_FACTS:
+            try:
                 cleaned = self._clean_json(codec.from_json(value))
+            except ValueError:  # a damaged trace
+                cleaned = None
+            if key in KEPT_FACTS and cleaned is not None:
                 self._db.execute(
                     "UPDATE run SET value = ? WHERE key = ?", (codec.to_json(cleaned), key)
                 )
