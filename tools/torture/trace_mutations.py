@@ -15,6 +15,7 @@ from typing import Any
 
 import zstandard
 
+from flexinspect.core.parsing import parse_json
 from flexinspect.trace.schema import TABLES
 from tools.torture.plain_data import changed
 
@@ -118,7 +119,7 @@ def _changed_json(
     """Return the JSON of a column with one value in it changed, None if it holds something else."""
     row = db.execute(f"SELECT {column} FROM {table} WHERE {where} LIMIT 1").fetchone()
     try:
-        data: Any = json.loads(row[0] if row else "")
+        data = parse_json(row[0] if row else "")
     except (TypeError, ValueError):
         return None
     return json.dumps(changed(data, rng)) if isinstance(data, (dict, list)) else None
