@@ -21,6 +21,7 @@ from tools.torture.plain_data import changed
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
 MAX_MILLIONS = 50  # instructions of SQLite that one change takes at most
+MAX_JSON_BYTES = 200_000
 NUMBERS = (0, 1, -1, 2, 7, 255, 2**31, -(2**31), 2**53 + 1, 2**63 - 1, -(2**63))
 REALS = (0.0, -0.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), 0.5)
 TEXTS = (
@@ -122,7 +123,10 @@ def _changed_json(
         data = parse_json(row[0] if row else "")
     except (TypeError, ValueError):
         return None
-    return json.dumps(changed(data, rng)) if isinstance(data, (dict, list)) else None
+    if not isinstance(data, (dict, list)):
+        return None
+    new = json.dumps(changed(data, rng))
+    return new if len(new) < MAX_JSON_BYTES else None  # each row may get it
 
 
 def _array(path: Path, rng: random.Random) -> str:
