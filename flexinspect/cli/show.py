@@ -175,7 +175,7 @@ def _format_numbers(what: str, known: Sequence[int]) -> str:
         return f"no {what} at all"
     if len(known) == 1:
         return f"{what} {known[0]} only"
-    if list(known) == list(range(known[0], known[-1] + 1)):
+    if len(known) == known[-1] - known[0] + 1:  # they are in order
         return f"{what}s {known[0]} to {known[-1]}"
     return f"the {what}s {', '.join(map(str, known))}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -75,8 +76,9 @@ class TokenWindow(Struct, frozen=True):
     def token(self, pos: int) -> TokenRecord | None:
         """Return the token at a position, None outside of the window."""
         for chunk in self.chunks:
-            if chunk.tokens[0].pos <= pos <= chunk.tokens[-1].pos:
-                return chunk.tokens[pos - chunk.tokens[0].pos]
+            at = bisect_left(chunk.tokens, pos, key=lambda token: token.pos)
+            if at < len(chunk.tokens) and chunk.tokens[at].pos == pos:  # a damaged trace has gaps
+                return chunk.tokens[at]
         return None
 
     def row_of_current(self, rows: Sequence[TokenCellRow]) -> int:

@@ -258,7 +258,8 @@ def _token_line(data: TokensData, pen: Pen) -> Strip:
     if token is None:
         return pen.line(("no token that this step chose is recorded", "muted"))
     segment, step = token_window.segment_at(window.segments, token.pos), window.step_of(token)
-    cell = token_window.token_cells(window, "segment")[token.pos - window.start]
+    cells = token_window.token_cells(window, "segment")
+    cell = next(each for each in cells if each.pos == token.pos)
     position_id, logprob = token.position_id, step.chosen_logprob if step else None
     return pen.line(
         (cell.text, token_style(cell, pen.theme)),

@@ -174,11 +174,18 @@ def _decode_finding_group(row: Sequence[Any]) -> FindingGroup:
     generations, steps, layers = (
         None if None in extents[i : i + 2] else NumberRange(*extents[i : i + 3]) for i in (0, 3, 6)
     )
-    if severity not in list(Severity) or generations is None:
-        raise codec.DamagedValueError(f"{severity!r} is not a severity")
+    if generations is None:
+        raise codec.DamagedValueError("a group of findings has no generation")
     return FindingGroup(
-        Severity(severity), name, count, first, times, generations, steps, layers, sentence
+        _severity(severity), name, count, first, times, generations, steps, layers, sentence
     )
+
+
+def _severity(value: Any) -> Severity:
+    try:
+        return Severity(value)
+    except ValueError:
+        raise codec.DamagedValueError(f"{str(value)[:40]!r} is not a severity") from None
 
 
 def findings_counter(reader: TraceReader) -> int:
@@ -198,7 +205,11 @@ def inferred_segments(reader: TraceReader, generation: int) -> list[tuple[int, i
     ids = ("segments.inferred", "segments.suspect-border")
     row = _first_finding(reader, rest, (generation, *ids))
     found = row.finding.evidence.get("segments") if row is not None else None
-    return [(start, stop, text) for start, stop, text in found or ()]
+    with reader._damage_as_error():
+        try:
+            return [(int(start), int(stop), str(text)) for start, stop, text in found or ()]
+        except (TypeError, ValueError, OverflowError):
+            raise codec.DamagedValueError("a finding lists something else than segments") from None
 
 
 def finding_steps(
@@ -206,8 +217,12 @@ def finding_steps(
 ) -> dict[int, Severity]:
     """Return the worst severity of the findings of each step `start <= step < stop` with any."""
     found = dict[int, Severity]()
-    for step, name in reader._query(_FINDING_STEPS_SQL, (generation, start, stop)):
-        severity = Severity(name)
+    rows = reader._read(
+        lambda row: (codec.decode_int(row[0]), _severity(row[1])),
+        _FINDING_STEPS_SQL,
+        (generation, start, stop),
+    )
+    for step, severity in rows:
         worst = found.get(step, severity)
         found[step] = min(worst, severity, key=_SEVERITIES.index)
     return found

@@ -7,7 +7,6 @@ about repeated or shifted text still hold.
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 import tempfile
@@ -21,6 +20,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from flexinspect.core.errors import UsageError
+from flexinspect.core.parsing import parse_json
 from flexinspect.trace import codec
 from flexinspect.trace.file import connections
 from flexinspect.trace.file.earlier_versions import NEW_VALUES, OLD_COLUMNS
@@ -234,8 +234,11 @@ class _Redaction:
 
     def _redact_facts(self) -> None:
         for key, value in self._db.execute("SELECT key, value FROM run").fetchall():
-            if key in KEPT_FACTS:
+            try:
                 cleaned = self._clean_json(codec.from_json(value))
+            except ValueError:  # a damaged trace
+                cleaned = None
+            if key in KEPT_FACTS and cleaned is not None:
                 self._db.execute(
                     "UPDATE run SET value = ? WHERE key = ?", (codec.to_json(cleaned), key)
                 )
@@ -266,7 +269,7 @@ class _Redaction:
 def _ids_of_tokenizer(declared: str) -> set[int]:
     """Return the ids of special tokens that a generation declares."""
     try:
-        tokenizer = json.loads(declared).get("tokenizer") or {}
+        tokenizer = parse_json(declared).get("tokenizer") or {}
     except (ValueError, AttributeError):
         return set()
     values = tokenizer.values() if isinstance(tokenizer, dict) else ()

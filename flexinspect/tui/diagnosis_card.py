@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -14,7 +15,7 @@ from textual.strip import Strip
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.drawing.text_lines import NamedSpan, Pen, clip_text, join_blocks
-from flexinspect.panels.base import TracePlace
+from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.findings_of_place import FindingSummary, load_summary, navigate_to_finding
 from flexinspect.panels.findings_panel import Coverage, describe_coverage, load_coverage
 from flexinspect.records.finding import Finding, Severity
@@ -129,7 +130,9 @@ class DiagnosisCard(LoadedCanvas):
             place.layer if finding.layer is None else finding.layer,
             place.head if finding.head is None else finding.head,
         )
-        return load_cells_around(source, where, target.pos)
+        with suppress(Missing, FlexInspectError):  # the mask panel shows the reason
+            return load_cells_around(source, where, target.pos)
+        return None
 
     def _has_room_for_cells(self) -> bool:
         from flexinspect.panels.mask.cells_around import CELLS_WIDTH

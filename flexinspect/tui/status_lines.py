@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import groupby
@@ -318,7 +319,9 @@ def draw_token_strip(
     X-ray the sign of each token.
     """
     cells = token_cells(window, "probability")
-    index = len(cells) - 1 if window.current is None else window.current - window.start
+    index = len(cells) - 1
+    if window.current is not None:  # a damaged trace has gaps
+        index = min(bisect_left(cells, window.current, key=lambda cell: cell.pos), index)
     row = row_around(cells, index, width)
     style = xray.style if xray is not None else None
     labels = _draw_labels(row, window, width, theme)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from msgspec import Struct
 from msgspec.structs import replace
+from support.earlier_traces import unpack
 
 from benchmarks.synthetic import long_trace
 from flexinspect.cli.main import build_parser
@@ -207,6 +210,17 @@ def test_a_branch_begins_where_it_was_forked_and_has_the_steps_before(
         run_show(*args, "--step", "6")
     with pytest.raises(UsageError, match="Generation 0 has no step 4; it has steps 0 to 3"):
         run_show(str(path), "--step", "4")
+
+
+def test_the_number_of_a_layer_in_a_damaged_trace_takes_no_memory(
+    run_show: Show, tmp_path: Path
+) -> None:
+    path = unpack("generation", tmp_path)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE calls SET layer = ? WHERE step = 1 AND layer = 1", (2**53,))
+    sentence = "Step 1 has no layer 1; it has the layers 0, 2, 3, 9007199254740992"
+    with pytest.raises(UsageError, match=sentence):
+        run_show(str(path), "--step", "1", "--layer", "1")
 
 
 def test_a_trace_without_a_generation_still_has_panels(run_show: Show, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import mask_trace
+from support.earlier_traces import unpack
 from support.mask_trace import Shown, sentence
 
 from flexinspect.core.errors import TraceError
@@ -202,3 +204,20 @@ def test_a_damaged_mask_is_an_error_of_the_trace(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(TraceError, match="checksum"):
         Shown(path).load(0, 1)
+
+
+def test_block_tables_of_different_shapes_are_named_as_damage(tmp_path: Path) -> None:
+    path = unpack("program", tmp_path)
+    with closing(sqlite3.connect(path)) as db, db:
+        sql = "UPDATE arrays SET shape = '[4, 4, 1]' WHERE stream = ? AND shape = '[1, 4, 4]'"
+        assert db.execute(sql, ("mask.partial",)).rowcount
+    shown = Shown(path)
+    said = []
+    for row in shown.source.reader.generations():
+        with suppress(Missing):
+            try:
+                shown.paint(at=TracePlace(row.generation), view="received")
+            except TraceError as error:
+                said.append(error.message)
+    assert said
+    assert all("the block table of mask" in each for each in said)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from support.earlier_traces import unpack
 
 from flexinspect.cli.run_summary import summarize_run
 from flexinspect.drawing.theme import Theme
@@ -30,6 +33,7 @@ from flexinspect.records.step import (
 )
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
+from flexinspect.tui.status_lines import draw_token_strip
 
 PANEL = TokensPanel()
 N_PROMPT = 901
@@ -286,3 +290,19 @@ def test_a_run_without_a_model_says_why_nothing_is_recorded(
         "No step of this generation is recorded.",
         "No model was\\x1b found.",
     ]
+
+
+def test_a_damaged_trace_that_lacks_a_token_is_drawn(tmp_path: Path) -> None:
+    path = unpack("watch", tmp_path)
+    with closing(sqlite3.connect(path)) as db, db:
+        assert db.execute("DELETE FROM tokens WHERE pos = 2").rowcount
+    with open_trace(path) as reader:
+        last = reader.tokens(0)[-1].pos
+        for pos in (1, 2, last):
+            request = Request(TracePlace(pos=pos), TokensOptions(), 80, 20)
+            data = TokensPanel().load(Source(reader), request)
+            drawn = TokensPanel().paint(data, request, Theme("none"))
+            has_token = "no token that this step chose" not in drawn.strips[-2].text
+            assert has_token == (pos != 2)
+            strip, _ = draw_token_strip(data.window, 80, Theme("none"))
+            assert len(strip) == 2

@@ -85,6 +85,16 @@ def test_tensors_stay_on_request(tmp_path: Path) -> None:
     assert redact(whole, copy, keep_tensors=True).dropped_arrays == []
 
 
+def test_damaged_json_is_left_out_of_a_copy(tmp_path: Path) -> None:
+    whole = unpack("generation", tmp_path)
+    with closing(sqlite3.connect(whole)) as db, db:
+        db.execute("UPDATE generations SET declared = ?", ("[" * 20_000,))
+        db.execute("UPDATE run SET value = '%s' WHERE key = 'model'")
+    redact(whole, tmp_path / "copy.flextrace")
+    with open_trace(tmp_path / "copy.flextrace") as reader:
+        assert reader.run()["redacted"] is True
+
+
 def test_a_target_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     whole = unpack("generation", tmp_path)
     with pytest.raises(FlexInspectError, match="cannot be written"):

@@ -17,7 +17,7 @@ from flexinspect_hooks.control import http_app
 from tools.torture import control_attacks, faults, recordings
 from tools.torture.__main__ import Run, summary
 from tools.torture.judged import Problem, problem_of
-from tools.torture.mutant_commands import unpack
+from tools.torture.mutants import unpack
 from tools.torture.parts import PARTS
 from tools.torture.results import Result
 from tools.torture.scenarios import SCENARIOS

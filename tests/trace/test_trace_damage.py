@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from support.trace_samples import generation, step
 import flexinspect.trace
 from flexinspect.core.errors import TraceError, TraceWriteError
 from flexinspect.records.step import ArrayRecord
+from flexinspect.trace import queries
 from flexinspect.trace.file import connections
 from flexinspect.trace.file.writer import RuleReview, TraceWriter, append_reviews
-from flexinspect.trace.reader import open_trace
+from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.schema import APPLICATION_ID
 from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
 
@@ -347,3 +349,24 @@ def test_the_identity_is_in_the_header(finished: Path) -> None:
     assert head[:16] == b"SQLite format 3\0"
     assert head[68:72] == b"FLXT" == APPLICATION_ID.to_bytes(4, "big")
     assert head[60:64] == b"\0\0\0\2"
+
+
+@pytest.mark.parametrize(
+    ("sql", "read"),
+    [
+        (
+            "UPDATE findings SET severity = 'odd'",
+            lambda reader: queries.finding_steps(reader, 0, 0, 9),
+        ),
+        (
+            "UPDATE findings SET id = 'segments.inferred', evidence = '{\"segments\": [[1, 2]]}'",
+            lambda reader: queries.inferred_segments(reader, 0),
+        ),
+    ],
+)
+def test_a_changed_finding_is_noticed_by_queries(
+    copy: Path, sql: str, read: Callable[[TraceReader], object]
+) -> None:
+    change(copy, sql)
+    with open_trace(copy) as reader, pytest.raises(TraceError, match="is damaged: "):
+        read(reader)

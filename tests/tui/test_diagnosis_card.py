@@ -12,6 +12,7 @@ from support.undeclared import SECOND, THIRD, blocks, write
 from textual.events import MouseScrollDown, MouseScrollUp
 from textual.pilot import Pilot
 
+from flexinspect.core.errors import TraceError
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.diagnosis_card import DiagnosisCard, card_height
 from flexinspect.tui.screens.text_screens import TextScreen
@@ -42,6 +43,20 @@ async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_pa
         assert "D declares the mask" in lines[-1]
         assert "■" in lines[2]
         assert "·" in lines[2]
+
+
+@pytest.mark.usefixtures("with_review")
+async def test_cells_that_cannot_be_read_leave_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise TraceError("The trace is damaged.")
+
+    monkeypatch.setattr("flexinspect.panels.mask.cells_around.load_cells_around", refuse)
+    path = write(tmp_path / "run.flextrace", ONE_EARLY)
+    async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
+        lines = await reviewed(pilot, "1 token early")
+        assert any("Fix: " in line for line in lines)
 
 
 @pytest.mark.usefixtures("with_review")

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from flexinspect.control.discovery import ServeOptions
-from tools.torture.hostile_inputs import LEAVES, changed
+from tools.torture.plain_data import LEAVES, changed
 from tools.torture.results import Failure
 
 TESTS = Path(__file__).parents[2] / "tests"

@@ -21,6 +21,9 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 OWN_FAULT = "This is a bug in the panel"
 """What the program says of an error that no decoder has refused."""
 
+NO_MEMORY = "not enough memory"
+"""Part of what the program says when an allocation has failed."""
+
 
 class Problem(Struct, frozen=True):
     """What is wrong with the end of a command."""
@@ -33,10 +36,11 @@ class TooSlow(BaseException):
     """It took longer than `MAX_S`."""
 
 
-def problem_of(call: Callable[[], object]) -> Problem | None:
+def problem_of(call: Callable[[], object], *, may_lack_memory: bool = True) -> Problem | None:
     """Run `call` in this process; return what is wrong with how it ended, None if nothing.
 
-    It may return an exit code, raise an error with a sentence, or exit with 0, 1 or 2.
+    It may return an exit code, raise an error with a sentence, or exit with 0, 1 or 2. Unless it
+    `may_lack_memory`, it may not say that memory does not suffice.
     """
     out, err = io.StringIO(), io.StringIO()
     signal.signal(signal.SIGPROF, _stop)
@@ -57,7 +61,10 @@ def problem_of(call: Callable[[], object]) -> Problem | None:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if isinstance(code, int) and code not in (0, 1, 2):
         return Problem("exit code", str(code))
-    return _said_wrongly(out.getvalue(), err.getvalue())
+    found = _said_wrongly(out.getvalue(), err.getvalue())
+    if found is None and not may_lack_memory and NO_MEMORY in err.getvalue():
+        return Problem("memory", f"more than the limit: {err.getvalue().strip()[:200]}")
+    return found
 
 
 def _said_wrongly(printed: str, complained: str) -> Problem | None:

@@ -38,7 +38,7 @@ class Part(Struct, frozen=True):
 
 
 _ALL = (
-    Part("mutants", "damaged traces, read", "mutant_commands:prepare:attempt", 4.0),
+    Part("mutants", "damaged traces, read", "mutants:prepare:attempt", 4.0, most=4000),
     Part("crash-points", "kills at calls", "crash_points:prepare:attempt", 2.0, True, 5000),
     Part("random-kills", "kills at moments", "crash_points:prepare_random:attempt_random", 2.0),
     Part("model-kills", "kills of a model", "model_process:prepare:attempt_kill", 2.0, True, 2000),

@@ -9,15 +9,19 @@ import sqlite3
 import zlib
 from collections.abc import Callable
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
+from flexinspect.core.parsing import parse_json
 from flexinspect.trace.schema import TABLES
+from tools.torture.plain_data import changed
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
 MAX_MILLIONS = 50  # instructions of SQLite that one change takes at most
+MAX_JSON_BYTES = 200_000
 NUMBERS = (0, 1, -1, 2, 7, 255, 2**31, -(2**31), 2**53 + 1, 2**63 - 1, -(2**63))
 REALS = (0.0, -0.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), 0.5)
 TEXTS = (
@@ -47,6 +51,7 @@ def mutate(path: Path, seed: int) -> str:
 def _edit(path: Path, edit: Callable[[sqlite3.Connection], str]) -> str:
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute("PRAGMA synchronous = OFF")
         calls = itertools.count()  # an earlier change may have made a view that never ends
         db.set_progress_handler(lambda: next(calls) > MAX_MILLIONS, 1_000_000)
         return edit(db)
@@ -89,6 +94,7 @@ def _value(path: Path, rng: random.Random) -> str:
     def edit(db: sqlite3.Connection) -> str:
         table = _pick_table(db, rng)
         column, kind = _column(db, table, rng)
+        where = _some_rows(db, table, rng)
         new: Any
         if kind == "INTEGER":
             new = rng.choice((*NUMBERS, None))
@@ -100,11 +106,27 @@ def _value(path: Path, rng: random.Random) -> str:
             new = rng.choice((*TEXTS, json.dumps(rng.choice(JSON_VALUES))))
             if kind == "ANY":
                 new = rng.choice((new, *NUMBERS, *REALS, b"\xff"))
-        where = _some_rows(db, table, rng)
+            elif rng.random() < 0.6:
+                new = _changed_json(db, table, column, where, rng) or new
         db.execute(f"UPDATE OR IGNORE {table} SET {column} = ? WHERE {where}", (new,))
         return f"{table}.{column} = {new!a:.60} where {where:.60}"
 
     return _edit(path, edit)
+
+
+def _changed_json(
+    db: sqlite3.Connection, table: str, column: str, where: str, rng: random.Random
+) -> str | None:
+    """Return the JSON of a column with one value in it changed, None if it holds something else."""
+    row = db.execute(f"SELECT {column} FROM {table} WHERE {where} LIMIT 1").fetchone()
+    try:
+        data = parse_json(row[0] if row else "")
+    except (TypeError, ValueError):
+        return None
+    if not isinstance(data, (dict, list)):
+        return None
+    new = json.dumps(changed(data, rng))
+    return new if len(new) < MAX_JSON_BYTES else None  # each row may get it
 
 
 def _array(path: Path, rng: random.Random) -> str:
@@ -125,7 +147,7 @@ def _array(path: Path, rng: random.Random) -> str:
             stream = rng.choice(rows)[1]
         elif kind == "bomb":
             codec, shape, item = "bits+zstd", "[1, 30000, 30000]", "bool"
-            data = zstandard.ZstdCompressor().compress(bytes(30_000 * 30_000 // 8))
+            data = _bomb()
         db.execute(
             "UPDATE OR IGNORE arrays SET stream = ?, item = ?, shape = ?, codec = ?, data = ?, "
             "checksum = ? WHERE rowid = ?",
@@ -136,6 +158,12 @@ def _array(path: Path, rng: random.Random) -> str:
         return f"{kind} of array {stream} ({item} {shape} {codec})"
 
     return _edit(path, edit)
+
+
+@cache
+def _bomb() -> bytes:
+    """Return 112 MB of zeros, compressed."""
+    return bytes(zstandard.ZstdCompressor().compress(bytes(30_000 * 30_000 // 8)))
 
 
 def _rows(path: Path, rng: random.Random) -> str:

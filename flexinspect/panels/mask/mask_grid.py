@@ -6,7 +6,7 @@ the positions of its steps, because a mask that occurs again is stored once, wit
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, count, groupby
 
@@ -22,6 +22,7 @@ from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source
 from flexinspect.records.step import Array
 from flexinspect.trace import mask_cells
+from flexinspect.trace.arrays import damaged_array
 from flexinspect.trace.queries import visible_lineage
 
 MAX_PACKED_BYTES = 16 << 20
@@ -500,6 +501,7 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
         stream: dict(mask_cells.read_mask_arrays(source.reader, names, stream))
         for stream in ("mask.partial", "mask.full")
     }
+    _check_tables(tables["mask.partial"], tables["mask.full"])
     blocks: list[BlockLayout] = []
     spans: list[tuple[int, int]] = []
     row = part.row
@@ -529,6 +531,15 @@ def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
         spans.append((start, row))
     size = next(filter(None, map(block_size, part.steps)), None)
     return BlockPart(tuple(blocks), tuple(spans), size=size)
+
+
+def _check_tables(partial: Mapping[str, Array], full: Mapping[str, Array]) -> None:
+    """Raise `TraceError` if a table is empty, or the two tables of a mask differ in their shape."""
+    for name, table in (*partial.items(), *full.items()):
+        other = partial.get(name, table)
+        if not table.size or other.shape != table.shape:
+            shapes = f"{list(table.shape)} beside {list(other.shape)}"
+            raise damaged_array(f"the block table of mask {name!r}", f"its shape is {shapes}")
 
 
 def _block_edges(start: int, size: int, n_blocks: int, stop: int) -> IntArray:
