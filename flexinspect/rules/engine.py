@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain, islice
@@ -91,8 +91,8 @@ class Rule:
     """Whether the rule also checks forwards of continuous batching, with rows of several texts."""
     needs: ClassVar[tuple[str, ...]] = ()
     """The kinds of records without which the rule has nothing to check, of
-    `flexinspect.records.imported.RECORD_KINDS`. It does not run on an imported trace that lacks
-    one."""
+    `flexinspect.records.imported.RECORD_KINDS`. It does not run on an imported trace, nor on a
+    training, that lacks one."""
     streams: ClassVar[tuple[str, ...]] = ()
     """The streams of a step's `arrays` that the rule reads, "*" for all. A step that is read back
     from a trace has no others, because they may be large. Mask cells are always there."""
@@ -174,7 +174,9 @@ class RuleResults(NamedTuple):
 class RuleRunner:
     """Runs the rules of one run on its steps, events and gradients.
 
-    A rule that raises is disabled, and an event reports it.
+    A rule that raises is disabled, and an event reports it. With `holds`, the kinds of records that
+    there will be (of `flexinspect.records.imported.RECORD_KINDS`), rules that need another kind are
+    not called.
     """
 
     def __init__(
@@ -184,9 +186,13 @@ class RuleRunner:
         is_standalone: bool = False,
         context: RuleContext | None = None,
         branch: int = 0,
+        holds: Collection[str] | None = None,
     ) -> None:
         self._branch = branch
-        self._rules = [rule for rule in rules if rule.handles_standalone_calls or not is_standalone]
+        applying = [rule for rule in rules if rule.handles_standalone_calls or not is_standalone]
+        idle = [one for one in applying if holds is not None and not set(one.needs) <= {*holds}]
+        self._rules = [rule for rule in applying if rule not in idle]
+        self._idle_names = tuple(map(_rule_name, idle))
         self._is_standalone = is_standalone
         self._context = context or RuleContext()
         for rule in self._rules:  # an event may come before the first generation starts
@@ -197,7 +203,7 @@ class RuleRunner:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the enabled rules; those that failed are not among them."""
-        return tuple(_rule_name(rule) for rule in self._rules)
+        return (*map(_rule_name, self._rules), *self._idle_names)
 
     @property
     def streams(self) -> frozenset[str]:

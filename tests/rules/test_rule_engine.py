@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.text import printable
 from flexinspect.masks import algebra
+from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Repeat, Severity
 from flexinspect.records.prompt import PromptTokenIds, Segment, compose_prompt
 from flexinspect.records.step import (
@@ -758,3 +759,25 @@ def test_the_declared_mask_is_the_declared_spec_or_assumed_from_segments() -> No
     assert context.declared_mask == DeclaredMask(spec)
     context.start_generation(generation(declared={"mask_mod": "package:function"}))
     assert context.declared_mask is None
+
+
+def test_rules_that_need_other_records_are_named_but_not_called() -> None:
+    def rule(name: str, *needed: str) -> Rule:
+        class Counting(Rule):
+            findings: ClassVar[Mapping[str, FindingKind]] = {}
+            needs: ClassVar[tuple[str, ...]] = needed
+
+            def on_step(self, step: StepRecord) -> tuple[()]:
+                called.append(name)
+                return ()
+
+        Counting.name = name
+        return Counting()
+
+    called: list[str] = []
+    rules = [rule("any"), rule("masks", imported.MASKS), rule("memory", imported.MEMORY)]
+    runner = RuleRunner(rules, holds=(imported.MEMORY, imported.EVENTS))
+    runner.on_generation_start(generation())
+    runner.on_step(step(0))
+    assert called == ["any", "memory"]
+    assert set(runner.names) == {"any", "masks", "memory"}

@@ -7,14 +7,17 @@ the same in each step has one event.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.records.training_step import (
     CALLS_EVENT,
     MAX_CALLS,
+    MAX_UNIT,
     PARAMETERS_EVENT,
     collapse_repeats,
 )
@@ -43,8 +46,10 @@ class CallOrder:
     def add(self, call: str) -> None:
         """Add a call. Units of calls that repeat, as with accumulation, are kept once."""
         if len(self._calls) < MAX_CALLS:
+            may_repeat = call in self._calls[-MAX_UNIT:]
             self._calls.append(call)
-            collapse_repeats(self._calls)
+            if may_repeat:
+                collapse_repeats(self._calls)
 
     def add_forward(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Add a forward pass with gradients; its inputs are kept if it is the first of the step."""
@@ -53,7 +58,7 @@ class CallOrder:
         if self._inputs is None and self._n_size_changes <= MAX_SIZE_CHANGES:
             named = [*((str(n), one) for n, one in enumerate(args)), *kwargs.items()]
             self._inputs = {
-                name: [str(one.dtype).removeprefix("torch."), *map(int, one.shape)]
+                name: [_dtype_name(one.dtype), *map(int, one.shape)]
                 for name, one in named[:MAX_INPUTS]
                 if isinstance(one, Tensor)
             }
@@ -63,7 +68,7 @@ class CallOrder:
         for name, _, output in outputs:
             tensor = next(floating_tensors(output), None)
             if tensor is not None and len(self.output_dtypes) < MAX_PARAMETERS:
-                self.output_dtypes[clean_name(name)] = str(tensor.dtype).removeprefix("torch.")
+                self.output_dtypes[clean_name(name)] = _dtype_name(tensor.dtype)
 
     def add_repeated_batch(self) -> None:
         """The data loader returned a batch that equals an earlier one."""
@@ -98,7 +103,12 @@ def parameter_note(model: nn.Module, optimizer: Optimizer | None, facts: Mapping
         if len(described) == MAX_PARAMETERS:
             break
         held_by = groups.get(id(one), -1) if one.requires_grad else None
-        dtype = str(one.dtype).removeprefix("torch.")
+        dtype = _dtype_name(one.dtype)
         described[clean_name(name)] = {"dtype": dtype, "size": [*one.shape], "group": held_by}
     text = f"{len(described)} parameters are described."
     return PARAMETERS_EVENT, text, {"parameters": described, **facts}
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -55,6 +55,9 @@ class NormHistory:
         """
         if not math.isfinite(norm):
             return ""
+        if self._norms and norm <= training_step.EXPLODING_NORM:
+            self._norms.append(norm)
+            return ""
         if not self._norms:
             self._norms.append(norm)
             ratio = first_ratio() if norm > INITIAL_RATIO else 0.0
@@ -86,7 +89,8 @@ class LostGradients:
     """
 
     def __init__(self) -> None:
-        self._names: list[str] = []  # not the parameters, which may be replaced
+        self._parameters: gradient_statistics.NamedParameters = ()
+        self._names: list[str] = []
         self._least: list[float] = []  # the least norm of each gradient so far
         self._largest_total = 0.0
 
@@ -95,10 +99,13 @@ class LostGradients:
         total, norms, parameters = gradients.total, gradients.norms, gradients.parameters
         if not 0.0 < total < math.inf:
             return []
-        names = [one.name for one in parameters]
-        if names != self._names:
-            self._names, self._least, self._largest_total = names, norms, total
-            return []
+        if parameters is not self._parameters:
+            self._parameters, known = parameters, self._names
+            self._names = [one.name for one in parameters]
+            if self._names != known:
+                self._least, self._largest_total = norms, total
+                return []
+        names = self._names
         before, enough = self._least, MIN_SHARE * self._largest_total
         self._least = list(map(min, before, norms))
         self._largest_total = max(self._largest_total, total)
@@ -151,11 +158,15 @@ class GradientMeter:
         """The norms of the last step whose change was measured; None after another step."""
         self._norms: Mapping[str, float] = {}
         self._n_problem_steps = 0
-        self._set_parameters(self._parameters.trainable_of(model))
+        self._listed = self._parameters.trainable_of(model)
+        self._set_parameters(self._listed)
 
     def refresh(self) -> str | None:
         """Update the parameters, and return a sentence on a change. New groups come last."""
         named = self._parameters.trainable_of(self.model)
+        if named is self._listed:
+            return None
+        self._listed = named
         pairs = zip(named, self.named, strict=False)
         if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
             return None
@@ -169,6 +180,7 @@ class GradientMeter:
         self.named, self.parameter_ids = named, {id(one.parameter) for one in named}
         self.groups = tuple(dict.fromkeys((*self.groups, *(one.group for one in named))))
         self._group_at = {group: at for at, group in enumerate(self.groups)}
+        self._group_of_each = [self._group_at[one.group] for one in named]
         self._drop_copies()
 
     def _drop_copies(self) -> None:
@@ -210,12 +222,13 @@ class GradientMeter:
         _foreach_by_kind(torch._foreach_copy_, self._copies, self._samples)
         self.has_copies = True
 
-    @torch.no_grad()
     def measure_change(self) -> tuple[float, ...]:
         """The ratio of change to weights of each group (NaN if all are 0); () without copies."""
         self.changes = None
-        if not self.has_copies:
-            return ()
+        return self._measure_copies() if self.has_copies else ()
+
+    @torch.no_grad()
+    def _measure_copies(self) -> tuple[float, ...]:
         self.has_copies = False
         sizes = [
             (a.parameter.numel(), b.numel()) for a, b in zip(self.named, self._copies, strict=True)
@@ -279,14 +292,20 @@ class GradientMeter:
         is_first_problem = producer is not None and self._n_problem_steps <= MAX_FULL_STEPS
         is_recorded = is_first_problem or step % detail.rows_every == 0
         squares = [0.0] * len(self.groups)
-        for one, norm in zip(gradients.parameters, gradients.norms, strict=True):
-            squares[self._group_at[one.group]] += norm * norm
+        for at, norm in zip(self._groups_of(gradients.parameters), gradients.norms, strict=True):
+            squares[at] += norm * norm
         return replace(
             gradients.step_record(outliers, limits),
             gradients=tuple(gradients.rows) if is_recorded else (),
             group_norms=tuple(math.sqrt(one) if one >= 0 else one for one in squares),
             anomaly_origin=producer,
         )
+
+    def _groups_of(self, named: gradient_statistics.NamedParameters) -> Sequence[int]:
+        """The number of the group of each parameter."""
+        if named is self.named:
+            return self._group_of_each
+        return [self._group_at[one.group] for one in named]
 
     def _first_ratio(self, gradients: gradient_statistics.Gradients) -> float:
         matrices = [at for at, one in enumerate(gradients.parameters) if one.is_matrix]

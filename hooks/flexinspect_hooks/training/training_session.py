@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.records import training_step
+from flexinspect.records import imported, training_step
 from flexinspect.records.collectives import ALL_WEIGHTS_STREAM, WEIGHTS_STREAM
 from flexinspect.records.step import EventRecord, GenerationEnd
 from flexinspect.rules.engine import RuleRunner
@@ -57,6 +57,7 @@ from flexinspect_hooks.training.step_draft import (
 from flexinspect_hooks.training.torch_calls import ClippingNorms
 
 T = TypeVar("T")
+RECORD_KINDS = (imported.TRAINING, imported.EVENTS, imported.MEMORY, imported.STATISTICS)
 MAX_UNWRITTEN_STEPS = 16  # that may wait until something waits for the device anyway
 LINGER_S = 0.5  # delay of a commit: a training step takes longer than a decode step
 
@@ -124,7 +125,7 @@ class TrainingSession:
             self._event("rule-disabled", f"{name}: {sentence}")
         name = "" if self._shared is None else self._shared.model
         generation = training_generation(self._meter, self._optimizer, self._generation, name)
-        self.recorder.begin_generation(generation, RuleRunner(rules))
+        self.recorder.begin_generation(generation, RuleRunner(rules, holds=RECORD_KINDS))
         self._forwards.install()
         self._apply_detail()
         self._meter.learn_order()

@@ -43,14 +43,16 @@ class UpdateCheck:
         self._before = []
         if not is_expected:
             return
-        every = -(-len(trained) // (4 * MAX_SAMPLES)) or 1
-        with_gradient = [o.parameter for o in trained[::every] if o.parameter.grad is not None]
+        # Fewer are looked at where all have gradients: each is a wait for memory.
+        chosen = _with_gradient(trained, MAX_SAMPLES)
+        if len(chosen) < min(len(trained), MAX_SAMPLES):
+            chosen = _with_gradient(trained, 4 * MAX_SAMPLES)
+            chosen = chosen[:: -(-len(chosen) // MAX_SAMPLES) or 1]
         self._n_compared += self._copies
-        is_remote = any(one.device.type != "cpu" for one in with_gradient)
+        is_remote = not all(one.is_cpu for one in chosen)
         is_rare = self._n_compared > MAX_VALUE_CHECKS and self._n_compared % REMOTE_INTERVAL > 0
         if is_remote and is_rare:
             return
-        chosen = with_gradient[:: -(-len(with_gradient) // MAX_SAMPLES) or 1]
         for one in chosen:
             copy = self._values(one).clone() if self._copies else None
             self._before.append((one, tensor_version(one), copy))
@@ -75,6 +77,12 @@ class UpdateCheck:
         )
         self._n_still = self._n_still + 1 if is_still else 0
         return self._n_still > 0
+
+
+def _with_gradient(trained: NamedParameters, n: int) -> list[nn.Parameter]:
+    """Those of about `n` evenly spaced parameters, at most, that have a gradient."""
+    each = (one.parameter for one in trained[:: -(-len(trained) // n) or 1])
+    return [one for one in each if one.grad is not None]
 
 
 class RoundingCheck:

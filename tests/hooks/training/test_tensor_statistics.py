@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from flexinspect.records.training_step import (
     EXPLODING_NORM,
@@ -22,10 +23,12 @@ from flexinspect.records.training_step import (
     group_of,
 )
 from flexinspect_hooks.training.gradient_statistics import (
+    CHECK_INTERVAL,
     ParameterList,
     TensorFacts,
     gradient_facts,
     tensor_facts,
+    tensor_norms,
     trainable,
 )
 
@@ -119,6 +122,39 @@ def test_a_parameter_list_follows_added_replaced_frozen_and_removed_parameters()
     del model[2]
     assert names() == ["1.weight"]
     assert [one.name for one in known.trainable_of(nn.Linear(1, 1))] == ["weight", "bias"]
+
+
+def test_a_parameter_list_finds_within_eight_looks_what_a_program_put_into_a_modules_table() -> (
+    None
+):
+    model, known = nn.Sequential(nn.Linear(2, 2)), ParameterList()
+    before = known.trainable_of(model)
+    assert known.trainable_of(model) is before
+    model[0]._parameters["weight"] = nn.Parameter(torch.ones(2, 2))
+    looks = [known.trainable_of(model)[0].parameter for _ in range(CHECK_INTERVAL)]
+    assert looks[-1] is model[0].weight
+
+
+def test_a_parameter_list_leaves_no_hook_behind() -> None:
+    before = len(nn_module._global_parameter_registration_hooks)
+    known = ParameterList()
+    assert len(nn_module._global_parameter_registration_hooks) == before + 1
+    del known
+    gc.collect()
+    assert len(nn_module._global_parameter_registration_hooks) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_are_those_in_float64_for_any_layout_and_mixture(dtype: torch.dtype) -> None:
+    each = [
+        torch.randn(3, 5, dtype=dtype),
+        torch.randn(7, dtype=dtype),
+        torch.zeros(0, dtype=dtype),
+    ]
+    mixtures = [each, [*each, torch.randn(5, 3, dtype=dtype).T], [*each, torch.randn(4).half()]]
+    for tensors in mixtures:
+        exact = [float(one.double().norm()) for one in tensors]
+        assert tensor_norms(tensors) == pytest.approx(exact, rel=1e-5)
 
 
 def test_a_parameter_list_does_not_keep_the_model_alive() -> None:

@@ -237,3 +237,36 @@ def test_an_optimizer_that_never_steps_is_no_training(tmp_path: Path) -> None:
     with open_trace(out) as reader:
         texts = [row.event.text for row in reader.events() if row.event.kind == "not-recorded"]
     assert [text[:43] for text in texts] == ["No step of a torch optimizer was seen. To r"]
+
+
+OUTLIER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+net = Net()
+others = [p for n, p in net.named_parameters() if n != "layers.3.weight"]
+optimizer = torch.optim.AdamW([
+    {"params": others, "lr": 1e-5},
+    {"params": [net.layers[3].weight], "lr": RATE},
+], weight_decay=0.0)
+for _ in range(3):
+    optimizer.zero_grad()
+    F.mse_loss(net(torch.randn(8, 16)), torch.zeros(8, 16)).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("rate", ["1e-2", "0.0", "1e-5"])
+def test_a_layer_whose_rate_is_out_of_proportion_is_named_in_the_first_step(
+    tmp_path: Path, rate: str
+) -> None:
+    _, out = recorded(tmp_path, OUTLIER.replace("RATE", rate))
+    with open_trace(out) as reader:
+        found = [one for one in reader.findings() if one.id == "training.update-outlier"]
+    assert [one.step for one in found] == ([] if rate == "1e-5" else [0])
+    assert all("layers.3.weight" in one.sentence for one in found)
