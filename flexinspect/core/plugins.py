@@ -199,11 +199,16 @@ def registered(group: str) -> Iterator[BuiltInPlugin | EntryPoint]:
             yield point
 
 
-@cache  # a search through all installed packages takes milliseconds
+@cache
 def _entry_points(group: str) -> tuple[EntryPoint, ...]:
+    return tuple(_all_entry_points().select(group=group))
+
+
+@cache  # a search through all installed packages takes milliseconds
+def _all_entry_points() -> Any:
     from importlib.metadata import entry_points  # slow to import, and rarely needed
 
-    return tuple(entry_points(group=group))
+    return entry_points()
 
 
 def _import(point: BuiltInPlugin | EntryPoint) -> Any:

@@ -17,6 +17,7 @@ from functools import cache
 from itertools import chain, islice
 from operator import methodcaller
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
 from msgspec import Struct, convert
@@ -174,31 +175,48 @@ class RuleResults(NamedTuple):
 class RuleRunner:
     """Runs the rules of one run on its steps, events and gradients.
 
-    A rule that raises is disabled, and an event reports it. With `holds`, the kinds of records that
-    there will be (of `flexinspect.records.imported.RECORD_KINDS`), rules that need another kind are
-    not called.
+    `rules` may be a function that returns them, which is called when they are first used: importing
+    the built-in ones takes time that a model need not wait for. A rule that raises is disabled, and
+    an event reports it. With `holds`, the kinds of records that there will be (of
+    `flexinspect.records.imported.RECORD_KINDS`), rules that need another kind are not called.
     """
 
     def __init__(
         self,
-        rules: Sequence[Rule] = (),
+        rules: Sequence[Rule] | Callable[[], Sequence[Rule]] = (),
         *,
         is_standalone: bool = False,
         context: RuleContext | None = None,
         branch: int = 0,
         holds: Collection[str] | None = None,
     ) -> None:
-        self._branch = branch
-        applying = [rule for rule in rules if rule.handles_standalone_calls or not is_standalone]
-        idle = [one for one in applying if holds is not None and not set(one.needs) <= {*holds}]
-        self._rules = [rule for rule in applying if rule not in idle]
-        self._idle_names = tuple(map(_rule_name, idle))
+        self._branch, self._given, self._holds = branch, rules, holds
         self._is_standalone = is_standalone
         self._context = context or RuleContext()
-        for rule in self._rules:  # an event may come before the first generation starts
-            rule.context = self._context
         self._reported: set[tuple[int, int, str, str]] = set()
-        self._kinds = {id_: kind for rule in self._rules for id_, kind in rule.findings.items()}
+        self._loaded: list[Rule] | None = None
+        self._loading = Lock()
+
+    @property
+    def _rules(self) -> list[Rule]:
+        """The enabled rules, which are loaded here at the first use, in any thread."""
+        if self._loaded is None:
+            with self._loading:
+                if self._loaded is None:
+                    self._load(self._given() if callable(self._given) else self._given)
+        assert self._loaded is not None
+        return self._loaded
+
+    def _load(self, rules: Sequence[Rule]) -> None:
+        holds, is_standalone = self._holds, self._is_standalone
+        applying = [rule for rule in rules if rule.handles_standalone_calls or not is_standalone]
+        idle = [one for one in applying if holds is not None and not set(one.needs) <= {*holds}]
+        enabled = [rule for rule in applying if rule not in idle]
+        self._idle_names = tuple(map(_rule_name, idle))
+        for rule in enabled:  # an event may come before the first generation starts
+            rule.context = self._context
+        self._kinds = {id_: kind for rule in enabled for id_, kind in rule.findings.items()}
+        self._loaded = enabled
 
     @property
     def names(self) -> tuple[str, ...]:

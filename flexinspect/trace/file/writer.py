@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -226,18 +226,58 @@ class TraceWriter:
         another path cannot be moved to its target.
         """
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if not self._is_ending():
                 return
-            self._closed = True
-            facts: dict[str, Any] = {"ended_at": time.time()}
-            if self.failed:
-                state, facts["reason"] = "failed", self._reason
-            is_ended = self._write_end(codec.encode_trace_end(state, facts))
-            there = location.file_id(self.recording_path)
+            is_ended = self._write_end(state)
+        self._finish(is_ended, location.file_id(self.recording_path))
+
+    def close_later(self, state: str, then: Callable[[], object]) -> None:
+        """End the trace in `state`, and fold the WAL into it in another thread.
+
+        All records are on disk when this returns, and the program need not wait for the rest. The
+        thread calls `then` at its end. A trace that was recorded at another path is closed at once,
+        because it is not at its own path before.
+        """
+        with self._lock:
+            if not self._is_ending():
+                return
+            is_ended = self._write_end(state)
+        there = location.file_id(self.recording_path)
+        if self.recording_path != self.path or there != self._file_id:
+            self._finish(is_ended, there)
+            then()
+            return
+
+        def finish() -> None:
+            try:
+                self._finish(is_ended, there)
+                then()
+            finally:
+                connections.closing_traces.pop(self.recording_path, None)
+
+        thread = threading.Thread(target=finish, name="flexinspect-closing")
+        connections.closing_traces[self.recording_path] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # no thread starts while the interpreter ends
+            finish()
+
+    def _is_ending(self) -> bool:
+        """Whether the trace ends now: it was open, and belongs to this process."""
+        if self._closed or os.getpid() != self._pid:
+            return False
+        self._closed = True
+        return True
+
+    def _finish(self, is_ended: bool, there: object) -> None:
+        """Close the file; `there` is the identity of what was at its path when the trace ended."""
+        with self._lock:
             # SQLite deletes the WAL by its name, which may be that of another trace by now.
             is_replaced = there not in (None, self._file_id)
             folded = not is_replaced and self._fold_wal()
             self._db.close()
+            if there is not None and location.file_id(self.recording_path) is None:
+                return  # deleted by the program since then
             if there != self._file_id:
                 self.note = (
                     f"{self.recording_path} was moved, deleted or replaced while it was recorded: "
@@ -248,8 +288,12 @@ class TraceWriter:
             if not is_ended and self.note is None:
                 self.note = f"The end of the recording could not be written to {self.path}."
 
-    def _write_end(self, statements: Sequence[Statement]) -> bool:
+    def _write_end(self, state: str) -> bool:
         """Write how the recording ended; once again if memory failed, as nothing comes after it."""
+        facts: dict[str, Any] = {"ended_at": time.time()}
+        if self.failed:
+            state, facts["reason"] = "failed", self._reason
+        statements = codec.encode_trace_end(state, facts)
         if self.failed:  # then it has waited for the other program already
             with suppress(sqlite3.Error, MemoryError):
                 self._db.execute(f"PRAGMA busy_timeout = {CLOSE_BUSY_MS}")
@@ -265,6 +309,8 @@ class TraceWriter:
 
     def discard(self) -> None:
         """Remove the trace after it was closed, together with a WAL that could not be folded in."""
+        if (thread := connections.closing_traces.get(self.recording_path)) is not None:
+            thread.join()
         for place in {self.path, self.recording_path}:
             is_replaced = location.file_id(place) not in (None, self._file_id)
             if place != self.recording_path or not is_replaced:

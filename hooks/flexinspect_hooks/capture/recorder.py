@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ class Recorder:
         self._rule_names: set[str] = set()
         self._rule_memory: dict[str, Any] = {}
         self._waiting: deque[Any] = deque()
+        self._idle: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
         self._put_lock = threading.Lock()
@@ -111,8 +112,12 @@ class Recorder:
         """The trace file, None if the sink does not write one."""
         return getattr(self._sink, "recording_path", None)
 
-    def begin_generation(self, record: step_records.GenerationRecord, rules: RuleRunner) -> None:
-        """Queue a generation; `rules` run on each of its steps before it is written."""
+    def begin_generation(self, record: step_records.GenerationRecord) -> None:
+        """Queue a generation; `begin_rules` follows before its first step."""
+        self.put(lambda: self._sink.begin_generation(record))
+
+    def begin_rules(self, record: step_records.GenerationRecord, rules: RuleRunner) -> None:
+        """Queue that `rules` run on each step of a generation before it is written."""
 
         def begin() -> None:
             self._rule_runners[record.generation, 0] = rules
@@ -121,7 +126,6 @@ class Recorder:
                 # Stored, so that offline checks skip the rules that ran live.
                 self._rule_names.update(rules.names)
                 self._sink.update_run(rules=sorted(self._rule_names))
-            self._sink.begin_generation(record)
             for event in rules.on_generation_start(record):
                 self._sink.write_event(event)
 
@@ -176,6 +180,10 @@ class Recorder:
         elif len(self._waiting) > QUEUE_LIMIT:
             self.drain()
 
+    def when_idle(self, call: Callable[[], object]) -> None:
+        """Call a function in the writer thread once nothing is waiting, before the thread ends."""
+        self._idle.append(call)
+
     def is_current(self) -> bool:
         """Whether the current thread is the writer thread."""
         return threading.current_thread() is self._thread
@@ -205,8 +213,16 @@ class Recorder:
             self.writer_s = time.thread_time()
             with self._written:
                 self._written.notify_all()
-            if stopping and not self._waiting:
+            if self._idle and not self._waiting:
+                self._call_idle()
+            elif stopping and not self._waiting:
                 return
+
+    def _call_idle(self) -> None:
+        call = self._idle.popleft()
+        with suppress(TraceWriteError):  # the writer reports a failed disk itself
+            call()
+        self._wake.set()  # something may wait now, or the thread has to end
 
     def _write_waiting(self) -> None:
         while self._waiting:

@@ -149,15 +149,13 @@ class CaptureSession:
             self._hooks = [
                 hook for hook in hooks if is_user_code or not getattr(hook, "own_code_only", False)
             ]
-        rules, failed_rules = built_in_rules() if self._rules is None else (self._rules, {})
+        rules = self._load_rules if self._rules is None else self._rules
         self._rule_runner = RuleRunner(rules, is_standalone=self.context.is_standalone)
         self.recorder.has_core = not self.cores_are_taken()
         if not self._shares_recorder:
             self.recorder.start()
         for name, error in failed_hooks.items():
             self._event("hook-disabled", f"{name}: {error}")
-        for name, error in failed_rules.items():
-            self._event("rule-disabled", f"{name}: {error}")
         model, context = self._model, self.context
         _entered.append(self)
         for hook in list(self._hooks):
@@ -172,6 +170,13 @@ class CaptureSession:
             for layer, (name, block) in context.blocks.items()
         }
         return self
+
+    def _load_rules(self) -> Sequence[Rule]:
+        """Return the registered rules (writer thread); an event names each that failed."""
+        rules, failed = built_in_rules()
+        for name, error in failed.items():
+            self._event("rule-disabled", f"{name}: {error}")
+        return rules
 
     def _install(self, hook: Hook) -> None:
         for remove in hook.install(self.context):
@@ -231,10 +236,11 @@ class CaptureSession:
         self._clock.set_next_step(record.generation)
         self.place = StepRef(record.generation)
         self.context.segments = record.segments
-        self.recorder.begin_generation(record, self._rule_runner)
+        self.recorder.begin_generation(record)
         for hook in list(self._hooks):
             self._guard(hook, hook.begin, self.context)
         self.recorder.drain()
+        self.recorder.begin_rules(record, self._rule_runner)
 
     def end_generation(self, record: records.GenerationEnd) -> None:
         """End a generation or a branch; a step without a chosen token is dropped."""

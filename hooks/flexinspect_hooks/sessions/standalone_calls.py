@@ -107,7 +107,8 @@ class StandaloneCalls(CaptureSession):
             tokens=(),
             started_at=time.time(),
         )
-        self.recorder.begin_generation(record, self._rule_runner)
+        self.recorder.begin_generation(record)
+        self.recorder.begin_rules(record, self._rule_runner)
         return segments
 
     def _record_builds(self, builds: Sequence[records.BuildRecord]) -> None:

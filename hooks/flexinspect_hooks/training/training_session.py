@@ -125,7 +125,8 @@ class TrainingSession:
             self._event("rule-disabled", f"{name}: {sentence}")
         name = "" if self._shared is None else self._shared.model
         generation = training_generation(self._meter, self._optimizer, self._generation, name)
-        self.recorder.begin_generation(generation, RuleRunner(rules, holds=RECORD_KINDS))
+        self.recorder.begin_generation(generation)
+        self.recorder.begin_rules(generation, RuleRunner(rules, holds=RECORD_KINDS))
         self._forwards.install()
         self._apply_detail()
         self._meter.learn_order()

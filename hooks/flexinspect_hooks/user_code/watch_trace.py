@@ -99,13 +99,16 @@ class WatchedTrace(ABC, Generic[S]):
         facts: dict[str, Any] = {"model": model_facts(self._model), **self._facts}
         facts["threads"] = torch.get_num_threads()
         facts |= rank_facts(current_rank()) | parallel_facts(facts["model"])
-        writer = create_trace(self.path, sys.argv, self._level, git_state(Path.cwd()), **facts)
+        writer = create_trace(self.path, sys.argv, self._level, None, **facts)
         try:
             self._session = self._begin(writer)
         except BaseException:
             writer.close("failed")
             writer.discard()
             raise
+        folder = Path.cwd()
+        # git takes milliseconds for which the program does not wait.
+        self._session.recorder.when_idle(lambda: writer.update_run(git=git_state(folder)))
         self._writer = writer
         self._watched.add(id(self._model))
         if writer.note:
@@ -134,9 +137,12 @@ class WatchedTrace(ABC, Generic[S]):
     def _close(self, writer: TraceWriter, state: str) -> None:
         """Close the trace, and print what there is to say of where it is now."""
         before = writer.note
-        writer.close(state)
-        if writer.note and writer.note != before:
-            print_message(writer.note)
+
+        def report() -> None:
+            if writer.note and writer.note != before:
+                print_message(writer.note)
+
+        writer.close_later(state, report)
 
     def _conclude(self, session: S, writer: TraceWriter, **facts: Any) -> None:
         """Report a failure to record, and write the cost and `facts` into the manifest."""

@@ -29,7 +29,8 @@ def test_the_rules_of_a_branch_see_its_parents_unless_it_begins_with_the_whole_s
     with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
         recorder = Recorder(writer)
         recorder.start()
-        recorder.begin_generation(sample_generation(0), RuleRunner([]))
+        recorder.begin_generation(sample_generation(0))
+        recorder.begin_rules(sample_generation(0), RuleRunner([]))
         recorder.begin_branch(record, sample_generation(0), RuleRunner([]))
         recorder.drain()
         recorder.stop()
