@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -93,6 +94,7 @@ class Recorder:
         self._put_lock = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
+        self._running_in = 0  # the process in which the thread runs; asking it costs much more
         self._thread = background_thread("flexinspect-writer", self._run)
         self.start = self._thread.start
         self.has_core = False
@@ -170,7 +172,7 @@ class Recorder:
         the item, or None. The writer is not woken for an ordinary step: a thread that wakes takes
         the GIL from the model.
         """
-        if not self._thread.is_alive():
+        if self._running_in != os.getpid() and not self._thread.is_alive():
             return
         with self._put_lock:
             self._waiting.append(item)
@@ -203,6 +205,13 @@ class Recorder:
             self._thread.join()
 
     def _run(self) -> None:
+        self._running_in = os.getpid()
+        try:
+            self._write_until_stopped()
+        finally:
+            self._running_in = 0
+
+    def _write_until_stopped(self) -> None:
         while True:
             self._wake.wait(self._linger_s)
             self._wake.clear()

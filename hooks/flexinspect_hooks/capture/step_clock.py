@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
@@ -79,8 +80,11 @@ class StepClock:
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], level: str) -> StepContext:
         """Open the next step: prefill while the cache is empty, decode afterwards."""
-        q_len = query_length(args, kwargs)
-        kv_before = cached_length(kwargs.get("past_key_values"))
+        cached = cached_length(kwargs.get("past_key_values"))
+        return self.open_of(query_length(args, kwargs), cached, level)
+
+    def open_of(self, q_len: int, kv_before: int, level: str) -> StepContext:
+        """Open the next step, of a forward of `q_len` rows after `kv_before` cached keys."""
         step, self.next_step = self.next_step, self.next_step + 1
         phase, number = "decode" if kv_before else "prefill", self.generation
         return StepContext(number, step, phase, q_len, kv_before, level, branch=self.branch)
@@ -88,12 +92,18 @@ class StepClock:
 
 def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of input rows of a root forward, 0 if its arguments do not show it."""
-    from torch import Tensor
-
+    tensor = _tensor_type()
     for value in (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds")):
-        if isinstance(value, Tensor) and value.dim() >= 2:
+        if isinstance(value, tensor) and value.dim() >= 2:
             return int(value.shape[1])
     return 0
+
+
+@cache
+def _tensor_type() -> Any:
+    from torch import Tensor
+
+    return Tensor
 
 
 def cached_length(cache: Any) -> int:

@@ -81,7 +81,7 @@ class CaptureSession:
         self._rules, self._rule_runner = rules, RuleRunner()
         self.recorder.hook_errors.append(self._hook_failed)
         self._model_ref = weakref.ref(model)
-        self._is_over = self._is_paused = False
+        self._is_over = self._is_paused = self._has_switched_off = False
         self._hooks: list[Hook] = list(hooks or ())
         self._use_built_in = hooks is None
         self._methods: dict[str, list[tuple[Hook, Callable[..., Any]]]] = {}  # until hooks change
@@ -456,6 +456,7 @@ class CaptureSession:
             return
         self._hooks.remove(hook)
         self._methods.clear()
+        self._has_switched_off = True
         where = f"step {step.step}" if step is not None else "installation"
         message = f"{type(error).__name__}: {error}"
         text = f"The hook '{hook.name}' failed at {where} and is off: {message}"
@@ -467,6 +468,9 @@ class CaptureSession:
 
     def _remove_switched_off(self) -> None:
         """Remove what switched-off hooks installed: in the model's thread, between forwards."""
+        if not self._has_switched_off:
+            return
+        self._has_switched_off = False
         for owner, remove in list(self._removes):
             if owner is not None and owner not in self._hooks:
                 self._removes.remove((owner, remove))

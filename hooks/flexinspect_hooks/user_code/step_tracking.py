@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -162,9 +162,12 @@ class CacheOwners:
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._newest: tuple[Callable[[], Any], int] = (lambda: None, -1)  # a weak reference
 
     def owner_of(self, cache: Any) -> int | None:
         """Return the generation that used this cache last, None for an unknown cache."""
+        if cache is not None and self._newest[0]() is cache:
+            return self._newest[1]
         with suppress(TypeError):  # as below
             return self._known.get(cache)
         return None
@@ -172,5 +175,8 @@ class CacheOwners:
     def set_owner(self, cache: Any, generation: int) -> None:
         """Set the generation that used a cache last."""
         # Tuples, None, and a class with slots do not support weak references, and are ignored.
+        if cache is None or (self._newest[0]() is cache and self._newest[1] == generation):
+            return
         with suppress(TypeError):
             self._known[cache] = generation
+            self._newest = ref(cache), generation

@@ -196,7 +196,7 @@ class WatchSession(CaptureSession):
         builder = self._builder
         assert builder is not None
         self._clock.set_next_step(place.generation, place.step)
-        step = self._clock.open(args, arguments, self.level)
+        step = self._clock.open_of(n_rows, cached, self.level)
         step.arguments = arguments
         step.is_scored = False  # how a loop processes the logits before it chooses is not known
         step.events += place.input_events(step, rows)

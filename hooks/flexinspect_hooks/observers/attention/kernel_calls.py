@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.core.errors import summarize_error
 from flexinspect.records.step import BuildRecord
+from flexinspect.rules.numerics.memory_growth import MAX_BYTES_PER_CELL, MIN_BUILD_BYTES
 from flexinspect.trace.file.side_files import NO_PLACE
 from flexinspect_hooks.capture import last_kernel_call
 from flexinspect_hooks.capture.failure_facts import rule_facts
@@ -128,10 +130,13 @@ class _ThreadState(threading.local):
 
     `ran_plain`: the last call of FlexAttention ran as plain Python. `is_quiet`: kernel calls are
     not recorded, because their caller is. `is_unrecorded`: a forward of a watched model runs that
-    is not recorded.
+    is not recorded. `layer` and `module` are those of the attention layer whose function runs, if
+    it is one of transformers; otherwise they are read from the stack.
     """
 
     ran_plain = is_quiet = is_unrecorded = False
+    layer: int | None = None
+    module: nn.Module | None = None
 
 
 _thread = _ThreadState()
@@ -392,6 +397,15 @@ class KernelCalls(Struct, eq=False):
         finally:
             _thread.is_quiet = False
 
+    @staticmethod
+    def call_in_layer(call: Any) -> Any:
+        """Make an `AttentionCall`, whose kernel calls are those of its layer."""
+        _thread.layer, _thread.module = call.layer, call.module
+        try:
+            return call.run(call.value)
+        finally:
+            _thread.layer = _thread.module = None
+
     def take_since(self, mark: int) -> list[KernelCall]:
         """Return the calls after the first `mark`, and drop them."""
         calls = self.done[mark:]
@@ -421,11 +435,13 @@ class KernelCalls(Struct, eq=False):
     def before(self, call: KernelCall) -> bool:
         """Read what must be read before the call is made; return whether the call is observed."""
         is_open, step, arguments = self.context.is_open, self._step, call.arguments
-        if call.name == BUILD:
+        if call.name == BUILD and _may_use_memory(call):
             call.peak = peak_bytes(self.context.device)
         if is_open:
-            place = _current_layer(self.context.layer_of, self._root)
-            call.layer, call.module, call.mask_passed_to_layer = place
+            call.layer, call.module = _thread.layer, _thread.module
+            if call.layer is None:
+                place = _current_layer(self.context.layer_of, self._root)
+                call.layer, call.module, call.mask_passed_to_layer = place
         if call.compiled and call.name == FLEX:
             called_in = NO_PLACE
             if is_open and step is not None:
@@ -496,8 +512,15 @@ class KernelCalls(Struct, eq=False):
             kv_len=int(arguments["KV_LEN"]),
             mask_mod=mask_mod_name(arguments["mask_mod"]),
             wall_ms=(time.perf_counter() - call.started) * 1e3,
-            peak_growth=max(peak_bytes(self.context.device) - call.peak, 0),
+            peak_growth=max(peak_bytes(self.context.device) - call.peak, 0) if call.peak else 0,
         )
+
+
+def _may_use_memory(call: KernelCall) -> bool:
+    """Whether building a mask may use memory that a rule reports: reading the peak takes 0.1 ms."""
+    sizes = [call.arguments.get(name) for name in ("B", "H", "Q_LEN", "KV_LEN")]
+    n_cells = math.prod(size for size in sizes if isinstance(size, int))
+    return n_cells * MAX_BYTES_PER_CELL >= MIN_BUILD_BYTES
 
 
 _MODULE_CALL = torch_private.module_call_code()
