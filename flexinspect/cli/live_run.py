@@ -248,7 +248,7 @@ def show_run(run: Job | Capture, options: ShowOptions, judge: Judge = lambda cod
         console, verbose=verbose, quiet=quiet, live=live, has_prompt=options.interactive
     )
     if isinstance(run, Job):
-        _handle_end_signals()
+        signals.raise_on_end_signals()
         run = child_process.start_capture(run)
     prompt = None
     if options.interactive:
@@ -272,19 +272,12 @@ def conclude_run(
     progress = RunProgress(stderr_console(), quiet=True)
     if process.poll() is None:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
-    _handle_end_signals()
+    signals.raise_on_end_signals()
     process.state.pauses.clear()  # already shown by the interface
     log = None if log_file is None else RunLog(log_file)
     run = LiveRun(process, progress, stops=int(stopping), log=log)
     run_code = run.conclude(run.watch(), as_json=False)
     return code or run_code
-
-
-def _handle_end_signals() -> None:
-    """Make `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
-            signals.raise_on_signals(name)
 
 
 class LiveRun:
