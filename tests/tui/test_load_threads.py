@@ -48,8 +48,10 @@ def test_an_exception_is_that_of_the_call() -> None:
 
 
 def test_what_waits_at_the_end_is_cancelled_and_what_hangs_is_left() -> None:
-    threads, goes_on = LoadThreads(1, "test"), threading.Event()
-    hangs, waits = threads.submit(goes_on.wait), threads.submit(lambda: 1)
+    threads, began, goes_on = LoadThreads(1, "test"), threading.Event(), threading.Event()
+    hangs = threads.submit(lambda: began.set() or goes_on.wait())
+    waits = threads.submit(lambda: 1)
+    assert began.wait(10)
     threads.shutdown(wait=False, cancel_futures=True)
     assert waits.cancelled()
     assert not threads.join(0.05)
