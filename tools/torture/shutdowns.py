@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
+from flexinspect.cli.live_run import END_WITHIN_S
 from tools.torture import recordings
 from tools.torture.hanging_plugins import ACTS, HANGING, install
 from tools.torture.mutants import unpack
@@ -34,10 +35,10 @@ ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 LIMIT_S = 2.0
 """How long a command may take to end, on a machine that has a core for it."""
+KILLED_S = END_WITHIN_S + 2.0
+"""The same for a capture whose writer waits for a plug-in: it is killed."""
 PATIENCE_S = 30.0
 """How long is waited for one that takes longer, before it is killed."""
-FIRST_S = 0.05
-"""The signal arrives this long after the start at the earliest; see `Command.within_s`."""
 FRESH = 0.1
 """Share of the commands that run in a fresh interpreter, which imports everything itself. Those
 with a plug-in always do: a forked one has looked for plug-ins."""
@@ -49,12 +50,15 @@ ALTERNATE_SCREEN, MAIN_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 class Command(Struct, frozen=True):
     """A command line, in which {trace}, {big}, {other}, {folder} and {port} are filled in.
 
-    The signal arrives within `within_s` of the start. `in_terminal` gives it a pseudo-terminal.
+    The signal arrives between `after_s` and `within_s` after the start, and the command must be
+    gone after `limit_s`. `in_terminal` gives it a pseudo-terminal.
     `hangs` names the group of a plug-in that hangs, and `records` the trace that it writes.
     """
 
     words: str
     within_s: float = 6.0
+    after_s: float = 0.05
+    limit_s: float = LIMIT_S
     in_terminal: bool = False
     hangs: str = ""
     records: str = ""
@@ -105,8 +109,10 @@ HANGING_COMMANDS = (
     Command("export {trace} --to hanging -o out", hangs="exports"),
     Command("import {folder}", hangs="importers"),
     Command("audit program.py", hangs="hypotheses"),
-    Command(f"{RUN} --no-ui", hangs="hooks", records="run.flextrace"),
-    Command(f"{RUN} --no-ui", hangs="rules", records="run.flextrace"),
+    *(
+        Command(f"{RUN} --no-ui", 16.0, 4.0, KILLED_S, hangs=each, records="run.flextrace")
+        for each in ("hooks", "rules")
+    ),
 )
 PROGRAM = """
 import torch
@@ -161,7 +167,7 @@ def attempt(prepared: Prepared, seed: int, folder: Path) -> list[Failure]:
     act = rng.choice(ACTS[command.hangs]) if command.hangs else ""
     number = _signal(command, rng)
     is_fresh = bool(command.hangs) or rng.random() < FRESH
-    wait_s = rng.uniform(FIRST_S, command.within_s + 2 * is_fresh)
+    wait_s = rng.uniform(command.after_s, command.within_s + 2 * is_fresh)
     how = f"{command.name} {act}, {number.name} after {wait_s:.2f} s{', fresh' * is_fresh}"
     session = Session(command, prepared.folder, folder, act, is_fresh=is_fresh)
     ended = session.end(number, wait_s)
@@ -183,7 +189,7 @@ def _judge(command: Command, number: signal.Signals, ended: Ended) -> list[str]:
     if not ended.was_running:
         return [] if ended.code in ENDED else [f"ended by itself with {ended.code}: {_last(ended)}"]
     wrong = []
-    limit = LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    limit = command.limit_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     if ended.code is None or ended.seconds > limit:
         wrong.append(f"took more than {limit:.1f} s" + " and was killed" * (ended.code is None))
     expected = (*ENDED, 128 + number, -number)
