@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
-import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -23,9 +20,9 @@ from typing import Any
 
 import psutil
 
+from tools.torture import warm
 from tools.torture.results import Failure
 
-TESTS = Path(__file__).parents[2] / "tests"
 N_ATTACKS = 6
 PATIENCE_S = 20.0
 MARK = "attacked"
@@ -38,13 +35,7 @@ Attack = Callable[[int, random.Random], None]
 
 def prepare(folder: Path) -> str:
     """Start the process from which programs are forked; return what the program prints alone."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
-    os.environ["FLEXINSPECT_TESTS_SHARED"] = str(folder)
-    (folder / "pid").write_text(str(os.getpid()))
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
-    folder.chmod(0o700)
+    warm.prepare(folder)
     debugged: Any = importlib.import_module("support.debugged")
     alone = folder / "alone"
     (alone / "site-packages").mkdir(parents=True)

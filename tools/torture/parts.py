@@ -49,6 +49,7 @@ _ALL = (
     Part("hostile-inputs", "hostile files", "hostile_inputs:prepare:attempt", 2.0),
     Part("shutdowns", "commands that are ended", "shutdowns:prepare:attempt", 2.0),
     Part("control", "attacks on the server", "control_attacks:prepare:attempt", 1.0),
+    Part("viewers", "interfaces that are killed", "viewer_kills:prepare:attempt", 1.0),
     Part("debug-adapter", "attacks on debugpy", "adapter_attacks:prepare:attempt", 1.0),
     Part("soak", "long runs", "soak:prepare:attempt", 1.0),
 )

@@ -7,7 +7,6 @@ SIGHUP is what a terminal sends when it is closed. Some commands have a plug-in 
 
 from __future__ import annotations
 
-import importlib
 import os
 import pty
 import random
@@ -26,13 +25,11 @@ import psutil
 from msgspec import Struct
 
 from flexinspect.cli.live_run import END_WITHIN_S
-from tools.torture import recordings
+from tools.torture import recordings, warm
 from tools.torture.hanging_plugins import ACTS, HANGING, install
 from tools.torture.mutants import unpack
 from tools.torture.results import Failure
 
-ROOT = Path(__file__).parents[2]
-TESTS = ROOT / "tests"
 LIMIT_S = 2.0
 """How long a command may take to end, on a machine that has a core for it."""
 KILLED_S = END_WITHIN_S + 2.0
@@ -145,14 +142,7 @@ class Prepared(Struct, frozen=True):
 
 def prepare(folder: Path) -> Prepared:
     """Write the traces, and start the process from which commands are forked."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
-    os.environ["FLEXINSPECT_TESTS_SHARED"] = str(folder)
-    os.environ["XDG_STATE_HOME"] = os.environ["XDG_CONFIG_HOME"] = str(folder)
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
-    folder.chmod(0o700)
-    (folder / "pid").write_text(str(os.getpid()))
+    warm.prepare(folder)
     unpack(folder)
     for number, name in enumerate(("big", "other")):
         recordings.write(folder / f"{name}.flextrace", lambda line: None, number, 60, 40)
@@ -237,9 +227,7 @@ class Session:
         environ = {**os.environ, "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"}
         if command.hangs:
             environ |= install(folder / "plugin", HANGING[command.hangs], act)
-        popen: Any = subprocess.Popen
-        if not is_fresh:
-            popen = importlib.import_module("support.warm_python").Popen
+        popen: Any = subprocess.Popen if is_fresh else warm.popen()
         streams = self._streams(in_terminal=command.in_terminal)
         argv = [sys.executable, "-m", "flexinspect", *words]
         self._process = popen(argv, cwd=folder, env=environ, start_new_session=True, **streams)
