@@ -5,13 +5,21 @@ import sys
 
 def main() -> int:
     """Run the command line; Ctrl-C prints one line instead of a traceback, also while importing."""
+    code = 130
     try:
-        from flexinspect.cli.main import main as run_command
+        from flexinspect.core.signals import exit_code_of, raise_on_end_signals
 
-        return run_command()
-    except KeyboardInterrupt:  # during the imports; `run_command` handles it afterwards
+        raise_on_end_signals()
+        try:
+            from flexinspect.cli.main import main as run_command
+
+            return run_command()
+        except KeyboardInterrupt as error:  # during the imports; `run_command` handles it later
+            code = exit_code_of(error)
+            raise
+    except KeyboardInterrupt:
         sys.stderr.write("flexinspect: interrupted\n")
-        return 130
+        return code
 
 
 if __name__ == "__main__":

@@ -58,8 +58,12 @@ def _build_in_process(
     paths: Mapping[str, Path],
     on_built: ProgressCallback = _ignore,
     on_stage: ProgressCallback = _ignore,
+    on_start: Callable[[subprocess.Popen[str]], None] = lambda _: None,
 ) -> Iterator[tuple[str, str]]:
-    """Build runs by name; one that begins with "!" is repaired. Yield failed names with reasons."""
+    """Build runs by name; one that begins with "!" is repaired. Yield failed names with reasons.
+
+    `on_start` gets the process.
+    """
     with tempfile.TemporaryDirectory(prefix="flexinspect-museum-") as folder:
         parts = {name: Path(folder) / f"{n}.flextrace" for n, name in enumerate(paths)}
         command = [sys.executable, "-m", "flexinspect_hooks.broken_runs"]
@@ -71,6 +75,7 @@ def _build_in_process(
             ) as process,
             _kill_on_error(process),
         ):
+            on_start(process)
             for line in process.stdout or ():
                 result = json.loads(line)
                 if "stage" in result:
@@ -139,11 +144,39 @@ def check_broken_runs(on_built: ProgressCallback | None = None) -> list[BrokenRu
             BROKEN_RUNS, key=lambda run: not any("memory." in id_ for id_ in run.expected)
         )
         shares = [_trace_paths(folder, order[n::MAX_PROCESSES]) for n in range(MAX_PROCESSES)]
-        with ThreadPoolExecutor(MAX_PROCESSES) as pool:
-            callback = on_built or _ignore
-            failed = pool.map(lambda share: list(_build_in_process(share, callback)), shares)
-            errors = dict(chain.from_iterable(failed))
+        builds = _Builds(on_built or _ignore)
+        with ThreadPoolExecutor(MAX_PROCESSES) as pool, builds.killed_on_error():
+            errors = dict(chain.from_iterable(pool.map(builds.build, shares)))
         return [_check_broken_run(run, folder, errors) for run in BROKEN_RUNS]
+
+
+class _Builds:
+    """Processes that build runs, each awaited by a thread: threads cannot be interrupted."""
+
+    def __init__(self, on_built: ProgressCallback) -> None:
+        self._on_built = on_built
+        self._running: list[subprocess.Popen[str]] = []
+        self._is_over = False
+
+    def build(self, share: Mapping[str, Path]) -> list[tuple[str, str]]:
+        """Build some runs; return failed names with reasons."""
+        return list(_build_in_process(share, self._on_built, on_start=self._add))
+
+    def _add(self, process: subprocess.Popen[str]) -> None:
+        self._running.append(process)
+        if self._is_over:
+            process.kill()
+
+    @contextmanager
+    def killed_on_error(self) -> Iterator[None]:
+        """Kill the processes on an error, or Ctrl-C, in the body."""
+        try:
+            yield
+        except BaseException:
+            self._is_over = True
+            for process in self._running:
+                process.kill()
+            raise
 
 
 def _trace_paths(folder: Path, runs: Iterable[BrokenRun]) -> dict[str, Path]:

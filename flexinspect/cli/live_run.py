@@ -248,7 +248,7 @@ def show_run(run: Job | Capture, options: ShowOptions, judge: Judge = lambda cod
         console, verbose=verbose, quiet=quiet, live=live, has_prompt=options.interactive
     )
     if isinstance(run, Job):
-        _handle_end_signals()
+        signals.raise_on_end_signals()
         run = child_process.start_capture(run)
     prompt = None
     if options.interactive:
@@ -272,7 +272,7 @@ def conclude_run(
     progress = RunProgress(stderr_console(), quiet=True)
     if process.poll() is None:
         progress.console.print("finishing the trace (Ctrl-C ends it at once) …")
-    _handle_end_signals()
+    signals.raise_on_end_signals()
     process.state.pauses.clear()  # already shown by the interface
     log = None if log_file is None else RunLog(log_file)
     run = LiveRun(process, progress, stops=int(stopping), log=log)
@@ -280,11 +280,8 @@ def conclude_run(
     return code or run_code
 
 
-def _handle_end_signals() -> None:
-    """Make `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
-            signals.raise_on_signals(name)
+END_WITHIN_S = 10.0
+"""Seconds that a run has to end after Ctrl-C, before it is killed."""
 
 
 class LiveRun:
@@ -307,10 +304,14 @@ class LiveRun:
         self._is_program = process.has_own_streams
         self._stops, self._prompt, self._log = stops, prompt, log
         self._end_signal = int(signal.SIGINT)
+        self._stopped_at = time.monotonic()
         self._debugger_stop: DebuggerStop | None = None
 
     def watch(self) -> int:
-        """Follow the run until its end; one Ctrl-C stops it after a step, a second one kills it."""
+        """Follow the run until its end; one Ctrl-C stops it after a step, a second one kills it.
+
+        It is also killed if it does not end within `END_WITHIN_S` of the first one.
+        """
         while True:
             try:
                 code = self._process.poll()
@@ -325,6 +326,7 @@ class LiveRun:
                     self._progress.stop_following()
                     return code
                 self._read_commands()
+                self._kill_if_it_hangs()
                 time.sleep(child_process.POLL_INTERVAL_S)
             except KeyboardInterrupt as error:
                 self._stop(signals.interrupt_signal(error))
@@ -348,9 +350,24 @@ class LiveRun:
         if self._stops >= (child_process.KILL_AFTER_INTERRUPTS if self._is_program else 2):
             self._process.kill()
             return
-        self._end_signal = number
+        self._end_signal, self._stopped_at = number, time.monotonic()
         self._progress.print_line("stopping after this step (Ctrl-C again ends it at once)")
         self._process.signal(number)
+
+    def _kill_if_it_hangs(self) -> None:
+        """Kill a run that was stopped and does not end, because of a plug-in or a call in C.
+
+        A program decides itself, a debugger waits for its user, and a trace for another file system
+        is being moved there.
+        """
+        state = self._state
+        is_moved = state.recording is not None and state.recording != state.path
+        if not self._stops or self._is_program or state.wants_terminal or is_moved:
+            return
+        if time.monotonic() - self._stopped_at > END_WITHIN_S and not self._process.was_killed:
+            late = f"the run did not end within {END_WITHIN_S:.0f} s of the signal, and was killed"
+            self._progress.print_line(f"{late}; the trace has every step that was written")
+            self._process.kill()
 
     def _poll(self) -> None:
         state = self._state

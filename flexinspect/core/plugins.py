@@ -8,15 +8,20 @@ plug-in. A new built-in plug-in is one line in the table; the package need not b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from flexinspect.core.errors import FlexInspectError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+MAX_START_S = 10.0
+"""Seconds that a plug-in of another package may take to be imported, or to be made."""
 
 HOOKS, PANELS, RULES = "flexinspect.hooks", "flexinspect.panels", "flexinspect.rules"
 CAPTURE = "flexinspect.capture"
@@ -213,7 +218,51 @@ def _all_entry_points() -> Any:
 
 def _import(point: BuiltInPlugin | EntryPoint) -> Any:
     try:
-        return point.load()
+        if isinstance(point, BuiltInPlugin):
+            return point.load()
+        return _bounded(point.load, f"import {point.value}")
     except (Exception, SystemExit) as error:
         what = f"The plug-in '{point.name}' ({point.value}) could not be loaded"
         raise FlexInspectError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def make(group: str, name: str, factory: Callable[[], T]) -> T:
+    """Return what the factory of a plug-in makes.
+
+    Raises what it raises, and `TimeoutError` if it is one of another package and hangs.
+    """
+    if name in BUILT_IN.get(group, {}):
+        return factory()
+    return _bounded(factory, f"make {group}:{name}")
+
+
+_hanging: set[str] = set()
+
+
+def _bounded(call: Callable[[], T], key: str) -> T:
+    """Return what code of another package returns, or raise `TimeoutError` after `MAX_START_S`.
+
+    It runs in a thread, which is left alone if it hangs: the interface cannot be left while its own
+    thread does. The same code is not tried again.
+    """
+    import threading
+    from concurrent.futures import Future, wait  # slow to import, and rarely needed
+    from contextvars import copy_context
+
+    late = f"it did not end within {MAX_START_S:.0f} s"
+    if key in _hanging:
+        raise TimeoutError(late)
+    future: Future[T] = Future()
+    context = copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(call))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="flexinspect-plug-in", daemon=True).start()
+    if not wait([future], MAX_START_S).done:
+        _hanging.add(key)
+        raise TimeoutError(late)
+    return future.result()

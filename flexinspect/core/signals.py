@@ -9,14 +9,14 @@ interrupted runs within `defer_interrupts`.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 plus the number of the signal, as after any other signal."""
 
-GRACE_S = 2.0
+GRACE_S = 1.5
 """Time that deferred work has to finish after a signal: a step, not minutes of compilation."""
 
 RETRY_INTERVAL_S = 5.0
@@ -37,7 +37,7 @@ class _EndRequest:
     def __init__(self) -> None:
         self.number: int | None = None
         self.n_deferrals = 0
-        self.may_cut = True
+        self.cut: Callable[[], None] | None = None
         self.handled_signals: set[int] = set()
 
 
@@ -55,13 +55,24 @@ def raise_on_signals(*names: str, once: bool = False) -> None:
         if once:
             signal.signal(number, signal.SIG_IGN)
         _request.number = number
-        if not _request.n_deferrals or (_request.may_cut and not _arm_timer()):
+        is_armed = _request.n_deferrals > 0 and _arm_timer()
+        if not is_armed and not (_request.n_deferrals and _request.cut):
             raise SignalInterrupt(number)
 
     for name in names:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), end)
             _request.handled_signals.add(getattr(signal, name))
+
+
+def raise_on_end_signals() -> None:
+    """Make `kill`, `timeout` and a closed terminal end a command as Ctrl-C does: with clean-up.
+
+    A signal that is ignored (as by `nohup`) or handled already stays so.
+    """
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
+            raise_on_signals(name)
 
 
 def ignore_end_signals() -> None:
@@ -71,24 +82,24 @@ def ignore_end_signals() -> None:
 
 
 @contextmanager
-def defer_interrupts(*, may_cut: bool = True) -> Iterator[None]:
+def defer_interrupts(*, cut: Callable[[], None] | None = None) -> Iterator[None]:
     """Finish the body first, then raise `SignalInterrupt` if a signal arrived meanwhile.
 
     After `GRACE_S` the exception is raised inside the body, which may be waiting for a debugger.
-    With `may_cut` False it never is: an exception within the import system can leave its locks
-    held, after which any import in another thread waits forever.
+    With `cut` it is not, but `cut` is called, which ends the process: an exception within the
+    import system can leave its locks held, after which any import in another thread waits forever.
 
     A request whose exception was lost earlier counts too. An error raised in the body after a
     request is converted to a `SignalInterrupt`: it may be the interrupt in another form.
     """
     _request.n_deferrals += 1
-    before, _request.may_cut = _request.may_cut, may_cut
+    before, _request.cut = _request.cut, cut
     try:
         with as_interrupt():
             yield
     finally:
         _request.n_deferrals -= 1
-        _request.may_cut = before
+        _request.cut = before
         _disarm_timer()
     _raise_if_requested()
 
@@ -137,7 +148,12 @@ def _arm_timer() -> bool:
     if not hasattr(signal, "setitimer"):
         return False
 
-    signal.signal(signal.SIGALRM, lambda number, frame: _raise_if_requested())
+    def end(number: int, frame: FrameType | None) -> None:
+        if _request.cut is not None and _request.number is not None:
+            _request.cut()
+        _raise_if_requested()
+
+    signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, GRACE_S, RETRY_INTERVAL_S)
     return True
 

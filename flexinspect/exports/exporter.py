@@ -104,7 +104,7 @@ def load_exporter(name: str) -> Exporter:
     factory = plugins.load(plugins.EXPORTS, name)
     keys = ("name", "description", "suffix", "unit")
     try:
-        exporter: Exporter = factory()
+        exporter: Exporter = plugins.make(plugins.EXPORTS, name, factory)
         texts = [getattr(exporter, key, None) for key in keys]
     except (Exception, SystemExit) as error:
         raise _invalid_plugin_error(name, summarize_error(error)) from error

@@ -183,7 +183,7 @@ def find_importer(folder: Path, name: str | None) -> Importer:
 def _load_importer(name: str) -> Importer:
     factory = plugins.load(plugins.IMPORTERS, name)
     try:
-        importer: Importer = factory()
+        importer: Importer = plugins.make(plugins.IMPORTERS, name, factory)
         title = getattr(importer, "title", None)
         methods = [getattr(importer, method, None) for method in ("recognizes", "open")]
     except (Exception, SystemExit) as error:

@@ -51,7 +51,7 @@ def load_panel(name: str) -> Panel[Any, Any]:
     if not callable(factory):
         raise _invalid_plugin_error(name, f"it is a {type(factory).__name__}, not a Panel class")
     try:
-        panel = factory()
+        panel = plugins.make(plugins.PANELS, name, factory)
     except (Exception, SystemExit) as error:
         why = f"the constructor raised {type(error).__name__}: {error}"
         raise _invalid_plugin_error(name, why) from error

@@ -459,7 +459,7 @@ def load_rules() -> LoadedRules:
     rules: list[Rule] = []
     for name, make in classes.items():
         try:
-            rule = make()
+            rule = plugins.make(plugins.RULES, name, make)
         except (Exception, SystemExit) as error:
             failed[name] = f"It could not be created: {type(error).__name__}: {error}"
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from io import StringIO
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from rich.console import Console
 from support.traces import sample_trace
 from support.undeclared import write
 
+from flexinspect.cli import live_run
 from flexinspect.cli.live_run import RunProgress
 from flexinspect.cli.run_summary import print_summary, summarize_run
+from flexinspect.launch.child_process import Capture
 
 
 def test_no_line_is_lost_when_ctrl_c_comes_before_it_is_printed(
@@ -59,3 +62,54 @@ def test_the_cost_of_recomputes_is_stated_beside_that_of_capture(tmp_path: Path)
     print_summary({**summary, "level": "basic", "cost": cost}, Console(file=result, width=200))
     assert "capture at level basic took 3.0 %" in result.getvalue()
     assert "3 recomputes of --check-every took 0.50 s, 25 % of the time" in result.getvalue()
+
+
+class Stuck(Capture):
+    """A capture process that ends only when it is killed."""
+
+    display_name = "The capture process"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return -9 if self.was_killed else None
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.was_killed = True
+
+
+def test_a_run_that_does_not_end_after_ctrl_c_is_killed_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_run, "END_WITHIN_S", 0.2)
+    process, output = Stuck(), StringIO()
+    run = live_run.LiveRun(process, RunProgress(Console(file=output, width=200)))
+    sleeps = iter([KeyboardInterrupt])
+
+    def sleep(seconds: float) -> None:
+        for interrupt in sleeps:
+            raise interrupt
+        time_sleep(seconds)
+
+    time_sleep = live_run.time.sleep
+    monkeypatch.setattr(live_run.time, "sleep", sleep)
+    assert run.watch() == -9
+    assert process.signals == [signal.SIGINT]
+    assert "did not end within 0 s of the signal, and was killed" in output.getvalue()
+
+
+def test_a_run_whose_trace_is_moved_to_another_file_system_is_waited_for(tmp_path: Path) -> None:
+    process = Stuck()
+    process.state.path, process.state.recording = tmp_path / "a", tmp_path / "b"
+    run = live_run.LiveRun(process, RunProgress(Console(file=StringIO())), stops=1)
+    run._stopped_at -= 3600
+    run._kill_if_it_hangs()
+    assert not process.was_killed
+    process.state.path = process.state.recording
+    run._kill_if_it_hangs()
+    assert process.was_killed

@@ -9,7 +9,9 @@ import pytest
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import FlexInspectError
+from flexinspect.exports.exporter import load_exporter
 from flexinspect.importers.importer import find_importer
+from flexinspect.panels.panel_registry import load_panel
 from flexinspect.rules.engine import load_rules
 from flexinspect_hooks.capture import hook
 
@@ -105,3 +107,40 @@ def test_the_page_of_the_interface_has_the_keys_and_panels_of_the_code() -> None
 
     text = PAGE.read_text("utf-8")
     assert page(text) == text, "run: python -m tools.interface_page"
+
+
+HANGING = """
+import threading
+stopped = threading.Event()
+{place}stopped.wait()
+class Hang:
+    def __init__(self):
+        stopped.wait()
+"""
+
+
+@pytest.mark.parametrize("group", [plugins.PANELS, plugins.RULES, plugins.EXPORTS, plugins.HOOKS])
+@pytest.mark.parametrize("place", ["", "# "])
+def test_a_plug_in_that_hangs_is_an_error_after_a_time(
+    group: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"hanging_{group.replace('.', '_')}_{len(place)}"
+    (tmp_path / f"{module}.py").write_text(HANGING.format(place=place))
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("hanging", f"{module}:Hang", group)
+    monkeypatch.setattr(plugins, "_entry_points", lambda asked: (point,) if asked == group else ())
+    monkeypatch.setattr(plugins, "MAX_START_S", 0.05)
+    said = "did not end within"
+    if group == plugins.PANELS:
+        for _ in range(2):  # it is not tried again
+            with pytest.raises(FlexInspectError, match=said):
+                load_panel("hanging")
+    elif group == plugins.EXPORTS:
+        with pytest.raises(FlexInspectError, match=said):
+            load_exporter("hanging")
+    elif group == plugins.RULES:
+        assert said in load_rules().failed["hanging"]
+    else:
+        hooks, failed = hook.built_in_hooks()
+        assert len(hooks) == len(plugins.BUILT_IN[plugins.HOOKS])
+        assert said in failed["hanging"]

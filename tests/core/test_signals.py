@@ -158,17 +158,18 @@ def test_a_capture_process_that_was_asked_to_end_names_the_signal() -> None:
     assert Called().describe_exit(3) == "The capture process ended with exit code 3."
 
 
-def test_a_body_that_must_not_be_cut_finishes_after_the_grace_period(
+def test_a_body_that_must_not_be_cut_ends_the_process_after_the_grace_period(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(signals, "GRACE_S", 0.01)
-    raise_on_signals("SIGINT")
-    finished = False
-    with pytest.raises(KeyboardInterrupt), defer_interrupts(may_cut=False):
-        ask("SIGINT")
-        time.sleep(0.05)
-        finished = True
-    assert finished
+    raise_on_signals("SIGTERM")
+
+    def end_now() -> None:
+        raise SystemExit(9)  # in place of os._exit
+
+    with pytest.raises(SystemExit, match="9"), defer_interrupts(cut=end_now):
+        ask()
+        time.sleep(5)
 
 
 def test_an_error_after_a_request_is_the_interrupt() -> None:

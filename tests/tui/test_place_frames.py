@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from support.tui import screen_lines, settle
 
 from flexinspect.panels.base import TracePlace
 from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.load_threads import LoadThreads
 from flexinspect.tui.place_frames import extrapolate_place, next_place
 from flexinspect.tui.trace_session import RunStatus
 
@@ -43,13 +43,13 @@ async def test_a_second_step_in_one_direction_loads_only_ahead(
             await settle(pilot)
         app.screen.frames.load_next()  # a frame that is late, on a busy machine, does without
         submitted: list[Any] = []
-        submit = ThreadPoolExecutor.submit
+        submit = LoadThreads.submit
 
         def watched(pool: Any, load: Any, request: Any) -> Any:
             submitted.append(request)
             return submit(pool, load, request)
 
-        monkeypatch.setattr(ThreadPoolExecutor, "submit", watched)
+        monkeypatch.setattr(LoadThreads, "submit", watched)
         await pilot.press("right")
         await settle(pilot)
         assert "token 4 of 6" in screen_lines(app)[0]

@@ -47,7 +47,10 @@ _ALL = (
     Part("io-faults", "errors of the disk", "io_faults:prepare:attempt", 2.0, True, 5000),
     Part("decoders", "fuzzed decoders", "decoder_fuzz:prepare:attempt", 1.0),
     Part("hostile-inputs", "hostile files", "hostile_inputs:prepare:attempt", 2.0),
+    Part("shutdowns", "commands that are ended", "shutdowns:prepare:attempt", 2.0),
     Part("control", "attacks on the server", "control_attacks:prepare:attempt", 1.0),
+    Part("viewers", "interfaces that are killed", "viewer_kills:prepare:attempt", 1.0),
+    Part("debug-adapter", "attacks on debugpy", "adapter_attacks:prepare:attempt", 1.0),
     Part("soak", "long runs", "soak:prepare:attempt", 1.0),
 )
 PARTS = {part.name: part for part in _ALL}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ from flexinspect.tui.comparison_view import (
     step_at,
 )
 from flexinspect.tui.key_line import KeyLine
+from flexinspect.tui.load_threads import LoadThreads
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.screens.dialogs import HelpScreen, call_in_thread
 
@@ -75,7 +76,7 @@ class PairView(LoadedCanvas):
         self,
         sides: tuple[Side, Side],
         verdict: str,
-        pool: ThreadPoolExecutor,
+        pool: Executor,
         found: GenerationDifference | None,
     ) -> None:
         super().__init__(id="pair")
@@ -159,7 +160,7 @@ class CompareScreen(Screen[None]):
         super().__init__()
         self._sides, self._verdict, self._open_place = sides, verdict, open_place
         self._found = found
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flexinspect-compare")
+        self._pool = LoadThreads(1, "flexinspect-compare")
         self.set_reactive(CompareScreen.place, place)
 
     def compose(self) -> ComposeResult:

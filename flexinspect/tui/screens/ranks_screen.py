@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from flexinspect.panels.timeline import step_window
 from flexinspect.trace.reader import TraceReader
 from flexinspect.tui import ranks_view
 from flexinspect.tui.key_line import KeyLine
+from flexinspect.tui.load_threads import LoadThreads
 from flexinspect.tui.panel_view import LoadedCanvas, Loader, PlaceLoadRequest, theme_of
 from flexinspect.tui.ranks_view import RanksData
 from flexinspect.tui.screens.dialogs import HelpScreen
@@ -65,7 +66,7 @@ class RanksView(LoadedCanvas):
     """All ranks at the place of the screen."""
 
     def __init__(
-        self, found: RankComparison, readers: tuple[TraceReader, ...], pool: ThreadPoolExecutor
+        self, found: RankComparison, readers: tuple[TraceReader, ...], pool: Executor
     ) -> None:
         super().__init__(id="ranks")
         self._found, self._readers = found, readers
@@ -151,7 +152,7 @@ class RanksScreen(Screen[None]):
         super().__init__()
         self._found, self._readers = found, readers
         self._open_trace, self._compare = open_trace, compare
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flexinspect-ranks")
+        self._pool = LoadThreads(1, "flexinspect-ranks")
         ranks, first = [one.rank for one in found.run.traces], found.first
         place, chosen = TracePlace(), ranks[0]
         if first is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +34,7 @@ from flexinspect.tui.diagnosis_card import DiagnosisCard
 from flexinspect.tui.finding_commands import FindingCommands
 from flexinspect.tui.follow_pace import FollowPace
 from flexinspect.tui.key_line import KeyLine, actions_to_show
+from flexinspect.tui.load_threads import LoadThreads
 from flexinspect.tui.navigation import Navigation, StepReplay, clamp_place
 from flexinspect.tui.panel_layout import Slots
 from flexinspect.tui.panel_view import LoadedCanvas, PanelView
@@ -107,7 +107,7 @@ class TraceScreen(Screen[None]):
         super().__init__()
         self._has_tour = has_tour
         self._session, self.capture = session, CaptureClient(session)
-        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
+        self._pool = LoadThreads(N_THREADS, "flexinspect-load")
         self._card = DiagnosisCard(session, self._pool)
         self.status = RunStatus()
         self._last_review: tuple[Path | None, int] | None = None
@@ -184,8 +184,8 @@ class TraceScreen(Screen[None]):
         threading.Thread(target=self._close_after_loads, name="flexinspect-close").start()
 
     def _close_after_loads(self) -> None:
-        self._pool.shutdown(wait=True)
-        self._session.close()
+        if self._pool.join():
+            self._session.close()
 
     @property
     def reader(self) -> TraceReader | None:

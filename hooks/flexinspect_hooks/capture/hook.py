@@ -187,7 +187,13 @@ def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
             "No capture hook is registered, so nothing would be recorded.",
             hint="flexinspect is not installed in this Python: pip install -e . (or make setup).",
         )
-    return [classes[name]() for name in sorted(classes)], failed
+    hooks = []
+    for name in sorted(classes):
+        try:
+            hooks.append(plugins.make(plugins.HOOKS, name, classes[name]))
+        except Exception as error:
+            failed[name] = f"It could not be made: {type(error).__name__}: {error}"
+    return hooks, failed
 
 
 def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
@@ -196,7 +202,7 @@ def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
     rules = []
     for name, rule_class in classes.items():
         try:
-            rule = rule_class()
+            rule = plugins.make(plugins.RULES, name, rule_class)
             if not rule.offline_only:
                 rules.append(rule)
         except Exception as error:

@@ -28,7 +28,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flexinspect.control.discovery import ServeOptions
-from flexinspect.control.messages import ErrorResponse, from_json, to_json
+from flexinspect.control.messages import (
+    BreakpointInfo,
+    Breakpoints,
+    ErrorResponse,
+    from_json,
+    to_json,
+)
 from flexinspect.core import __version__
 from flexinspect.core.addresses import is_loopback
 from flexinspect.core.errors import ControlError, FlexInspectError
@@ -188,6 +194,10 @@ ERROR_STATUSES: Mapping[int, str] = {
 }
 
 
+NUMBERS: Mapping[type[Any], str] = {BreakpointInfo: "id", Breakpoints: "breakpoints/0/id"}
+"""Where responses have the number of a breakpoint."""
+
+
 def openapi_document() -> dict[str, Any]:
     """Return the document as plain data for `json.dumps`."""
     kinds = [ErrorResponse]
@@ -223,6 +233,8 @@ def openapi_document() -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     refused = {str(n): {"$ref": f"#/components/responses/Refused{n}"} for n in ERROR_STATUSES}
     answer = {"description": "The response.", **_content(route.response)}
+    if pointer := NUMBERS.get(route.response):
+        answer["links"] = _links(f"$response.body#/{pointer}")
     operation: dict[str, Any] = {
         "operationId": route.handler.rstrip("_"),
         "summary": route.summary,
@@ -234,6 +246,12 @@ def _operation(route: Route) -> dict[str, Any]:
         name, schema = route.parameter, dict(PARAMETERS[route.parameter])
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     return operation
+
+
+def _links(number: str) -> dict[str, Any]:
+    """Return the routes that take the number of a breakpoint, which a response has."""
+    names = [each.handler.rstrip("_") for each in ROUTES if each.parameter == "number"]
+    return {name: {"operationId": name, "parameters": {"number": number}} for name in names}
 
 
 def _content(kind: type[Any]) -> dict[str, Any]:

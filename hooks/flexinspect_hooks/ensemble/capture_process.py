@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import asdict
 
@@ -90,6 +90,13 @@ def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
     null_device = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, 1)
     os.dup2(null_device, 2)
+
+
+def _end_now() -> NoReturn:
+    """End the process while it imports: nothing has run, so the parent removes the trace."""
+    message = protocol.format_message(protocol.FINISHED, path=None, note=None)
+    os.write(1, f"{message}\n".encode())  # a print may be interrupted
+    os._exit(signals.INTERRUPTED)
 
 
 def _describe_failure(error: Exception) -> FlexInspectError:
@@ -185,7 +192,7 @@ class CaptureRun(CapturedRun):
     @contextmanager
     def _loaded(self) -> Iterator[tuple[EnsembleRunner, CaptureSession]]:
         self.control.start()  # before torch, so that the run can be found and paused early
-        with signals.defer_interrupts(may_cut=False), no_garbage_collection():
+        with signals.defer_interrupts(cut=_end_now), no_garbage_collection():
             self._record_progress("importing torch", {})
             import torch
 

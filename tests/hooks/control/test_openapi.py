@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import pytest
 import schemathesis
@@ -32,18 +33,29 @@ schema: Any = schemathesis.openapi.from_dict(openapi_document())
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-        model = FakeModel()
-        model.settle()
-        server = CaptureControl(
-            fake_targets(model), lambda _: None, serving=ServeOptions("127.0.0.1", 0, TOKEN)
-        )
-        server.start()
-        yield server.address.url
-        server.close()
-        model.end()
+        yield
+
+
+@contextmanager
+def serving() -> Iterator[tuple[str, FakeModel]]:
+    """Serve the control of a loop; yield the address, and the loop."""
+    model = FakeModel()
+    model.settle()
+    targets, options = fake_targets(model), ServeOptions("127.0.0.1", 0, TOKEN)
+    server = CaptureControl(targets, lambda _: None, serving=options)
+    server.start()
+    yield server.address.url, model
+    server.close()
+    model.end()
+
+
+@pytest.fixture(scope="module")
+def url(folder: None) -> Iterator[str]:
+    with serving() as (url, _):
+        yield url
 
 
 CHECKS = [
@@ -60,6 +72,45 @@ CHECKS = [
 def test_every_response_is_documented(case: Any, url: str) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     case.call_and_validate(base_url=url, headers=headers, checks=CHECKS)
+
+
+class Workflow(schema.as_state_machine()):  # type: ignore[misc]
+    """Commands in sequences, in which the numbers of breakpoints come from earlier responses."""
+
+    n_linked: ClassVar[int] = 0
+
+    def setup(self) -> None:
+        self._opened = ExitStack()
+        self._url, self._model = self._opened.enter_context(serving())
+
+    def teardown(self) -> None:
+        self._opened.close()
+
+    def get_call_kwargs(self, case: Any) -> dict[str, Any]:
+        return {"base_url": self._url, "headers": {"Authorization": f"Bearer {TOKEN}"}}
+
+    def before_call(self, case: Any) -> None:
+        if case.operation.label == "POST /breakpoints" and case.meta.generation.mode.is_positive:
+            case.body["text"] = "entropy > 3"  # a random text is no condition
+
+    def after_call(self, response: Any, case: Any) -> None:
+        self._model.settle()
+        if self._model.is_at_forward.is_set():
+            self._model.forward()
+
+    def validate_response(self, response: Any, case: Any, **_: Any) -> None:
+        case.validate_response(response, checks=CHECKS)
+        Workflow.n_linked += "{number}" in case.operation.path and response.status_code == 200
+
+
+@pytest.mark.usefixtures("folder")
+def test_no_sequence_of_commands_breaks_the_server() -> None:
+    slow = list(HealthCheck)
+    steps = settings(
+        max_examples=10, stateful_step_count=10, deadline=None, suppress_health_check=slow
+    )
+    Workflow.run(settings=steps)
+    assert Workflow.n_linked > 3, "no sequence has used a breakpoint that it had added"
 
 
 def test_the_document_in_docs_is_the_served_one(url: str) -> None:
