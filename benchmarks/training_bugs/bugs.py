@@ -8,6 +8,7 @@ in small networks with synthetic data.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,15 +244,30 @@ def same_numbers(is_bug: bool, seed: int) -> None:
         optimizer.step()
 
 
+FIRST_TRANSFER = 3  # the first step in which a transfer may be lost
+
+
+def _transfer_losses(seed: int) -> Iterator[bool]:
+    """Yield whether each transfer is lost, one for each gradient of a step."""
+    random = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.rand((), generator=random).item() < 0.02
+
+
+def _first_loss(seed: int) -> int:
+    n_before = next(n for n, is_lost in enumerate(_transfer_losses(seed)) if is_lost)
+    return FIRST_TRANSFER + n_before // len([*nets.ConvNet().parameters()])
+
+
 def lost_transfers(is_bug: bool, seed: int) -> None:
     """pytorch-84803, 96600: a transfer now and then brings zeros."""
     model = nets.ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    lost = torch.Generator().manual_seed(seed)
+    losses = _transfer_losses(seed)
     n_steps = 0
 
     def transfer(grad: Tensor) -> Tensor:
-        is_lost = is_bug and n_steps > 2 and torch.rand((), generator=lost).item() < 0.02
+        is_lost = is_bug and n_steps >= FIRST_TRANSFER and next(losses)
         return torch.zeros_like(grad) if is_lost else grad
 
     for one in model.parameters():
@@ -370,6 +386,15 @@ BUGS = {
     "deepspeed-1801": (clips_alone, "training.ranks-differ"),
 }
 """Each error by its name in the artifact: its program, and the finding that names it."""
+BEGINS: dict[str, Callable[[int], int]] = {
+    "stackoverflow-60335387": lambda seed: 1,
+    "pytorch-115607": lambda seed: 1,
+    "transformers-33844": lambda seed: 1,
+    "stackoverflow-67180955": lambda seed: 1,
+    "pytorch-84803": _first_loss,
+    "x-jxmnop-ddp-out-of-sync": lambda seed: 1,
+}
+"""The step in which an error first acts, by the seed, where it is not the first one."""
 RANKED = ("x-jxmnop-ddp-out-of-sync", "pytorch-104336", "deepspeed-1801")
 """Errors that need two ranks."""
 

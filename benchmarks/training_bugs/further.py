@@ -8,7 +8,7 @@ own and imitate what the thread describes, in small networks with synthetic data
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +358,11 @@ BUGS = {
     "transformers-11254": (same_data, "training.repeated-batch", "same-data"),
 }
 """Each error by its thread: its program, and the finding and the check that name it."""
+BEGINS: dict[str, Callable[[int], int]] = {
+    "pytorch-31771": lambda seed: 4,
+    "lightning-20177": lambda seed: 2,
+}
+"""The step in which an error first acts, by the seed, where it is not the first one."""
 RANKED = ("transformers-11254",)
 """Errors that need two ranks."""
 

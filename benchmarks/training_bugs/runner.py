@@ -43,8 +43,11 @@ def measure(*, seeds: int = SEEDS, names: Sequence[str] = ()) -> dict[str, Any]:
         if names and name not in names:
             continue
         runs = [found_in("clean.py", name, str(seed)) for seed in range(seeds)]
-        clean[name] = {"false_alarms": [one for run in runs for one in _alarms(run)]}
-        print(name, clean[name]["false_alarms"], file=sys.stderr)
+        clean[name] = {
+            "false_alarms": [one for run in runs for one in _alarms(run)],
+            "notes": sorted({one.id for run in runs for one in run if _is_note(one)}),
+        }
+        print(name, *clean[name].values(), file=sys.stderr, flush=True)
     return {"seeds": seeds, "bugs": bugs, "further": further, "clean": clean}
 
 
@@ -60,18 +63,22 @@ def _measure_bugs(script: str, seeds: int, names: Sequence[str]) -> dict[str, An
             [found_in(script, name, variant, str(n), n_ranks=n_ranks) for n in range(seeds)]
             for variant in ("bug", "fixed")
         )
-        named = [one for run in runs for one in run if _names(one, wanted, *check)]
+        begins = module.BEGINS.get(name, lambda seed: 0)
+        named = [
+            (n, one) for n, run in enumerate(runs) for one in run if _names(one, wanted, *check)
+        ]
         bugs[name] = {
             "finding": wanted,
             "score": min((_score(run, wanted, *check) for run in runs), key=_SCORES.index),
-            "step": max((_step(o) for o in named), default=None),
-            "sentence": next((one.sentence for one in named), ""),
+            "step": max((_step(one) for _, one in named), default=None),
+            "steps_after": max((_step(one) - begins(n) for n, one in named), default=None),
+            "sentence": next((one.sentence for _, one in named), ""),
             "false_alarms": [one for run in twins for one in _alarms(run)],
             "named_when_fixed": sum(_names(o, wanted, *check) for run in twins for o in run),
         }
         facts = bugs[name]
-        shown = (facts["score"], facts["step"], facts["false_alarms"], facts["named_when_fixed"])
-        print(name, *shown, file=sys.stderr, flush=True)
+        shown = ("score", "step", "steps_after", "false_alarms", "named_when_fixed")
+        print(name, *(facts[one] for one in shown), file=sys.stderr, flush=True)
     return bugs
 
 
@@ -111,6 +118,10 @@ def _alarms(found: Sequence[Finding]) -> list[str]:
     loud = (one for one in found if one.severity in (Severity.ERROR, Severity.WARNING))
     # Models with random weights say nothing sensible, which is no error of their training.
     return [f"{one.id}: {one.sentence}" for one in loud if one.id.startswith("training.")]
+
+
+def _is_note(one: Finding) -> bool:
+    return one.severity is Severity.NOTE and one.id.startswith("training.")
 
 
 def found_in(script: str, *args: str, n_ranks: int = 1) -> list[Finding]:
@@ -181,13 +192,27 @@ def _read(trace: Path) -> list[Finding]:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """Return the results as tables in Markdown."""
+    """Return the results as tables in Markdown, and write them into the page if all were run."""
+    from benchmarks.training_bugs import bugs as artifact
+    from benchmarks.training_bugs import clean as correct
+    from benchmarks.training_bugs import further, page
+
+    known = {"bugs": artifact.BUGS, "further": further.BUGS, "clean": correct.PROGRAMS}
+    if all([*facts[group]] == [*names] for group, names in known.items()):
+        text = page.PAGE.read_text(encoding="utf-8")
+        page.PAGE.write_text(page.filled(text, facts), encoding="utf-8")
     bugs = {**facts["bugs"], **facts["further"]}
     rows = [
-        [name, one["score"], f"`{one['finding']}`", str(one["step"]), str(len(one["false_alarms"]))]
+        [
+            *(name, one["score"], f"`{one['finding']}`", str(one["step"])),
+            *(str(one["steps_after"]), str(len(one["false_alarms"]))),
+        ]
         for name, one in bugs.items()
     ]
-    head = ["error", "result", "finding", "latest step", "false alarms when fixed"]
-    clean = [[name, str(len(one["false_alarms"]))] for name, one in facts["clean"].items()]
-    programs = markdown(["program", "false alarms"], clean)
+    head = ["error", "result", "finding", "latest step", "steps after the error", "when fixed"]
+    clean = [
+        [name, str(len(one["false_alarms"])), ", ".join(one["notes"])]
+        for name, one in facts["clean"].items()
+    ]
+    programs = markdown(["program", "false alarms", "notes"], clean)
     return f"{markdown(head, rows)}\n\n{programs}"

@@ -20,6 +20,7 @@ FINDING_OF: Mapping[str, str] = {
     "optimizer-frozen": "training.optimizer-parameters",
     "optimizer-stale": "training.optimizer-parameters",
     "optimizer-misses": "training.optimizer-parameters",
+    "optimizer-twice": "training.optimizer-parameters",
     "unregistered": "training.optimizer-parameters",
     "no-gradients": "training.optimizer-parameters",
     "gradients-not-cleared": "training.gradients-not-cleared",
@@ -28,6 +29,7 @@ FINDING_OF: Mapping[str, str] = {
     "update-outlier": "training.update-outlier",
     "checkpoint-cuts": "training.cut-gradients",
     "lost-gradient": "training.lost-gradient",
+    "changed-outside": "training.changed-outside",
     "frozen-trains": "training.frozen-trains",
     "frozen-gradients": "training.frozen-trains",
     "untied-weights": "training.untied-weights",
@@ -122,7 +124,7 @@ def _severity(check: str, facts: Mapping[str, Any]) -> Severity | None:
         return Severity.NOTE if facts.get("is_whole_part") else Severity.WARNING
     if check == "labels-out-of-range":
         return Severity.ERROR
-    if check == "update-rounded":
+    if check in ("update-rounded", "optimizer-twice"):
         return Severity.WARNING
     if check == "repeated-batch" and int(facts.get("n_workers", 0)) < 2:
         return Severity.NOTE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
@@ -18,8 +19,11 @@ INITIALIZERS = (
     *("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_"),
     *("kaiming_uniform_", "kaiming_normal_", "orthogonal_", "sparse_"),
 )
-"""Functions of `torch.nn.init` that draw random values. The constructor of a module calls one, and
-a model often another one afterwards."""
+"""Functions of `torch.nn.init` that draw random values."""
+
+CONSTRUCTORS = "torch.nn.modules."
+"""Where the modules of torch initialize themselves. Those calls do not count: a model is right to
+draw the values of a new layer once more, and by the same function."""
 
 _counts: MutableMapping[nn.Parameter, Counter[str]] = WeakIdKeyDictionary()
 
@@ -40,7 +44,8 @@ def _counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         tensor = args[0] if args else kwargs.get("tensor")
-        if isinstance(tensor, nn.Parameter):
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if isinstance(tensor, nn.Parameter) and not caller.startswith(CONSTRUCTORS):
             counts = _counts.get(tensor)
             if counts is None:
                 counts = _counts[tensor] = Counter()

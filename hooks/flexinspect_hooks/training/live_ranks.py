@@ -1,8 +1,8 @@
-"""Compares the steps of replicas: after reduction, all ranks have the same gradients.
+"""Compares the steps of replicas: after reduction, all ranks have the same gradients and weights.
 
-Each rank puts the norms and learning rates of a step into the store of the process group, and reads
-those of the others when they are there: no rank waits for another, and no collective is called, so
-ranks that part cannot hang. It runs in the writer thread.
+Each rank puts the norms, the learning rates and the sums of the bits of the weights of a step into
+the store of the process group, and reads those of the others when they are there: no rank waits for
+another, and no collective is called, so ranks that part cannot hang. It runs in the writer thread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import json
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,7 @@ LOCAL_LOSSES = (LOSS_FROM_BACKWARD, LOSS_FROM_OUTPUT)
 """Sources of losses that no rank has averaged with those of others."""
 
 Facts = dict[str, list[float]]
+Found = tuple[str, dict[str, Any]]  # a sentence, and facts
 NAMES = {
     "before": "gradient norm before clipping",
     "norm": "gradient norm",
@@ -43,13 +45,18 @@ NAMES = {
 class LiveRanks:
     """Compares the steps of this rank with those of rank 0, and on rank 0 with all others.
 
-    What is found is a sentence and facts, of which "check" names the check.
+    What is found is a sentence and facts, of which "check" names the check. `groups` returns the
+    names of the groups of parameters, in the order of the sums of their weights.
     """
 
-    def __init__(self, model: nn.Module, generation: int) -> None:
-        self._generation = generation
+    def __init__(
+        self, model: nn.Module, generation: int, groups: Callable[[], Sequence[str]]
+    ) -> None:
+        self._generation, self._groups = generation, groups
         self._pending: deque[tuple[int, Facts]] = deque(maxlen=MAX_PENDING)
         self._n_agreeing = 0
+        self._same_weights: dict[tuple[int, int], int] = {}
+        """Of each other rank and group: the last step after which its weights were the same."""
         self._same_losses: dict[int, list[tuple[int, float]]] = {}
         """Of each other rank: steps in succession whose losses are the same, with the loss."""
         self._store = torch_private.default_store() if _is_distributed() else None
@@ -60,8 +67,13 @@ class LiveRanks:
             self._rank, size = dist.get_rank(), dist.get_world_size()
             self._others = range(1, size) if self._rank == 0 else (0,)
 
-    def compare(self, step: int, record: TrainingStepRecord) -> tuple[str, dict[str, Any]] | None:
-        """Add a step; return a sentence and facts about the first step that differs, if any."""
+    def compare(
+        self, step: int, record: TrainingStepRecord, weights: Sequence[int] = ()
+    ) -> Found | None:
+        """Add a step; return a sentence and facts about the first step that differs, if any.
+
+        `weights` are the sums of the bits of each group after the step.
+        """
         if self._store is None or record.total_norm is None or record.is_skipped:
             return None
         if step >= N_FIRST_STEPS and step % INTERVAL:
@@ -72,6 +84,7 @@ class LiveRanks:
             "norm": [record.total_norm],
             "rates": [*record.learning_rates],
             "loss": [record.loss] if record.loss_source in LOCAL_LOSSES else [],
+            "weights": [*map(int, weights)] if self._is_replicated else [],
         }
         try:
             self._store.set(self._key(step, self._rank), json.dumps(facts))
@@ -81,7 +94,7 @@ class LiveRanks:
             self._store = None
             return None
 
-    def finish(self) -> tuple[str, dict[str, Any]] | None:
+    def finish(self) -> Found | None:
         """Compare what the other ranks have written by now."""
         try:
             return None if self._store is None else self._compare_pending()
@@ -91,7 +104,7 @@ class LiveRanks:
     def _key(self, step: int, rank: int) -> str:
         return f"flexinspect/training/{self._generation}/{step}/{rank}"
 
-    def _compare_pending(self) -> tuple[str, dict[str, Any]] | None:
+    def _compare_pending(self) -> Found | None:
         while self._pending and self._store is not None:
             step, own = self._pending[0]
             keys = [self._key(step, rank) for rank in self._others]
@@ -105,14 +118,37 @@ class LiveRanks:
                 is_equal = is_equal and name is None
                 if name is not None and (self._is_replicated or self._n_agreeing >= N_AGREEING):
                     return self._describe(step, rank, name, own[name], other[name])
+                if parted := self._parted_weights(step, rank, own, other):
+                    return parted
                 if self._has_own_data and (first := self._same_data(step, rank, own, other)):
                     return first
             self._n_agreeing += is_equal
         return None
 
-    def _same_data(
-        self, step: int, rank: int, own: Facts, other: Facts
-    ) -> tuple[str, dict[str, Any]] | None:
+    def _parted_weights(self, step: int, rank: int, own: Facts, other: Facts) -> Found | None:
+        """Find weights that were the same after an earlier step.
+
+        So the norms need not be compared in each step: ranks that parted have other weights since.
+        Groups that each rank has for itself, as experts may be, never had the same weights.
+        """
+        pairs = zip(own["weights"], other.get("weights", ()), strict=False)
+        for at, (mine, others) in enumerate(pairs):
+            if mine == others:
+                self._same_weights[rank, at] = step
+                continue
+            before = self._same_weights.get((rank, at))
+            if before is None:
+                continue
+            name = dict(enumerate(self._groups())).get(at, f"group {at}")
+            text = f"The ranks parted between steps {before + 1} and {step}: the weights of {name} "
+            text += f"were the same on rank {self._rank} and rank {rank} after step {before}, and "
+            text += f"are not after step {step}"
+            self._store = None  # later steps only follow
+            facts = {"first_step": before + 1, "ranks": [self._rank, rank], "group": name}
+            return text, {"check": "ranks-differ", "quantity": "weights", **facts}
+        return None
+
+    def _same_data(self, step: int, rank: int, own: Facts, other: Facts) -> Found | None:
         """Find equal losses of two steps in succession: then the ranks had the same batches.
 
         The losses of a step differ from those of the one before, or they may be constant.
@@ -133,7 +169,7 @@ class LiveRanks:
 
     def _describe(
         self, step: int, rank: int, name: str, own: list[float], other: list[float]
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> Found:
         shown = [", ".join(f"{one:.6g}" for one in values) or "none" for values in (own, other)]
         text = f"The ranks part in step {step}: the {NAMES[name]} is {shown[0]} on rank "
         text += f"{self._rank} and {shown[1]} on rank {rank}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain, islice
 from typing import Any
@@ -54,10 +55,17 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> list[Failure]:
             text += f"first {names[0]}, and no optimizer holds them"
         return [("optimizer-frozen", text, {"trainable": names[:100]})]
     own = {id(one) for one in held}
+    if len(own) < len(held):
+        times = Counter(map(id, held))
+        twice = {n: times[id(p)] for n, p in model.named_parameters() if times[id(p)] > 1}
+        first = next((f", first {clean_name(name)}" for name in twice), "")
+        text = f"{kind} holds {plural(len(held) - len(own), 'parameter')} more than once{first}: "
+        text += "each of its steps changes them several times"
+        return [("optimizer-twice", text, {"names": [*map(clean_name, twice)][:100]})]
     missed = {n: p for n, p in trainable.items() if id(p) not in own and p.grad is not None}
     if not missed:
         return []
-    elsewhere = _held_by_others(optimizer)
+    elsewhere = held_by_others(optimizer)
     names = [clean_name(name) for name, one in missed.items() if id(one) not in elsewhere]
     if not names:
         return []
@@ -86,7 +94,7 @@ def check_unregistered(model: nn.Module, optimizer: Optimizer) -> list[Failure]:
                 where = f"{type(module).__name__}.{attribute}"
                 where = f"{where} of {clean_name(name)}" if clean_name(name) else where
                 missed.update((id(o), where) for o in _held_in(value) if _is_missed(o, own))
-    if not missed or not (missed.keys() - _held_by_others(optimizer)):
+    if not missed or not (missed.keys() - held_by_others(optimizer)):
         return []
     where = next(iter(missed.values()))
     text = f"{plural(len(missed), 'parameter')} in {where} get a gradient, but are not registered, "
@@ -111,7 +119,7 @@ def _is_missed(parameter: nn.Parameter, own: Set[int]) -> bool:
     return has_gradient and id(parameter) not in own
 
 
-def _held_by_others(optimizer: Optimizer) -> set[int]:
+def held_by_others(optimizer: Optimizer) -> set[int]:
     """The ids of the parameters of all other optimizers of the process."""
     # By type: the class of a lazy object may be computed when it is read.
     others = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))

@@ -44,6 +44,7 @@ from flexinspect_hooks.training.model_checks import (
 from flexinspect_hooks.training.token_checks import ShiftCheck, check_padding
 from flexinspect_hooks.training.update_checks import (
     MAX_VALUE_CHECKS,
+    OutsideCheck,
     RoundingCheck,
     UpdateCheck,
     check_outliers,
@@ -67,6 +68,7 @@ class StepChecks:
         self._reported: set[str] = set()
         self._clearing = ClearingCheck()
         self._updates, self._rounding = UpdateCheck(), RoundingCheck()
+        self._outside = OutsideCheck()
         self._dropout, self._autocast = DropoutCheck(), AutocastCheck()
         self._means, self._shifts, self._schedule = MeansCheck(), ShiftCheck(), ScheduleCheck()
         self._checkpoints = CheckpointCheck()
@@ -249,6 +251,8 @@ class StepChecks:
             text = f"The gradient of {names[0]}{also} is exactly 0 in step {number}, but it was "
             text += "not in any step before, and those of the parameters around it are not"
             self._fail("lost-gradient", text, names=names[:100])
+        if is_before and self._optimizer is not None:
+            self.report(self._outside.before_step(number, self._optimizer))
         trained = self._trained_by_optimizer(named)
         self._check_any_gradient(number, trained)
         total = 0.0 if measured is None else measured.total_norm or 0.0
@@ -301,6 +305,7 @@ class StepChecks:
         self._clearing.after_step()
         self._check_micro_batches(number)
         self.report(self._rounding.after(number))
+        self._outside.after_step(self._trained)
         if self._optimizer is not None and self._updates.is_still() and not is_skipped:
             name = type(self._optimizer).__name__
             text = f"Step {number} of {name} changed none of the parameters that were compared, "

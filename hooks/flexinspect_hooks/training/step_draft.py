@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flexinspect.records import training_step
+from flexinspect.records.collectives import WEIGHTS_STREAM
 from flexinspect.records.step import ArrayRecord, GenerationRecord, MemoryRecord
 from flexinspect_hooks.capture.buffer import Values
 from flexinspect_hooks.capture.collective_log import collective_arrays
@@ -168,7 +169,8 @@ class TrainingRecords(Hook):
     def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Add the step's record, its memory and the statistics of its outputs."""
         draft.training, finished = kept
-        if (found := self._ranks.compare(step.step, draft.training)) is not None:
+        weights = finished.weights.get(WEIGHTS_STREAM, ())
+        if (found := self._ranks.compare(step.step, draft.training, weights)) is not None:
             text, facts = found
             step.events.append((CHECK_EVENT, text, facts))
         draft.memory = finished.memory

@@ -97,7 +97,7 @@ class TrainingSession:
         self._evaluations = EvaluationPasses()
         self._checks = StepChecks(self._meter, optimizer)
         self._order = CallOrder()
-        self._ranks = LiveRanks(model, self._generation)
+        self._ranks = LiveRanks(model, self._generation, lambda: self._meter.groups)
         self._records = TrainingRecords(self._ranks)
         self._device = next(model.parameters()).device
         self._memory = StepMemory(model, self._device)

@@ -11,9 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flexinspect.core.text import plural
 from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.training.gradient_statistics import NamedParameters, gradient_of, local_part
-from flexinspect_hooks.training.model_checks import Failure
+from flexinspect_hooks.training.gradient_statistics import (
+    NamedParameter,
+    NamedParameters,
+    gradient_of,
+    local_part,
+)
+from flexinspect_hooks.training.model_checks import Failure, held_by_others
 
 MAX_VALUE_CHECKS = 3  # steps in which values are compared that did not seem to change
 REMOTE_INTERVAL = 100  # steps between two comparisons of values on a device, which wait for it
@@ -77,6 +83,38 @@ class UpdateCheck:
         )
         self._n_still = self._n_still + 1 if is_still else 0
         return self._n_still > 0
+
+
+class OutsideCheck:
+    """Whether something else than the optimizer changes its parameters between two steps.
+
+    It sees operations in place. Those through `.data`, which loops use to average or to exchange
+    weights, do not count up the version of a parameter.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[NamedParameter, int | None]] = []
+
+    def after_step(self, trained: NamedParameters) -> None:
+        """Note the versions of some parameters at the end of a step."""
+        chosen = trained[:: -(-len(trained) // MAX_SAMPLES) or 1]
+        self._known = [(one, tensor_version(one.parameter)) for one in chosen]
+
+    def before_step(self, number: int, optimizer: Optimizer) -> list[Failure]:
+        """Compare the versions before step `number`."""
+        known, self._known = self._known, []
+        changed = [one for one, version in known if tensor_version(one.parameter) != version]
+        if not changed:
+            return []
+        elsewhere = held_by_others(optimizer)
+        names = [one.name for one in changed if id(one.parameter) not in elsewhere]
+        if not names:
+            return []
+        also = f" and {plural(len(names) - 1, 'other parameter')}" * (len(names) > 1)
+        text = f"Something else than {type(optimizer).__name__} changed {names[0]}{also} between "
+        text += f"steps {number - 1} and {number}, of {plural(len(known), 'parameter')} that were "
+        text += "compared"
+        return [("changed-outside", text, {"names": names, "n_compared": len(known)})]
 
 
 def _with_gradient(trained: NamedParameters, n: int) -> list[nn.Parameter]:

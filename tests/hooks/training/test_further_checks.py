@@ -359,6 +359,17 @@ def test_initializers_that_run_again_are_counted_until_the_first_step() -> None:
     assert check_initializations(model) == []
 
 
+def test_what_a_layer_of_torch_draws_in_its_constructor_may_be_drawn_once_more() -> None:
+    end = count_initializations()
+    try:
+        model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+        nn.init.normal_(model[0].weight)  # type: ignore[arg-type]
+        nn.init.kaiming_uniform_(model[1].weight)  # type: ignore[arg-type]
+        assert check_initializations(model) == []
+    finally:
+        end()
+
+
 # -- updates ---------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ class Store(dict[str, bytes]):
 
 
 LOSSES = count(1.0)  # of batches that differ
+GROUPS = ("embed", "layers.0")
 Ranks = Callable[..., list[LiveRanks]]
 
 
@@ -46,7 +47,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
         monkeypatch.setattr(live_ranks, "_is_of_all_ranks", lambda wrapper: True)
         made = []
         for now["rank"] in range(2):
-            made.append(LiveRanks(nn.Linear(1, 1), 0))
+            made.append(LiveRanks(nn.Linear(1, 1), 0, lambda: GROUPS))
         return made
 
     return make
@@ -101,6 +102,27 @@ def test_ranks_that_never_agreed_are_not_replicas(ranks: Ranks) -> None:
     for n in range(6, 9):
         first.compare(n, step(1.0))
         assert second.compare(n, step(1.0)) is None
+
+
+def test_weights_that_are_no_longer_the_same_are_named_although_the_norms_agree(
+    ranks: Ranks,
+) -> None:
+    first, second = ranks()
+    for n, weights in ((0, [7, 8]), (40, [7, 9]), (43, [1, 1]), (50, [7, 10])):
+        assert first.compare(n, step(1.0), weights) is None
+    assert second.compare(0, step(1.0), [7, 8]) is None
+    assert second.compare(40, step(1.0), [7, 9]) is None
+    found = second.compare(50, step(1.0), [7, 11])
+    assert found is not None
+    assert found[0].startswith("The ranks parted between steps 41 and 50: the weights of layers.0")
+    assert (found[1]["check"], found[1]["first_step"]) == ("ranks-differ", 41)
+
+
+def test_weights_that_never_were_the_same_are_meant(ranks: Ranks) -> None:
+    first, second = ranks()
+    for n in range(3):
+        assert first.compare(n, step(1.0), [n, 1]) is None
+        assert second.compare(n, step(1.0), [n, 2]) is None
 
 
 def test_equal_losses_of_two_steps_are_the_same_data(ranks: Ranks) -> None:

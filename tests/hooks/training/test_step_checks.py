@@ -175,6 +175,35 @@ def test_updates_that_versions_do_not_show_are_seen(tmp_path: Path, rate: float)
     assert found(tmp_path, model, kind(model.parameters(), lr=rate), steps=6) == []
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_an_optimizer_that_holds_a_parameter_twice_is_named(tmp_path: Path) -> None:
+    model = Net()
+    twice = [*model.parameters(), model.head.weight]
+    one = the_only(
+        found(tmp_path, model, torch.optim.SGD(twice, lr=0.01)), "training.optimizer-parameters"
+    )
+    assert (one.severity, one.evidence["names"]) == (Severity.WARNING, ["head.weight"])
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_weights_that_something_else_changes_between_two_steps_are_a_note(
+    tmp_path: Path, at: int
+) -> None:
+    model = Net()
+
+    def body(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        if number == at:
+            nn.init.ones_(model.head.weight)
+        step(model, optimizer, number)
+
+    found_here = found(tmp_path, model, body=body, steps=5)
+    if at == 0:
+        assert found_here == []  # before the first step weights may be loaded
+        return
+    one = the_only(found_here, "training.changed-outside")
+    assert (one.severity, one.step, one.evidence["names"]) == (Severity.NOTE, 3, ["head.weight"])
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 

@@ -270,3 +270,51 @@ def test_a_layer_whose_rate_is_out_of_proportion_is_named_in_the_first_step(
         found = [one for one in reader.findings() if one.id == "training.update-outlier"]
     assert [one.step for one in found] == ([] if rate == "1e-5" else [0])
     assert all("layers.3.weight" in one.sentence for one in found)
+
+
+WRAPPED = """
+class Lit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(8, 16), nn.Linear(16, 2)
+    def forward(self, x):
+        return self.head(torch.relu(self.encoder(x)))
+    def training_step(self, batch):
+        return F.cross_entropy(self(batch[0]), batch[1])
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5)
+class Trainer:
+    def fit(self, module, data):
+        optimizer, scheduler = module.configure_optimizers()
+        for epoch in range(2):
+            module.train()
+            for batch in data:
+                def closure():
+                    optimizer.zero_grad()
+                    loss = module.training_step(batch)
+                    loss.backward()
+                    return loss
+                optimizer.step(closure)
+            scheduler.step()
+            module.eval()
+            with torch.no_grad():
+                for batch in data:
+                    module.training_step(batch)
+digits = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
+Trainer().fit(Lit(), torch.utils.data.DataLoader(digits, batch_size=16, shuffle=True))
+"""
+
+
+def test_a_trainer_that_steps_with_closures_is_recorded_with_its_evaluations(
+    tmp_path: Path,
+) -> None:
+    _, out = recorded(tmp_path, WRAPPED)
+    with open_trace(out) as reader:
+        ((name, steps),) = trainings(reader).items()
+        passes = [one.event for one in reader.events() if one.event.kind == "evaluation"]
+        assert reader.findings() == []
+    assert (name, len(steps)) == ("Lit", 8)
+    assert all(0.3 < step.loss < 1.5 and step.n_backward == 1 for step in steps)
+    assert [(one.step, one.data["n"]) for one in passes] == [(4, 4), (8, 4)]
+    assert all(one.data["loss"] > 0 for one in passes)
