@@ -13,7 +13,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.numerics.audit_findings import CHOICE_EVENT
 
 CHOICE = "audit.choice"
-_MEANT = ("avoids-text", "banned", "unrelated", "temperature", "steps")
+_MEANT = ("maybe-again", "avoids-text", "banned", "unrelated", "temperature", "steps")
 """Patterns that a correct program may have: they are notes."""
 _MAX_LISTED = 6
 
@@ -40,17 +40,70 @@ class ChoicePatternRule(Rule):
 
     def _sentence(self, data: Mapping[str, Any]) -> str:
         pattern, total, wrong = data["pattern"], int(data["total"]), list(data["wrong"])
-        if pattern == "row":
-            where = self.context.format_position(int(data["row"]))
-            return (
-                f"Step {wrong[0]}: the token that follows is not the best one after the newest "
-                f"row, but the best one after {where}: the logits of the row "
-                f"{plural(int(data['back']), 'row')} before the last were used (as logits[:, "
-                f"-{int(data['back']) + 1}])."
-            )
+        row = f"Batch row {data['batch']}, " if data.get("batch") else ""
+        if (single := _SINGLE.get(pattern)) is not None:
+            begin = f"{row}{'step' if row else 'Step'} {wrong[0]}: "
+            return begin + single(data, self.context.format_position)
         listed = ", ".join(map(str, wrong[:_MAX_LISTED])) + (", …" if len(wrong) > 6 else "")
         steps = f"{len(wrong)} of {plural(total, 'token')} (steps {listed})"
-        return f"{_PATTERNS[pattern](data).format(total=total)} Not the best one: {steps}."
+        begin = f"Batch row {data['batch']}: " if row else ""
+        return f"{begin}{_PATTERNS[pattern](data).format(total=total)} Not the best one: {steps}."
+
+
+Place = Callable[[int], str]
+
+
+def _row(data: Mapping[str, Any], place: Place) -> str:
+    back = int(data["back"])
+    return (
+        "the token that follows is not the best one after the newest row, but the best one after "
+        f"{place(int(data['row']))}: the logits of the row {plural(back, 'row')} before the last "
+        f"were used (as logits[:, -{back + 1}])."
+    )
+
+
+def _padding(data: Mapping[str, Any], place: Place) -> str:
+    return (
+        f"the text ends at column {int(data['row'])}, and {plural(int(data['columns']), 'column')} "
+        "of padding follow: the next token was not chosen by the logits of the text's last token, "
+        "but by others, as logits[:, -1] gives in a batch that is padded on the right."
+    )
+
+
+def _again(data: Mapping[str, Any], place: Place) -> str:
+    n = int(data["tokens"])
+    what = "the last token" if n == 1 else f"the last {n} tokens"
+    if len(data["wrong"]) > 1:
+        return (
+            f"this forward and {plural(len(data['wrong']) - 1, 'later one')} begin with {what} of "
+            "the text that is in the cache already: the model reads them twice."
+        )
+    if not data["wrong"][0] and n == 1:
+        return (
+            "the token that follows is the last token of the prompt, not the best one: it is fed "
+            "again, though it is in the cache already, so the model reads it twice."
+        )
+    return (
+        f"the forward begins with {what} of the text that is in the cache already: the model "
+        "reads them twice, at later positions."
+    )
+
+
+def _crossed(data: Mapping[str, Any], place: Place) -> str:
+    listed = ", ".join(f"row {row} a token of row {other}" for row, other in data["pairs"][:6])
+    return (
+        "batch rows were fed tokens that were chosen by the logits of other rows: "
+        f"{listed}. Rows of the cache and rows of the tokens are in another order."
+    )
+
+
+_SINGLE: dict[str, Callable[[Mapping[str, Any], Place], str]] = {
+    "row": _row,
+    "padding": _padding,
+    "again": _again,
+    "maybe-again": _again,
+    "crossed": _crossed,
+}
 
 
 def _token(data: Mapping[str, Any]) -> str:
@@ -63,6 +116,11 @@ def _rank(data: Mapping[str, Any]) -> str:
 
 
 _PATTERNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "proposals": lambda data: (
+        "Proposals of a draft were kept although the model's best token is another one (positions "
+        f"{', '.join(map(str, data['positions'][:_MAX_LISTED]))}): the loop accepts tokens that "
+        "it did not check, or checked against the logits of another row."
+    ),
     "late": lambda data: (
         "Each token that was fed is the best one of the step before, not of its own step: the "
         "loop uses logits that are one step old."

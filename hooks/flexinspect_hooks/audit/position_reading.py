@@ -17,6 +17,7 @@ from flexinspect_hooks.audit.difference_shape import positions_text
 _TOLERANCE = 2e-3
 _MAX_POSITION = 4096
 _MAX_ROWS = 512
+_MAX_GROUPS = 4
 
 
 class RotatedRows(Struct, frozen=True):
@@ -180,11 +181,21 @@ def _each_row(angles: Tensor, places: Tensor, frequencies: Tensor) -> str:
         bases.append((int(place), float(grid[int(gap.argmin())])))
     if not bases:
         return ""
-    listed = ", ".join(f"{place} with base {base:.3g}" for place, base in _spread(bases))
-    return f"Its rows are rotated with RoPE of bases that change: position {listed}."
+    return f"Its rows are rotated with RoPE of bases that change: {_groups_text(bases)}."
 
 
-def _spread(pairs: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    if len(pairs) <= 4:
-        return list(pairs)
-    return [pairs[0], pairs[len(pairs) // 2], pairs[-1]]
+def _groups_text(bases: Sequence[tuple[int, float]]) -> str:
+    """List bases by position, those that are equal as one span, at most `_MAX_GROUPS`."""
+    groups: list[list[tuple[int, float]]] = []
+    for pair in bases:
+        if groups and abs(groups[-1][0][1] / pair[1] - 1) < 0.02:
+            groups[-1].append(pair)
+        else:
+            groups.append([pair])
+    if len(groups) > _MAX_GROUPS:
+        groups = [*groups[: _MAX_GROUPS - 1], groups[-1]]
+    texts = [
+        f"{positions_text([place for place, _ in group])} with base {group[0][1]:.3g}"
+        for group in groups
+    ]
+    return ", ".join(texts)

@@ -41,7 +41,7 @@ from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
-from flexinspect_hooks.audit.token_choice import choice_facts
+from flexinspect_hooks.audit.token_choice import Choice, ChoiceReader, crossed_rows
 from flexinspect_hooks.audit.trace_evidence import fill_from_trace
 from flexinspect_hooks.audit.unexplained import Unexplained
 from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
@@ -121,6 +121,8 @@ class ProgramAudit:
         self._own_masks: set[int] = set()
         """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
         self._agreeing: list[BeamRow] = []
+        self._choices: list[list[Choice]] = []
+        """Of the batch rows of a generation."""
 
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
@@ -137,6 +139,7 @@ class ProgramAudit:
         reference = self._reference(self._affordable_dtype())
         for generation, steps in self._store.steps.items():
             self._agreeing.clear()
+            self._choices.clear()
             n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
             for batch in range(n_batch):
                 if problem := self._time_problem(steps):
@@ -147,6 +150,8 @@ class ProgramAudit:
                 verdict = self._judge(reference, generation, batch)
                 verdict.seconds = time.perf_counter() - started
                 verdicts.append(verdict)
+            if (crossed := crossed_rows(self._choices)) is not None:
+                verdicts[-n_batch].choice = crossed
             if len(self._agreeing) == n_batch > 1:
                 self._judge_beams(reference, verdicts[-n_batch:])
         return verdicts
@@ -285,8 +290,11 @@ class ProgramAudit:
         verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
-        if not verdict.batch and not self._is_sampled(verdict.generation):
-            verdict.choice = choice_facts(reference, sequence, comparison.steps, first.base)
+        if self._is_last(verdict.generation) and not self._is_sampled(verdict.generation):
+            wrong = None if found is None else found.step
+            choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
+            verdict.choice = choices.facts()
+            self._choices.append(choices.choices())
         crop = _crop_before(sequence, verdict.generation, found)
         if sequence.encoder is not None and found is None:
             return  # beams and proposals are not looked for
@@ -326,6 +334,12 @@ class ProgramAudit:
                 reference, self._source, comparison, first.base, first.clean, found
             )
             verdict.facts |= unexplained.facts()
+
+    def _is_last(self, generation: int) -> bool:
+        """Whether no later generation continues the cache of this one."""
+        cache = self._store.steps[generation][-1].cache
+        later = (those[0] for n, those in self._store.steps.items() if n > generation and those)
+        return not any(one.kv_before and one.cache == cache for one in later)
 
     def _is_sampled(self, generation: int) -> bool:
         """Whether `generate` was asked for samples or beams, whose tokens are not the best ones."""

@@ -110,7 +110,9 @@ def audit_session(
             if verdict.choice is not None:
                 at = verdict.choice["wrong"][0]
                 text = "The program did not choose the best token in each step."
-                put(CHOICE_EVENT, text, verdict.generation, at, verdict.choice)
+                chosen = verdict.choice | {"batch": verdict.batch}
+                generation = int(chosen.get("generation", verdict.generation))
+                put(CHOICE_EVENT, text, generation, at, chosen)
         put(AUDITED_EVENT, summarize_verdicts(verdicts), None, None, {})
     except Exception as error:  # a model may be of any kind
         text = f"The steps were not audited: {_reason(error)}"

@@ -70,12 +70,12 @@ class Unexplained(Struct, frozen=True):
 
     def facts(self) -> dict[str, Any]:
         """Return the circumstances of the divergence as the data of an event."""
-        swapped = self._swap()
+        swapped, reading = self._swap(), self._reading()
         replaced = [*self._replaced(), *self._replaced_functions()][:_MAX_NAMES]
         return {
             "shape": [] if swapped.differing else self._shape(),
-            "reading": self._reading(),
-            "cache": self._cache(),
+            "reading": reading,
+            "cache": [*self._cached_rotation(reading), *self._cache()],
             "modules": [
                 {
                     "name": one.name,
@@ -263,26 +263,48 @@ class Unexplained(Struct, frozen=True):
         return read_attention(given)
 
     def _position_reading(self, compared: Compared, layer: int) -> str:
-        module = next((m for m in self.reference.model.modules() if hasattr(m, "inv_freq")), None)
-        if module is None:
-            return ""
-        plain = self._before_rotation(layer)
+        name = self.found.point[0]
+        plain = self._before_rotation(layer, name)
         if plain is None:
             return ""
-        index = list(compared.positions)
-        rows = plain.transpose(0, 1)[index]
-        frequencies = module.inv_freq.double().cpu()
-        ours = split_last(compared.ours, rows.shape[1])
+        return self._read_rotated(compared.ours, plain, compared.positions)
+
+    def _read_rotated(self, ours: Tensor, plain: Tensor, places: Sequence[int]) -> str:
+        """Read the positions of rows (rows, heads x size) from those before rotation."""
+        module = next((m for m in self.reference.model.modules() if hasattr(m, "inv_freq")), None)
+        rows = plain.transpose(0, 1)[list(places)]
+        frequencies = torch.empty(0) if module is None else module.inv_freq.double().cpu()
         if frequencies.shape[0] * 2 != rows.shape[-1]:
             return ""
-        return read_positions(RotatedRows(ours, rows, frequencies, tuple(index)))
+        split = split_last(ours, rows.shape[1])
+        return read_positions(RotatedRows(split, rows, frequencies, tuple(places)))
 
-    def _before_rotation(self, layer: int) -> Tensor | None:
+    def _cached_rotation(self, reading: str) -> list[str]:
+        """Return how the keys in the last cache are rotated, if it is not as in the first step."""
+        layer, sequence = self.layer, self.comparison.sequence
+        if layer is None or self.found.point[0] not in (QUERY, KEY) or sequence.is_padded:
+            return []
+        for step in reversed(self.comparison.steps):
+            kept = step.evidence.cached.get(layer)
+            if kept is None or not kept.is_intact or step.row >= len(kept.key):
+                continue
+            n = int(step.positions[-1]) + 1
+            plain = self._before_rotation(layer, KEY)
+            if plain is None or kept.key.shape[2] < n or kept.key.shape[1] != plain.shape[0]:
+                return []
+            ours = kept.key[step.row, :, :n].transpose(0, 1).flatten(1).double().cpu()
+            text = self._read_rotated(ours, plain, range(n)).replace("Its rows are", "they are")
+            if not text or text == reading or "they are" not in text:
+                return []
+            return [f"Of the keys that are cached in step {step.evidence.step}, {text}"]
+        return []
+
+    def _before_rotation(self, layer: int, name: str) -> Tensor | None:
         """Return the queries or keys (heads, rows, size) of a layer before RoPE."""
         kept: list[Tensor] = []
 
         def none(turn: Rotation) -> tuple[Tensor, Tensor]:
-            kept.append(turn.query if self.found.point[0] == QUERY else turn.key)
+            kept.append(turn.query if name == QUERY else turn.key)
             return turn.rotate(turn.query, turn.key, turn.cos, turn.sin)
 
         edit = ForwardEdit(name="", sentence="", rope=none)

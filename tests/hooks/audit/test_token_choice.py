@@ -99,3 +99,58 @@ def test_samples_are_a_note_with_their_temperature(audit: Audit) -> None:
     _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
     assert [one.severity for one in findings] == [Severity.NOTE]
     assert "like samples with temperature" in findings[0].sentence
+
+
+def test_a_prompt_end_that_is_fed_again_is_named(audit: Audit) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        text = torch.tensor([ids(10, 3)])
+        past = model(text, use_cache=True).past_key_values
+        more = torch.cat((text[:, -2:], torch.tensor([ids(3, 8)])), 1)
+        model(more, past_key_values=past, use_cache=True)
+
+    _, findings, _ = audit(model, program)
+    assert ["begins with the last 2 tokens" in one.sentence for one in findings] == [True]
+
+
+def test_cache_rows_in_another_order_than_the_tokens_are_named(audit: Audit) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        text = torch.tensor([ids(10, 3), ids(10, 4)])
+        output = model(text, use_cache=True)
+        chosen = output.logits[:, -1].topk(2).indices.flatten()[:, None]  # of rows 0, 0, 1, 1
+        for layer in output.past_key_values.layers:
+            layer.keys, layer.values = (
+                layer.keys.repeat(2, 1, 1, 1),
+                layer.values.repeat(2, 1, 1, 1),
+            )
+        for _ in range(2):
+            output = model(chosen, past_key_values=output.past_key_values, use_cache=True)
+            chosen = output.logits[:, -1].argmax(-1, keepdim=True)
+
+    _, findings, _ = audit(model, program)
+    assert len(findings) == 1
+    assert "row 1 a token of row 0, row 2 a token of row 1" in findings[0].sentence
+
+
+@pytest.mark.parametrize(("column", "is_wrong"), [(6, False), (9, True)])
+def test_the_first_token_of_a_row_that_is_padded_on_the_right_is_judged(
+    audit: Audit, column: int, is_wrong: bool
+) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        text, mask = torch.tensor([ids(10, 3), ids(10, 4)]), torch.ones(2, 10, dtype=torch.long)
+        text[1, 7:], mask[1, 7:] = 0, 0
+        output = model(text, attention_mask=mask, use_cache=True)
+        chosen = output.logits[[0, 1], [9, column]].argmax(-1, keepdim=True)
+        mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), 1)
+        places = torch.tensor([[10], [7]])
+        cache = output.past_key_values
+        model(chosen, attention_mask=mask, position_ids=places, past_key_values=cache)
+
+    _, findings, _ = audit(model, program)
+    expected = [True] if is_wrong else []
+    assert ["3 columns of padding follow" in one.sentence for one in findings] == expected
