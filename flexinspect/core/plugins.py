@@ -100,6 +100,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "batch_padding": "flexinspect.rules.masks.heads_and_batches:BatchPaddingRule",
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "audit": "flexinspect.rules.numerics.audit_findings:AuditRule",
+        "changed-weights": "flexinspect.rules.numerics.changed_weights:ChangedWeightsRule",
+        "choice-pattern": "flexinspect.rules.text.choice_pattern:ChoicePatternRule",
         "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "generated_length": "flexinspect.rules.text.generated_length:GeneratedLengthRule",

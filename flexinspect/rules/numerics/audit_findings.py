@@ -16,6 +16,8 @@ AUDIT_EVENT = "audit"
 AUDIT_SKIPPED_EVENT = "audit-skipped"
 AUDITED_EVENT = "audited"
 """The kind of the event that sums up the audit of a model."""
+CHOICE_EVENT = "audit-choice"
+"""The kind of the event that says by which rule a program chose its tokens."""
 SCORE_MOD_EVENT, TRAINING_EVENT = "score-mod", "training-mode"
 """Kinds of events of steps: their attention had a score_mod; their model was in training mode."""
 
@@ -87,16 +89,71 @@ class AuditRule(Rule):
                 f"{_place(data)}: from {self._row(data)} on the {data['quantity']} has NaN or Inf, "
                 "and the untouched implementation has none there."
             )
-        names = list(dict.fromkeys(data.get("tried", ())))
-        listed = ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
-        tried = plural(int(data.get("n_tried", 0)), "fault")
-        is_cut = " before the time was used up" if data.get("cut") else ""
-        sentence += f" None of {tried} that were tried{is_cut} gives these numbers ({listed})."
+        reading = facts.get("reading", "")
+        sentence += f" {reading}" if reading else _shape_text(data, facts)
         if heads := data.get("heads"):
             sentence += _heads_text(heads)
+        if cache := facts.get("cache"):
+            sentence += f" {' '.join(cache)}"
+        sentence += _modules_text(data, facts)
         if replaced := facts.get("replaced"):
             sentence += f" The program replaced {', '.join(replaced)}."
-        return sentence
+        if hooks := facts.get("hooks"):
+            sentence += f" {'; '.join(hooks)}."
+        tried = plural(int(data.get("n_tried", 0)), "fault")
+        is_cut = " before the time was used up" if data.get("cut") else ""
+        return f"{sentence} None of {tried} that were tried{is_cut} gives these numbers."
+
+
+def _shape_text(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """Say how the quantity of the program differs from the right one."""
+    if not (shape := facts.get("shape")):
+        return ""
+    return f" The {data['quantity']} of the program {AND_THERE.join(shape)}."
+
+
+def _modules_text(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """Say which modules of the program differ by themselves, and which agree."""
+    differing, agreeing = facts.get("modules") or (), list(facts.get("agreeing") or ())
+    same: dict[str, list[Mapping[str, Any]]] = {}
+    for one in differing:
+        same.setdefault(f"{one['class']} {one['shape']} {one['inside']}", []).append(one)
+    text = "".join(_module_text(group, agreeing) for group in list(same.values())[:3])
+    if not differing and agreeing:
+        between = _BETWEEN.get(data["quantity"], "the code between them")
+        text = f" Each module of it alone is right, so the error is in {between}, or in a hook."
+        if function := facts.get("function"):
+            text += f" The attention function is {function}."
+    return text
+
+
+def _module_text(group: Sequence[Mapping[str, Any]], agreeing: Sequence[str]) -> str:
+    """Say how modules that are wrong in the same way are wrong."""
+    first, names = group[0], ", ".join(one["name"] for one in group)
+    how = f": its output {AND_THERE.join(first['shape'])}" if first["shape"] else ""
+    verb = "is" if len(group) == 1 else "are each"
+    text = f" Alone, on the right input, {names} ({first['class']}) {verb} wrong{how}."
+    inner = [n.rpartition(".")[2] for n in agreeing if n.startswith(f"{first['name']}.")]
+    if not inner:
+        return text
+    text += f" Its {', '.join(inner)} are right, so the error is in its forward"
+    if first["inside"] is not None:
+        last, shape = first["inside"]
+        text += f": the input of {last} {AND_THERE.join(shape) or 'is wrong'}"
+    return f"{text}."
+
+
+AND_THERE = ", and there "
+_BETWEEN = {
+    "query": "the code between the projections and the attention (reshaping, norms, RoPE)",
+    "key": "the code between the projections and the attention (reshaping, norms, RoPE, cache)",
+    "value": "the code between the projections and the attention (reshaping, cache)",
+    "attention of the heads": "the attention itself (heads, scores, mask, softmax, cached rows)",
+    "attention output": "the end of the attention's forward",
+    "hidden state": "the forward of the layer (residuals, order of modules)",
+    "logits": "what follows the last layer",
+}
+"""The code that makes a quantity from modules that are right."""
 
 
 def _heads_text(heads: Mapping[str, Any]) -> str:

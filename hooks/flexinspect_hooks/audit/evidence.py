@@ -55,6 +55,8 @@ MAX_PROMPT_ROWS = 512
 """Rows of a forward that are kept; of a longer one the first and the last half as many."""
 MAX_BATCH = 4
 """Batch rows that are kept."""
+MAX_CACHED_BYTES = 48 << 20
+"""The keys and values of caches to which references are kept, of one model."""
 DETAILED_STEPS = 2
 """Steps of a generation whose queries, keys and values are kept, too."""
 FULL_STEPS = 8
@@ -63,6 +65,26 @@ MAX_BARE_STEPS = 1 << 16
 """Steps of a model of which only the inputs are kept."""
 MAX_HELD_SHARE = 0.25
 """Weights that take more than this share of the free memory are not kept alive."""
+
+
+class CachedLayer(Struct, frozen=True):
+    """Keys and values (batch, heads, keys, size) that a layer read, not copied.
+
+    `version` is that of the keys and the values then: in-place changes since raise it.
+    """
+
+    key: Tensor
+    value: Tensor
+    version: int
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing was written into the tensors since."""
+        return self.version == _versions_of(self.key, self.value)
+
+
+def _versions_of(key: Tensor, value: Tensor) -> int:
+    return (version_of(key) or 0) + (version_of(value) or 0)
 
 
 class StepEvidence(Struct):
@@ -75,7 +97,7 @@ class StepEvidence(Struct):
     `is_quantised` says that it keeps keys and values in a smaller dtype. `pool` are the keys of the
     first call, if it has more than there are tokens. Of a batch, `keys_before` and `keys_after` are
     the newest keys in the cache at the beginning and the end, see `beams`. `encoder` is that of a
-    model with an encoder.
+    model with an encoder. `cached` is what each layer read.
 
     Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
     (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
@@ -103,6 +125,7 @@ class StepEvidence(Struct):
     keys_before: Tensor | None = None
     keys_after: Tensor | None = None
     encoder: EncoderInput | None = None
+    cached: dict[int, CachedLayer] = field(default_factory=dict)
 
 
 class EvidenceStore:
@@ -118,6 +141,7 @@ class EvidenceStore:
         self.problem = ""
         """Why no step of this model can be judged."""
         self._max_bytes, self.n_bytes = max_bytes, 0
+        self.n_cached_bytes = 0
         self.n_bare = 0
         """How many steps have no values, because the limit was reached."""
         self.is_busy = False
@@ -190,6 +214,7 @@ class EvidenceStore:
         self.steps.clear()
         self.pools.clear()
         self.snapshot, self.n_bytes, self.n_bare = None, 0, 0
+        self.n_cached_bytes = 0
 
 
 class EvidenceHook(Hook):
@@ -330,6 +355,8 @@ class EvidenceHook(Hook):
             # The steps after a change are the first ones of another way to compute.
             self._paths, self._n_full = {call.layer: call.path for call in calls}, FULL_STEPS
         pending.paths = self._paths
+        if not self._has_encoder:
+            self._keep_cached(pending, calls)
         for call in calls:
             arguments = None if call.kernel is None else getattr(call.kernel, "arguments", None)
             score_mod = arguments.get("score_mod") if arguments else None
@@ -344,6 +371,16 @@ class EvidenceHook(Hook):
                     newest = tensor[:, :, stop - pending.q_len : stop].transpose(1, 2)
                     newest = newest.detach().clone()
                     self._values[name, call.layer] = (newest, None)
+
+    def _keep_cached(self, pending: StepEvidence, calls: Sequence[Any]) -> None:
+        """Keep references to what the layers read from the cache, as far as memory allows."""
+        store = self._context.evidence
+        size = sum(call.key.nbytes + call.value.nbytes for call in calls)
+        if store is not None and store.n_cached_bytes + size <= MAX_CACHED_BYTES:
+            store.n_cached_bytes += size
+            for call in calls:
+                key, value = call.key.detach(), call.value.detach()
+                pending.cached[call.layer] = CachedLayer(key, value, _versions_of(key, value))
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
         """Keep the step; its tensors are copied, except those of decode steps."""

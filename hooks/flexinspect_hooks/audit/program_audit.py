@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
+from flexinspect.rules.text.generate_options import GENERATE_EVENT
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.audit.clean_classes import replaced_names
 from flexinspect_hooks.audit.evidence import (
     MAX_HELD_SHARE,
     EvidenceStore,
@@ -41,7 +41,9 @@ from flexinspect_hooks.audit.score_mods import additive_bias
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
+from flexinspect_hooks.audit.token_choice import Choice, ChoiceReader, crossed_rows
 from flexinspect_hooks.audit.trace_evidence import fill_from_trace
+from flexinspect_hooks.audit.unexplained import Unexplained
 from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
 from flexinspect_hooks.audit.weights import Snapshot
 
@@ -85,6 +87,8 @@ class Verdict(Struct):
     pos: int = 0
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
+    choice: dict[str, Any] | None = None
+    """The rule by which tokens were chosen, see `choice_facts`."""
 
 
 class _Attempt(Struct, frozen=True):
@@ -117,6 +121,8 @@ class ProgramAudit:
         self._own_masks: set[int] = set()
         """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
         self._agreeing: list[BeamRow] = []
+        self._choices: list[list[Choice]] = []
+        """Of the batch rows of a generation."""
 
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
@@ -133,6 +139,7 @@ class ProgramAudit:
         reference = self._reference(self._affordable_dtype())
         for generation, steps in self._store.steps.items():
             self._agreeing.clear()
+            self._choices.clear()
             n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
             for batch in range(n_batch):
                 if problem := self._time_problem(steps):
@@ -143,6 +150,8 @@ class ProgramAudit:
                 verdict = self._judge(reference, generation, batch)
                 verdict.seconds = time.perf_counter() - started
                 verdicts.append(verdict)
+            if (crossed := crossed_rows(self._choices)) is not None:
+                verdicts[-n_batch].choice = crossed
             if len(self._agreeing) == n_batch > 1:
                 self._judge_beams(reference, verdicts[-n_batch:])
         return verdicts
@@ -281,6 +290,11 @@ class ProgramAudit:
         verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
+        if self._is_last(verdict.generation) and not self._is_sampled(verdict.generation):
+            wrong = None if found is None else found.step
+            choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
+            verdict.choice = choices.facts()
+            self._choices.append(choices.choices())
         crop = _crop_before(sequence, verdict.generation, found)
         if sequence.encoder is not None and found is None:
             return  # beams and proposals are not looked for
@@ -315,6 +329,27 @@ class ProgramAudit:
         verdict.search = search.find(hypotheses)
         verdict.pos = sequence.input_rows[found.row]
         verdict.facts = self._facts(sequence, found)
+        if verdict.search.explanation is None:
+            unexplained = Unexplained(
+                reference, self._source, comparison, first.base, first.clean, found
+            )
+            verdict.facts |= unexplained.facts()
+
+    def _is_last(self, generation: int) -> bool:
+        """Whether no later generation continues the cache of this one."""
+        cache = self._store.steps[generation][-1].cache
+        later = (those[0] for n, those in self._store.steps.items() if n > generation and those)
+        return not any(one.kv_before and one.cache == cache for one in later)
+
+    def _is_sampled(self, generation: int) -> bool:
+        """Whether `generate` was asked for samples or beams, whose tokens are not the best ones."""
+        events = self._reader.events() if self._reader is not None else ()
+        told = [
+            row.event.data.get("options", {})
+            for row in events
+            if row.event.kind == GENERATE_EVENT and row.event.generation == generation
+        ]
+        return any(one.get("do_sample") or (one.get("num_beams") or 1) > 1 for one in told)
 
     def _best_attempt(
         self,
@@ -480,19 +515,6 @@ class ProgramAudit:
     def _generation_of(self, sequence: FedSequence) -> int:
         return sequence.steps[0].evidence.generation
 
-    def _replaced_modules(self, layer: int | None) -> list[str]:
-        """Return modules in a layer, or outside of all, with another class or `forward`."""
-        reference = self._reference(self._affordable_dtype())
-        others = [name for number, (name, _) in reference.blocks.items() if number != layer]
-        classes = self._source.classes
-        replaced = [f"{name}.forward" for name in self._source.own_forwards]
-        replaced += [
-            f"{name} (by {classes[name]})"
-            for name, module in reference.model.named_modules()
-            if classes.get(name, type(module).__name__) != type(module).__name__
-        ]
-        return [one for one in replaced if not any(one.startswith(f"{name}.") for name in others)]
-
     def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
         """Return circumstances that belong to a divergence without an explanation."""
         evidence = next(s.evidence for s in sequence.steps if s.evidence.step == found.step)
@@ -503,9 +525,6 @@ class ProgramAudit:
             "dropout": _dropout(self._source),
             "path": path or "",
             "score_mod": layer in evidence.score_mods,
-            "replaced": [*self._replaced_modules(layer), *replaced_names(self._source.model_class)][
-                :8
-            ],
         }
 
 

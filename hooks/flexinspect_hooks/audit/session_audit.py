@@ -19,6 +19,7 @@ from flexinspect.rules.numerics.audit_findings import (
     AUDIT_EVENT,
     AUDIT_SKIPPED_EVENT,
     AUDITED_EVENT,
+    CHOICE_EVENT,
 )
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
@@ -106,6 +107,12 @@ def audit_session(
             data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
             data["causes"] = _recorded_causes(recorder, verdict)
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
+            if verdict.choice is not None:
+                at = verdict.choice["wrong"][0]
+                text = "The program did not choose the best token in each step."
+                chosen = verdict.choice | {"batch": verdict.batch}
+                generation = int(chosen.get("generation", verdict.generation))
+                put(CHOICE_EVENT, text, generation, at, chosen)
         put(AUDITED_EVENT, summarize_verdicts(verdicts), None, None, {})
     except Exception as error:  # a model may be of any kind
         text = f"The steps were not audited: {_reason(error)}"

@@ -33,6 +33,17 @@ class Snapshot(Struct):
     classes: dict[str, str] = field(default_factory=dict)
     own_forwards: tuple[str, ...] = ()
     low_rank: dict[str, nn.Module] = field(default_factory=dict)
+    children: dict[str, nn.Module] = field(default_factory=dict)
+
+    def root(self) -> nn.Module:
+        """Return a module with the program's modules under their names; its forward does nothing.
+
+        The root of the program itself is not held, so that it can be deleted.
+        """
+        root = nn.Module()
+        for name, module in self.children.items():
+            root.add_module(name, module)
+        return root
 
     @property
     def n_bytes(self) -> int:
@@ -64,6 +75,7 @@ def snapshot(model: nn.Module) -> Snapshot:
         {name: type(module).__name__ for name, module in model.named_modules() if name},
         tuple(name for name, module in model.named_modules() if name and _has_own_forward(module)),
         {name: module for name, module in model.named_modules() if name and is_low_rank(module)},
+        dict(model.named_children()),
     )
 
 

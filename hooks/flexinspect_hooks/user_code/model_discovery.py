@@ -44,6 +44,7 @@ from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
 from flexinspect_hooks.user_code.generate_call import LoadingReports
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
+from flexinspect_hooks.user_code.made_weights import MadeWeights
 from flexinspect_hooks.user_code.program import end_state, strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
@@ -88,6 +89,7 @@ class ModelFinder:
         """How the program ended: the state, and what it raised."""
         self._standalone: StandaloneCalls | None = None
         self.loading = LoadingReports()
+        self.made = MadeWeights()
         self._trainings: Any = None
         """The `TrainingFinder`, which is above this package; None before the first optimizer."""
         run.attach_recorder(self.recorder)
@@ -134,6 +136,7 @@ class ModelFinder:
         torch_private.skip_frame(call)
         self._wrappers.callback(patch(PreTrainedModel, "__call__", call))
         self._wrappers.callback(self.loading.watch())
+        self._wrappers.callback(self.made.watch())
         self._wrappers.callback(torch_private.hide_hooks())
 
     def watch_generate(self) -> None:
@@ -409,6 +412,10 @@ class FoundSession(WatchSession):
     def initialised_weights(self) -> dict[str, Any] | None:
         """Return parameters that the loader of the model did not find, None if there are none."""
         return self._finder.loading.initialised(self._model)
+
+    def changed_weights(self) -> dict[str, Any] | None:
+        """Return parameters that the program changed since the model was made, None for none."""
+        return self._finder.made.changed(self._model)
 
     def failed_step(self, errors: set[int]) -> tuple[bool, float]:
         """Return whether one of these exceptions, by id, left an open step, and its start time.

@@ -28,6 +28,7 @@ from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
+from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT
 from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
 from flexinspect.trace.file.writer import TraceWriter
@@ -219,6 +220,9 @@ class WatchSession(CaptureSession):
         if (weights := self.initialised_weights()) is not None:
             text = "Weights that no checkpoint had were initialised."
             step.events.append((INITIALISED_EVENT, text, weights))
+        if (changed := self.changed_weights()) is not None:
+            text = "Weights changed since the model was made."
+            step.events.append((CHANGED_EVENT, text, changed))
         if self.generate_depth and not self._is_followed:
             step.events.append(("generate-not-followed", NOT_FOLLOWED))
         for problem in problems:
@@ -227,6 +231,10 @@ class WatchSession(CaptureSession):
 
     def initialised_weights(self) -> dict[str, Any] | None:
         """Return parameters that the loader of the model did not find, None if not known."""
+        return None
+
+    def changed_weights(self) -> dict[str, Any] | None:
+        """Return parameters that changed since the model was made, None if not known."""
         return None
 
     def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -235,9 +235,12 @@ def test_where_nothing_fits_the_finding_says_what_was_tried(audit: Audit) -> Non
     assert [one.id for one in findings] == ["audit.unexplained"]
     assert findings[0].sentence.startswith('Layer 1, step 0: from position 0 "')
     assert "the hidden state differs" in findings[0].sentence
-    assert "gives these numbers (scale, " in findings[0].sentence
-    replaced = "The program replaced model.layers.1.mlp.act_fn (by ELU)."
-    assert findings[0].sentence.endswith(replaced)
+    assert (
+        "Alone, on the right input, model.layers.1.mlp.act_fn (ELU) is wrong"
+        in findings[0].sentence
+    )
+    assert "The program replaced model.layers.1.mlp.act_fn (by ELU)." in findings[0].sentence
+    assert findings[0].sentence.endswith("that were tried gives these numbers.")
     assert describe_verdict(verdicts[0]) == events[0]
 
 
@@ -249,8 +252,9 @@ def test_a_forward_that_was_replaced_in_the_layer_of_the_difference_is_named(aud
         projection.forward = lambda rows, plain=plain: plain(rows) + rows  # an adapter, for example
     _, findings, _ = audit(model, lambda: decode(model, 2))
     assert [one.id for one in findings] == ["audit.unexplained"]
-    replaced = "The program replaced model.layers.1.self_attn.q_proj.forward."
-    assert findings[0].sentence.endswith(replaced)
+    assert "its output is its input added to the right one" in findings[0].sentence
+    assert "The program replaced model.layers.1.self_attn.q_proj.forward (" in findings[0].sentence
+    assert "<lambda> at test_audit.py:" in findings[0].sentence
 
 
 def _without_mlp_residual(self: Any, hidden_states: Any, **kwargs: Any) -> Any:

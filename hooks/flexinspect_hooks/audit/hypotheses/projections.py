@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import permutations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import ForwardEdit, ModuleEdit
+from flexinspect_hooks.audit.forward_edits import ForwardEdit, ModuleEdit, Rotation
+from flexinspect_hooks.audit.forward_run import active_run
 from flexinspect_hooks.audit.hypotheses.modules import epsilon_of, is_norm, layer_modules
 from flexinspect_hooks.audit.probe import FaultProbe
 
@@ -134,4 +135,33 @@ def norm_extent(probe: FaultProbe) -> Edits:
         yield ForwardEdit(name="norm.extent", sentence=sentence, modules=edits)
 
 
-HYPOTHESES = (fused_layout, norm_extent)
+def norm_after_rope(probe: FaultProbe) -> Edits:
+    """Queries and keys are normalised after RoPE, not before it."""
+    modules = layer_modules(probe)
+    names = [one for one in ("q_norm", "k_norm") if one in modules and is_norm(modules[one])]
+    weight: Any = modules[names[0]].weight if names else None
+    size = getattr(probe.config, "head_dim", None)
+    if len(names) < 2 or weight.numel() != size:
+        return
+
+    def skip(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Tensor:
+        return cast(Tensor, inputs)
+
+    def normed(turn: Rotation) -> tuple[Tensor, Tensor]:
+        active = active_run()
+        block: Any = probe.reference.blocks[active[1].layer if active is not None else 0][1]
+        norms = {n.rpartition(".")[2]: one for n, one in block.named_modules()}
+        query, key = turn.rotate(turn.query, turn.key, turn.cos, turn.sin)
+        # The class's own forward: the module's hooks would put this edit into it again.
+        q_norm, k_norm = norms["q_norm"], norms["k_norm"]
+        return type(q_norm).forward(q_norm, query), type(k_norm).forward(k_norm, key)
+
+    yield ForwardEdit(
+        name="norm.order",
+        sentence="whose q_norm and k_norm are applied after RoPE, not before it",
+        modules=dict.fromkeys(names, skip),
+        rope=normed,
+    )
+
+
+HYPOTHESES = (fused_layout, norm_extent, norm_after_rope)

@@ -1,0 +1,110 @@
+"""Weights that the program changed after it made or loaded the model, unevenly between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from flexinspect.core.text import format_layers, printable
+from flexinspect.records import imported
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import StepRecord
+from flexinspect.rules.engine import Findings, Rule, finding_kinds
+
+CHANGED_EVENT = "weights-changed"
+"""The event of a first step: parameters that changed since the model was made or loaded."""
+UNEVEN = "weights.uneven-change"
+
+_OUTLIER = 1.5
+"""A change is uneven if it is so many times larger, or smaller, than that of the other layers."""
+_SPREAD = 1.25
+"""The others must be within this factor of each other, else layers differ anyway."""
+_MAX_SHARE = 0.5
+"""A program that changed more of the parameters loads or makes its weights by itself."""
+_MAX_GROUPS = 6
+
+
+class ChangedWeightsRule(Rule):
+    """Judges what changed in a model's weights before a generation."""
+
+    name = "changed_weights"
+    needs = (imported.EVENTS,)
+    findings = finding_kinds(UNEVEN)
+
+    def on_step(self, step: StepRecord) -> Findings:
+        """Look for the event."""
+        for event in step.events:
+            if event.kind == CHANGED_EVENT:
+                yield from self._judge(step, event.data)
+
+    def _judge(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
+        groups = data["groups"]
+        for group in groups:
+            if (found := uneven_layer(group["parameters"])) is not None:
+                layer, text = found
+                name = printable(group["name"])
+                sentence = f"{name}: {text}. {_described(groups[:_MAX_GROUPS])}"
+                yield self.finding(step, UNEVEN, sentence, (layer,), dict(group), series=name)
+        if data["changed"] <= _MAX_SHARE * data["total"]:
+            sentence = _described(groups[:_MAX_GROUPS])
+            yield self.finding(
+                step, UNEVEN, sentence, (), severity=Severity.NOTE, series="all changes"
+            )
+
+
+def uneven_layer(parameters: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+    """Return the layer whose change is unlike that of two or more others, and how it is."""
+    known = [one for one in parameters if one["layer"] is not None]
+    if len(known) < 3:
+        return None
+    for one in known:
+        others = [two for two in known if two is not one]
+        writes = {two["writes"] for two in others}
+        if len(writes) == 1 and 0 < min(writes) < one["writes"]:
+            text = f"layer {one['layer']} was written to {_times(one['writes'])}, each other layer "
+            return one["layer"], text + _times(min(writes)) + _size_text(one, others)
+        changes = [two["change"] for two in others]
+        if not min(changes) or max(changes) > _SPREAD * min(changes):
+            continue
+        if not 1 / _OUTLIER < one["change"] / median(changes) < _OUTLIER:
+            return one["layer"], f"layer {one['layer']} changed otherwise" + _size_text(one, others)
+        ranks = {two["rank"] for two in others}
+        if len(ranks) == 1 and one["rank"] != min(ranks):
+            text = f"the change of layer {one['layer']} has {_rank_text(one['rank'])}, that of "
+            return one["layer"], f"{text}the others {_rank_text(min(ranks))}"
+    return None
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else "twice" if n == 2 else f"{n} times"
+
+
+def _size_text(one: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    ratio = one["change"] / max(median(two["change"] for two in others), 1e-30)
+    return f": its change is {ratio:.2g} times that of the others"
+
+
+def _rank_text(rank: int) -> str:
+    return f"rank {rank}" if rank else "full rank"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _described(groups: Sequence[Mapping[str, Any]]) -> str:
+    """List what changed: parameters, layers, sizes and ranks."""
+    texts = []
+    for group in groups:
+        those = group["parameters"]
+        layers = sorted({one["layer"] for one in those if one["layer"] is not None})
+        low, high = (100 * f(one["change"] for one in those) for f in (min, max))
+        size = (
+            f"{_percent(low)} %" if high < 1.05 * low else f"{_percent(low)} to {_percent(high)} %"
+        )
+        ranks = sorted({one["rank"] for one in those if one["rank"]})
+        where = f" of {format_layers(layers, 1 << 20)}" if layers else ""
+        rank = f", rank {', '.join(map(str, ranks))}" if ranks else ""
+        texts.append(f"{printable(group['name'])}{where} by {size} of its norm{rank}")
+    return f"Since the model was made or loaded, the program changed {'; '.join(texts)}."

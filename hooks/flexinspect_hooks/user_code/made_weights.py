@@ -1,0 +1,171 @@
+"""What a program changed in the weights of a model between making, or loading, and running it.
+
+Small parameters are copied when the model is made. Of larger ones a block is kept, of evenly spaced
+rows and columns: a block of a matrix of rank r has a rank of at most r, so a merged adapter shows.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+
+from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.python_internals.torch_private import tensor_version
+
+_SIDE = 64
+"""Rows and columns of a block."""
+_RANK_SIDE = 24
+"""Rows and columns whose rank is measured."""
+_WHOLE = 1 << 16
+"""Elements up to which a parameter is copied as a whole."""
+_MAX_GENERATIONS = 16
+"""How often the weights of a model are compared."""
+_MAX_LISTED = 64
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class _Made(Struct):
+    """The blocks of a model's parameters by name, and how often each had been written to.
+
+    `owners` are the parameters themselves: an adapter may hold one under another name.
+    """
+
+    blocks: dict[str, Tensor]
+    versions: dict[str, int]
+    owners: dict[int, tuple[weakref.ref[nn.Parameter], str]]
+    n_compared: int = 0
+    reported: str = ""
+
+
+class MadeWeights:
+    """Keeps blocks of the weights of each model that transformers makes or loads."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
+
+    def watch(self) -> Callable[[], None]:
+        """Keep blocks from now on; returns a function that stops it.
+
+        transformers.modeling_utils must be loaded.
+        """
+        from transformers import modeling_utils
+
+        stack = ExitStack()
+        stack.callback(self._watch_call(modeling_utils.PreTrainedModel, "post_init"))
+        if hasattr(modeling_utils, "log_state_dict_report"):  # called when a checkpoint is loaded
+            stack.callback(self._watch_call(modeling_utils, "log_state_dict_report"))
+        return stack.close
+
+    def _watch_call(self, owner: Any, name: str) -> Callable[[], None]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            model = args[0] if args else kwargs.get("model")
+            if isinstance(model, nn.Module):
+                with suppress(Exception), torch.no_grad():  # a model may be of any kind
+                    self._keep(model)
+            return result
+
+        return patch(owner, name, call)
+
+    def _keep(self, model: nn.Module) -> None:
+        named = dict(model.named_parameters())
+        if named and not any(one.is_meta for one in named.values()):
+            owners = {id(one): (weakref.ref(one), name) for name, one in named.items()}
+            self._made[model] = _Made(_blocks(named), _versions(named), owners)
+
+    def changed(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return which parameters changed since they were made, as the data of an event.
+
+        None if none did, if all did alike, or if it was reported already.
+        """
+        made = self._made.get(model)
+        if made is None or made.n_compared >= _MAX_GENERATIONS:
+            return None
+        made.n_compared += 1
+        with suppress(Exception), torch.no_grad():
+            facts = _facts(made, dict(model.named_parameters()))
+            if facts is not None and str(facts) != made.reported:
+                made.reported = str(facts)
+                return facts
+        return None
+
+
+def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None:
+    same = {}
+    for name, one in named.items():
+        owner, known = made.owners.get(id(one), (None, name))
+        known = known if owner is not None and owner() is one else name
+        if known in made.blocks and not one.is_meta:
+            same[known] = one
+    blocks, versions = _blocks(same), _versions(same)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for name, now in blocks.items():
+        before = made.blocks[name]
+        if before.shape != now.shape or torch.equal(before, now):
+            continue
+        gap = now - before
+        found = _LAYER.search(name)
+        key = name if found is None else f"{name[: found.start(1)]}*{name[found.end(1) :]}"
+        groups.setdefault(key, []).append(
+            {
+                "layer": None if found is None else int(found[1]),
+                "change": float(gap.norm() / before.norm().clamp_min(1e-30)),
+                "rank": _rank(gap),
+                "writes": versions[name] - made.versions[name],
+            }
+        )
+    n_changed = sum(map(len, groups.values()))
+    if not n_changed:
+        return None
+    listed = [{"name": key, "parameters": those} for key, those in groups.items()]
+    return {"groups": listed[:_MAX_LISTED], "changed": n_changed, "total": len(blocks)}
+
+
+def _rank(gap: Tensor) -> int:
+    """Return the rank of a block's change; 0 for vectors, and where it is full."""
+    if gap.dim() < 2 or min(gap.shape) < 4:
+        return 0
+    gap = _spaced(gap, _RANK_SIDE).double()
+    values = torch.linalg.svdvals(gap)
+    rank = int((values > 1e-4 * values[0]).sum())
+    return 0 if rank == min(gap.shape) else rank
+
+
+def _blocks(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: _block(one.detach()) for name, one in named.items() if one.numel()}
+
+
+def _block(tensor: Tensor) -> Tensor:
+    if tensor.numel() > _WHOLE:
+        tensor = _spaced(tensor, _SIDE)
+    # A copy, also of a float32 tensor on the CPU, which would be shared.
+    return tensor.to("cpu", torch.float32, copy=True)
+
+
+def _spaced(tensor: Tensor, side: int) -> Tensor:
+    for dim in range(min(tensor.dim(), 2)):
+        places = _places(tensor.shape[dim], side, tensor.device)
+        tensor = tensor.index_select(dim, places)
+    return tensor.flatten(2)[..., 0] if tensor.dim() > 2 else tensor
+
+
+@functools.lru_cache(maxsize=256)
+def _places(n: int, side: int, device: torch.device) -> Tensor:
+    count = min(n, side)
+    return torch.linspace(0, n - 1, count, device=device).round().long()
+
+
+def _versions(named: dict[str, nn.Parameter]) -> dict[str, int]:
+    return {name: tensor_version(one) or 0 for name, one in named.items()}

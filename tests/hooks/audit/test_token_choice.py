@@ -1,0 +1,156 @@
+"""The rule by which a loop chooses its tokens is read from logits and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.audits import Audit
+from support.tiny import ids, make_model
+from torch import Tensor
+
+from flexinspect.records.finding import Severity
+
+Choose = Callable[[int, Tensor, Tensor], Tensor]
+"""Takes step, logits (1, rows, vocabulary) and the text (1, tokens); returns ids (1, 1)."""
+
+
+def loop(choose: Choose, n: int = 12) -> Callable[[], object]:
+    model = make_model("llama")
+
+    def run() -> None:
+        rows, past = torch.tensor([ids(10, 3)]), None
+        text = rows
+        for step in range(n):
+            output = model(rows, past_key_values=past, use_cache=True)
+            past, rows = output.past_key_values, choose(step, output.logits, text)
+            text = torch.cat((text, rows), 1)
+
+    run.model = model  # type: ignore[attr-defined]
+    return run
+
+
+def best(logits: Tensor) -> Tensor:
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def _penalised(step: int, logits: Tensor, text: Tensor) -> Tensor:
+    in_text = torch.zeros_like(logits[:, -1]).scatter(1, text, 1.0)
+    return (logits[:, -1] + 5 * in_text).argmax(-1, keepdim=True)
+
+
+_kept: list[Tensor] = []
+
+
+def _late(step: int, logits: Tensor, text: Tensor) -> Tensor:
+    _kept.append(logits)
+    return best(_kept[-2] if len(_kept) > 1 else logits)
+
+
+def _rare(step: int, logits: Tensor, text: Tensor) -> Tensor:
+    return logits[:, -1].topk(20, largest=False).indices[:, step % 7][:, None]
+
+
+CHOICES: dict[str, tuple[Choose, str, Severity]] = {
+    "a row too early": (
+        lambda step, logits, text: best(logits[:, :-1] if step == 0 else logits),
+        "(as logits[:, -2])",
+        Severity.WARNING,
+    ),
+    "one step late": (_late, "logits that are one step old", Severity.WARNING),
+    "second best": (
+        lambda step, logits, text: logits[:, -1].topk(2).indices[:, 1:],
+        "Each of 11 tokens is the second best one",
+        Severity.WARNING,
+    ),
+    "argmin": (
+        lambda step, logits, text: logits[:, -1].argmin(-1, keepdim=True),
+        "the least likely one",
+        Severity.WARNING,
+    ),
+    "least likely": (_rare, "keeps the wrong end", Severity.WARNING),
+    "text preferred": (_penalised, "are preferred", Severity.WARNING),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_rule_of_the_choices_is_named(audit: Audit, name: str) -> None:
+    choose, words, severity = CHOICES[name]
+    _kept.clear()
+    program = loop(choose)
+    _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
+    assert [(words in one.sentence, one.severity) for one in findings] == [(True, severity)]
+
+
+def test_greedy_choices_are_not_reported(audit: Audit) -> None:
+    program = loop(lambda step, logits, text: best(logits))
+    _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
+    assert findings == []
+
+
+def test_samples_are_a_note_with_their_temperature(audit: Audit) -> None:
+    torch.manual_seed(0)
+
+    def sample(step: int, logits: Tensor, text: Tensor) -> Tensor:
+        return torch.multinomial((logits[:, -1] / 0.7).softmax(-1), 1)
+
+    program = loop(sample, 40)
+    _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
+    assert [one.severity for one in findings] == [Severity.NOTE]
+    assert "like samples with temperature" in findings[0].sentence
+
+
+def test_a_prompt_end_that_is_fed_again_is_named(audit: Audit) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        text = torch.tensor([ids(10, 3)])
+        past = model(text, use_cache=True).past_key_values
+        more = torch.cat((text[:, -2:], torch.tensor([ids(3, 8)])), 1)
+        model(more, past_key_values=past, use_cache=True)
+
+    _, findings, _ = audit(model, program)
+    assert ["begins with the last 2 tokens" in one.sentence for one in findings] == [True]
+
+
+def test_cache_rows_in_another_order_than_the_tokens_are_named(audit: Audit) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        text = torch.tensor([ids(10, 3), ids(10, 4)])
+        output = model(text, use_cache=True)
+        chosen = output.logits[:, -1].topk(2).indices.flatten()[:, None]  # of rows 0, 0, 1, 1
+        for layer in output.past_key_values.layers:
+            layer.keys, layer.values = (
+                layer.keys.repeat(2, 1, 1, 1),
+                layer.values.repeat(2, 1, 1, 1),
+            )
+        for _ in range(2):
+            output = model(chosen, past_key_values=output.past_key_values, use_cache=True)
+            chosen = output.logits[:, -1].argmax(-1, keepdim=True)
+
+    _, findings, _ = audit(model, program)
+    assert len(findings) == 1
+    assert "row 1 a token of row 0, row 2 a token of row 1" in findings[0].sentence
+
+
+@pytest.mark.parametrize(("column", "is_wrong"), [(6, False), (9, True)])
+def test_the_first_token_of_a_row_that_is_padded_on_the_right_is_judged(
+    audit: Audit, column: int, is_wrong: bool
+) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        text, mask = torch.tensor([ids(10, 3), ids(10, 4)]), torch.ones(2, 10, dtype=torch.long)
+        text[1, 7:], mask[1, 7:] = 0, 0
+        output = model(text, attention_mask=mask, use_cache=True)
+        chosen = output.logits[[0, 1], [9, column]].argmax(-1, keepdim=True)
+        mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), 1)
+        places = torch.tensor([[10], [7]])
+        cache = output.past_key_values
+        model(chosen, attention_mask=mask, position_ids=places, past_key_values=cache)
+
+    _, findings, _ = audit(model, program)
+    expected = [True] if is_wrong else []
+    assert ["3 columns of padding follow" in one.sentence for one in findings] == expected

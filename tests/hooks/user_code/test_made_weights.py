@@ -1,0 +1,95 @@
+"""Weights that a program changes after it made a model are compared between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.tiny import make_model
+from torch import nn
+
+from flexinspect.rules.numerics.changed_weights import uneven_layer
+from flexinspect_hooks.user_code.made_weights import MadeWeights
+
+
+@pytest.fixture
+def made() -> Iterator[MadeWeights]:
+    weights = MadeWeights()
+    stop = weights.watch()
+    yield weights
+    stop()
+
+
+def merge(model: nn.Module, layers: tuple[int, ...]) -> None:
+    """Add a matrix of rank 2 to the query projection of layers, in place."""
+    torch.manual_seed(0)
+    pairs = {layer: (torch.randn(48, 2), torch.randn(2, 48)) for layer in sorted(set(layers))}
+    with torch.no_grad():
+        for layer in layers:
+            weight = model.get_submodule(f"model.layers.{layer}.self_attn.q_proj").weight
+            weight += 0.05 * pairs[layer][0] @ pairs[layer][1]  # type: ignore[operator]
+
+
+def test_a_model_that_nobody_changed_has_no_facts(made: MadeWeights) -> None:
+    assert made.changed(make_model("llama")) is None
+
+
+def test_a_merge_has_its_layers_and_its_rank_and_is_reported_once(made: MadeWeights) -> None:
+    model = make_model("llama")
+    merge(model, (0, 1, 2))
+    facts = made.changed(model)
+    assert facts is not None
+    (group,) = facts["groups"]
+    assert group["name"] == "model.layers.*.self_attn.q_proj.weight"
+    assert [(one["layer"], one["rank"], one["writes"]) for one in group["parameters"]] == [
+        (0, 2, 1),
+        (1, 2, 1),
+        (2, 2, 1),
+    ]
+    assert uneven_layer(group["parameters"]) is None
+    assert made.changed(model) is None
+
+
+def test_a_layer_that_is_merged_twice_is_uneven(made: MadeWeights) -> None:
+    model = make_model("llama")
+    merge(model, (0, 1, 1, 2))
+    facts = made.changed(model)
+    assert facts is not None
+    found = uneven_layer(facts["groups"][0]["parameters"])
+    assert found is not None
+    assert found[0] == 1
+    assert "was written to twice, each other layer once" in found[1]
+
+
+def test_a_parameter_that_an_adapter_holds_is_compared_under_its_first_name(
+    made: MadeWeights,
+) -> None:
+    model = make_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = nn.Sequential(attention.q_proj)
+    with torch.no_grad():
+        attention.q_proj[0].weight += 1
+    facts = made.changed(model)
+    assert facts is not None
+    assert facts["groups"][0]["name"] == "model.layers.*.self_attn.q_proj.weight"
+
+
+def _change(layer: int, change: float, rank: int = 4, writes: int = 0) -> dict[str, float]:
+    return {"layer": layer, "change": change, "rank": rank, "writes": writes}
+
+
+def test_a_change_that_is_twice_as_large_or_of_another_rank_is_uneven() -> None:
+    even = [_change(layer, 0.1 + 0.001 * layer) for layer in range(4)]
+    assert uneven_layer(even) is None
+    found = uneven_layer([*even, _change(4, 0.2)])
+    assert found is not None
+    assert found[0] == 4
+    assert "its change is 2 times that of the others" in found[1]
+    found = uneven_layer([*even, _change(4, 0.1, rank=8)])
+    assert found == (4, "the change of layer 4 has rank 8, that of the others rank 4")
+
+
+def test_layers_that_differ_anyway_and_two_layers_are_not_judged() -> None:
+    assert uneven_layer([_change(0, 0.1), _change(1, 0.15), _change(2, 0.3)]) is None
+    assert uneven_layer([_change(0, 0.1), _change(1, 0.3)]) is None
