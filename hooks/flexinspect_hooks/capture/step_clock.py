@@ -44,6 +44,8 @@ class StepContext(Struct):
     """The forward's arguments by name; only set while hooks open."""
     output: Any = None
     """The forward's return value."""
+    read_positions: tuple[Tensor | None, list[int]] = (None, [])
+    """A table of position ids that the forward got, and its first row, where it was read."""
     wall_ms: float = 0.0
     capture_s: float = 0.0
     off_cpu_before: float = 0.0
@@ -58,6 +60,7 @@ class StepContext(Struct):
     def drop_references(self) -> None:
         """Drop every tensor, so that capture does not keep a step's memory alive."""
         self.logits = self.scores = self.output = None
+        self.read_positions = (None, [])
         self.processed = ()
 
 

@@ -24,10 +24,12 @@ class CollectivesHook(Hook):
 
     def __init__(self) -> None:
         self._log = CollectiveLog()
+        self._is_alone = False
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Observe the calls of this process."""
-        if current_rank() is None:
+        self._is_alone = current_rank() is None
+        if self._is_alone:
             return ()
         observing = ExitStack()
         observing.enter_context(observe_collectives(self._log))
@@ -39,7 +41,7 @@ class CollectivesHook(Hook):
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> Any:
         """Take the calls of the step."""
-        return self._log.take()
+        return () if self._is_alone else self._log.take()
 
     def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
         """Add the calls as arrays."""

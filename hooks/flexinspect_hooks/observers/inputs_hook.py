@@ -104,7 +104,9 @@ class InputsHook(Hook):
         after = _cached_lengths(pending.cache() if pending.cache is not None else None)
         positions, small = pending.positions, None
         if isinstance(positions, Tensor) and positions.dim() == 2:
-            if positions.device.type == "cpu" and positions.numel() <= SMALL_TABLE:
+            if positions is step.read_positions[0] and pending.batch == len(positions) == 1:
+                small = [step.read_positions[1]]
+            elif positions.device.type == "cpu" and positions.numel() <= SMALL_TABLE:
                 small = positions.tolist()
             else:
                 pending.tables["inputs.positions"] = positions.to(torch.int32, copy=True)
@@ -211,8 +213,12 @@ class InputRows:
         self.has_ids = "ids" in found
         self._ids: Tensor | None = None  # not of small tables on a CPU
         self._lists: dict[str, list[int]] | None = None
+        self.read_positions: tuple[Tensor | None, list[int]] = (None, [])
+        """A table of position ids of one row, and its ids, if it is on a CPU and small."""
         if all(t.numel() <= SMALL_TABLE and t.device.type == "cpu" for t in found.values()):
             self._lists = {name: table.tolist()[0] for name, table in found.items()}
+            if "position_ids" in found:
+                self.read_positions = found["position_ids"], self._lists["position_ids"]
             return
         rows = {name: table[0].detach().clone() for name, table in found.items()}
         for name, row in rows.items():

@@ -53,7 +53,9 @@ class LogitsHook(Hook):
             if row is None:
                 continue
             if row.device.type == "cpu":
-                buffer.put(f"{name}.all", row.float())
+                # Each operation of torch costs time here, one that changes nothing too.
+                plain = row if row.dtype is torch.float32 else row.float()
+                buffer.put(f"{name}.all", plain)
             else:
                 _reduce_on_device(name, row.float(), step.token_id, buffer)
         if step.level != "basic" and len(step.processed) > 1:

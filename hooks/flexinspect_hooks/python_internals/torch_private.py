@@ -118,10 +118,9 @@ def skip_code(code: CodeType) -> None:
         skip(code)
 
 
-def dynamo_counters(group: str) -> Mapping[str, int]:
-    """Return a group of dynamo's counters; empty if missing, or if dynamo is not imported."""
-    counters = getattr(sys.modules.get(_DYNAMO_UTILS), "counters", None)
-    return {} if counters is None else counters.get(group, {})
+def dynamo_counters() -> Mapping[str, Mapping[str, int]]:
+    """Return dynamo's counters by group; empty if missing, or if dynamo is not imported."""
+    return getattr(sys.modules.get(_DYNAMO_UTILS), "counters", None) or {}
 
 
 def compilation_metrics() -> Sequence[Any]:

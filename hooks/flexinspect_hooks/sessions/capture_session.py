@@ -551,7 +551,7 @@ _UNCOMPILED_FLEX = "_flex_attention_hop_wrapper"
 
 def _n_refused() -> int:
     """Return how many compilations dynamo refused at its recompile limit."""
-    refused = dynamo_counters("unimplemented")
+    refused = dynamo_counters().get("unimplemented", {})
     return sum(n for reason, n in refused.items() if "recompile" in reason[:40])
 
 
@@ -559,8 +559,8 @@ class GraphCount:
     """Compares the counters of dynamo before and after each step, without loading dynamo."""
 
     def __init__(self) -> None:
-        self._n_graphs = dynamo_counters("stats").get("unique_graphs", 0)
-        self._n_reasons = sum(dynamo_counters("unimplemented").values())
+        self._n_graphs = dynamo_counters().get("stats", {}).get("unique_graphs", 0)
+        self._n_reasons = sum(dynamo_counters().get("unimplemented", {}).values())
         self._n_refused = _n_refused()
         self._phases: set[str] = set()
 
@@ -571,8 +571,9 @@ class GraphCount:
         A function that reached its recompile limit, and is not compiled any more, has an event too.
         The facts name the functions that were compiled and the guard that failed.
         """
-        n_graphs = dynamo_counters("stats").get("unique_graphs", 0)
-        n_reasons = sum(dynamo_counters("unimplemented").values())
+        counters = dynamo_counters()
+        n_graphs = counters["stats"].get("unique_graphs", 0) if "stats" in counters else 0
+        n_reasons = sum(counters["unimplemented"].values()) if "unimplemented" in counters else 0
         first = phase not in self._phases
         if first:
             self._phases.add(phase)

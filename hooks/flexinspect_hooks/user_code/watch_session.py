@@ -198,7 +198,7 @@ class WatchSession(CaptureSession):
         assert builder is not None
         self._clock.set_next_step(place.generation, place.step)
         step = self._clock.open_of(n_rows, cached, self.level)
-        step.arguments = arguments
+        step.arguments, step.read_positions = arguments, rows.read_positions
         step.is_scored = False  # how a loop processes the logits before it chooses is not known
         step.events += place.input_events(step, rows)
         if place.begins_generation:

@@ -149,6 +149,7 @@ class AttentionHook(Hook):
             raise
         call.output, call.softcap = out[0], call.kwargs.get("softcap")
         self._refs.append(call)
+        self._series.compare(call)
         if self._context.on_call is not None:
             self._context.on_call(call)
         return out
@@ -177,8 +178,9 @@ class AttentionHook(Hook):
 
     def _keep(self, refs: list[AttentionCall]) -> None:
         self._refs += refs
-        if self._context.on_call is not None:
-            for ref in refs:
+        for ref in refs:
+            self._series.compare(ref)
+            if self._context.on_call is not None:
                 self._context.on_call(ref)
 
     def begin(self, context: CaptureContext) -> None:
@@ -205,6 +207,7 @@ class AttentionHook(Hook):
     def open(self, step: StepContext) -> None:
         """Drop references that an aborted step may have left."""
         self._refs.clear()
+        self._series.open()
         if self.kernels is not None:
             self.kernels.open(step)
 
@@ -264,7 +267,8 @@ class AttentionHook(Hook):
         """Return the calls of a step and the masks built for it, and drop them."""
         builds: tuple[BuildRecord, ...] = ()
         if self.kernels is not None:
-            self._add_direct_calls(self.kernels.take_since(0), step)
+            if self.kernels.done:
+                self._add_direct_calls(self.kernels.take_since(0), step)
             builds = self.kernels.take_builds()
         refs, self._refs = self._refs, []
         return refs, builds

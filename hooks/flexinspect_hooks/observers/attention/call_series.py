@@ -1,12 +1,12 @@
 """Recognises decode steps whose attention calls are those of the step before, with other keys.
 
-Most decode steps are. What is read from a call in every step is compared here, and everything else
-that a record holds is taken from the first step of the series.
+Most decode steps are. What may change from step to step is compared when a call is made, because
+its tensors are in the CPU caches then; everything else that a record holds is taken from the first
+step of the series.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,27 +19,48 @@ class CallSeries:
     """The last step's calls, without references to the model or to tensors."""
 
     def __init__(self) -> None:
+        self._facts: list[Any] = []
         self.end()
 
     def end(self) -> None:
         """Forget the calls; the next step begins a series."""
-        self._facts: list[Any] = []
+        self._facts.clear()
+        self._n_seen = 0
+        self._is_same = False
+        self._masks: dict[Any, int] = {}
         self.fields: tuple[dict[str, Any], ...] = ()
         """The fields of the series' call records; `kv_len` is that of its first step."""
         self.mask_numbers: tuple[int, ...] = ()
         """The number of each call's mask: calls that share a mask do so in the whole series."""
 
+    def open(self) -> None:
+        """A step opens."""
+        del self._facts[self._n_seen :]
+        self._n_seen, self._is_same = 0, True
+        self._masks.clear()
+
+    def compare(self, ref: AttentionCall) -> None:
+        """Compare a call with the one at the same place in the step before."""
+        facts, number = _facts_of(ref, self._masks), self._n_seen
+        self._n_seen += 1
+        if number == len(self._facts):
+            self._facts.append(facts)
+            self._is_same = False
+        elif self._facts[number] != facts:
+            self._facts[number] = facts
+            self._is_same = False
+
     def continues(self, refs: Calls) -> bool:
-        """Whether these calls continue the series: one query row, other keys, all else the same."""
-        before, self._facts = self._facts, _facts_of(refs)
-        return bool(self.fields) and self._facts == before
+        """Whether the calls of a step continue the series: other keys, and all else the same."""
+        is_complete = len(refs) == self._n_seen == len(self._facts)
+        return bool(self.fields) and self._is_same and is_complete
 
     def begin(self, refs: Calls, fields: tuple[dict[str, Any], ...]) -> None:
         """Begin a series with these calls, unless what is compared does not determine a record."""
         self.fields = ()
         if len({ref.query.shape[1:3] for ref in refs}) > 1:
             return  # layers with other numbers of heads may share a mask or not, step by step
-        if all(map(_can_continue, refs)):
+        if len(refs) == self._n_seen and all(map(_can_continue, refs)):
             self.fields = fields
             self.mask_numbers = tuple(ref.captured.number for ref in refs)
 
@@ -54,28 +75,22 @@ def _can_continue(ref: AttentionCall) -> bool:
     return is_whole and ref.query.shape[2] == 1 and not is_dense_flex
 
 
-def _facts_of(refs: Sequence[AttentionCall]) -> list[Any]:
-    """Return what may change from step to step, without the number of keys."""
-    masks: dict[Any, int] = {}
-    facts = []
-    for ref in refs:
-        kwargs, key, module = ref.kwargs, ref.key.shape, ref.module
-        own = module.__dict__
-        forward, mask = own.get("forward"), ref.mask
-        facts.append(
-            (
-                *(ref.layer, ref.path, ref.backend, id(ref.function), ref.kernel is None),
-                # A patched forward is user code, with its own place in the trace.
-                (
-                    getattr(type(module), "forward", None)
-                    if forward is None
-                    else getattr(forward, "__code__", 0)
-                ),
-                *(ref.query.shape, ref.query.dtype, key[0], key[1], key[3]),
-                *(ref.softcap, ref.causal, own.get("is_causal"), ref.suppressed_exception),
-                *(kwargs.get("scaling"), kwargs.get("sliding_window", SAME_MASK)),
-                # Which calls share a mask, and whether it is one.
-                *(mask is None, masks.setdefault((id(mask), key[2]), len(masks))),
-            )
-        )
-    return facts
+def _facts_of(ref: AttentionCall, masks: dict[Any, int]) -> tuple[Any, ...]:
+    """Return what may change from step to step, without the number of keys.
+
+    `masks` numbers the masks of the step, to know which calls share one.
+    """
+    kwargs, key, mask = ref.kwargs, ref.key.shape, ref.mask
+    own = ref.module.__dict__
+    forward = own.get("forward")
+    if forward is None:
+        forward = getattr(type(ref.module), "forward", None)
+    return (
+        *(ref.layer, ref.path, ref.backend, id(ref.function)),
+        # A patched forward is user code, with its own place in the trace.
+        getattr(forward, "__code__", 0),
+        *(ref.query.shape, ref.query.dtype, key[0], key[1], key[3]),
+        *(ref.softcap, ref.causal, own.get("is_causal"), ref.suppressed_exception),
+        *(kwargs.get("scaling"), kwargs.get("sliding_window", SAME_MASK)),
+        *(mask is None, masks.setdefault((id(mask), key[2]), len(masks))),
+    )

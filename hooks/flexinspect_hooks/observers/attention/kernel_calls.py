@@ -414,6 +414,8 @@ class KernelCalls(Struct, eq=False):
 
     def take_builds(self) -> tuple[BuildRecord, ...]:
         """Return the masks that were built for the step, before it and in it, and drop them."""
+        if not unassigned_builds and not self._builds:
+            return ()
         builds = (*unassigned_builds, *self._builds)
         unassigned_builds.clear()
         self._builds.clear()
