@@ -98,13 +98,13 @@ COMMANDS = (
     Command("museum one-token-off", in_terminal=True),
 )
 HANGING_COMMANDS = (
-    Command("show {trace}", hangs="panels"),
-    Command("open {trace}", in_terminal=True, hangs="panels"),
-    Command("findings {trace}", hangs="rules"),
-    Command("open {trace}", in_terminal=True, hangs="rules"),
-    Command("report {trace} -o report.html", hangs="rules"),
-    Command("export {trace} --to hanging -o out", hangs="exports"),
-    Command("import {folder}", hangs="importers"),
+    Command("show {trace}", 1.5, hangs="panels"),
+    Command("open {trace}", 1.5, in_terminal=True, hangs="panels"),
+    Command("findings {trace}", 1.5, hangs="rules"),
+    Command("open {trace}", 1.5, in_terminal=True, hangs="rules"),
+    Command("report {trace} -o report.html", 1.5, hangs="rules"),
+    Command("export {trace} --to hanging -o out", 1.5, hangs="exports"),
+    Command("import {folder}", 1.5, hangs="importers"),
     Command("audit program.py", hangs="hypotheses"),
     *(
         Command(f"{RUN} --no-ui", 16.0, 4.0, KILLED_S, hangs=each, records="run.flextrace")
