@@ -162,7 +162,7 @@ def attempt(prepared: Prepared, seed: int, folder: Path) -> list[Failure]:
     session = Session(command, prepared.folder, folder, act, is_fresh=is_fresh)
     ended = session.end(number, wait_s)
     wrong = _judge(command, number, ended)
-    wrong += session.left_behind()
+    wrong += session.left_behind() + _temporary_files(folder)
     if command.records and (folder / command.records).exists():
         wrong += _unreadable(folder / command.records)
     return [Failure("shutdown", each, how) for each in wrong]
@@ -194,6 +194,12 @@ def _judge(command: Command, number: signal.Signals, ended: Ended) -> list[str]:
 
 def _last(ended: Ended) -> str:
     return ascii(ended.said[-200:].decode("utf-8", "replace"))
+
+
+def _temporary_files(folder: Path) -> list[str]:
+    """Return files and folders that were to be replaced or removed."""
+    found = (entry.name for entry in folder.iterdir())
+    return [f"{name} is left" for name in found if name.endswith(".part") or name[:3] == "tmp"]
 
 
 def _unreadable(trace: Path) -> list[str]:
