@@ -10,17 +10,20 @@ from benchmarks.common import RESULTS
 from benchmarks.training_bugs import bugs, clean, further, page
 
 FACTS = json.loads((RESULTS / "training-bugs.json").read_text("utf-8"))
+INVARIANTS = json.loads((RESULTS / "inferred-invariants.json").read_text("utf-8"))
 
 
-def test_the_page_has_the_tables_of_the_last_measurement() -> None:
+def test_the_page_has_the_tables_of_the_last_measurements() -> None:
     text = page.PAGE.read_text("utf-8")
     assert page.filled(text, FACTS) == text
+    assert page.with_invariants(text, INVARIANTS) == text
 
 
 def test_the_last_measurement_has_every_program_and_the_page_has_a_row_of_each() -> None:
     text = page.PAGE.read_text("utf-8")
     for group, names in (("bugs", bugs.BUGS), ("further", further.BUGS), ("clean", clean.PROGRAMS)):
         assert [*FACTS[group]] == [*names]
+        assert group == "further" or [*INVARIANTS[group]] == [*names]
         assert all(f"\n| {name} |" in text or f"\n| [{name}]" in text for name in names)
 
 
