@@ -331,6 +331,9 @@ class TraceReader:
         condition = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
         found_arrays = self._step_arrays(key, condition)
         fields = {each.stream.removeprefix("grads."): each.array for each in found_arrays}
+        if len(fields.get("tokens", (0, 0))) != 2:
+            with self._damage_as_error():
+                raise codec.DamagedValueError("the gradients of tokens have not two rows")
         return replace(found[0], stats=tuple(stats), **fields)
 
     def fingerprints(

@@ -185,7 +185,8 @@ def _judge(command: Command, number: signal.Signals, ended: Ended) -> list[str]:
     expected = (*ENDED, 128 + number, -number)
     if ended.code is not None and ended.code not in expected:
         wrong.append(f"ended with {ended.code}: {_last(ended)}")
-    if b"Traceback (most recent" in ended.said and b"flexinspect" in ended.said:
+    is_own = b"flexinspect" in ended.said and "program.py" not in command.words
+    if b"Traceback (most recent" in ended.said and is_own:  # a program prints its own
         wrong.append(f"printed a traceback: {_last(ended)}")
     if ended.said.rfind(ALTERNATE_SCREEN) > ended.said.rfind(MAIN_SCREEN):
         wrong.append("left the terminal on the alternate screen")
