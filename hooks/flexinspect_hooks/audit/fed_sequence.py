@@ -168,7 +168,7 @@ def _unfollowed(first: StepEvidence, step: StepEvidence, *, is_unordered: bool) 
         return "the cache is quantised, so its keys and values are not those of the text"
     if first.encoder is not None and first.encoder.has_equal_rows():
         return "beams, and several texts for one input, of a model with an encoder"
-    if is_unordered and _has_equal_prompts(first):
+    if is_unordered and has_equal_prompts(first):
         return "the batch rows have the same prompt, so they may be beams, which change places"
     return ""
 
@@ -212,7 +212,8 @@ def _n_rows(evidence: StepEvidence) -> int:
     return 1 if evidence.ids is None else len(evidence.ids)
 
 
-def _has_equal_prompts(first: StepEvidence) -> bool:
+def has_equal_prompts(first: StepEvidence) -> bool:
+    """Whether all rows of a batch have the same tokens, as beams have at first."""
     ids = first.ids
     return ids is not None and len(ids) > 1 and bool((ids == ids[0]).all())
 

@@ -23,7 +23,12 @@ from flexinspect_hooks.audit.evidence import (
 )
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.expert_routing import describe_other, settle
-from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
+from flexinspect_hooks.audit.fed_sequence import (
+    FedSequence,
+    FedStep,
+    has_equal_prompts,
+    read_sequence,
+)
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import FaultProbe
@@ -88,7 +93,9 @@ class Verdict(Struct):
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     choice: dict[str, Any] | None = None
-    """The rule by which tokens were chosen, see `choice_facts`."""
+    """The rule by which tokens were chosen, see `ChoiceReader`."""
+    is_beam: bool = False
+    """Whether the divergence is a cache row of another beam."""
 
 
 class _Attempt(Struct, frozen=True):
@@ -150,10 +157,10 @@ class ProgramAudit:
                 verdict = self._judge(reference, generation, batch)
                 verdict.seconds = time.perf_counter() - started
                 verdicts.append(verdict)
-            if (crossed := crossed_rows(self._choices)) is not None:
-                verdicts[-n_batch].choice = crossed
             if len(self._agreeing) == n_batch > 1:
                 self._judge_beams(reference, verdicts[-n_batch:])
+            if all(one.divergence is None or not one.is_beam for one in verdicts[-n_batch:]):
+                verdicts[-n_batch].choice = crossed_rows(self._choices) or verdicts[-n_batch].choice
         return verdicts
 
     def _judge_beams(self, reference: ReferenceModel, verdicts: Sequence[Verdict]) -> None:
@@ -162,6 +169,7 @@ class ProgramAudit:
         if found is not None:
             verdict = verdicts[found[0]]
             verdict.divergence, verdict.search = found[1:]
+            verdict.is_beam = True
             verdict.pos = self._agreeing[found[0]].comparison.sequence.input_rows[found[1].row]
 
     def _affordable_dtype(self) -> torch.dtype:
@@ -293,7 +301,8 @@ class ProgramAudit:
         if self._is_last(verdict.generation) and not self._is_sampled(verdict.generation):
             wrong = None if found is None else found.step
             choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
-            verdict.choice = choices.facts()
+            if not has_equal_prompts(sequence.steps[0].evidence):
+                verdict.choice = choices.facts()
             self._choices.append(choices.choices())
         crop = _crop_before(sequence, verdict.generation, found)
         if sequence.encoder is not None and found is None:
