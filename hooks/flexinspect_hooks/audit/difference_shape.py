@@ -416,6 +416,10 @@ def _step_of(groups: Tensor) -> Tensor | None:
     smallest = torch.where(gaps > 1e-4 * top, gaps, torch.inf).amin(-1, keepdim=True)
     if not bool(smallest.isfinite().all()):
         return None
+    for n_steps in (127, 7):
+        step = top / n_steps
+        if float((groups / step - (groups / step).round()).abs().amax()) < 0.02:
+            return step
     # The smallest gap may be some steps; the largest value then is no multiple of it, mostly.
     for parts in (1, 2, 3):
         step = smallest / parts

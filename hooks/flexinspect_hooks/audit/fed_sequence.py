@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor
 
-from flexinspect_hooks.audit.beams import lineage, parents
+from flexinspect_hooks.audit.beams import followed, lineage, parents
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.evidence import StepEvidence
 
@@ -107,7 +107,11 @@ def read_sequence(
     sequence = FedSequence(batch)
     placed: list[tuple[StepEvidence, int, int, int]] = []
     order = row_order(steps)
-    rows = lineage(batch, order, [_n_rows(one) for one in steps])
+    sizes = [_n_rows(one) for one in steps]
+    rows = lineage(batch, order, sizes)
+    if sizes and sizes[-1] < sizes[0]:  # rows leave the batch when their text has ended
+        rows = followed(min(batch, sizes[0] - 1), order, sizes)
+        steps, order = steps[: len(rows)], order[: len(rows)]
     encoder = steps[0].encoder if steps else None
     if encoder is not None:  # equal texts of two rows are of different inputs of the encoder
         order, rows = [[] for _ in steps], [batch] * len(steps)

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from flexinspect.rules.text.generate_options import GENERATE_EVENT
 from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.audit.cache_contents import mask_change
 from flexinspect_hooks.audit.evidence import (
     MAX_HELD_SHARE,
     EvidenceStore,
@@ -125,6 +126,7 @@ class ProgramAudit:
         self._references: dict[torch.dtype, ReferenceModel] = {}
         self._noise = torch.Generator().manual_seed(0)
         self._dtype_note = ""
+        self._now = -1  # the generation that is judged
         self._own_masks: set[int] = set()
         """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
         self._agreeing: list[BeamRow] = []
@@ -209,7 +211,7 @@ class ProgramAudit:
     # -- one sequence ----------------------------------------------------------------------------
 
     def _judge(self, reference: ReferenceModel, generation: int, batch: int) -> Verdict:
-        verdict = Verdict(generation, batch)
+        verdict, self._now = Verdict(generation, batch), generation
         verdict.notes += [*reference.notes, *([self._dtype_note] if self._dtype_note else [])]
         steps = self._store.steps[generation]
         fill_from_trace(self._reader, steps)
@@ -524,9 +526,16 @@ class ProgramAudit:
     def _generation_of(self, sequence: FedSequence) -> int:
         return sequence.steps[0].evidence.generation
 
+    def _mask_change(self, sequence: FedSequence, found: Divergence) -> str:
+        """Return how the attention mask of the diverging row changed, empty if it did not."""
+        steps = [one for one in sequence.steps if one.evidence.generation == self._now]
+        at = next(one for one in steps if one.evidence.step == found.step)
+        return mask_change([one.evidence for one in steps], at.evidence, at.row)
+
     def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
         """Return circumstances that belong to a divergence without an explanation."""
-        evidence = next(s.evidence for s in sequence.steps if s.evidence.step == found.step)
+        steps = (one for one in sequence.steps if one.evidence.generation == self._now)
+        evidence = next(one.evidence for one in steps if one.evidence.step == found.step)
         layer = found.point[1]
         path = evidence.paths.get(layer) if layer is not None else None
         return {
@@ -534,6 +543,7 @@ class ProgramAudit:
             "dropout": _dropout(self._source),
             "path": path or "",
             "score_mod": layer in evidence.score_mods,
+            "mask_change": self._mask_change(sequence, found),
         }
 
 

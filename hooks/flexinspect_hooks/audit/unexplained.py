@@ -11,7 +11,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.attention_reading import HeadOutputs, read_attention
-from flexinspect_hooks.audit.cache_contents import cache_beside_text, cache_changes, mask_change
+from flexinspect_hooks.audit.cache_contents import cache_beside_text, cache_changes
 from flexinspect_hooks.audit.clean_classes import architecture_class, replaced_names
 from flexinspect_hooks.audit.difference_shape import (
     IS_NOISE,
@@ -223,16 +223,17 @@ class Unexplained(Struct, frozen=True):
         """Return what is wrong with the cache that the diverging step reads."""
         layer, step = self.layer, self.comparison.step_of(self.found)
         evidence = step.evidence
-        if layer is None or not evidence.kv_before:
+        if layer is None:
             return []
         texts = list[str]()
         generation = [one.evidence for one in self.comparison.steps]
-        changes = [one for one in cache_changes(generation) if one.step <= evidence.step]
-        if (mask := mask_change(generation, evidence, step.row)) and not texts:
-            texts.append(mask)
-        if changes:
-            broken = [one for one in changes if not one.is_order]
-            texts.append((broken or changes)[0].text)
+        changes = cache_changes(generation)
+        broken = [one for one in changes if not one.is_order]
+        near = [one for one in changes if one.step <= evidence.step]
+        if near or broken:
+            texts.append((broken or near)[0].text)
+        if not evidence.kv_before:
+            return texts
         key, value = (self.clean.get((one, layer)) for one in (KEY, VALUE))
         if key is not None and value is not None:
             right = {"keys": key[0], "values": value[0]}
