@@ -373,6 +373,10 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "segments.shifted": (OTHER_PROMPT,),
     "reach.leak": (OTHER_PROMPT,),
     "segments.bos-missing": ("mask.padding-as-text",),
+    "positions.restart": ("mask.text-as-padding",),
+    "positions.jump": ("mask.text-as-padding",),
+    "positions.duplicate": ("mask.text-as-padding",),
+    "positions.padding": ("mask.text-as-padding",),
     "mask.empty-row": ("mask.option-promise",),
     "mask.none": _PATH_FINDINGS,
     "mask.layers-differ": _PATH_FINDINGS,
@@ -399,7 +403,7 @@ def link_causes(findings: Sequence[Finding]) -> list[Finding]:
     linked = list(findings)
     for index, finding in enumerate(findings):
         cause_index = _find_cause(finding, findings)
-        if cause_index is None or finding.severity is Severity.NOTE:
+        if cause_index is None:
             continue
         cause = linked[cause_index]
         worse = min(cause.severity, finding.severity, key=list(Severity).index)

@@ -310,6 +310,21 @@ model.generate(batch, attention_mask=mask, max_new_tokens=3, do_sample=False)
         "mask.text-as-padding",
         ("hides 1 token (id 2) in the middle of batch row 0 of 2, at column 5: it is 0 exactly",),
     ),
+    "a token of the text is the padding of generate": Program(
+        """
+model = make_model("llama")
+model.generation_config.pad_token_id = 9
+ids = prompt()
+ids[0, [3, 7]] = 9
+mask = None if BROKEN else torch.ones_like(ids)
+model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+""",
+        "mask.text-as-padding",
+        (
+            "hides 2 tokens (id 9) in the middle of the prompt, at columns 3, 7: it is 0 exactly",
+            "generate received no attention_mask and made it by ids != pad_token_id (9)",
+        ),
+    ),
     "the generation config bans repeated tokens": Program(
         """
 model = make_model("llama")

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.attention_reading import HeadOutputs, read_attention
+from flexinspect_hooks.audit.bias_reading import describe_biases, head_biases, read_bias
 from flexinspect_hooks.audit.cache_contents import cache_beside_text, cache_changes
 from flexinspect_hooks.audit.clean_classes import architecture_class, replaced_names
 from flexinspect_hooks.audit.difference_shape import (
@@ -206,6 +208,8 @@ class Unexplained(Struct, frozen=True):
         right = {one: self.clean.get((one, layer)) for one in (QUERY, KEY, VALUE, HEADS)}
         if layer is None or any(one is None for one in right.values()):
             return ""
+        if text := self._bias_reading(layer):
+            return text
         for chosen in self._spans():
             compared = self._compared(chosen)
             if compared is None:
@@ -267,6 +271,29 @@ class Unexplained(Struct, frozen=True):
         )
         return read_attention(given)
 
+    def _bias_reading(self, layer: int) -> str:
+        """Return which heads of the layer have another bias than their own."""
+        counts = {
+            name: int(self.clean[name, layer].shape[1])
+            for name in (QUERY, KEY, VALUE)
+            if self.clean[name, layer].dim() == 4
+        }
+        biases = head_biases(self.reference.blocks[layer][1], counts)
+        if not biases or self.found.point[0] not in biases:
+            return ""
+        turn, texts = self._rotation(layer), list[str]()
+        for name in biases:
+            found = replace(self.found, point=(name, layer))
+            for chosen in self._spans():
+                compared = replace(self, found=found)._compared(chosen)
+                if compared is None:
+                    continue
+                rotation = turn if name in (QUERY, KEY) else None
+                if read := read_bias(name, compared, biases, rotation):
+                    texts += read
+                    break
+        return describe_biases(texts)
+
     def _position_reading(self, compared: Compared, layer: int) -> str:
         name = self.found.point[0]
         plain = self._before_rotation(layer, name)
@@ -306,10 +333,17 @@ class Unexplained(Struct, frozen=True):
 
     def _before_rotation(self, layer: int, name: str) -> Tensor | None:
         """Return the queries or keys (heads, rows, size) of a layer before RoPE."""
-        kept: list[Tensor] = []
+        turn = self._rotation(layer)
+        if turn is None:
+            return None
+        return (turn.query if name == QUERY else turn.key)[0].double().cpu()
+
+    def _rotation(self, layer: int) -> Rotation | None:
+        """Return the rotation of a layer by RoPE, None without one."""
+        kept: list[Rotation] = []
 
         def none(turn: Rotation) -> tuple[Tensor, Tensor]:
-            kept.append(turn.query if name == QUERY else turn.key)
+            kept.append(turn)
             return turn.rotate(turn.query, turn.key, turn.cos, turn.sin)
 
         edit = ForwardEdit(name="", sentence="", rope=none)
@@ -317,7 +351,7 @@ class Unexplained(Struct, frozen=True):
         run = Run(base.positions.clone(), base.ends, base.masks, base.biases, stop_after=layer)
         run.edits = [(edit, Scope(0, frozenset((layer,))))]
         self.reference.run(self.comparison.sequence.ids, run)
-        return kept[0][0].double().cpu() if kept else None
+        return kept[0] if kept else None
 
     # -- the code ----------------------------------------------------------------------------------
 

@@ -294,6 +294,81 @@ def expert_missing(probe: FaultProbe) -> Edits:
             yield _reroute("experts.missing", block, sentence, renormalised)
 
 
+def experts_overwritten(probe: FaultProbe) -> Edits:
+    """Outputs of chosen experts replace each other, so that only one of each row counts."""
+    found = _moe(probe)
+    if found is None or found[1].chosen.shape[-1] < 2:
+        return
+    block, form = found
+    top_k = form.chosen.shape[-1]
+    options: dict[str, Callable[[Tensor], Tensor]] = {
+        "the one with the highest index": lambda chosen: chosen == chosen.amax(-1, keepdim=True),
+        "the one with the lowest index": lambda chosen: chosen == chosen.amin(-1, keepdim=True),
+        "the one with the largest weight": lambda chosen: _slot(chosen, 0),
+        "the one with the smallest weight": lambda chosen: _slot(chosen, top_k - 1),
+    }
+    for which, kept in options.items():
+
+        def one(own: _Routing, kept: Callable[[Tensor], Tensor] = kept) -> tuple[Tensor, Tensor]:
+            return own.chosen, own.weights.masked_fill(~kept(own.chosen), 0)
+
+        sentence = (
+            f"in which only one of the {top_k} chosen experts of each row counts in {block}, "
+            f"{which} (outputs are assigned, not added)"
+        )
+        yield _reroute("experts.overwritten", block, sentence, one)
+
+
+def _slot(chosen: Tensor, slot: int) -> Tensor:
+    places = torch.arange(chosen.shape[-1], device=chosen.device)
+    return (places == slot).expand_as(chosen)
+
+
+def expert_order(probe: FaultProbe) -> Edits:
+    """The chosen experts have the weights of each other, or other experts run in their place."""
+    found = _moe(probe)
+    if found is None:
+        return
+    block, form = found
+    n, top_k = form.scores.shape[-1], form.chosen.shape[-1]
+
+    def sorted_experts(own: _Routing) -> tuple[Tensor, Tensor]:
+        return own.chosen.sort(-1).values, own.weights
+
+    def reversed_weights(own: _Routing) -> tuple[Tensor, Tensor]:
+        return own.chosen, own.weights.flip(-1)
+
+    def worst(own: _Routing) -> tuple[Tensor, Tensor]:
+        scores, chosen = own.scores.float().topk(top_k, -1, largest=False)
+        return chosen, scores.softmax(-1) if form.is_normalised() else own.weights
+
+    def squared(own: _Routing) -> tuple[Tensor, Tensor]:
+        return own.chosen, own.weights.square()
+
+    options: dict[str, Callable[[_Routing], Any]] = {
+        f"in which {block} applies the weights of the chosen experts twice": squared,
+        f"in which {block} chooses the experts with the lowest scores": worst,
+    }
+    if top_k > 1:
+        options |= {
+            f"in which {block} sorts the indices of the chosen experts, but not their weights": (
+                sorted_experts
+            ),
+            f"in which {block} gives the chosen experts their weights in reverse order": (
+                reversed_weights
+            ),
+        }
+    for shift in (1, -1):
+
+        def shifted(own: _Routing, shift: int = shift) -> tuple[Tensor, Tensor]:
+            return (own.chosen + shift) % n, own.weights
+
+        side = "after" if shift > 0 else "before"
+        options[f"in which {block} runs the expert {side} each one that is chosen"] = shifted
+    for sentence, change in options.items():
+        yield _reroute("experts.order", block, sentence, change)
+
+
 HYPOTHESES = (
     neurons_missing,
     activation_changed,
@@ -301,4 +376,6 @@ HYPOTHESES = (
     expert_weights,
     expert_count,
     expert_missing,
+    experts_overwritten,
+    expert_order,
 )
