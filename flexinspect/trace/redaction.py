@@ -104,6 +104,7 @@ def redact(source: Path, target: Path, *, keep_tensors: bool = False) -> Redacte
                     db.execute("VACUUM INTO ?", (str(work),))
                 with closing(sqlite3.connect(work, isolation_level=None)) as db:
                     db.execute("PRAGMA journal_mode = OFF")
+                    _drop_triggers(db)
                     found = _Redaction(db, keep_tensors).run()
                     write_private(small, b"")
                     db.execute("VACUUM INTO ?", (str(small),))  # free pages hold what was replaced
@@ -112,6 +113,13 @@ def redact(source: Path, target: Path, *, keep_tensors: bool = False) -> Redacte
         what = f"{target} cannot be written: {error.strerror or error}."
         raise UsageError(what, hint="Name another file with -o.") from error
     return found
+
+
+def _drop_triggers(db: sqlite3.Connection) -> None:
+    """Remove the triggers of a file: our traces have none, and those of a stranger would run."""
+    names = db.execute("SELECT name FROM sqlite_schema WHERE type = 'trigger'").fetchall()
+    for (name,) in names:
+        db.execute('DROP TRIGGER "{}"'.format(name.replace('"', '""')))
 
 
 class _Redaction:

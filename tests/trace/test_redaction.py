@@ -85,6 +85,17 @@ def test_tensors_stay_on_request(tmp_path: Path) -> None:
     assert redact(whole, copy, keep_tensors=True).dropped_arrays == []
 
 
+def test_a_trigger_of_a_stranger_is_not_run(tmp_path: Path) -> None:
+    whole, copy = unpack("generation", tmp_path), tmp_path / "copy.flextrace"
+    with closing(sqlite3.connect(whole)) as db, db:
+        rows = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+        db.execute(f'CREATE TRIGGER "a ""b" AFTER INSERT ON run BEGIN {rows}; END')
+    redact(whole, copy)
+    with closing(sqlite3.connect(copy)) as db:
+        (n,) = db.execute("SELECT count(*) FROM sqlite_schema WHERE type = 'trigger'").fetchone()
+    assert n == 0
+
+
 def test_damaged_json_is_left_out_of_a_copy(tmp_path: Path) -> None:
     whole = unpack("generation", tmp_path)
     with closing(sqlite3.connect(whole)) as db, db:
