@@ -122,7 +122,8 @@ def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None
         groups.setdefault(key, []).append(
             {
                 "layer": None if found is None else int(found[1]),
-                "change": float(gap.norm() / torch.maximum(before.norm(), now.norm())),
+                # A vector of zeros, such as a bias, is compared with what it became.
+                "change": float(gap.norm() / (before.norm() or now.norm())),
                 "rank": _rank(gap),
                 "writes": versions[name] - made.versions[name],
             }
