@@ -40,17 +40,18 @@ class ChangedWeightsRule(Rule):
 
     def _judge(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
         groups = data["groups"]
+        if data["changed"] > _MAX_SHARE * data["total"]:
+            return
+        described = _described(groups[:_MAX_GROUPS])
         for group in groups:
             if (found := uneven_layer(group["parameters"])) is not None:
                 layer, text = found
                 name = printable(group["name"])
-                sentence = f"{name}: {text}. {_described(groups[:_MAX_GROUPS])}"
+                sentence = f"{name}: {text}. {described}"
                 yield self.finding(step, UNEVEN, sentence, (layer,), dict(group), series=name)
-        if data["changed"] <= _MAX_SHARE * data["total"]:
-            sentence = _described(groups[:_MAX_GROUPS])
-            yield self.finding(
-                step, UNEVEN, sentence, (), severity=Severity.NOTE, series="all changes"
-            )
+        yield self.finding(
+            step, UNEVEN, described, (), severity=Severity.NOTE, series="all changes"
+        )
 
 
 def uneven_layer(parameters: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:

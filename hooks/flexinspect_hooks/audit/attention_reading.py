@@ -201,6 +201,8 @@ def _whole_factor(found: _Weights) -> str:
     if not found.explained_by(found.right * total) or bool(((total - 1).abs() < _EXACT).all()):
         return ""
     low, high = float(total.min()), float(total.max())
+    if max(abs(low), abs(high)) < _EXACT:
+        return "they are all zero, and so is the output"
     if high - low < _EXACT:
         return f"they are {low:.3g} times the right ones"
     return (

@@ -106,8 +106,9 @@ def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None
     same = {}
     for name, one in named.items():
         owner, known = made.owners.get(id(one), (None, name))
-        known = known if owner is not None and owner() is one else name
-        if known in made.blocks and not one.is_meta:
+        is_own = owner is not None and owner() is one
+        # A vector of another module, such as a norm of another class, may mean something else.
+        if known in made.blocks and not one.is_meta and (is_own or one.dim() > 1):
             same[known] = one
     blocks, versions = _blocks(same), _versions(same)
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -121,7 +122,8 @@ def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None
         groups.setdefault(key, []).append(
             {
                 "layer": None if found is None else int(found[1]),
-                "change": float(gap.norm() / before.norm().clamp_min(1e-30)),
+                # A vector of zeros, such as a bias, is compared with what it became.
+                "change": float(gap.norm() / (before.norm() or now.norm())),
                 "rank": _rank(gap),
                 "writes": versions[name] - made.versions[name],
             }
