@@ -4,22 +4,17 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; Ctrl-C prints one line instead of a traceback, also while importing."""
-    code = 130
+    """Run the command line; a signal prints one line instead of a traceback, also at the start."""
     try:
-        from flexinspect.core.signals import exit_code_of, raise_on_end_signals
+        from flexinspect.core.signals import raise_on_end_signals
 
         raise_on_end_signals()
-        try:
-            from flexinspect.cli.main import main as run_command
+        from flexinspect.cli.main import main as run_command
 
-            return run_command()
-        except KeyboardInterrupt as error:  # during the imports; `run_command` handles it later
-            code = exit_code_of(error)
-            raise
-    except KeyboardInterrupt:
+        return run_command()
+    except KeyboardInterrupt as error:  # during the imports; `run_command` handles it afterwards
         sys.stderr.write("flexinspect: interrupted\n")
-        return code
+        return 128 + int(getattr(error, "number", 2))
 
 
 if __name__ == "__main__":

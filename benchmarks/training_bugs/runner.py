@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,7 +197,11 @@ def table(facts: dict[str, Any]) -> str:
     from benchmarks.training_bugs import clean as correct
     from benchmarks.training_bugs import further, page
 
-    known = {"bugs": artifact.BUGS, "further": further.BUGS, "clean": correct.PROGRAMS}
+    known: dict[str, Collection[str]] = {
+        "bugs": artifact.BUGS,
+        "further": further.BUGS,
+        "clean": correct.PROGRAMS,
+    }
     if all([*facts[group]] == [*names] for group, names in known.items()):
         text = page.PAGE.read_text(encoding="utf-8")
         page.PAGE.write_text(page.filled(text, facts), encoding="utf-8")

@@ -19,6 +19,9 @@ INTERRUPTED = 130
 GRACE_S = 1.5
 """Time that deferred work has to finish after a signal: a step, not minutes of compilation."""
 
+CUT_AFTER_S = 0.5
+"""The same for work that may not be interrupted, in a process that has nothing to finish."""
+
 RETRY_INTERVAL_S = 5.0
 """Time after which the exception is raised again if the last one had no effect."""
 
@@ -86,8 +89,9 @@ def defer_interrupts(*, cut: Callable[[], None] | None = None) -> Iterator[None]
     """Finish the body first, then raise `SignalInterrupt` if a signal arrived meanwhile.
 
     After `GRACE_S` the exception is raised inside the body, which may be waiting for a debugger.
-    With `cut` it is not, but `cut` is called, which ends the process: an exception within the
-    import system can leave its locks held, after which any import in another thread waits forever.
+    With `cut` it is not, but after `CUT_AFTER_S` `cut` is called, which ends the process: an
+    exception within the import system can leave its locks held, after which any import in another
+    thread waits forever.
 
     A request whose exception was lost earlier counts too. An error raised in the body after a
     request is converted to a `SignalInterrupt`: it may be the interrupt in another form.
@@ -144,7 +148,7 @@ def _raise_if_requested() -> None:
 
 
 def _arm_timer() -> bool:
-    """Raise after `GRACE_S` and then repeatedly; False on a system without interval timers."""
+    """Raise, or cut, after the grace and then repeatedly; False on a system without such timers."""
     if not hasattr(signal, "setitimer"):
         return False
 
@@ -154,7 +158,8 @@ def _arm_timer() -> bool:
         _raise_if_requested()
 
     signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, GRACE_S, RETRY_INTERVAL_S)
+    grace_s = GRACE_S if _request.cut is None else CUT_AFTER_S
+    signal.setitimer(signal.ITIMER_REAL, grace_s, RETRY_INTERVAL_S)
     return True
 
 

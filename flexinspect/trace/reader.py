@@ -331,6 +331,9 @@ class TraceReader:
         condition = "owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
         found_arrays = self._step_arrays(key, condition)
         fields = {each.stream.removeprefix("grads."): each.array for each in found_arrays}
+        if len(fields.get("tokens", (0, 0))) != 2:
+            with self._damage_as_error():
+                raise codec.DamagedValueError("the gradients of tokens have not two rows")
         return replace(found[0], stats=tuple(stats), **fields)
 
     def fingerprints(
@@ -538,10 +541,7 @@ class TraceReader:
         stride = max(n_steps // MAX_STEPS_READ, 1)
         key = (first, n_points, n_steps, generation, branch)
         params = (*key, stride, *key, max(MAX_STEPS_READ // n_points, 1))
-        return {
-            (row[0], row[1]): math.nan if row[3] else float(row[2])
-            for row in self._query(_GROUP_NORMS_SQL, params)
-        }
+        return dict(self._read(_group_norm, _GROUP_NORMS_SQL, params))
 
     def parameter_groups(self, generation: int) -> tuple[str, ...]:
         """Return the groups of parameters of a training run: all as last reported, else declared.
@@ -634,6 +634,14 @@ def _place_condition(
     if step is None:
         return WHERE_BRANCH, (generation, branch)
     return WHERE_STEP, (generation, branch, step)
+
+
+def _group_norm(row: Sequence[Any]) -> tuple[tuple[int, int], float]:
+    point, group, norm, is_nonfinite = row
+    values = (point, group, math.nan if is_nonfinite else norm)
+    kinds = ("int", "int", "real")
+    point, group, norm = codec.decode_values(kinds, values, "training_steps")
+    return (point, group), norm
 
 
 def _curve_point(row: Sequence[Any]) -> CurvePoint:

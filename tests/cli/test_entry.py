@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from flexinspect import __main__
 from flexinspect.cli import main
+from flexinspect.core import signals
 
 
 def test_ctrl_c_before_a_command_runs_prints_one_line(
@@ -20,8 +22,29 @@ def test_ctrl_c_before_a_command_runs_prints_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "main", interrupted)
+    monkeypatch.setattr(signals, "raise_on_end_signals", lambda: None)
     assert __main__.main() == 130
     assert capsys.readouterr().err == "flexinspect: interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_end_cleans_up_unless_it_is_ignored(name: str, tmp_path: Path) -> None:
+    command = (
+        "import os, sys, time, signal, flexinspect.cli.main as cli\n"
+        f"number = signal.{name}\n"
+        "if sys.argv[1:]: signal.signal(number, signal.SIG_IGN)  # as nohup does\n"
+        "def slow():\n"
+        "    try: os.kill(os.getpid(), number); time.sleep(len(sys.argv) < 2 and 60)\n"
+        "    finally: print('cleaned')\n"
+        "    return 0\n"
+        "cli.main = slow\n"
+        "from flexinspect.__main__ import main; sys.exit(main())"
+    )
+    for words, code in (([], 128 + getattr(signal, name)), (["nohup"], 0)):
+        argv = [sys.executable, "-c", command, *words]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (code, "cleaned\n")
+        assert done.stderr == ("flexinspect: interrupted\n" if code else "")
 
 
 def test_ctrl_c_during_the_imports_prints_one_line(tmp_path: Path) -> None:

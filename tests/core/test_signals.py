@@ -161,7 +161,7 @@ def test_a_capture_process_that_was_asked_to_end_names_the_signal() -> None:
 def test_a_body_that_must_not_be_cut_ends_the_process_after_the_grace_period(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signals, "GRACE_S", 0.01)
+    monkeypatch.setattr(signals, "CUT_AFTER_S", 0.01)
     raise_on_signals("SIGTERM")
 
     def end_now() -> None:

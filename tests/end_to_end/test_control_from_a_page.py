@@ -1,5 +1,7 @@
 """A page in the user's browser cannot command a capture: not by a form, a fetch, or another name.
 
+Nor can it use the debug adapter of a run.
+
 The page is served from this machine, so that its requests reach the control server as those of a
 hostile page do. The name evil.example resolves to this machine, as after DNS rebinding.
 """
@@ -17,6 +19,7 @@ import pytest
 from support import browser
 from support.browser import CHROMIUM, open_browser
 from support.controlled import FakeModel, fake_targets
+from support.debugged import Debugged, eventually
 
 from flexinspect.control.discovery import ServeOptions
 from flexinspect_hooks.control.server import CaptureControl
@@ -40,6 +43,29 @@ async function attack(url, token) {
   form.action = url + "/stop";
   form.submit();
   await new Promise((done) => { document.querySelector("iframe").onload = done; });
+  return found;
+}
+async function attack_debugger(url) {
+  const text = (command, facts) => JSON.stringify(
+    {seq: 1, type: "request", command: command, arguments: facts});
+  const code = {expression: "open('attacked', 'w').close()", context: "repl"};
+  const bodies = [text("initialize", {adapterID: "x"}), text("attach", {}), text("evaluate", code),
+                  text("disconnect", {terminateDebuggee: true})];
+  const all = bodies.concat(bodies.map((one) => `Content-Length: ${one.length}\r\n\r\n${one}`));
+  all.push(bodies.map((one) => `Content-Length: ${one.length}\r\n\r\n${one}`).join(""));
+  const found = [];
+  for (const body of all) {
+    const plain = {method: "POST", mode: "no-cors", headers: {"Content-Type": "text/plain"}};
+    const limit = {signal: AbortSignal.timeout(200)};
+    found.push(await tried(fetch(url, {...plain, ...limit, body: body})));
+    navigator.sendBeacon(url, body);
+  }
+  const socket = new WebSocket(url.replace("http", "ws"));
+  found.push(await new Promise((done) => {
+    socket.onopen = () => done("open");
+    socket.onerror = () => done("refused");
+    setTimeout(() => done("no answer"), 500);
+  }));
   return found;
 }
 </script>"""
@@ -107,3 +133,22 @@ async def test_a_hostile_page_commands_nothing_and_reads_nothing(
         assert "Host header does not name this server" in await page.text("body")
     assert model.n_stops == 0
     assert model.barrier.view().state == "running"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+async def test_a_hostile_page_cannot_use_the_debug_adapter(page_port: int, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with Debugged(tmp_path / "run") as run:
+        port = run.port()
+        eventually(run.count)
+        async with open_browser(tmp_path) as page:
+            await page.open(f"http://127.0.0.1:{page_port}/", ready="window.attack_debugger")
+            found = await page.value(f"attack_debugger('http://127.0.0.1:{port}')")
+            asked = [url for url in page.requests if f":{port}/" in url]
+        assert len(asked) >= 9, "the attack never reached the adapter"
+        assert set(found) <= {"refused", "no answer"}
+        assert run.goes_on()
+        assert not run.is_traced()
+        assert not (run.folder / "attacked").exists()
+        assert run.finish()[1] == 0

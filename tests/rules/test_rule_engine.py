@@ -781,3 +781,17 @@ def test_rules_that_need_other_records_are_named_but_not_called() -> None:
     runner.on_step(step(0))
     assert called == ["any", "memory"]
     assert set(runner.names) == {"any", "masks", "memory"}
+
+
+def test_rules_given_as_a_function_are_made_when_a_record_comes() -> None:
+    made: list[Rule] = []
+
+    def make() -> list[Rule]:
+        made.append(nan_and_inf.NumbersRule())
+        return [*made]
+
+    runner = RuleRunner(make)
+    assert made == []
+    assert runner.names == ("numbers",)
+    assert runner.names == ("numbers",)
+    assert len(made) == 1

@@ -243,6 +243,7 @@ def _spawn_server(listener: socket.socket, folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, *DEBUGGED, "-c", code, str(listener.fileno()), listener.getsockname()],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # a pipe of the process that starts it would stay open
         pass_fds=[listener.fileno()],
         start_new_session=True,  # it is not the one who started it that ends it
         # One thread, so that there is no thread pool that a fork would lose.

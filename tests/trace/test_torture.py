@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import time
+import tty
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexinspect_hooks.control import http_app
-from tools.torture import control_attacks, faults, recordings
+from tools.torture import (
+    control_attacks,
+    faults,
+    recordings,
+    shutdowns,
+    trace_readers,
+    viewer_kills,
+)
 from tools.torture.__main__ import Run, summary
 from tools.torture.judged import Problem, problem_of
 from tools.torture.mutants import unpack
@@ -36,9 +49,16 @@ SEEDS = {
     "io-faults": 28,
     "decoders": 10,
     "hostile-inputs": 90,
+    "shutdowns": 8,
     "control": 21,
+    "viewers": 3,
+    "debug-adapter": 1,
     "soak": 3,
 }
+
+
+FIRST_SEEDS = {"shutdowns": 12}
+"""Where a part begins with something else than its first seeds: here quick commands."""
 
 
 def test_each_part_has_a_small_form() -> None:
@@ -50,7 +70,7 @@ def test_a_few_seeds_of_each_part_find_nothing(name: str) -> None:
     if PARTS[name].injects and (reason := faults.missing()):
         pytest.skip(reason)
     run = Run()
-    run.run(PARTS[name], 0, SEEDS[name], time.time() + 240)
+    run.run(PARTS[name], FIRST_SEEDS.get(name, 0), SEEDS[name], time.time() + 240)
     assert [one for one in run.results if one.failures] == []
     assert len(run.results) == SEEDS[name]
 
@@ -113,6 +133,65 @@ def test_a_hostile_input_that_ends_in_a_traceback_is_found() -> None:
     assert problem_of(lambda: print("\x1b[2J")) == Problem("control character", "'\\x1b'")
     assert problem_of(lambda: 3) == Problem("exit code", "3")
     assert problem_of(lambda: 2) is None
+
+
+def test_a_command_that_goes_on_or_leaves_the_terminal_in_disorder_is_found() -> None:
+    command, number = shutdowns.Command("open x"), signal.SIGTERM
+
+    def judged(code: int | None, seconds: float, said: bytes = b"") -> list[str]:
+        return shutdowns._judge(command, number, shutdowns.Ended(code, seconds, said, True))
+
+    assert judged(143, 0.5) == judged(-15, 0.5) == judged(0, 0.5) == []
+    assert "took more than" in judged(143, 500.0)[0]
+    assert "was killed" in judged(None, 500.0)[0]
+    assert "ended with 9" in judged(9, 0.5)[0]
+    screens = shutdowns.ALTERNATE_SCREEN, shutdowns.MAIN_SCREEN
+    assert judged(143, 0.5, b"".join(screens)) == []
+    assert judged(143, 0.5, screens[0]) == ["left the terminal on the alternate screen"]
+
+
+def test_a_command_that_ignores_its_signal_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdowns, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(shutdowns.warm, "popen", lambda: _deaf)
+    session = shutdowns.Session(shutdowns.Command("x"), tmp_path, tmp_path, "", is_fresh=False)
+    assert session.end(signal.SIGTERM, 1.0).code is None
+    assert session.left_behind() == []
+
+
+def _deaf(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    return subprocess.Popen([sys.executable, "-c", code], **options)
+
+
+def test_a_terminal_that_is_left_in_disorder_is_found() -> None:
+    terminal = viewer_kills.Terminal()
+    os.write(terminal.inner, viewer_kills.ALTERNATE_SCREEN)
+    tty.setraw(terminal.inner)
+    assert terminal.disorder() == [
+        "the terminal is left on the alternate screen",
+        "the modes of the terminal are changed",
+    ]
+
+
+def test_a_control_character_in_a_file_that_a_command_writes_is_found(tmp_path: Path) -> None:
+    def write(trace: Path, out: Path, seed: int) -> None:
+        (out / "page.html").write_text("<p>\x1b[2J</p>")
+
+    found = trace_readers.Reader("writer", write).problem(tmp_path, tmp_path)
+    assert found == Problem("control character", "'\\x1b' in page.html")
+
+
+def test_a_command_that_lacks_memory_is_found() -> None:
+    def fail() -> int:
+        print("There is not enough memory for this command.", file=sys.stderr)
+        return 2
+
+    assert problem_of(fail) is None
+    found = problem_of(fail, may_lack_memory=False)
+    assert found is not None
+    assert found.kind == "memory"
 
 
 def test_a_leak_is_found() -> None:

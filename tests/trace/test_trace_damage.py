@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from support.earlier_traces import unpack
 from support.trace_samples import generation, step
 
 import flexinspect.trace
@@ -370,3 +371,18 @@ def test_a_changed_finding_is_noticed_by_queries(
     change(copy, sql)
     with open_trace(copy) as reader, pytest.raises(TraceError, match="is damaged: "):
         read(reader)
+
+
+@pytest.mark.parametrize("norms", ['[1, "x"]', '{"a": 2}', "[1, [2]]"])
+def test_a_changed_norm_of_a_group_is_noticed(tmp_path: Path, norms: str) -> None:
+    path = unpack("training", tmp_path)
+    change(path, "UPDATE training_steps SET group_norms = ?", norms)
+    with open_trace(path) as reader, pytest.raises(TraceError, match="is damaged: "):
+        reader.group_curve(0, 0, 8, 8)
+
+
+def test_gradients_of_tokens_that_have_not_two_rows_are_noticed(tmp_path: Path) -> None:
+    path = unpack("extreme", tmp_path)
+    change(path, "UPDATE arrays SET shape = '[18, 2]' WHERE stream = 'grads.tokens'")
+    with open_trace(path) as reader, pytest.raises(TraceError, match="have not two rows"):
+        reader.gradients(0, 0)

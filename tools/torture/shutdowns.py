@@ -98,13 +98,13 @@ COMMANDS = (
     Command("museum one-token-off", in_terminal=True),
 )
 HANGING_COMMANDS = (
-    Command("show {trace}", hangs="panels"),
-    Command("open {trace}", in_terminal=True, hangs="panels"),
-    Command("findings {trace}", hangs="rules"),
-    Command("open {trace}", in_terminal=True, hangs="rules"),
-    Command("report {trace} -o report.html", hangs="rules"),
-    Command("export {trace} --to hanging -o out", hangs="exports"),
-    Command("import {folder}", hangs="importers"),
+    Command("show {trace}", 1.5, hangs="panels"),
+    Command("open {trace}", 1.5, in_terminal=True, hangs="panels"),
+    Command("findings {trace}", 1.5, hangs="rules"),
+    Command("open {trace}", 1.5, in_terminal=True, hangs="rules"),
+    Command("report {trace} -o report.html", 1.5, hangs="rules"),
+    Command("export {trace} --to hanging -o out", 1.5, hangs="exports"),
+    Command("import {folder}", 1.5, hangs="importers"),
     Command("audit program.py", hangs="hypotheses"),
     *(
         Command(f"{RUN} --no-ui", 16.0, 4.0, KILLED_S, hangs=each, records="run.flextrace")
@@ -162,7 +162,7 @@ def attempt(prepared: Prepared, seed: int, folder: Path) -> list[Failure]:
     session = Session(command, prepared.folder, folder, act, is_fresh=is_fresh)
     ended = session.end(number, wait_s)
     wrong = _judge(command, number, ended)
-    wrong += session.left_behind()
+    wrong += session.left_behind() + _temporary_files(folder)
     if command.records and (folder / command.records).exists():
         wrong += _unreadable(folder / command.records)
     return [Failure("shutdown", each, how) for each in wrong]
@@ -185,7 +185,8 @@ def _judge(command: Command, number: signal.Signals, ended: Ended) -> list[str]:
     expected = (*ENDED, 128 + number, -number)
     if ended.code is not None and ended.code not in expected:
         wrong.append(f"ended with {ended.code}: {_last(ended)}")
-    if b"Traceback (most recent" in ended.said and b"flexinspect" in ended.said:
+    is_own = b"flexinspect" in ended.said and "program.py" not in command.words
+    if b"Traceback (most recent" in ended.said and is_own:  # a program prints its own
         wrong.append(f"printed a traceback: {_last(ended)}")
     if ended.said.rfind(ALTERNATE_SCREEN) > ended.said.rfind(MAIN_SCREEN):
         wrong.append("left the terminal on the alternate screen")
@@ -194,6 +195,12 @@ def _judge(command: Command, number: signal.Signals, ended: Ended) -> list[str]:
 
 def _last(ended: Ended) -> str:
     return ascii(ended.said[-200:].decode("utf-8", "replace"))
+
+
+def _temporary_files(folder: Path) -> list[str]:
+    """Return files and folders that were to be replaced or removed."""
+    found = (entry.name for entry in folder.iterdir())
+    return [f"{name} is left" for name in found if name.endswith(".part") or name[:3] == "tmp"]
 
 
 def _unreadable(trace: Path) -> list[str]:

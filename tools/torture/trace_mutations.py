@@ -43,7 +43,12 @@ def mutate(path: Path, seed: int) -> str:
         change = rng.choice((_value, _value, _value, _array, _array, _rows, _schema, _bytes))
         try:
             done.append(change(path, rng))
-        except (sqlite3.Error, IndexError, ValueError) as error:  # an earlier change was worse
+        except (
+            sqlite3.Error,
+            IndexError,
+            TypeError,
+            ValueError,
+        ) as error:  # an earlier change was worse
             done.append(f"{change.__name__} failed ({type(error).__name__})")
     return "; ".join(done)
 

@@ -126,7 +126,7 @@ def viewer_of_a_recording(rng: random.Random, folder: Path) -> list[str]:
 
 def viewer_of_a_model(rng: random.Random, folder: Path) -> list[str]:
     """`attach` follows a running model, and is killed: the model answers all questions."""
-    n_samples = 8
+    n_samples = 4
     with (folder / "said").open("wb") as out:
         run = warm.start(f"{RUN} --no-ui --max-samples {n_samples}", folder, stdout=out, stderr=out)
     until = time.monotonic() + END_S

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[2] / "tests"
+SHARED = "FLEXINSPECT_TESTS_SHARED"
+"""Names the folder in which the process that forks is found."""
 
 
 def prepare(folder: Path) -> None:
@@ -17,11 +19,12 @@ def prepare(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
-    os.environ["FLEXINSPECT_TESTS_SHARED"] = str(folder)
     for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
         os.environ[name] = str(folder)
     folder.chmod(0o700)
-    (folder / "pid").write_text(str(os.getpid()))  # the process that forks ends after this one
+    if SHARED not in os.environ:  # else the tests run this, which have such a process
+        os.environ[SHARED] = str(folder)
+        (folder / "pid").write_text(str(os.getpid()))  # it ends after this process
 
 
 def popen() -> Any:

@@ -27,6 +27,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.masks import mask_findings, mask_views
 from flexinspect.rules.masks.mask_findings import NO_MASK, CellFrame, LayerGroup, MaskCase
 from flexinspect.rules.masks.mask_views import broadcast_rows, layers_of, slice_flags
+from flexinspect.rules.numerics.audit_findings import SCORE_MOD_EVENT
 
 FORWARD_ERROR_EVENT = "error"  # a forward raised, with the exception as its text
 
@@ -512,10 +513,22 @@ def _case_severity(case: MaskCase, finding_id: str) -> Severity:
     found = case.found
     if case.assumed:
         return Severity.WARNING
+    if finding_id == "mask.none" and _may_mask_by_itself(case.group):
+        return Severity.NOTE
     is_row_0 = finding_id == "mask.lost" and case.group.step.q_len == 1 and found.n_open == 1
     if is_row_0 and case.pattern != mask_findings.WINDOW and found.last_keys == [0]:
         return Severity.NOTE  # a decode row masked as row 0, which `decode.no-offset` reports
     return Severity.ERROR
+
+
+def _may_mask_by_itself(group: LayerGroup) -> bool:
+    """Whether an attention without a mask closes cells in a way that no record holds.
+
+    Its output is then not that of all keys, or it has a score_mod, which may give -inf.
+    """
+    if any(event.kind == SCORE_MOD_EVENT for event in group.step.events):
+        return True
+    return recorded_check(group.call).is_failed
 
 
 def _case_evidence(case: MaskCase) -> dict[str, Any]:

@@ -46,7 +46,10 @@ class AuditRule(Rule):
         data, facts = event.data, event.data.get("facts") or {}
         explanation = data.get("explanation")
         if explanation is not None:
-            return self._report(event, REPRODUCED, _reproduced(data, explanation))
+            sentence = _reproduced(data, explanation)
+            if facts.get("mask_change"):
+                sentence += f" {facts['mask_change']}"
+            return self._report(event, REPRODUCED, sentence)
         if facts.get("training") and facts.get("dropout"):
             return self._report(event, TRAINING, self._training(data, facts))
         return self._report(event, UNEXPLAINED, self._unexplained(data, facts))
@@ -109,6 +112,8 @@ class AuditRule(Rule):
         sentence += f" {reading}" if reading else _shape_text(data, facts)
         if heads := data.get("heads"):
             sentence += _heads_text(heads)
+        if facts.get("mask_change"):
+            sentence += f" {facts['mask_change']}"
         if cache := facts.get("cache"):
             sentence += f" {' '.join(cache)}"
         sentence += _modules_text(data, facts)

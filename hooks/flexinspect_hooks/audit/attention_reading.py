@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from flexinspect_hooks.audit.difference_shape import positions_text
@@ -73,15 +74,20 @@ def read_attention(given: HeadOutputs) -> str:
 
 
 def _head_map(given: HeadOutputs) -> str:
-    """Say which query, key and value head each head used, if that alone explains the output."""
+    """Say which query, key and value head each head used, if that alone explains the output.
+
+    The mean of all key or value heads counts as one more head.
+    """
     heads, kv_heads = given.query.shape[0], given.key.shape[0]
+    pools = [torch.cat((one, one.mean(0, keepdim=True))) for one in (given.key, given.value)]
+    wide = replace(given, key=pools[0], value=pools[1])
     groups, limit = heads // kv_heads, max(16 * given.limit, 1e-5)
     found: dict[int, tuple[int, int, int]] = {}
     for query in range(heads):
-        for key in range(kv_heads):
-            weights = given.weights(query, key)
-            for value in range(kv_heads):
-                made = weights @ given.value[value]
+        for key in range(kv_heads + 1):
+            weights = wide.weights(query, key)
+            for value in range(kv_heads + 1):
+                made = weights @ wide.value[value]
                 gap = (given.ours - made[:, None]).norm(dim=(0, 2))
                 near = gap <= limit * made.norm().clamp_min(1e-30)
                 for head in near.nonzero().flatten().tolist():
@@ -90,22 +96,31 @@ def _head_map(given: HeadOutputs) -> str:
                         found[head] = (query, key, value)
     if len(found) < heads:
         return ""
-    wrong = []
-    for head, (query, key, value) in sorted(found.items()):
-        its = head // groups
-        parts = [f"the query of head {query}"] if query != head else []
-        if key == value != its:
-            parts.append(f"key and value head {key}, not {its}")
-        else:
-            parts += [f"key head {key}, not {its}"] if key != its else []
-            parts += [f"value head {value}, not {its}"] if value != its else []
-        if parts:
-            wrong.append(f"head {head} uses {' and '.join(parts)}")
+    wrong = [text for head in sorted(found) if (text := _used(head, found[head], groups, kv_heads))]
     if not wrong:
         return ""
     right = heads - len(wrong)
     rest = f"; the other {right} heads are right" if right else ""
     return f"The output is that of other heads: {', '.join(wrong[:8])}{rest}."
+
+
+def _used(head: int, used: tuple[int, int, int], groups: int, kv_heads: int) -> str:
+    """Return which heads a head used where they are not its own, empty if they are."""
+    query, key, value = used
+    its = head // groups
+
+    def named(kind: str, number: int) -> str:
+        if number == kv_heads:
+            return f"the mean of all {kind} heads"
+        return f"{kind} head {number}, not {its}"
+
+    parts = [f"the query of head {query}"] if query != head else []
+    if key == value != its:
+        parts.append(named("key and value", key))
+    else:
+        parts += [named("key", key)] if key != its else []
+        parts += [named("value", value)] if value != its else []
+    return f"head {head} uses {' and '.join(parts)}" if parts else ""
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -251,10 +266,18 @@ def _other_keys(found: _Weights) -> str:
         *_cells(found, extra, "reads", "read"),
         *_cells(found, missing, "does not read", "do not read"),
     ]
-    if not parts:
+    if not parts or not (is_softmax or _is_pattern(extra) or _is_pattern(missing)):
         return ""
     kind = "they are those of another mask: " if is_softmax else ""
     return kind + "; ".join(parts)
+
+
+def _is_pattern(cells: Tensor) -> bool:
+    """Whether cells (heads, rows, keys) lie in one key, or at one distance, of several rows."""
+    pairs = cells.any(0).nonzero().tolist()
+    rows, keys = {row for row, _ in pairs}, {key for _, key in pairs}
+    distances = {row - key for row, key in pairs}
+    return len(rows) > 2 and (len(keys) == 1 or len(distances) == 1)
 
 
 def _cells(found: _Weights, cells: Tensor, one: str, many: str) -> Iterator[str]:

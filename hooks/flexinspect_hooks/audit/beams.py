@@ -17,10 +17,10 @@ MAX_ROWS = 64
 """Larger batches are no beam search that is followed."""
 
 
-def newest_keys(cache: Any, n_cached: int) -> Tensor | None:
+def newest_keys(cache: Any, n_cached: int, least: int = 2) -> Tensor | None:
     """Return the newest of `n_cached` keys of a cache's last layer with keys, (batch, values).
 
-    None for an empty cache, for one row, and for a cache that keeps no tensor of keys.
+    None for an empty cache, for fewer than `least` rows, and for a cache without a tensor of keys.
     """
     if n_cached < 1:
         return None
@@ -29,7 +29,7 @@ def newest_keys(cache: Any, n_cached: int) -> Tensor | None:
         keys = getattr(layer, "keys", None)
         if not isinstance(keys, Tensor) or keys.dim() != 4:
             continue
-        if not 1 < keys.shape[0] <= MAX_ROWS or not keys.shape[2]:
+        if not least <= keys.shape[0] <= MAX_ROWS or not keys.shape[2]:
             return None
         newest = keys[:, :, min(n_cached, keys.shape[2]) - 1]
         return newest.detach().flatten(1).clone()
@@ -66,3 +66,21 @@ def lineage(batch: int, order: Sequence[Sequence[int] | None], sizes: Sequence[i
         if known is not None and row < len(known):
             row = known[row]
     return rows[::-1]
+
+
+def followed(batch: int, order: Sequence[Sequence[int] | None], sizes: Sequence[int]) -> list[int]:
+    """Return which row of each step continues the first step's row `batch`, until it leaves.
+
+    The arguments are those of `lineage`.
+    """
+    rows, row = [], batch
+    for step, (known, size) in enumerate(zip(order, sizes, strict=True)):
+        if step and known is not None:
+            children = [child for child, parent in enumerate(known) if parent == row]
+            if not children:
+                break
+            row = row if row in children else children[0]
+        if row >= size:
+            break
+        rows.append(row)
+    return rows

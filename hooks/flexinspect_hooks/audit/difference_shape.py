@@ -7,7 +7,7 @@ without knowing the code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from msgspec import Struct, field
@@ -17,6 +17,8 @@ from torch import Tensor
 MIN_ROWS = 4
 """Rows that a pattern over rows needs: fewer fit too many of them."""
 _MAX_LISTED = 6
+IS_NOISE = "differs by about"
+"""The beginning of what is said about a difference without any order."""
 _MAX_SIZE = 1 << 22
 """Elements of a table that are looked at: larger ones take too long."""
 
@@ -88,16 +90,29 @@ def describe_difference(compared: Compared) -> list[str]:
     found = [_rows_text(compared, rows), _values_text(part)]
     if text := _row_order(part, compared):
         return [*filter(None, found[:1]), text]
-    wrong = _wrong_heads(part)
-    for test in _TESTS:
-        if text := test(part):
-            return [*filter(None, found), text]
-    if wrong and len(wrong) < compared.heads:
-        part = _of_heads(part, wrong)
-        for test in _TESTS:
-            if text := test(part):
+    for narrow, tests in _narrowed(part):
+        for test in tests:
+            if text := test(narrow):
                 return [*filter(None, found), text]
     return [one for one in found if one]
+
+
+_Tests = Sequence[Callable[[Compared], str]]
+
+
+def _narrowed(part: Compared) -> Iterator[tuple[Compared, _Tests]]:
+    """Yield only the wrong channels, the whole table, and only its wrong heads, with tests."""
+    channels = _wrong_channels(part)
+    if channels:
+        index = torch.tensor(channels)
+        parts = {name: one[:, index] for name, one in part.parts.items()}
+        ours, theirs = part.ours[:, index], part.theirs[:, index]
+        yield replace(part, ours=ours, theirs=theirs, parts=parts, heads=0), _TESTS
+    yield part, _TESTS
+    heads = _wrong_heads(part)
+    if heads and len(heads) < part.heads:
+        # Without the order of heads, whose numbers would be others here.
+        yield _of_heads(part, heads), [test for test in _TESTS if test is not _head_order]
 
 
 # -- where -----------------------------------------------------------------------------------------
@@ -148,18 +163,32 @@ def _values_text(compared: Compared) -> str:
     if heads and len(heads) < compared.heads:
         listed = ", ".join(map(str, heads[:12]))
         which = f"head {listed}" if len(heads) == 1 else f"heads {listed}"
-        return f"differs only in {which} of {compared.heads}"
+        inside = _wrong_channels(compared)
+        text = f"differs only in {which} of {compared.heads}"
+        if inside and len(inside) < len(heads) * compared.ours.shape[-1] // compared.heads:
+            return f"{text}, in {_channels_text(inside, compared.ours.shape[-1])}"
+        return text
+    wrong, size = _wrong_channels(compared), compared.ours.shape[-1]
+    if not wrong:
+        return ""
+    return f"differs only in {_channels_text(wrong, size)}"
+
+
+def _channels_text(wrong: Sequence[int], size: int) -> str:
+    if len(wrong) == 1:
+        return f"channel {wrong[0]} of {size}"
+    if list(wrong) == list(range(wrong[0], wrong[-1] + 1)):
+        return f"the channels {wrong[0]} to {wrong[-1]} of {size}"
+    return f"{len(wrong)} of {size} channels"
+
+
+def _wrong_channels(compared: Compared) -> list[int]:
+    """Return the channels that differ, empty if most do."""
     size = compared.ours.shape[-1]
     gap = (compared.ours - compared.theirs).abs().amax(0)
     level = compared.limit * float(compared.theirs.norm(dim=-1).mean()) / size**0.5
-    wrong = (gap > level).nonzero().flatten().tolist()
-    if not 0 < len(wrong) <= 0.75 * size:
-        return ""
-    if len(wrong) == 1:
-        return f"differs only in channel {wrong[0]} of {size}"
-    if wrong == list(range(wrong[0], wrong[-1] + 1)):
-        return f"differs only in the channels {wrong[0]} to {wrong[-1]} of {size}"
-    return f"differs only in {len(wrong)} of {size} channels"
+    wrong: list[int] = (gap > level).nonzero().flatten().tolist()
+    return wrong if len(wrong) <= 0.75 * size else []
 
 
 # -- how -------------------------------------------------------------------------------------------
@@ -335,7 +364,7 @@ def _rounded(compared: Compared) -> str:
     for name, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
         if unit / 6 < float(share) < 2.5 * unit:
             return (
-                f"differs by about {float(share):.1g} of each value, in no order: as if an "
+                f"{IS_NOISE} {float(share):.1g} of each value, in no order: as if an "
                 f"operation before it ran in {name}"
             )
     return ""
@@ -387,6 +416,10 @@ def _step_of(groups: Tensor) -> Tensor | None:
     smallest = torch.where(gaps > 1e-4 * top, gaps, torch.inf).amin(-1, keepdim=True)
     if not bool(smallest.isfinite().all()):
         return None
+    for n_steps in (127, 7):
+        step = top / n_steps
+        if float((groups / step - (groups / step).round()).abs().amax()) < 0.02:
+            return step
     # The smallest gap may be some steps; the largest value then is no multiple of it, mostly.
     for parts in (1, 2, 3):
         step = smallest / parts

@@ -230,7 +230,7 @@ class EvidenceHook(Hook):
         self._pending: StepEvidence | None = None
         self._rows: dict[int, Tensor] = {}
         self._paths: dict[int, str] = {}
-        self._generation, self._n_full = -1, 0
+        self._generation, self._n_full, self._n_rows = -1, 0, 1
         self._modules: list[tuple[weakref.ref[nn.Module], Point]] = []
         self._removes: list[Remove] = []
         self._cache: Any = None
@@ -339,8 +339,10 @@ class EvidenceHook(Hook):
         self._pending.is_quantised = _is_quantised(cache)
         if self._has_encoder:
             self._encoder = self._pending.encoder = read_encoder(arguments, self._encoder)
-        if ids is not None and len(ids) > 1:
-            self._pending.keys_before = newest_keys(cache, step.kv_before)
+        n_rows = 1 if ids is None else len(ids)
+        if max(n_rows, self._n_rows) > 1:
+            self._pending.keys_before = newest_keys(cache, step.kv_before, least=1)
+        self._n_rows = n_rows
 
     def add_calls(self, calls: Sequence[Any]) -> None:
         """Keep the queries, keys and values of a step's attention calls."""
@@ -375,12 +377,16 @@ class EvidenceHook(Hook):
     def _keep_cached(self, pending: StepEvidence, calls: Sequence[Any]) -> None:
         """Keep references to what the layers read from the cache, as far as memory allows."""
         store = self._context.evidence
-        size = sum(call.key.nbytes + call.value.nbytes for call in calls)
-        if store is not None and store.n_cached_bytes + size <= MAX_CACHED_BYTES:
-            store.n_cached_bytes += size
-            for call in calls:
-                key, value = call.key.detach(), call.value.detach()
-                pending.cached[call.layer] = CachedLayer(key, value, _versions_of(key, value))
+        if store is None or store.n_cached_bytes >= MAX_CACHED_BYTES:
+            return
+        store.n_cached_bytes += sum(call.key.nbytes + call.value.nbytes for call in calls)
+        if store.n_cached_bytes >= MAX_CACHED_BYTES:
+            return
+        for call in calls:
+            key, value = call.key, call.value
+            if key.requires_grad or value.requires_grad:
+                key, value = key.detach(), value.detach()
+            pending.cached[call.layer] = CachedLayer(key, value, _versions_of(key, value))
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
         """Keep the step; its tensors are copied, except those of decode steps."""

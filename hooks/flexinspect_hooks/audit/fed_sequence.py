@@ -10,7 +10,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor
 
-from flexinspect_hooks.audit.beams import lineage, parents
+from flexinspect_hooks.audit.beams import followed, lineage, parents
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.evidence import StepEvidence
 
@@ -107,7 +107,11 @@ def read_sequence(
     sequence = FedSequence(batch)
     placed: list[tuple[StepEvidence, int, int, int]] = []
     order = row_order(steps)
-    rows = lineage(batch, order, [_n_rows(one) for one in steps])
+    sizes = [_n_rows(one) for one in steps]
+    rows = lineage(batch, order, sizes)
+    if sizes and sizes[-1] < sizes[0]:  # rows leave the batch when their text has ended
+        rows = followed(min(batch, sizes[0] - 1), order, sizes)
+        steps, order = steps[: len(rows)], order[: len(rows)]
     encoder = steps[0].encoder if steps else None
     if encoder is not None:  # equal texts of two rows are of different inputs of the encoder
         order, rows = [[] for _ in steps], [batch] * len(steps)
@@ -168,7 +172,7 @@ def _unfollowed(first: StepEvidence, step: StepEvidence, *, is_unordered: bool) 
         return "the cache is quantised, so its keys and values are not those of the text"
     if first.encoder is not None and first.encoder.has_equal_rows():
         return "beams, and several texts for one input, of a model with an encoder"
-    if is_unordered and _has_equal_prompts(first):
+    if is_unordered and has_equal_prompts(first):
         return "the batch rows have the same prompt, so they may be beams, which change places"
     return ""
 
@@ -212,7 +216,8 @@ def _n_rows(evidence: StepEvidence) -> int:
     return 1 if evidence.ids is None else len(evidence.ids)
 
 
-def _has_equal_prompts(first: StepEvidence) -> bool:
+def has_equal_prompts(first: StepEvidence) -> bool:
+    """Whether all rows of a batch have the same tokens, as beams have at first."""
     ids = first.ids
     return ids is not None and len(ids) > 1 and bool((ids == ids[0]).all())
 

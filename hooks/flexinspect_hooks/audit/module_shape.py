@@ -126,9 +126,12 @@ def _other_epsilon(module: Any, given: Tensor, compared: Compared) -> str:
     ratio = compared.ours.norm(dim=-1) / compared.theirs.norm(dim=-1).clamp_min(1e-30)
     own = epsilon_of(module)
     found = float(((square + own) / ratio.square().clamp_min(1e-30) - square).median())
-    if found <= 0 or abs(found / own - 1) < 0.05:
-        return ""
-    factors = ((square + own) / (square + found)).sqrt()
-    if not compared.fits(compared.theirs * factors[:, None]):
-        return ""
-    return f"has an epsilon of {found:.2g}, not {own:.2g}"
+    if found > 0 and abs(found / own - 1) > 0.05:
+        factors = ((square + own) / (square + found)).sqrt()
+        if compared.fits(compared.theirs * factors[:, None]):
+            return f"has an epsilon of {found:.2g}, not {own:.2g}"
+    root = (square + own).sqrt()
+    outside = float((root / ratio.clamp_min(1e-30) - square.sqrt()).median())
+    if compared.fits(compared.theirs * (root / (square.sqrt() + outside))[:, None]):
+        return f"has {outside:.2g} added to the root, not an epsilon of {own:.2g} under it"
+    return ""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.difference_shape import Compared, describe_difference
+from flexinspect_hooks.audit.expert_routing import is_router
 from flexinspect_hooks.audit.forward_run import Run
 from flexinspect_hooks.audit.module_shape import describe_module
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -57,37 +58,91 @@ def compare_modules(
     base: Run,
     layer: int | None,
     limit: float,
+    spans: Sequence[tuple[int, int]],
 ) -> SwapResult:
-    """Return which modules differ by themselves, of a layer and outside of all layers."""
+    """Return which modules differ by themselves, of a layer and outside of all layers.
+
+    `spans` are the rows of the program's forwards from the diverging one on: a module may do
+    something else in a decode step than in a prompt.
+    """
     pairs = _module_inputs(reference, ids, base, layer)
-    agreeing, outputs = list[str](), dict[str, tuple[Tensor, dict[str, Tensor]]]()
+    agreeing, outputs = list[str](), dict[str, _Alone]()
     theirs = dict(program.named_modules())
     set_unrecorded(is_unrecorded=True)
     try:
         for name, (given, right) in pairs.items():
             with suppress(Exception):  # code of the program may need a state that is gone
-                output, inner = _run_alone(theirs[name], given)
-                if output.shape != right.shape:
-                    continue
-                if _compared(output, right, limit).distance <= limit:
+                alone = _run_spans(theirs[name], given, right, spans)
+                compared = _compared(alone.output, alone.right, limit, alone.positions)
+                if compared.distance <= limit:
                     agreeing.append(name)
                 else:
-                    outputs[name] = output, inner
+                    outputs[name] = alone
     finally:
         set_unrecorded(is_unrecorded=False)
     weights = dict(reference.model.named_parameters())
     differing = []
-    for name, (output, inner) in outputs.items():
+    for name, alone in outputs.items():
         if any(other.startswith(f"{name}.") for other in outputs):
             continue
         module = reference.model.get_submodule(name)
-        given, right = pairs[name]
-        shape = describe_module(
-            module, given.flatten(0, -2)[:_MAX_ROWS], _compared(output, right, limit), weights
-        )
-        inside = _first_inside(pairs, name, inner, limit)
+        compared = _compared(alone.output, alone.right, limit, alone.positions)
+        given = alone.given.flatten(0, -2)[:_MAX_ROWS]
+        shape = _router_shape(module, compared) or describe_module(module, given, compared, weights)
+        inside = _first_inside(pairs, name, alone, limit)
         differing.append(ModuleDifference(name, type(theirs[name]).__name__, tuple(shape), inside))
     return SwapResult(tuple(differing), tuple(agreeing))
+
+
+def _router_shape(module: nn.Module, compared: Compared) -> list[str]:
+    """Say which of a router's outputs are wrong: scores, weights of the chosen experts, experts."""
+    if not is_router(module) or compared.ours.shape[-1] < 5:
+        return []
+    weight: Any = module.weight
+    n_chosen = (compared.ours.shape[-1] - int(weight.shape[0])) // 2
+    sizes = [compared.ours.shape[-1] - 2 * n_chosen, n_chosen, n_chosen]
+    ours, theirs = (torch.split(one, sizes, -1) for one in (compared.ours, compared.theirs))
+    parts = zip(ours, theirs, strict=True)
+    texts = [
+        f"has {'right' if float((a - b).norm() / b.norm()) <= compared.limit else 'wrong'} {name}"
+        for name, (a, b) in zip(("scores", "weights of the experts", "experts"), parts, strict=True)
+    ]
+    return [", ".join(texts).replace(", has", ",")]
+
+
+class _Alone(Struct, frozen=True):
+    """What a module gave alone, for `given`, beside what is `right`, of rows at `positions`.
+
+    `inner` are the first inputs of the modules in it.
+    """
+
+    given: Tensor
+    output: Tensor
+    right: Tensor
+    inner: Mapping[str, Tensor]
+    positions: Sequence[int]
+
+
+def _run_spans(
+    module: nn.Module, given: Tensor, right: Tensor, spans: Sequence[tuple[int, int]]
+) -> _Alone:
+    """Run a module on the rows of each forward of the program."""
+    parts, outputs, rights = list[Tensor](), list[Tensor](), list[Tensor]()
+    inside: Mapping[str, Tensor] = {}
+    for first, stop in spans:
+        rows = slice(first, stop)
+        parts.append(given[:, rows] if given.dim() == 3 else given[rows])
+        rights.append(right[:, rows] if right.dim() == 3 else right[rows])
+        output, inner = _run_alone(module, parts[-1])
+        outputs.append(output)
+        inside = inside or inner
+    if any(one.shape != two.shape for one, two in zip(outputs, rights, strict=True)):
+        raise ValueError("The module gives another shape.")
+    tables = [
+        torch.cat([one.flatten(0, -2) for one in those]) for those in (parts, outputs, rights)
+    ]
+    places = [place for first, stop in spans for place in range(first, stop)]
+    return _Alone(tables[0], tables[1], tables[2], inside, places)
 
 
 def _run_alone(module: nn.Module, given: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -110,26 +165,40 @@ def _run_alone(module: nn.Module, given: Tensor) -> tuple[Tensor, dict[str, Tens
     finally:
         for one in removes:
             one.remove()
-    return (output[0] if isinstance(output, tuple) else output), inner
+    return whole_output(output), inner
+
+
+def whole_output(output: Any) -> Tensor:
+    """Return the output of a module; of a router all it gives, one after another in each row."""
+    if not isinstance(output, tuple):
+        return cast(Tensor, output)
+    first = output[0]
+    same = [one for one in output if isinstance(one, Tensor) and one.shape[:-1] == first.shape[:-1]]
+    return torch.cat([one.to(first.dtype) for one in same], -1)
 
 
 def _first_inside(
-    pairs: Mapping[str, tuple[Tensor, Tensor]], name: str, inner: Mapping[str, Tensor], limit: float
+    pairs: Mapping[str, tuple[Tensor, Tensor]], name: str, alone: _Alone, limit: float
 ) -> tuple[str, tuple[str, ...]] | None:
     """Return the first module inside another one whose input is wrong, and how it is."""
-    for last, given in inner.items():
+    for last, given in alone.inner.items():
         right = pairs.get(f"{name}.{last}")
-        if right is None or right[0].shape != given.shape:
+        if right is None:
             continue
-        compared = _compared(given, right[0], limit)
+        rows = given.flatten(0, -2)
+        places = list(alone.positions)[: len(rows)]
+        table = right[0].flatten(0, -2)
+        if not places or table.shape[1:] != rows.shape[1:] or places[-1] >= len(table):
+            continue
+        compared = _compared(rows, table[places[0] : places[-1] + 1], limit, places)
         if compared.distance > limit:
             return last, tuple(describe_difference(compared))
     return None
 
 
-def _compared(ours: Tensor, theirs: Tensor, limit: float) -> Compared:
+def _compared(ours: Tensor, theirs: Tensor, limit: float, places: Sequence[int]) -> Compared:
     ours, theirs = (one.detach().double().flatten(0, -2)[:_MAX_ROWS] for one in (ours, theirs))
-    return Compared(ours, theirs.to(ours.device), limit, range(len(ours)))
+    return Compared(ours, theirs.to(ours.device), limit, list(places)[: len(ours)])
 
 
 def _module_inputs(
@@ -142,7 +211,7 @@ def _module_inputs(
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            rows = output[0] if isinstance(output, tuple) else output
+            rows = whole_output(output)
             is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
             if is_plain and isinstance(rows, Tensor):
                 found[name] = (args[0].detach(), rows.detach())

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from flexinspect.rules.text.generate_options import GENERATE_EVENT
 from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.audit.cache_contents import mask_change
 from flexinspect_hooks.audit.evidence import (
     MAX_HELD_SHARE,
     EvidenceStore,
@@ -23,7 +24,12 @@ from flexinspect_hooks.audit.evidence import (
 )
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.expert_routing import describe_other, settle
-from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep, read_sequence
+from flexinspect_hooks.audit.fed_sequence import (
+    FedSequence,
+    FedStep,
+    has_equal_prompts,
+    read_sequence,
+)
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import FaultProbe
@@ -88,7 +94,9 @@ class Verdict(Struct):
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     choice: dict[str, Any] | None = None
-    """The rule by which tokens were chosen, see `choice_facts`."""
+    """The rule by which tokens were chosen, see `ChoiceReader`."""
+    is_beam: bool = False
+    """Whether the divergence is a cache row of another beam."""
     by_kv_head: dict[str, Any] | None = None
     """Query heads whose score_mod is that of another group of heads, and the layers."""
 
@@ -120,6 +128,7 @@ class ProgramAudit:
         self._references: dict[torch.dtype, ReferenceModel] = {}
         self._noise = torch.Generator().manual_seed(0)
         self._dtype_note = ""
+        self._now = -1  # the generation that is judged
         self._own_masks: set[int] = set()
         """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
         self._agreeing: list[BeamRow] = []
@@ -152,10 +161,10 @@ class ProgramAudit:
                 verdict = self._judge(reference, generation, batch)
                 verdict.seconds = time.perf_counter() - started
                 verdicts.append(verdict)
-            if (crossed := crossed_rows(self._choices)) is not None:
-                verdicts[-n_batch].choice = crossed
             if len(self._agreeing) == n_batch > 1:
                 self._judge_beams(reference, verdicts[-n_batch:])
+            if all(one.divergence is None or not one.is_beam for one in verdicts[-n_batch:]):
+                verdicts[-n_batch].choice = crossed_rows(self._choices) or verdicts[-n_batch].choice
         return verdicts
 
     def _judge_beams(self, reference: ReferenceModel, verdicts: Sequence[Verdict]) -> None:
@@ -164,6 +173,7 @@ class ProgramAudit:
         if found is not None:
             verdict = verdicts[found[0]]
             verdict.divergence, verdict.search = found[1:]
+            verdict.is_beam = True
             verdict.pos = self._agreeing[found[0]].comparison.sequence.input_rows[found[1].row]
 
     def _affordable_dtype(self) -> torch.dtype:
@@ -203,7 +213,7 @@ class ProgramAudit:
     # -- one sequence ----------------------------------------------------------------------------
 
     def _judge(self, reference: ReferenceModel, generation: int, batch: int) -> Verdict:
-        verdict = Verdict(generation, batch)
+        verdict, self._now = Verdict(generation, batch), generation
         verdict.notes += [*reference.notes, *([self._dtype_note] if self._dtype_note else [])]
         steps = self._store.steps[generation]
         fill_from_trace(self._reader, steps)
@@ -302,7 +312,8 @@ class ProgramAudit:
         if self._is_last(verdict.generation) and not self._is_sampled(verdict.generation):
             wrong = None if found is None else found.step
             choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
-            verdict.choice = choices.facts()
+            if not has_equal_prompts(sequence.steps[0].evidence):
+                verdict.choice = choices.facts()
             self._choices.append(choices.choices())
         crop = _crop_before(sequence, verdict.generation, found)
         if sequence.encoder is not None and found is None:
@@ -524,9 +535,16 @@ class ProgramAudit:
     def _generation_of(self, sequence: FedSequence) -> int:
         return sequence.steps[0].evidence.generation
 
+    def _mask_change(self, sequence: FedSequence, found: Divergence) -> str:
+        """Return how the attention mask of the diverging row changed, empty if it did not."""
+        steps = [one for one in sequence.steps if one.evidence.generation == self._now]
+        at = next(one for one in steps if one.evidence.step == found.step)
+        return mask_change([one.evidence for one in steps], at.evidence, at.row)
+
     def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
         """Return circumstances that belong to a divergence without an explanation."""
-        evidence = next(s.evidence for s in sequence.steps if s.evidence.step == found.step)
+        steps = (one for one in sequence.steps if one.evidence.generation == self._now)
+        evidence = next(one.evidence for one in steps if one.evidence.step == found.step)
         layer = found.point[1]
         path = evidence.paths.get(layer) if layer is not None else None
         return {
@@ -534,6 +552,7 @@ class ProgramAudit:
             "dropout": _dropout(self._source),
             "path": path or "",
             "score_mod": layer in evidence.score_mods,
+            "mask_change": self._mask_change(sequence, found),
         }
 
 

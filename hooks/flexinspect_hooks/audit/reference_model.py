@@ -313,7 +313,9 @@ class ReferenceModel:
                 output = self.model.forward(**arguments)
             except StopForwardError:
                 return run.values
-        logits = output.logits
+        logits = getattr(output, "logits", None)
+        if logits is None:  # a model without a head
+            return run.values
         if logits.shape[1] == len(ids) and len(logit_rows) != len(ids):
             logits = logits[:, list(logit_rows) or [len(ids) - 1]]
         run.values[LOGITS, None] = logits.detach()

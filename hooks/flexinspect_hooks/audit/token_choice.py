@@ -24,6 +24,8 @@ MIN_CHOICES = 4
 _MIN_SAMPLES = 12
 _ROWS_BEFORE = 4
 _FAR_RANK = 8
+_CROSSED_SHARE = 0.6
+"""Of the tokens that are far from the best in their row, so many must be good in another one."""
 MAX_PROPOSED = 16
 """Rows of a decode step that may be proposals."""
 _PROPOSING_SHARE = 0.6
@@ -216,18 +218,19 @@ def crossed_rows(rows: Sequence[Sequence[Choice]]) -> dict[str, Any] | None:
     for row, choices in enumerate(rows):
         for one in choices:
             by_step.setdefault(one.step, {})[row] = one
-    pairs: list[tuple[int, int, int]] = []
+    pairs, n_far = list[tuple[int, int, int]](), 0
     for step, known in by_step.items():
         for row, one in known.items():
             if one.rank < _FAR_RANK:
                 continue
+            n_far += 1
             others = [
                 other
                 for other, two in known.items()
                 if other != row and _rank_of(two.logits, one.token) < 2
             ]
             pairs += [(step, row, other) for other in others[:1]]
-    if len(pairs) < 2:
+    if len(pairs) < max(2, _CROSSED_SHARE * n_far):
         return None
     first = pairs[0][0]
     listed = [[row, other] for step, row, other in pairs if step == first]

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from flexinspect_hooks.audit.attention_reading import HeadOutputs, read_attention
 from flexinspect_hooks.audit.bias_reading import describe_biases, head_biases, read_bias
-from flexinspect_hooks.audit.cache_contents import cache_beside_text, cache_changes, mask_change
+from flexinspect_hooks.audit.cache_contents import cache_beside_text, cache_changes
 from flexinspect_hooks.audit.clean_classes import architecture_class, replaced_names
 from flexinspect_hooks.audit.difference_shape import (
+    IS_NOISE,
     MIN_ROWS,
     Compared,
     describe_difference,
@@ -46,6 +47,7 @@ from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
 from flexinspect_hooks.audit.weights import Snapshot
 
 _MAX_NAMES = 8
+_MAX_SPANS = 8
 _ADDED = (
     ("self_attn", "mlp"),
     ("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -72,10 +74,12 @@ class Unexplained(Struct, frozen=True):
 
     def facts(self) -> dict[str, Any]:
         """Return the circumstances of the divergence as the data of an event."""
-        swapped, reading = self._swap(), self._reading()
+        swapped, reading, shape = self._swap(), self._reading(), self._shape()
+        if swapped.differing and any(one.startswith(IS_NOISE) for one in shape):
+            shape = []  # the module says more
         replaced = [*self._replaced(), *self._replaced_functions()][:_MAX_NAMES]
         return {
-            "shape": [] if swapped.differing else self._shape(),
+            "shape": shape,
             "reading": reading,
             "cache": [*self._cached_rotation(reading), *self._cache()],
             "modules": [
@@ -90,7 +94,7 @@ class Unexplained(Struct, frozen=True):
             "agreeing": list(swapped.agreeing),
             "replaced": replaced,
             "function": self._attention_function(),
-            "hooks": list(own_hooks(self.source.root(), self._other_blocks()))[:_MAX_NAMES],
+            "hooks": self._hooks(),
         }
 
     # -- the quantity ------------------------------------------------------------------------------
@@ -223,16 +227,17 @@ class Unexplained(Struct, frozen=True):
         """Return what is wrong with the cache that the diverging step reads."""
         layer, step = self.layer, self.comparison.step_of(self.found)
         evidence = step.evidence
-        if layer is None or not evidence.kv_before:
+        if layer is None:
             return []
         texts = list[str]()
         generation = [one.evidence for one in self.comparison.steps]
-        changes = [one for one in cache_changes(generation) if one.step <= evidence.step]
-        if (mask := mask_change(generation, evidence, step.row)) and not texts:
-            texts.append(mask)
-        if changes:
-            broken = [one for one in changes if not one.is_order]
-            texts.append((broken or changes)[0].text)
+        changes = cache_changes(generation)
+        broken = [one for one in changes if not one.is_order]
+        near = [one for one in changes if one.step <= evidence.step]
+        if near or broken:
+            texts.append((broken or near)[0].text)
+        if not evidence.kv_before:
+            return texts
         key, value = (self.clean.get((one, layer)) for one in (KEY, VALUE))
         if key is not None and value is not None:
             right = {"keys": key[0], "values": value[0]}
@@ -353,7 +358,14 @@ class Unexplained(Struct, frozen=True):
     def _swap(self) -> SwapResult:
         ids, program = self.comparison.sequence.ids, self.source.root()
         limit = self.comparison.limits.get(self.found.point, self.found.limit)
-        return compare_modules(self.reference, program, ids, self.base, self.layer, limit)
+        first, last = self.comparison.step_of(self.found), self.comparison.steps
+        spans = [
+            (int(one.positions[0]), int(one.positions[-1]) + 1)
+            for one in last[last.index(first) :][:_MAX_SPANS]
+        ]
+        if spans[0][1] - spans[0][0] >= MIN_ROWS:
+            spans = spans[:1]
+        return compare_modules(self.reference, program, ids, self.base, self.layer, limit, spans)
 
     def _attention_function(self) -> str:
         """Return the program's own attention function, with its line; empty if it has none."""
@@ -364,6 +376,16 @@ class Unexplained(Struct, frozen=True):
         if str(getattr(function, "__module__", "")).startswith("transformers."):
             return ""
         return code_text(function)
+
+    def _hooks(self) -> list[str]:
+        """Return hooks in the layer, outside of all, and on the layer before."""
+        root = self.source.root()
+        found = list(own_hooks(root, self._other_blocks()))
+        before = self.reference.blocks.get((self.layer or 0) - 1)
+        if before is not None and self.found.point[0] in (QUERY, KEY, VALUE):
+            whole = f"{before[0]} has"
+            found += [one for one in own_hooks(root, ()) if one.startswith(whole)]
+        return found[:_MAX_NAMES]
 
     def _other_blocks(self) -> list[str]:
         return [name for number, (name, _) in self.reference.blocks.items() if number != self.layer]

@@ -120,8 +120,12 @@ class ParameterList:
         def note(*_: object) -> None:
             news[0] = True
 
-        for register in _ON_REGISTRATION:
-            weakref.finalize(self, register(note).remove)
+        self._removals = [weakref.finalize(self, add(note).remove) for add in _ON_REGISTRATION]
+
+    def close(self) -> None:
+        """Stop listening to torch; else the end of this object does."""
+        for remove in self._removals:
+            remove()
 
     def trainable_of(self, model: nn.Module) -> list[NamedParameter]:
         """The parameters that require gradients now; the same list as before if they are the same.

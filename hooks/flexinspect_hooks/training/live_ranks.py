@@ -77,7 +77,7 @@ class LiveRanks:
         if self._store is None or record.total_norm is None or record.is_skipped:
             return None
         if step >= N_FIRST_STEPS and step % INTERVAL:
-            return None
+            return self.finish() if self._pending else None  # what the others wrote since
         before = record.norm_before_clip
         facts: Facts = {
             "before": [] if before is None else [before],

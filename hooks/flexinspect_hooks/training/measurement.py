@@ -210,6 +210,7 @@ class GradientMeter:
     def release(self) -> None:
         """Remove the hooks, and drop the copies of weights."""
         self._order_hooks.close()
+        self._parameters.close()
         self._drop_copies()
 
     @torch.no_grad()

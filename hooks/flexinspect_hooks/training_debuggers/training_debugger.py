@@ -221,8 +221,9 @@ class TrainingDebugger(switch_board.HasSwitches, pytorch_debugger.BaseDebugger):
         self._metrics[name] = measure
 
     def close(self) -> None:
-        """End the open window of the profiler switches."""
+        """End the open window of the profiler switches, and stop listening to torch."""
         self._windows.close()
+        self._parameters.close()
 
     def get_training_summary(self) -> TrainingFigures:
         """How many steps had which anomalies since the debugger was created or cleared."""

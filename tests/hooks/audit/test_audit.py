@@ -104,8 +104,8 @@ def test_an_adapter_made_by_hand_is_used_as_it_is_if_it_is_a_function_of_its_inp
         assert "low-rank adapters of the program are used as they are" in events[0]
 
 
-def beam_search(model: Any, *, reorders: bool, n_rows: int = 3) -> None:
-    """Search with beams by hand, over copies of one prompt."""
+def beam_search(model: Any, *, reorders: bool, n_rows: int = 3, ranks_again: bool = False) -> None:
+    """Search with beams by hand, over copies of one prompt; or rank tokens again alone."""
     cache = DynamicCache(config=model.config)
     fed = torch.tensor([ids(12, 3)] * n_rows)
     scores = torch.tensor([0.0] + [-torch.inf] * (n_rows - 1))
@@ -115,6 +115,8 @@ def beam_search(model: Any, *, reorders: bool, n_rows: int = 3) -> None:
         fed = (places % table.shape[1])[:, None]
         if reorders:
             cache.reorder_cache(places // table.shape[1])
+        if ranks_again:
+            fed, scores = fed.flip(0), scores.flip(0)
 
 
 def test_beams_are_followed_through_a_reordered_cache(audit: Audit) -> None:
@@ -129,6 +131,16 @@ def test_a_cache_row_from_another_beam_is_named(audit: Audit) -> None:
     _, (finding,), _ = audit(model, lambda: beam_search(model, reorders=False))
     assert finding.id == "audit.reproduced"
     assert "in which the cache row is from another beam: row 1 was fed" in finding.sentence
+
+
+def test_tokens_that_are_ranked_again_after_the_cache_was_reordered_are_named(
+    audit: Audit,
+) -> None:
+    model = make_model("llama")
+    program = lambda: beam_search(model, reorders=True, ranks_again=True)  # noqa: E731
+    _, (finding,), _ = audit(model, program)
+    assert "so the cache and the tokens are in another order" in finding.sentence
+    assert finding.step == 2
 
 
 def test_beams_of_several_prompts_are_followed_in_generate(audit: Audit) -> None:

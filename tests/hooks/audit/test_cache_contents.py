@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from support.audits import Audit
+from support.tiny import ids, make_model
 from torch import Tensor
+from transformers import DynamicCache
 
 from flexinspect_hooks.audit.cache_contents import (
     cache_beside_text,
@@ -92,3 +98,53 @@ def test_the_mask_of_another_row_is_recognised() -> None:
     assert "opens columns that were closed, such as padding (0, 1)" in text
     assert "it is that of batch row 1 of the step before" in text
     assert mask_change([before, after], after, 1) == ""
+
+
+@pytest.mark.parametrize("keeps_masks", [True, False])
+def test_the_mask_of_a_row_that_moved_up_when_another_left_is_judged(
+    audit: Audit, keeps_masks: bool
+) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        text = torch.tensor([ids(10, seed) for seed in (3, 4, 5)])
+        mask = torch.ones(3, 10, dtype=torch.long)
+        text[2, :6], mask[2, :6] = 0, 0
+        places = (mask.cumsum(1) - 1).clamp_min(0)
+        output = model(text, attention_mask=mask, position_ids=places, use_cache=True)
+        cache, places = output.past_key_values, places[:, -1:] + 1
+        fed = output.logits[:, -1].argmax(-1, keepdim=True)
+        keep = torch.tensor([0, 2])
+        cache.batch_select_indices(keep)
+        fed, places = fed[keep], places[keep]
+        mask = mask[keep] if keeps_masks else mask[:2]
+        mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), 1)
+        model(fed, attention_mask=mask, position_ids=places, past_key_values=cache)
+
+    _, findings, _ = audit(model, program)
+    expected = [] if keeps_masks else [True]
+    words = "it is that of batch row 0 of the step before, while the row in the cache was row 2"
+    assert [words in one.sentence for one in findings] == expected
+
+
+def test_values_that_change_their_scale_in_the_cache_are_named(audit: Audit) -> None:
+    model = make_model("llama")
+
+    class Scaled(DynamicCache):
+        def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            key, value = super().update(key, value, *args, **kwargs)
+            return key, value * (1 if value.shape[2] <= 12 else 0.5)
+
+    _, (finding,), _ = audit(model, lambda: decode_with(model, Scaled()))
+    assert "the keys stayed, and the values of rows that were written before changed" in (
+        finding.sentence
+    )
+    assert "the table is 0.5 times the right one" in finding.sentence
+
+
+def decode_with(model: Any, cache: Any) -> None:
+    """Decode greedily by hand with a cache."""
+    rows = torch.tensor([ids(12, 3)])
+    for _ in range(4):
+        logits = model(rows, past_key_values=cache, use_cache=True).logits
+        rows = logits[:, -1:].argmax(-1)

@@ -118,6 +118,15 @@ def test_weights_that_are_no_longer_the_same_are_named_although_the_norms_agree(
     assert (found[1]["check"], found[1]["first_step"]) == ("ranks-differ", 41)
 
 
+def test_a_rank_that_was_first_reads_what_the_other_wrote_at_its_next_step(ranks: Ranks) -> None:
+    first, second = ranks()
+    assert first.compare(40, step(1.0)) is None
+    assert second.compare(40, step(2.0)) is not None
+    found = first.compare(41, step(1.0))
+    assert found is not None
+    assert found[1]["first_step"] == 40
+
+
 def test_weights_that_never_were_the_same_are_meant(ranks: Ranks) -> None:
     first, second = ranks()
     for n in range(3):

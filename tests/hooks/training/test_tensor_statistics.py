@@ -135,12 +135,17 @@ def test_a_parameter_list_finds_within_eight_looks_what_a_program_put_into_a_mod
     assert looks[-1] is model[0].weight
 
 
-def test_a_parameter_list_leaves_no_hook_behind() -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_parameter_list_leaves_no_hook_behind(closes: bool) -> None:
+    gc.collect()  # lists of other tests
     before = len(nn_module._global_parameter_registration_hooks)
     known = ParameterList()
     assert len(nn_module._global_parameter_registration_hooks) == before + 1
-    del known
-    gc.collect()
+    if closes:
+        known.close()
+    else:
+        del known
+        gc.collect()
     assert len(nn_module._global_parameter_registration_hooks) == before
 
 

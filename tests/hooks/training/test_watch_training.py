@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import re
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 from torch.nn.utils import clip_grad
 from torch.nn.utils import clip_grad_norm_ as clip
 
@@ -141,11 +143,13 @@ def patched_places() -> tuple[object, ...]:
 def test_nothing_is_left_behind(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
+    gc.collect()  # what listens in other tests
     before = (
         clip_grad._get_total_norm,
         clip_grad._clip_grads_with_norm_,
         torch.amp.GradScaler.step,
         "__getstate__" in vars(nn.Module),
+        len(nn_module._global_parameter_registration_hooks),
     )
     with watch_training(model, optimizer, out=path, level="extreme", quiet=True):
         loop(model, optimizer, 2, lambda: None)
@@ -154,6 +158,7 @@ def test_nothing_is_left_behind(path: Path) -> None:
         clip_grad._clip_grads_with_norm_,
         torch.amp.GradScaler.step,
         "__getstate__" in vars(nn.Module),
+        len(nn_module._global_parameter_registration_hooks),
     )
     assert after == before
     for module in model.modules():

@@ -228,7 +228,17 @@ def expert_weights(probe: FaultProbe) -> Edits:
     def mean(own: _Routing) -> tuple[Tensor, Tensor]:
         return own.chosen, torch.ones_like(own.weights) / own.weights.shape[-1]
 
+    def sigmoid(own: _Routing) -> tuple[Tensor, Tensor]:
+        return own.chosen, own.scores.float().sigmoid().gather(-1, own.chosen)
+
+    def sigmoid_normalised(own: _Routing) -> tuple[Tensor, Tensor]:
+        weights = sigmoid(own)[1]
+        return own.chosen, weights / weights.sum(-1, keepdim=True)
+
     name = "experts.weights"
+    for how, change in (("", sigmoid), (" that are normalised", sigmoid_normalised)):
+        sentence = f"in which {block} weights the experts by sigmoids{how}, not by a softmax"
+        yield _reroute(name, block, sentence, change)
     if form.is_normalised():
         sentence = f"in which {block} does not normalise the weights of the chosen experts"
         yield _reroute(name, block, sentence, raw)

@@ -50,6 +50,8 @@ class CapturedMask(Struct):
     bias: Tensor | None = None
     mask_mod_blocks: Tensor | None = None
     fingerprint: str = ""
+    is_open: bool = False
+    """Whether every cell is known to be open."""
 
 
 class AttentionCall(Struct, eq=False):

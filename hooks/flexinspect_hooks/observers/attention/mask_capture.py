@@ -64,13 +64,8 @@ class MaskStore:
             shared_masks: list[CapturedMask] = []
             for ref, number in zip(refs, numbers, strict=True):
                 if number == len(shared_masks):
-                    if ref.mask is None and step.level == "basic":  # one row: nothing is closed
-                        lengths = (number, 1, (kv_len := ref.key.shape[2]), step.kv_before)
-                        first = max(step.kv_after - kv_len, 0)
-                        mask = CapturedMask(*lengths, first, ref.path == "flex compiled")
-                    else:
-                        mask = self._capture_mask(ref, number, step, buffer)
-                    shared_masks.append(mask)
+                    capture = self._capture_no_mask if ref.mask is None else self._capture_mask
+                    shared_masks.append(capture(ref, number, step, buffer))
                 ref.captured = shared_masks[number]
             return tuple(shared_masks)
         masks: dict[tuple[Any, ...], CapturedMask] = {}
@@ -115,6 +110,21 @@ class MaskStore:
         for name in ("cells", "averaged", "mask_mod_blocks"):
             if (tensor := getattr(mask, name)) is not None:
                 buffer.put(f"mask.{number}.{name}", tensor)
+        return mask
+
+    def _capture_no_mask(
+        self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
+    ) -> CapturedMask:
+        """Capture what one row without a mask executes, unless its kernel is told to be causal."""
+        if ref.causal:
+            return self._capture_mask(ref, number, step, buffer)
+        kv_len = ref.key.shape[2]
+        first = max(step.kv_after - kv_len, 0)
+        is_compiled = ref.path == "flex compiled"
+        mask = CapturedMask(number, 1, kv_len, step.kv_before, first, is_compiled, is_open=True)
+        if step.level != "basic" and kv_len <= MAX_CELLS:
+            mask.cells = self._indices.all_open(mask)
+            buffer.put(f"mask.{number}.cells", mask.cells)
         return mask
 
     def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> None:

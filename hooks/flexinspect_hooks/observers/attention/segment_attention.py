@@ -42,12 +42,15 @@ class SegmentAttentionReducer:
         self._has_core = torch.get_num_threads() < available_cores()
 
     def _segment_membership(self, n_keys: int, first: int) -> Tensor:
-        """Return float32 (keys, segments), 1 where a key is in a segment; key 0 is at `first`."""
+        """Return float32 (keys, segments), 1 where a key is in a segment; key 0 is at `first`.
+
+        It has `n_keys` rows or more.
+        """
         if first:
             return segment_membership(n_keys, self._borders - first)
         if n_keys > len(self._segments):
             self._segments = segment_membership(max(2 * n_keys, 1024), self._borders)
-        return self._segments[:n_keys]
+        return self._segments
 
     def reduce(self, refs: Calls, kv_after: int, buffer: StepBuffer) -> None:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), lse_error (layers).
@@ -69,8 +72,10 @@ class SegmentAttentionReducer:
     def _reduce_group(self, refs: Calls, suffix: str, kv_after: int, buffer: StepBuffer) -> None:
         """Reduce the newest rows of layers that share a mask and a shape."""
         first, mask, n_keys = refs[0], refs[0].captured, refs[0].key.shape[2]
-        newest = cast(Tensor, mask.cells)[:, -1]
-        closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
+        closed = None
+        if not mask.is_open:
+            newest = cast(Tensor, mask.cells)[:, -1]
+            closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
         # A static cache has more keys than the sequence, a sliding one fewer.
         inside = self._segment_membership(n_keys, max(kv_after - n_keys, 0))
         inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": mask.bias}
@@ -80,6 +85,7 @@ class SegmentAttentionReducer:
             inputs |= {name: [getattr(ref, name) for ref in refs] for name in deferred.names}
             buffer.defer(partial(reduce_later, deferred), **inputs)
             return
+        inputs["inside"] = inside[:n_keys]
         reduce = partial(_reduce_rows, suffix, first.softcap)
         queries, keys = _queries(refs), [_plain(ref.key[0]) for ref in refs]
         values = None
@@ -181,8 +187,12 @@ def _defer_tensors(refs: Calls) -> _DeferredTensors | None:
     names = ("query", "key", "value", "output") if first.lse is None else ("query", "key", "lse")
     if any(getattr(first, name).is_inference() for name in names):
         return None
+    if any(ref.query.dtype is not torch.float32 for ref in refs):
+        return None
     tensors = [getattr(ref, name) for ref in refs for name in names]
-    if any(tensor_version(t) != 0 or t.dtype is not torch.float32 for t in tensors):
+    # The versions of all are read when they are reduced; each reading costs time here.
+    some = (*tensors[: len(names)], *tensors[-len(names) :])
+    if any(t.dtype is not torch.float32 or tensor_version(t) for t in some):
         return None
     n_bytes = 2 * len(refs) * first.key.nbytes
     if not _DeferredTensors.has_room(n_bytes):
@@ -235,6 +245,7 @@ def _reduce_deferred_rows(
     queries = xp.stack([rows[0, :, -1] for rows in query]) * np.float32(scale)
     inputs["queries"] = queries.reshape(len(query), kv_heads, -1, head_dim)
     inputs["keys"] = [each[0] for each in key]
+    inputs["inside"] = inputs["inside"][: key[0].shape[2]]
     if lse:
         inputs["kernel_lse"] = xp.stack([each[0, :, -1] for each in lse])
     else:
@@ -323,7 +334,9 @@ def _final_scores(xp: Any, scores: Any, cap: float | None, bias: Any, closed: An
 
 
 def mask_scores(xp: Any, scores: Any, closed: Any, value: float) -> Any:
-    """Return scores with `value` in closed cells."""
+    """Return scores with `value` in closed cells; `closed` is None if there are none."""
+    if closed is None:
+        return scores
     # Most decode rows close nothing; on an accelerator reading that would wait for the device.
     if (xp is np or closed.device.type == "cpu") and not closed.any():
         return scores

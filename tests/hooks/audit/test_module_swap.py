@@ -1,0 +1,110 @@
+"""Modules of the program run alone on the reference's inputs: which are wrong, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from support.audits import Audit, decode
+from support.tiny import make_model
+from torch import Tensor, nn
+
+
+def _mean_subtracted(self: Any, rows: Tensor) -> Tensor:
+    rows = rows - rows.mean(-1, keepdim=True)
+    return self.weight * rows * (rows.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _epsilon_outside(self: Any, rows: Tensor) -> Tensor:
+    return self.weight * rows / (rows.square().mean(-1, keepdim=True).sqrt() + 0.1)
+
+
+def _other_epsilon(self: Any, rows: Tensor) -> Tensor:
+    return self.weight * rows * (rows.square().mean(-1, keepdim=True) + 0.5).rsqrt()
+
+
+def _cut_neurons(self: Any, rows: Tensor) -> Tensor:
+    return self.down_proj((self.act_fn(self.gate_proj(rows)) * self.up_proj(rows)).clamp(-0.1, 0.1))
+
+
+def _transposed(self: Any, rows: Tensor) -> Tensor:
+    return rows @ self.weight
+
+
+NORM, MLP, OUTPUT = "post_attention_layernorm", "mlp", "self_attn.o_proj"
+FORWARDS: dict[str, tuple[str, Callable[..., Tensor], str]] = {
+    "mean subtracted": (NORM, _mean_subtracted, "is that of a LayerNorm (the mean is subtracted)"),
+    "epsilon outside": (
+        NORM,
+        _epsilon_outside,
+        "has 0.1 added to the root, not an epsilon of 1e-06 under it",
+    ),
+    "epsilon": (NORM, _other_epsilon, "has an epsilon of 0.5, not 1e-06"),
+    "neurons cut": (MLP, _cut_neurons, "the input of down_proj is cut off at -0.1 and 0.1"),
+    "transposed": (OUTPUT, _transposed, "is that of its transposed weight"),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_module_with_another_forward_is_named_with_what_it_computes(
+    audit: Audit, name: str
+) -> None:
+    place, forward, words = FORWARDS[name]
+    model = make_model("llama")
+    module = model.get_submodule(f"model.layers.1.{place}")
+    module.forward = MethodType(forward, module)
+    _, (finding,), _ = audit(model, lambda: decode(model))
+    assert f"Alone, on the right input, model.layers.1.{place} (" in finding.sentence
+    assert words in finding.sentence
+    assert f"{forward.__name__} at test_module_swap.py:" in finding.sentence
+
+
+def test_a_hook_of_the_program_is_named_where_all_modules_are_right(audit: Audit) -> None:
+    model = make_model("llama")
+
+    def steer(module: nn.Module, args: Any, output: Any) -> Any:
+        return output + 1 if isinstance(output, Tensor) else (output[0] + 1, *output[1:])
+
+    model.model.layers[1].register_forward_hook(steer)
+    _, (finding,), _ = audit(model, lambda: decode(model))
+    assert "has the same vector added in each row" in finding.sentence
+    assert "Each module of it alone is right" in finding.sentence
+    assert "model.layers.1 has a forward hook (" in finding.sentence
+
+
+def test_a_layer_that_weights_its_residuals_is_named_as_a_sum_of_its_parts(audit: Audit) -> None:
+    model = make_model("llama")
+
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        rows = hidden_states + attended
+        result: Tensor = 0.5 * rows + self.mlp(self.post_attention_layernorm(rows))
+        return result
+
+    layer = model.model.layers[1]
+    layer.forward = MethodType(forward, layer)
+    _, (finding,), _ = audit(model, lambda: decode(model))
+    assert (
+        "is 0.5 × the layer's input + 0.5 × the attention's output + 1 × the MLP's output"
+        in finding.sentence
+    )
+
+
+def test_a_module_is_run_on_the_rows_that_the_diverging_step_had(audit: Audit) -> None:
+    model = make_model("llama")
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda rows: plain(rows) * (1 if rows.shape[1] > 1 else 0.5)
+    _, (finding,), _ = audit(model, lambda: decode(model, 6))
+    assert finding.step == 1
+    assert "model.layers.1.mlp (LlamaMLP) is wrong: its output is 0.5 times" in finding.sentence
+
+
+def test_no_module_of_a_plain_generation_is_wrong(audit: Audit) -> None:
+    model = make_model("llama")
+    _, findings, _ = audit(model, lambda: decode(model))
+    assert findings == []
+    assert torch.is_grad_enabled()
