@@ -238,6 +238,56 @@ with torch.no_grad():
 """,
         "score_mod of row 0",
     ),
+    "a score_mod sets scores to 0 to close them": (
+        """
+from torch.nn.attention.flex_attention import flex_attention
+import torch.nn.attention.flex_attention as flex
+flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+
+def attention(module, q, k, v, mask, scaling=None, **kwargs):
+    n, m = q.shape[2], k.shape[2]
+
+    def changed(score, b, h, q_idx, kv_idx):
+        hit = (kv_idx >= 2) & (kv_idx < 5) & (q_idx + m - n >= 6) & (h == 1)
+        return torch.where(hit, 0.0, score) if BROKEN else score + 1.0 * hit
+
+    allowed = lambda b, h, q_idx, kv_idx: q_idx + m - n >= kv_idx
+    blocks = flex.create_block_mask(allowed, None, None, n, m, device="cpu")
+    out = flex_attention(q, k, v, changed, blocks, scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+model = make_model("llama")
+register(model, attention)
+with torch.no_grad():
+    loop(model)
+""",
+        "sets the scores of the keys 2 to 4 to 0 in head 1, for the rows of the positions 6 to",
+    ),
+    "a score_mod with one slope per key head counts the heads otherwise": (
+        """
+from torch.nn.attention.flex_attention import flex_attention
+import torch.nn.attention.flex_attention as flex
+flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+
+def attention(module, q, k, v, mask, scaling=None, **kwargs):
+    n, m = q.shape[2], k.shape[2]
+
+    def changed(score, b, h, q_idx, kv_idx):
+        slope = torch.tensor([0.02, 0.6])[h % 2 if BROKEN else h // 2]
+        return score - slope * (q_idx + m - n - kv_idx)
+
+    allowed = lambda b, h, q_idx, kv_idx: q_idx + m - n >= kv_idx
+    blocks = flex.create_block_mask(allowed, None, None, n, m, device="cpu")
+    out = flex_attention(q, k, v, changed, blocks, scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+model = make_model("llama")
+register(model, attention)
+with torch.no_grad():
+    loop(model)
+""",
+        "heads 1, 2 have the values of another group of heads",
+    ),
     "rotary tables of another base": (
         """
 model = make_model("llama")

@@ -22,6 +22,7 @@ SCORE_MOD_EVENT, TRAINING_EVENT = "score-mod", "training-mode"
 """Kinds of events of steps: their attention had a score_mod; their model was in training mode."""
 
 REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
+SCORE_MOD_HEADS = "audit.score-mod-heads"
 _MAX_NAMES = 12
 
 
@@ -30,10 +31,12 @@ class AuditRule(Rule):
 
     name = "audit"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(REPRODUCED, UNEXPLAINED, TRAINING)
+    findings = finding_kinds(REPRODUCED, UNEXPLAINED, TRAINING, SCORE_MOD_HEADS)
 
     def on_event(self, event: EventRecord) -> Findings:
         """Judge an audited generation."""
+        if event.kind == AUDIT_EVENT and "by_kv_head" in event.data and not event.data["batch"]:
+            yield self._by_kv_head(event, event.data["by_kv_head"])
         if event.kind == AUDIT_EVENT and "quantity" in event.data:
             found, causes = self._finding(event), event.data.get("causes")
             # What a rule has found already explains the numbers: one cause, one finding.
@@ -50,6 +53,19 @@ class AuditRule(Rule):
         if facts.get("training") and facts.get("dropout"):
             return self._report(event, TRAINING, self._training(data, facts))
         return self._report(event, UNEXPLAINED, self._unexplained(data, facts))
+
+    def _by_kv_head(self, event: EventRecord, facts: Mapping[str, Any]) -> Finding:
+        wrong, layers = facts["heads"], tuple(facts["layers"])
+        n_kv, size = int(facts["kv_heads"]), int(facts["total"]) // int(facts["kv_heads"])
+        listed = ", ".join(map(str, wrong[:_MAX_NAMES]))
+        more = f" and {len(wrong) - _MAX_NAMES} more" if len(wrong) > _MAX_NAMES else ""
+        sentence = (
+            f"The score_mod of {format_layers(list(layers), 1 << 20)} repeats its values with "
+            f"h % {n_kv} over the {facts['total']} query heads, but query head h reads key head "
+            f"h // {size}: heads {listed}{more} have the values of another group of heads."
+        )
+        evidence = {"heads": wrong, "kv_heads": n_kv, "group": size}
+        return self.finding(event, SCORE_MOD_HEADS, sentence, layers, evidence, series="heads")
 
     def _report(self, event: EventRecord, id_: str, sentence: str) -> Finding:
         data = event.data

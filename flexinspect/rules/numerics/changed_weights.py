@@ -15,6 +15,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 CHANGED_EVENT = "weights-changed"
 """The event of a first step: parameters that changed since the model was made or loaded."""
 UNEVEN = "weights.uneven-change"
+NORM_GAIN, TIED, TRANSPOSED = "weights.norm-gain", "weights.tied-change", "weights.transposed-delta"
 
 _OUTLIER = 1.5
 """A change is uneven if it is so many times larger, or smaller, than that of the other layers."""
@@ -23,6 +24,8 @@ _SPREAD = 1.25
 _MAX_SHARE = 0.5
 """A program that changed more of the parameters loads or makes its weights by itself."""
 _MAX_GROUPS = 6
+_FROM_ZERO = 1e9
+"""Percent of a norm; a larger change is one of a parameter that was 0, such as a new bias."""
 
 
 class ChangedWeightsRule(Rule):
@@ -30,7 +33,7 @@ class ChangedWeightsRule(Rule):
 
     name = "changed_weights"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(UNEVEN)
+    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED)
 
     def on_step(self, step: StepRecord) -> Findings:
         """Look for the event."""
@@ -40,6 +43,9 @@ class ChangedWeightsRule(Rule):
 
     def _judge(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
         groups = data["groups"]
+        for id_, key, describe in _MISTAKES:
+            for facts in data.get(key, ()):
+                yield self.finding(step, id_, describe(facts), (), dict(facts), series=str(facts))
         if data["changed"] > _MAX_SHARE * data["total"]:
             return
         described = _described(groups[:_MAX_GROUPS])
@@ -52,6 +58,42 @@ class ChangedWeightsRule(Rule):
         yield self.finding(
             step, UNEVEN, described, (), severity=Severity.NOTE, series="all changes"
         )
+
+
+def _norm_gain(facts: Mapping[str, Any]) -> str:
+    name, weight, gain = printable(facts["name"]), float(facts["weight"]), float(facts["gain"])
+    rule = "1 + weight" if gain else "the weight"
+    return (
+        f"{name} ({printable(facts['class'])}) has a weight of {weight:g} in all channels, unlike "
+        f"those of other layers, and multiplies by {rule}: its gain is {gain:g}. Its neutral "
+        f"weight is {1 - weight:g}."
+    )
+
+
+def _tied(facts: Mapping[str, Any]) -> str:
+    names = " and ".join(map(printable, facts["names"]))
+    return (
+        f"{names} are one tensor, and the program added a change of rank {facts['rank']} to it in "
+        "place: what was meant for one of them changes the others too, such as the input "
+        "embeddings with the output head."
+    )
+
+
+def _transposed(facts: Mapping[str, Any]) -> str:
+    n = facts["size"]
+    return (
+        f"The change of rank {facts['rank']} in {printable(facts['name'])} ({n} x {n}) is the "
+        "transpose of the product of its adapter: the other changed matrices, which are not "
+        "square, show which of the two factors reads the input."
+    )
+
+
+_MISTAKES = (
+    (NORM_GAIN, "norms", _norm_gain),
+    (TIED, "tied", _tied),
+    (TRANSPOSED, "transposed", _transposed),
+)
+"""Findings, the entries of the event's data that have their facts, and their sentences."""
 
 
 def uneven_layer(parameters: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
@@ -101,11 +143,12 @@ def _described(groups: Sequence[Mapping[str, Any]]) -> str:
         those = group["parameters"]
         layers = sorted({one["layer"] for one in those if one["layer"] is not None})
         low, high = (100 * f(one["change"] for one in those) for f in (min, max))
-        size = (
-            f"{_percent(low)} %" if high < 1.05 * low else f"{_percent(low)} to {_percent(high)} %"
-        )
+        span = _percent(low) if high < 1.05 * low else f"{_percent(low)} to {_percent(high)}"
+        size = f"by {span} % of its norm"
         ranks = sorted({one["rank"] for one in those if one["rank"]})
         where = f" of {format_layers(layers, 1 << 20)}" if layers else ""
+        if high > _FROM_ZERO:
+            size = "from 0"
         rank = f", rank {', '.join(map(str, ranks))}" if ranks else ""
-        texts.append(f"{printable(group['name'])}{where} by {size} of its norm{rank}")
+        texts.append(f"{printable(group['name'])}{where} {size}{rank}")
     return f"Since the model was made or loaded, the program changed {'; '.join(texts)}."

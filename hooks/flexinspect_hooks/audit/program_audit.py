@@ -43,7 +43,7 @@ from flexinspect_hooks.audit.row_comparison import (
     forward_order,
     noise_limits,
 )
-from flexinspect_hooks.audit.score_mods import additive_bias
+from flexinspect_hooks.audit.score_mods import additive_bias, heads_of_other_groups
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
@@ -97,6 +97,8 @@ class Verdict(Struct):
     """The rule by which tokens were chosen, see `ChoiceReader`."""
     is_beam: bool = False
     """Whether the divergence is a cache row of another beam."""
+    by_kv_head: dict[str, Any] | None = None
+    """Query heads whose score_mod is that of another group of heads, and the layers."""
 
 
 class _Attempt(Struct, frozen=True):
@@ -274,10 +276,17 @@ class ProgramAudit:
         """Return what the program's score_mods add to the scores of each layer."""
         heads = getattr(reference.config, "num_attention_heads", 1)
         biases: dict[int, torch.Tensor] = {}
+        by_kv_head = list[int]()
         for layer, score_mod in sequence.steps[0].evidence.score_mods.items():
             bias = additive_bias(score_mod, heads, len(sequence.ids), reference.device)
             if bias is not None:
                 biases[layer] = bias[None]
+                n_kv = getattr(reference.config, "num_key_value_heads", None) or heads
+                if wrong := heads_of_other_groups(bias, n_kv):
+                    verdict.by_kv_head = {"heads": wrong, "total": heads, "kv_heads": n_kv}
+                    by_kv_head.append(layer)
+        if verdict.by_kv_head is not None:
+            verdict.by_kv_head["layers"] = by_kv_head
         if biases:
             verdict.notes.append("the program's score_mod is taken as it is")
         return biases
@@ -594,6 +603,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "not_judged": verdict.not_judged,
         "notes": verdict.notes,
     }
+    if verdict.by_kv_head is not None:
+        data["by_kv_head"] = verdict.by_kv_head
     if verdict.divergence is not None:
         data |= describe(verdict.divergence) | {"facts": verdict.facts, "pos": verdict.pos}
     if verdict.search is not None:

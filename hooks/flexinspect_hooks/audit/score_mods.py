@@ -27,12 +27,44 @@ def additive_bias(score_mod: Any, heads: int, n: int, device: torch.device) -> T
     return at_0 if is_additive and is_finite else None
 
 
+def heads_of_other_groups(bias: Tensor, n_kv_heads: int) -> list[int]:
+    """Return the query heads whose bias is that of another group; none if no such pattern is there.
+
+    `bias` is (heads, rows, keys). Heads of a group are neighbours: head h reads the key head
+    h // (heads / kv heads). A score_mod that counts with h % kv heads repeats its values through
+    the heads instead, and a head whose two numbers differ has the bias of another group.
+    """
+    n_heads = bias.shape[0]
+    size = n_heads // max(n_kv_heads, 1)
+    if n_kv_heads < 2 or size < 2 or n_heads % n_kv_heads:
+        return []
+    first = bias[:n_kv_heads]
+    repeats = torch.equal(bias, first.repeat(size, 1, 1))
+    has_own = all(
+        not torch.equal(first[one], first[other])
+        for one in range(n_kv_heads)
+        for other in range(one)
+    )
+    if not repeats or not has_own:
+        return []
+    return [head for head in range(n_heads) if head % n_kv_heads != head // size]
+
+
 def _evaluate(score_mod: Any, score: float, heads: int, n: int, device: torch.device) -> Tensor:
     scores = torch.full((heads, n, n), score, device=device)
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    head, index = torch.arange(heads, device=device), torch.arange(n, device=device)
+    return modified_scores(score_mod, scores, torch.arange(n, device=device))
+
+
+def modified_scores(score_mod: Any, scores: Tensor, rows: Tensor) -> Tensor:
+    """Return what a score_mod makes of scores (heads, rows, keys) of batch row 0.
+
+    `rows` are the indices that it receives. What it raises is not caught.
+    """
+    zero = torch.zeros((), dtype=torch.long, device=scores.device)
+    heads, _, n_keys = scores.shape
+    head, key = (torch.arange(n, device=scores.device) for n in (heads, n_keys))
     function = score_mod
     for dims in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
         function = torch.vmap(function, in_dims=dims)
-    result: Tensor = function(scores, zero, head, index, index)
+    result: Tensor = function(scores, zero, head, rows, key)
     return result.expand_as(scores).float()

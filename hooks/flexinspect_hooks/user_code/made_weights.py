@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
+from flexinspect_hooks.user_code.weight_changes import Delta, change_facts
 
 _SIDE = 64
 """Rows and columns of a block."""
@@ -95,15 +96,15 @@ class MadeWeights:
             return None
         made.n_compared += 1
         with suppress(Exception), torch.no_grad():
-            facts = _facts(made, dict(model.named_parameters()))
+            facts = _facts(made, model)
             if facts is not None and str(facts) != made.reported:
                 made.reported = str(facts)
                 return facts
         return None
 
 
-def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None:
-    same = {}
+def _facts(made: _Made, model: nn.Module) -> dict[str, Any] | None:
+    named, same = dict(model.named_parameters()), {}
     for name, one in named.items():
         owner, known = made.owners.get(id(one), (None, name))
         is_own = owner is not None and owner() is one
@@ -112,11 +113,14 @@ def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None
             same[known] = one
     blocks, versions = _blocks(same), _versions(same)
     groups: dict[str, list[dict[str, Any]]] = {}
+    deltas = dict[str, Delta]()
     for name, now in blocks.items():
         before = made.blocks[name]
         if before.shape != now.shape or torch.equal(before, now):
             continue
-        gap = now - before
+        gap, rank = now - before, _rank(now - before)
+        if gap.dim() == 2 and name in named:
+            deltas[name] = _delta(gap, rank, named[name])
         found = _LAYER.search(name)
         key = name if found is None else f"{name[: found.start(1)]}*{name[found.end(1) :]}"
         groups.setdefault(key, []).append(
@@ -124,7 +128,7 @@ def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None
                 "layer": None if found is None else int(found[1]),
                 # A vector of zeros, such as a bias, is compared with what it became.
                 "change": float(gap.norm() / (before.norm() or now.norm())),
-                "rank": _rank(gap),
+                "rank": rank,
                 "writes": versions[name] - made.versions[name],
             }
         )
@@ -132,7 +136,16 @@ def _facts(made: _Made, named: dict[str, nn.Parameter]) -> dict[str, Any] | None
     if not n_changed:
         return None
     listed = [{"name": key, "parameters": those} for key, those in groups.items()]
-    return {"groups": listed[:_MAX_LISTED], "changed": n_changed, "total": len(blocks)}
+    facts = {"groups": listed[:_MAX_LISTED], "changed": n_changed, "total": len(blocks)}
+    with suppress(Exception):  # modules of the program may be of any kind
+        facts |= change_facts(model, deltas)
+    return facts
+
+
+def _delta(gap: Tensor, rank: int, whole: Tensor) -> Delta:
+    sides = zip(whole.shape, gap.shape, strict=True)
+    rows, columns = (_places(n, kept, gap.device) for n, kept in sides)
+    return Delta(gap, rank, rows, columns, tuple(whole.shape))
 
 
 def _rank(gap: Tensor) -> int:

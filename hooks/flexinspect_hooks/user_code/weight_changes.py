@@ -1,0 +1,148 @@
+"""Changes of weights that no copy of them can show: neutral norms, tied tensors, transposed deltas.
+
+The audit uses the weights of the program, so what a program wrote into them looks right to it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor, nn
+
+_MAX_PAIRS = 4096
+_SIMILAR = 0.999
+"""The cosine of two deltas that are the same but for a factor and rounding."""
+
+
+class Delta(Struct, frozen=True):
+    """The change of a matrix at some `rows` and `columns`, and its rank (0 for full rank)."""
+
+    gap: Tensor
+    rank: int
+    rows: Tensor
+    columns: Tensor
+    shape: tuple[int, ...]
+
+
+def change_facts(model: nn.Module, deltas: Mapping[str, Delta]) -> dict[str, Any]:
+    """Return what is wrong with the changed weights of a model, as entries of an event's data."""
+    found: dict[str, Any] = {
+        "norms": list(_neutral_norms(model)),
+        "tied": list(_tied_changes(model, deltas)),
+        "transposed": list(_transposed(model, deltas)),
+    }
+    return {name: facts for name, facts in found.items() if facts}
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+def _neutral_norms(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield norms whose weight is 1, or 0, everywhere, and whose gain is 2, or 0.
+
+    Those of the other layers must have a weight that is not the same everywhere.
+    """
+    groups: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if "norm" in type(module).__name__.lower() and isinstance(weight, Tensor):
+            groups.setdefault(name.rpartition(".")[2], []).append((name, module))
+    for group in groups.values():
+        flat = [(name, one, _constant(one)) for name, one in group]
+        if len(flat) < 2 or 2 * sum(value is not None for *_, value in flat) > len(flat):
+            continue
+        for name, module, value in flat:
+            gain = None if value not in (0.0, 1.0) else _gain(module)
+            if gain is not None and (value, gain) in ((1.0, 2.0), (0.0, 0.0)):
+                yield {"name": name, "class": type(module).__name__, "weight": value, "gain": gain}
+
+
+def _constant(module: Any) -> float | None:
+    weight: Tensor = module.weight
+    first = float(weight.flatten()[0])
+    return first if bool((weight == first).all()) else None
+
+
+def _gain(module: Any) -> float:
+    """Return by how much a norm multiplies, of rows whose mean is 0; rounded to a tenth."""
+    n = module.weight.numel()
+    signs = torch.ones(1, 2, n, device=module.weight.device, dtype=module.weight.dtype)
+    signs[..., ::2] = -1  # normalized already
+    return round(float(module(signs)[..., 1].abs().mean()), 1)
+
+
+# -- tied weights ----------------------------------------------------------------------------------
+
+
+def _tied_changes(model: nn.Module, deltas: Mapping[str, Delta]) -> Iterator[dict[str, Any]]:
+    """Yield tensors that several modules share, if a change of low rank was added to them."""
+    names: dict[int, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(one), []).append(name)
+    for same in names.values():
+        changed = next((name for name in same if name in deltas), None)
+        if len(same) > 1 and changed is not None and deltas[changed].rank:
+            yield {"names": same, "rank": deltas[changed].rank}
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def _transposed(model: nn.Module, deltas: Mapping[str, Delta]) -> Iterator[dict[str, Any]]:
+    """Yield square matrices to which the transpose of an adapter's product was added.
+
+    The program must still hold the factors, and changes of other matrices, whose shapes leave no
+    choice, must say which of the two factors reads the input.
+    """
+    small = {name: one for name, one in deltas.items() if one.rank and len(one.shape) == 2}
+    if not any(one.shape[0] == one.shape[1] for one in small.values()):
+        return
+    factors = _held_matrices({one.rank for one in small.values()}, model)
+    read = {name: _reads_out_first(model, name, one, factors) for name, one in small.items()}
+    sure = {read[name] for name, one in small.items() if one.shape[0] != one.shape[1]} - {None}
+    if len(sure) != 1:
+        return
+    for name, one in small.items():
+        if one.shape[0] == one.shape[1] and read[name] not in (None, *sure):
+            yield {"name": name, "rank": one.rank, "size": one.shape[0]}
+
+
+def _reads_out_first(
+    model: nn.Module, name: str, delta: Delta, factors: list[Tensor]
+) -> bool | None:
+    """Return whether a change is a product (outputs, inputs) of two factors; None for neither."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    is_flipped = type(owner).__name__ == "Conv1D"  # of transformers: (inputs, outputs)
+    tall = [one for one in factors if one.shape[1] == delta.rank]
+    wide = [one for one in factors if one.shape[0] == delta.rank]
+    pairs = [(one, other) for one in tall for other in wide][:_MAX_PAIRS]
+    for one, other in pairs:
+        for is_transposed in (False, True):
+            left, right = (other.T, one.T) if is_transposed else (one, other)
+            if (left.shape[0], right.shape[1]) != delta.shape:
+                continue
+            product = left.index_select(0, delta.rows) @ right.index_select(1, delta.columns)
+            if _is_similar(product, delta.gap):
+                return is_flipped is is_transposed
+    return None
+
+
+def _is_similar(one: Tensor, other: Tensor) -> bool:
+    scale = one.norm() * other.norm()
+    return bool((one * other).sum().abs() > _SIMILAR * scale.clamp_min(1e-30))
+
+
+def _held_matrices(ranks: set[int], model: nn.Module) -> list[Tensor]:
+    """Return matrices with one of the ranks as a side that the program holds anywhere."""
+    own = {id(one) for one in model.parameters()}
+    found = []
+    for one in gc.get_objects():
+        if not issubclass(type(one), Tensor) or id(one) in own or one.dim() != 2 or one.is_meta:
+            continue
+        if one.is_floating_point() and not ranks.isdisjoint(one.shape):
+            found.append(one.detach().to("cpu", torch.float32))
+    return found

@@ -1,0 +1,100 @@
+"""Neutral norms, tied tensors and transposed adapters are found in what a program changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import make_model
+
+from flexinspect.rules.numerics.changed_weights import ChangedWeightsRule
+from flexinspect_hooks.user_code.made_weights import MadeWeights
+
+
+@pytest.fixture
+def made() -> Iterator[MadeWeights]:
+    weights = MadeWeights()
+    stop = weights.watch()
+    yield weights
+    stop()
+
+
+def facts_of(made: MadeWeights, model: Any) -> dict[str, Any]:
+    facts = made.changed(model)
+    assert facts is not None
+    return facts
+
+
+@pytest.mark.parametrize("neutral", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_a_norm_with_the_neutral_weight_of_another_kind_has_a_wrong_gain(
+    made: MadeWeights, family: str, neutral: float
+) -> None:
+    model = make_model(family, num_hidden_layers=3)
+    name = "pre_feedforward_layernorm" if family == "gemma2" else "post_attention_layernorm"
+    with torch.no_grad():
+        for one, weight in model.named_parameters():
+            if "norm" in one:
+                weight.normal_(0.5, 0.2)
+        model.model.layers[1].get_submodule(name).weight.fill_(neutral)
+    found = facts_of(made, model).get("norms", [])
+    if (neutral == 0) == (family == "gemma2"):
+        assert not found
+        return
+    (norm,) = found
+    assert norm["name"] == f"model.layers.1.{name}"
+    assert (norm["weight"], norm["gain"]) == (neutral, 2.0 if neutral else 0.0)
+
+
+def test_norms_that_all_are_neutral_are_not_reported(made: MadeWeights) -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    assert "norms" not in facts_of(made, model)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_adapter_that_is_merged_into_a_tied_head_is_reported(
+    made: MadeWeights, is_tied: bool
+) -> None:
+    model = make_model("llama", tie_word_embeddings=is_tied)
+    torch.manual_seed(0)
+    weight = model.lm_head.weight
+    with torch.no_grad():
+        weight += torch.randn(len(weight), 2) @ torch.randn(2, weight.shape[1])
+    found = facts_of(made, model).get("tied", [])
+    names = [one["names"] for one in found]
+    assert names == ([["model.embed_tokens.weight", "lm_head.weight"]] if is_tied else [])
+
+
+@pytest.mark.parametrize("broken", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_transposed_delta_of_a_square_matrix_is_told_from_a_right_one(
+    made: MadeWeights, family: str, broken: bool
+) -> None:
+    model = make_model(family)
+    is_flipped = family == "gpt2"  # Conv1D keeps (inputs, outputs)
+    modules = {
+        "gpt2": ("transformer.h.1.attn.c_attn", "transformer.h.1.attn.c_proj"),
+        "llama": ("model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"),
+    }[family]
+    torch.manual_seed(0)
+    held = []
+    with torch.no_grad():
+        for name in modules:
+            weight: Any = model.get_submodule(name).weight
+            n_in, n_out = weight.shape if is_flipped else weight.shape[::-1]
+            a, b = torch.randn(3, n_in), torch.randn(n_out, 3)
+            held.append((a, b))
+            is_wrong = broken and n_in == n_out
+            weight += 0.1 * ((b @ a).T if is_flipped is not is_wrong else b @ a)
+    found = facts_of(made, model).get("transposed", [])
+    assert [one["name"] for one in found] == ([f"{modules[1]}.weight"] if broken else [])
+    assert len(held) == 2  # the program still holds the factors
+
+
+def test_the_rule_knows_all_facts() -> None:
+    kinds = set(ChangedWeightsRule.findings)
+    assert {"weights.norm-gain", "weights.tied-change", "weights.transposed-delta"} <= kinds
