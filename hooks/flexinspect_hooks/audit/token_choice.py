@@ -23,6 +23,8 @@ MIN_CHOICES = 4
 """Choices that a rule about all of them needs."""
 _MIN_SAMPLES = 12
 _ROWS_BEFORE = 4
+_MIN_ROW_RANK = 3
+"""A token that is almost the best one may be meant, as in branches from one prompt."""
 _FAR_RANK = 8
 _CROSSED_SHARE = 0.6
 """Of the tokens that are far from the best in their row, so many must be good in another one."""
@@ -131,11 +133,17 @@ class ChoiceReader(Struct, frozen=True):
     def _fed_again(self) -> dict[str, Any] | None:
         """Find forwards that begin with tokens that end the cached text, so that it has them twice.
 
-        A single token may be the same by chance.
+        A single token may be the same by chance. A text that repeats itself goes on with the token
+        that the step before chose.
         """
         ids, found = self.comparison.sequence.ids, list[tuple[int, int]]()
+        before: FedStep | None = None
         for step in self.comparison.steps:
             first, n = int(step.positions[0]), len(step.positions)
+            chosen = None if before is None else self._logits(before, first - 1)
+            before = step
+            if chosen is not None and int(chosen.argmax()) == ids[first]:
+                continue
             if step.evidence.q_len < 2 or not step.evidence.kv_before or not first:
                 continue
             overlap = next(
@@ -167,6 +175,8 @@ class ChoiceReader(Struct, frozen=True):
             return known | {"pattern": "padding", "columns": n, "row": choice.position}
         if choice.token == sequence.ids[choice.position]:
             return known | {"pattern": "again", "tokens": 1, "total": 1}
+        if choice.rank < _MIN_ROW_RANK:
+            return None
         rows = [row for row in range(choice.position - _ROWS_BEFORE, choice.position) if row >= 0]
         base = self.base
         run = Run(base.positions.clone(), base.ends, base.masks, base.biases, encoder=base.encoder)
