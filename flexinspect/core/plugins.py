@@ -131,7 +131,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "masks": "flexinspect_hooks.audit.hypotheses.mask_faults:HYPOTHESES",
         "modules": "flexinspect_hooks.audit.hypotheses.modules:HYPOTHESES",
         "positions": "flexinspect_hooks.audit.hypotheses.positions:HYPOTHESES",
-        "score-mods": "flexinspect_hooks.audit.hypotheses.score_mods:HYPOTHESES",
+        "score-mods": "flexinspect_hooks.audit.hypotheses.score_mod_faults:HYPOTHESES",
         "projections": "flexinspect_hooks.audit.hypotheses.projections:HYPOTHESES",
         "feed-forward": "flexinspect_hooks.audit.hypotheses.feed_forward:HYPOTHESES",
     },

@@ -22,7 +22,7 @@ from flexinspect.core.text import printable
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *(program.Parameter(), program.Output(), program.Setting(), program.Input()),
+        *(program.Parameter(), program.ProgramOutput(), program.Setting(), program.Input()),
         program.Contains(),
         *(program.Before(), numbers.Range(), numbers.Median(), numbers.Constant()),
         *(numbers.Changes(), numbers.Monotone(), numbers.Falls(), numbers.Total()),

@@ -37,7 +37,7 @@ class Parameter:
         return Violation(one, f"{text}{named(str(one.value))}.", None, record.rank, 1)
 
 
-class Output:
+class ProgramOutput:
     """The output of a module has this dtype in the first step."""
 
     name: ClassVar[KindName] = "output"

@@ -61,7 +61,7 @@ class CellFrame(Struct, frozen=True):
         return replace(self, rows=rows, keys=keys)
 
 
-class CellDifference(Struct):
+class DeclaredDifference(Struct):
     """The cells of one head that are open but should be closed (`leaked`), or the reverse (`lost`).
 
     Pairs are (row, key) positions. Rows that see nothing are not counted.
@@ -166,9 +166,9 @@ def _iter_packed_rows(
         yield start, ran, expected, np.where(sees[:, None], counting, np.uint8(0))
 
 
-def find_difference(frame: CellFrame, spec: MaskSpec, segments: Segments) -> CellDifference:
+def find_difference(frame: CellFrame, spec: MaskSpec, segments: Segments) -> DeclaredDifference:
     """Return how cells differ from a spec; slow, for cells that do differ."""
-    out = CellDifference(first_row=frame.q_offset)
+    out = DeclaredDifference(first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
     for start, *packed in _iter_packed_rows(frame, spec):
         ran, expected, counts = (
@@ -195,7 +195,9 @@ def find_difference(frame: CellFrame, spec: MaskSpec, segments: Segments) -> Cel
     return out
 
 
-def _add_leaked(out: CellDifference, rows: IntArray, keys: IntArray, segments: Segments) -> None:
+def _add_leaked(
+    out: DeclaredDifference, rows: IntArray, keys: IntArray, segments: Segments
+) -> None:
     """Add leaked cells, given as the positions of their rows and keys."""
     out.leaked += len(rows)
     out.future += int(np.count_nonzero(keys > rows))
@@ -218,7 +220,9 @@ def _add_leaked(out: CellDifference, rows: IntArray, keys: IntArray, segments: S
 OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other"
 
 
-def classify_pattern(frame: CellFrame, spec: MaskSpec, found: CellDifference) -> tuple[str, int]:
+def classify_pattern(
+    frame: CellFrame, spec: MaskSpec, found: DeclaredDifference
+) -> tuple[str, int]:
     """Return what ran instead of the spec: the pattern, and its shift or window (0 for others)."""
     if len(frame.cells) > 1 and not found.n_closed and found.future:
         return OPEN, 0
@@ -235,7 +239,7 @@ def classify_pattern(frame: CellFrame, spec: MaskSpec, found: CellDifference) ->
     return OTHER, 0
 
 
-def is_blockwise(found: CellDifference, frame: CellFrame) -> bool:
+def is_blockwise(found: DeclaredDifference, frame: CellFrame) -> bool:
     """Return whether rows see the future in whole blocks: a prefix, or bidirectional segments."""
     # In a block, the last key that a row sees sees no further than itself, and sees that row. A
     # mask_mod with an offset that is one too large has rows whose last key sees further; one with
@@ -356,7 +360,7 @@ class MaskCase(Struct, frozen=True):
 
     context: RuleContext
     group: LayerGroup
-    found: CellDifference
+    found: DeclaredDifference
     expected: str
     assumed: bool = False
     pattern: str = ""
@@ -547,7 +551,7 @@ class MaskCase(Struct, frozen=True):
         return f"{place} ({text.printable(segment.label)})"
 
 
-def count_pieces(context: RuleContext, found: CellDifference) -> tuple[int, int]:
+def count_pieces(context: RuleContext, found: DeclaredDifference) -> tuple[int, int]:
     """Return the number of block-diagonal pieces, and the number of paraphrases."""
     # Two paraphrases form one piece where every row of one sees every key of the other.
     segments = context.segments

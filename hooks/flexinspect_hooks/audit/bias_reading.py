@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.difference_shape import MIN_ROWS, Compared, split_last
+from flexinspect_hooks.audit.difference_shape import MIN_ROWS, ComparedTensors, split_last
 from flexinspect_hooks.audit.forward_edits import Rotation
 from flexinspect_hooks.audit.forward_run import KEY, QUERY, VALUE
 
@@ -55,7 +55,7 @@ def turned_back(gap: Tensor, turn: Rotation, places: Sequence[int]) -> Tensor:
 
 
 def read_bias(
-    quantity: str, compared: Compared, biases: Mapping[str, Tensor], turn: Rotation | None
+    quantity: str, compared: ComparedTensors, biases: Mapping[str, Tensor], turn: Rotation | None
 ) -> list[str]:
     """Return which heads have another bias than their own, and whose; empty for no such error.
 

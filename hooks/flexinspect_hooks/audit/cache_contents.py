@@ -9,7 +9,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from flexinspect.core.text import format_layers
-from flexinspect_hooks.audit.difference_shape import Compared, describe_difference
+from flexinspect_hooks.audit.difference_shape import ComparedTensors, describe_difference
 from flexinspect_hooks.audit.evidence import CachedLayer, StepEvidence
 from flexinspect_hooks.audit.fed_sequence import row_order
 
@@ -112,7 +112,7 @@ def _table(tensor: Tensor) -> Tensor:
 
 
 def _shape(ours: Tensor, theirs: Tensor, places: Sequence[int], heads: int) -> str:
-    compared = Compared(ours, theirs, _EXACT, list(places), heads)
+    compared = ComparedTensors(ours, theirs, _EXACT, list(places), heads)
     return ", and there ".join(describe_difference(compared))
 
 
@@ -138,7 +138,7 @@ def cache_beside_text(
         if row >= len(tensor) or tensor.shape[1] != table.shape[0]:
             return ""
         ours, theirs = _table(tensor[row])[slots], _table(table)[: len(slots)]
-        compared = Compared(ours, theirs, 4 * limit, range(len(slots)), tensor.shape[1])
+        compared = ComparedTensors(ours, theirs, 4 * limit, range(len(slots)), tensor.shape[1])
         if not len(compared.wrong_rows()):
             texts.append(f"the cached {name} are right")
             continue

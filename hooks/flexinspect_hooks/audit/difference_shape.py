@@ -23,7 +23,7 @@ _MAX_SIZE = 1 << 22
 """Elements of a table that are looked at: larger ones take too long."""
 
 
-class Compared(Struct, frozen=True):
+class ComparedTensors(Struct, frozen=True):
     """Two tables (rows, values) in float64, and the relative difference that rounding explains.
 
     `positions` are the rows' places in the text. The values are those of `heads` heads, one after
@@ -53,7 +53,7 @@ class Compared(Struct, frozen=True):
         is_wrong: Tensor = (self.ours - self.theirs).norm(dim=-1) / scale > self.limit
         return is_wrong.nonzero().flatten()
 
-    def of_rows(self, index: Tensor) -> Compared:
+    def of_rows(self, index: Tensor) -> ComparedTensors:
         """Return some of the rows."""
         parts = {name: one[index] for name, one in self.parts.items()}
         places = [self.positions[n] for n in index.tolist()]
@@ -75,7 +75,7 @@ def _ratio(difference: Tensor, scale: Tensor) -> float:
     return float(difference.norm() / scale.norm().clamp_min(1e-30))
 
 
-def describe_difference(compared: Compared) -> list[str]:
+def describe_difference(compared: ComparedTensors) -> list[str]:
     """Return what is known about a difference, as ends of a sentence about the wrong table.
 
     The first one says where it is if it is not everywhere, the other one how it differs there.
@@ -97,10 +97,10 @@ def describe_difference(compared: Compared) -> list[str]:
     return [one for one in found if one]
 
 
-_Tests = Sequence[Callable[[Compared], str]]
+_Tests = Sequence[Callable[[ComparedTensors], str]]
 
 
-def _narrowed(part: Compared) -> Iterator[tuple[Compared, _Tests]]:
+def _narrowed(part: ComparedTensors) -> Iterator[tuple[ComparedTensors, _Tests]]:
     """Yield only the wrong channels, the whole table, and only its wrong heads, with tests."""
     channels = _wrong_channels(part)
     if channels:
@@ -118,7 +118,7 @@ def _narrowed(part: Compared) -> Iterator[tuple[Compared, _Tests]]:
 # -- where -----------------------------------------------------------------------------------------
 
 
-def _rows_text(compared: Compared, rows: Tensor) -> str:
+def _rows_text(compared: ComparedTensors, rows: Tensor) -> str:
     n, places = len(compared.positions), [compared.positions[k] for k in rows.tolist()]
     if len(places) == n:
         return ""
@@ -139,7 +139,7 @@ def positions_text(places: Sequence[int]) -> str:
     return f"the positions {listed}{more}"
 
 
-def _wrong_heads(compared: Compared) -> list[int]:
+def _wrong_heads(compared: ComparedTensors) -> list[int]:
     if compared.heads < 2 or compared.ours.shape[-1] % compared.heads:
         return []
     gap = compared.by_head(compared.ours - compared.theirs).norm(dim=-1)
@@ -148,7 +148,7 @@ def _wrong_heads(compared: Compared) -> list[int]:
     return [int(head) for head in (worst > compared.limit).nonzero().flatten()]
 
 
-def _of_heads(compared: Compared, heads: Sequence[int]) -> Compared:
+def _of_heads(compared: ComparedTensors, heads: Sequence[int]) -> ComparedTensors:
     def some(tensor: Tensor) -> Tensor:
         return compared.by_head(tensor)[:, list(heads)].flatten(1)
 
@@ -157,7 +157,7 @@ def _of_heads(compared: Compared, heads: Sequence[int]) -> Compared:
     return replace(compared, ours=ours, theirs=theirs, parts=parts, heads=len(heads))
 
 
-def _values_text(compared: Compared) -> str:
+def _values_text(compared: ComparedTensors) -> str:
     """Say which heads or channels differ, if not all do."""
     heads = _wrong_heads(compared)
     if heads and len(heads) < compared.heads:
@@ -182,7 +182,7 @@ def _channels_text(wrong: Sequence[int], size: int) -> str:
     return f"{len(wrong)} of {size} channels"
 
 
-def _wrong_channels(compared: Compared) -> list[int]:
+def _wrong_channels(compared: ComparedTensors) -> list[int]:
     """Return the channels that differ, empty if most do."""
     size = compared.ours.shape[-1]
     gap = (compared.ours - compared.theirs).abs().amax(0)
@@ -198,12 +198,12 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _zero(compared: Compared) -> str:
+def _zero(compared: ComparedTensors) -> str:
     is_zero = float(compared.ours.norm()) <= compared.limit * float(compared.theirs.norm())
     return "is zero there" if is_zero else ""
 
 
-def _factor(compared: Compared) -> str:
+def _factor(compared: ComparedTensors) -> str:
     square = compared.theirs.square().sum().clamp_min(1e-300)
     factor = float((compared.ours * compared.theirs).sum() / square)
     if not compared.fits(factor * compared.theirs):
@@ -213,7 +213,7 @@ def _factor(compared: Compared) -> str:
     return f"is {_number(factor)} times the right one"
 
 
-def _added_vector(compared: Compared) -> str:
+def _added_vector(compared: ComparedTensors) -> str:
     gap = compared.ours - compared.theirs
     if len(gap) < MIN_ROWS or not compared.fits(compared.theirs + gap.mean(0)):
         return ""
@@ -221,7 +221,7 @@ def _added_vector(compared: Compared) -> str:
     return f"has the same vector added in each row (its norm is {share} of a row's norm)"
 
 
-def _mixture(compared: Compared) -> str:
+def _mixture(compared: ComparedTensors) -> str:
     """Say of which multiples of its parts the table is a sum."""
     names = list(compared.parts)
     if not names or compared.ours.numel() < 8 * len(names):
@@ -236,7 +236,7 @@ def _mixture(compared: Compared) -> str:
     return f"is {' + '.join(terms)}"
 
 
-def _row_factor(compared: Compared) -> str:
+def _row_factor(compared: ComparedTensors) -> str:
     ours, theirs = compared.ours, compared.theirs
     factors = (ours * theirs).sum(-1) / theirs.square().sum(-1).clamp_min(1e-300)
     if len(ours) < 2 or not compared.fits(factors[:, None] * theirs):
@@ -245,7 +245,7 @@ def _row_factor(compared: Compared) -> str:
     return f"has each row multiplied by a factor of its own ({low} to {high})"
 
 
-def _channel_factor(compared: Compared) -> str:
+def _channel_factor(compared: ComparedTensors) -> str:
     ours, theirs = compared.ours, compared.theirs
     if len(ours) < MIN_ROWS:
         return ""
@@ -264,7 +264,7 @@ def _nearest(ours: Tensor, theirs: Tensor, limit: float) -> list[int] | None:
     return best.indices.tolist() if bool((best.values <= 16 * limit).all()) else None
 
 
-def _row_order(part: Compared, whole: Compared) -> str:
+def _row_order(part: ComparedTensors, whole: ComparedTensors) -> str:
     """Say which rows of the whole table the wrong rows hold."""
     if len(whole.ours) < 2:
         return ""
@@ -289,7 +289,7 @@ def _shift_text(shift: int) -> str:
     return f"{abs(shift)} {'after' if shift > 0 else 'before'} it"
 
 
-def _head_order(compared: Compared) -> str:
+def _head_order(compared: ComparedTensors) -> str:
     if compared.heads < 2 or compared.ours.shape[-1] % compared.heads:
         return ""
     ours = compared.by_head(compared.ours).transpose(0, 1).flatten(1)
@@ -303,7 +303,7 @@ def _head_order(compared: Compared) -> str:
     return f"has heads in the places of others: {', '.join(pairs[:_MAX_LISTED])}"
 
 
-def _channel_order(compared: Compared) -> str:
+def _channel_order(compared: ComparedTensors) -> str:
     """Say by which permutation the channels are those of the right table, in all rows."""
     ours, theirs = compared.ours, compared.theirs
     if len(ours) < 2 or ours.shape[-1] > 1 << 12:
@@ -333,7 +333,7 @@ def _channel_orders(size: int) -> list[tuple[str, Tensor]]:
     return [*orders, *((f"rolled by {k}", index.roll(k)) for k in (1, -1, 2, -2))]
 
 
-def _signs(compared: Compared) -> str:
+def _signs(compared: ComparedTensors) -> str:
     ours, theirs = compared.ours, compared.theirs
     if not compared.fits(theirs * torch.sign(ours * theirs)):
         return ""
@@ -341,7 +341,7 @@ def _signs(compared: Compared) -> str:
     return f"has the opposite sign in {n} of its channels" if n else ""
 
 
-def _clipped(compared: Compared) -> str:
+def _clipped(compared: ComparedTensors) -> str:
     low, high = float(compared.ours.min()), float(compared.ours.max())
     n = int(((compared.ours == low) | (compared.ours == high)).sum())
     if n < 3 or not compared.fits(compared.theirs.clamp(low, high)):
@@ -349,7 +349,7 @@ def _clipped(compared: Compared) -> str:
     return f"is cut off at {_number(low)} and {_number(high)}"
 
 
-def _rounded(compared: Compared) -> str:
+def _rounded(compared: ComparedTensors) -> str:
     """Say of which dtype the values are, or the rounding by which they differ."""
     ours, theirs = compared.ours, compared.theirs
     if grid := _grid(compared):
@@ -373,7 +373,7 @@ def _rounded(compared: Compared) -> str:
 _MAX_STEPS = 127
 
 
-def _grid(compared: Compared) -> str:
+def _grid(compared: ComparedTensors) -> str:
     """Say if all values are multiples of a step, as of a table that is kept in int8 or int4."""
     ours = compared.ours
     for what, table in _groups(compared):
@@ -391,7 +391,7 @@ def _grid(compared: Compared) -> str:
     return ""
 
 
-def _groups(compared: Compared) -> list[tuple[str, Tensor]]:
+def _groups(compared: ComparedTensors) -> list[tuple[str, Tensor]]:
     """Return the values in groups (groups, values) that may have a step in common."""
     ours, heads = compared.ours, compared.heads
     groups = []
@@ -431,7 +431,7 @@ def _step_of(groups: Tensor) -> Tensor | None:
     return None
 
 
-def _low_rank(compared: Compared) -> str:
+def _low_rank(compared: ComparedTensors) -> str:
     gap = compared.ours - compared.theirs
     smallest = min(gap.shape)
     if smallest < 6:
@@ -446,7 +446,7 @@ def _low_rank(compared: Compared) -> str:
     return f"has a difference of rank {rank}, as an adapter of that rank gives"
 
 
-_TESTS: tuple[Callable[[Compared], str], ...] = (
+_TESTS: tuple[Callable[[ComparedTensors], str], ...] = (
     _zero,
     _factor,
     _added_vector,

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_run import Point, Route, Run
+from flexinspect_hooks.audit.forward_run import Point, ExpertChoice, Run
 from flexinspect_hooks.audit.row_comparison import NOISE_MULTIPLE, Divergence, RowComparison
 
 MAX_ROWS = 32
@@ -38,7 +38,7 @@ def routed(output: Any, run: Run, layer: int) -> Any:
     scores, weights, experts = output
     if scores.dim() != 2 or weights.shape != experts.shape or experts.is_floating_point():
         return output
-    run.routes[layer] = Route(scores.detach(), experts.detach())
+    run.routes[layer] = ExpertChoice(scores.detach(), experts.detach())
     chosen = run.experts.get(layer)
     rows = [row for at, row in run.other_experts if at == layer and row < len(experts)]
     if chosen is None and not rows:
@@ -77,7 +77,7 @@ def settle(
     comparison: RowComparison,
     base: Run,
     values: Mapping[Point, Tensor],
-    noisy: Sequence[Mapping[int, Route]],
+    noisy: Sequence[Mapping[int, ExpertChoice]],
 ) -> Settled:
     """Let rows go to their next expert where they diverge and noise decides it.
 
@@ -120,11 +120,11 @@ def describe_other(rows: Sequence[tuple[int, int]]) -> str:
     )
 
 
-def _noise(route: Route, others: Sequence[Route]) -> float:
+def _noise(route: ExpertChoice, others: Sequence[ExpertChoice]) -> float:
     return max((float((one.scores - route.scores).abs().max()) for one in others), default=0.0)
 
 
-def _margin(route: Route, row: int) -> float:
+def _margin(route: ExpertChoice, row: int) -> float:
     k = route.experts.shape[1]
     if row >= len(route.scores) or k >= route.scores.shape[1]:
         return float("inf")

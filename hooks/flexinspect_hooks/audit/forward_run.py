@@ -27,7 +27,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj", "wo", "o")
 """Names of the module that takes the attention of the heads."""
 
 
-class Route(Struct, frozen=True):
+class ExpertChoice(Struct, frozen=True):
     """The scores (rows, experts) that a router gave, and the experts (rows, chosen) it chose."""
 
     scores: Tensor
@@ -57,7 +57,7 @@ class Run(Struct):
     encoder: EncoderInput | None = None
     experts: Mapping[int, Tensor] = field(default_factory=dict)
     other_experts: tuple[tuple[int, int], ...] = ()
-    routes: dict[int, Route] = field(default_factory=dict)
+    routes: dict[int, ExpertChoice] = field(default_factory=dict)
     values: dict[Point, Tensor] = field(default_factory=dict)
     layer: int = -1
     layer_input: Tensor | None = None

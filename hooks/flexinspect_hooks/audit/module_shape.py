@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.difference_shape import Compared, describe_difference
+from flexinspect_hooks.audit.difference_shape import ComparedTensors, describe_difference
 from flexinspect_hooks.audit.hypotheses.modules import epsilon_of, is_norm
 
 
 def describe_module(
-    module: nn.Module, given: Tensor, compared: Compared, weights: Mapping[str, Tensor]
+    module: nn.Module, given: Tensor, compared: ComparedTensors, weights: Mapping[str, Tensor]
 ) -> list[str]:
     """Return how the output of a module differs, in ends of a sentence about the output.
 
@@ -120,7 +120,7 @@ def _norms(module: Any, given: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"is computed in {name}, not in float32", rounded
 
 
-def _other_epsilon(module: Any, given: Tensor, compared: Compared) -> str:
+def _other_epsilon(module: Any, given: Tensor, compared: ComparedTensors) -> str:
     """Say which epsilon the norm has, if it is another one."""
     square = given.square().mean(-1)
     ratio = compared.ours.norm(dim=-1) / compared.theirs.norm(dim=-1).clamp_min(1e-30)

@@ -16,7 +16,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.difference_shape import Compared, describe_difference
+from flexinspect_hooks.audit.difference_shape import ComparedTensors, describe_difference
 from flexinspect_hooks.audit.expert_routing import is_router
 from flexinspect_hooks.audit.forward_run import Run
 from flexinspect_hooks.audit.module_shape import describe_module
@@ -94,7 +94,7 @@ def compare_modules(
     return SwapResult(tuple(differing), tuple(agreeing))
 
 
-def _router_shape(module: nn.Module, compared: Compared) -> list[str]:
+def _router_shape(module: nn.Module, compared: ComparedTensors) -> list[str]:
     """Say which of a router's outputs are wrong: scores, weights of the chosen experts, experts."""
     if not is_router(module) or compared.ours.shape[-1] < 5:
         return []
@@ -196,9 +196,9 @@ def _first_inside(
     return None
 
 
-def _compared(ours: Tensor, theirs: Tensor, limit: float, places: Sequence[int]) -> Compared:
+def _compared(ours: Tensor, theirs: Tensor, limit: float, places: Sequence[int]) -> ComparedTensors:
     ours, theirs = (one.detach().double().flatten(0, -2)[:_MAX_ROWS] for one in (ours, theirs))
-    return Compared(ours, theirs.to(ours.device), limit, list(places)[: len(ours)])
+    return ComparedTensors(ours, theirs.to(ours.device), limit, list(places)[: len(ours)])
 
 
 def _module_inputs(

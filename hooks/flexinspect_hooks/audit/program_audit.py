@@ -47,7 +47,7 @@ from flexinspect_hooks.audit.score_mods import additive_bias, heads_of_other_gro
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
-from flexinspect_hooks.audit.token_choice import Choice, ChoiceReader, crossed_rows
+from flexinspect_hooks.audit.token_choice import ChosenToken, ChoiceReader, crossed_rows
 from flexinspect_hooks.audit.trace_evidence import fill_from_trace
 from flexinspect_hooks.audit.unexplained import Unexplained
 from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
@@ -132,7 +132,7 @@ class ProgramAudit:
         self._own_masks: set[int] = set()
         """Generations whose batch row 0 agrees under the mask that ran, which nobody declared."""
         self._agreeing: list[BeamRow] = []
-        self._choices: list[list[Choice]] = []
+        self._choices: list[list[ChosenToken]] = []
         """Of the batch rows of a generation."""
 
     def run(self) -> list[Verdict]:

@@ -35,7 +35,7 @@ _RARE_SHARE = 4
 """Chosen tokens are rare if all are in the last part of the ranks, of so many parts."""
 
 
-class Choice(Struct, frozen=True):
+class ChosenToken(Struct, frozen=True):
     """A step, the position and logits (vocabulary,) of a row of it, and the token fed next."""
 
     generation: int
@@ -94,9 +94,9 @@ class ChoiceReader(Struct, frozen=True):
                 return _counted(choices, wrong) | found
         return None
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[ChosenToken]:
         """Return the choices of all steps that are judged; of proposals those that were kept."""
-        sequence, found = self.comparison.sequence, list[Choice]()
+        sequence, found = self.comparison.sequence, list[ChosenToken]()
         steps, proposes = sequence.steps, _proposes(sequence)
         for step, following in pairwise(steps):
             is_input = following.evidence.q_len > 1 and following.evidence.kv_before > 0
@@ -108,7 +108,7 @@ class ChoiceReader(Struct, frozen=True):
                 if logits is None or position + 1 >= len(sequence.ids):
                     continue
                 place = step.evidence.generation, step.evidence.step
-                choice = Choice(*place, position, logits, sequence.ids[position + 1])
+                choice = ChosenToken(*place, position, logits, sequence.ids[position + 1])
                 if choice.token < len(logits) and bool(logits.isfinite().any()):
                     found.append(choice)
         return found
@@ -164,7 +164,7 @@ class ChoiceReader(Struct, frozen=True):
             "wrong": [step for step, _ in found]
         }
 
-    def _first_choice(self, choice: Choice) -> dict[str, Any] | None:
+    def _first_choice(self, choice: ChosenToken) -> dict[str, Any] | None:
         """Return why the first token alone is not the best one: of which row it is."""
         sequence = self.comparison.sequence
         known = _counted([choice], [choice])
@@ -187,7 +187,7 @@ class ChoiceReader(Struct, frozen=True):
         return None
 
     def _proposals(
-        self, choices: Sequence[Choice], wrong: Sequence[Choice]
+        self, choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]
     ) -> dict[str, Any] | None:
         """Find proposals that were kept although the model's best token is another one."""
         sequence = self.comparison.sequence
@@ -213,18 +213,18 @@ def _proposes(sequence: FedSequence) -> bool:
     return bool(sequence.crops) and len(several) > max(1, _PROPOSING_SHARE * len(decode))
 
 
-def _counted(choices: Sequence[Choice], wrong: Sequence[Choice]) -> dict[str, Any]:
+def _counted(choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]) -> dict[str, Any]:
     place = {"generation": wrong[0].generation}
     return place | {"total": len(choices), "wrong": [one.step for one in wrong]}
 
 
-def crossed_rows(rows: Sequence[Sequence[Choice]]) -> dict[str, Any] | None:
+def crossed_rows(rows: Sequence[Sequence[ChosenToken]]) -> dict[str, Any] | None:
     """Return which batch rows were fed tokens of other rows, from the choices of all rows.
 
     A token counts as another row's if it is the best or second best one there, and far from it in
     its own row.
     """
-    by_step: dict[int, dict[int, Choice]] = {}
+    by_step: dict[int, dict[int, ChosenToken]] = {}
     for row, choices in enumerate(rows):
         for one in choices:
             by_step.setdefault(one.step, {})[row] = one
@@ -258,7 +258,9 @@ def _rank_of(logits: Tensor, token: int) -> int:
 _Texts = Mapping[int, set[int]]
 
 
-def _late(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> dict[str, Any]:
+def _late(
+    choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken], texts: _Texts
+) -> dict[str, Any]:
     """Each token is the best one of the step before."""
     pairs = list(pairwise(choices))
     late = [now for before, now in pairs if now.token == before.best]
@@ -266,7 +268,9 @@ def _late(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> 
     return {"pattern": "late"} if is_all else {}
 
 
-def _ranked(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> dict[str, Any]:
+def _ranked(
+    choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken], texts: _Texts
+) -> dict[str, Any]:
     """Each token has the same rank, such as the second or the last one."""
     ranks = {one.rank for one in choices}
     if len(ranks) != 1:
@@ -275,7 +279,9 @@ def _ranked(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -
     return {"pattern": "last" if rank == size - 1 else "rank", "rank": rank}
 
 
-def _from_step(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> dict[str, Any]:
+def _from_step(
+    choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken], texts: _Texts
+) -> dict[str, Any]:
     """All tokens from some step on have the same rank, or every k-th one has."""
     ranks = {one.rank for one in wrong}
     if len(ranks) != 1 or len(wrong) < 3:
@@ -290,7 +296,9 @@ def _from_step(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts
     return {"pattern": "steps", "rank": ranks.pop(), "every": every, "first": wrong[0].step}
 
 
-def _rare(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> dict[str, Any]:
+def _rare(
+    choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken], texts: _Texts
+) -> dict[str, Any]:
     """All tokens are among the least likely ones."""
     size, lowest = len(choices[0].logits), min(one.rank for one in choices)
     if len(choices) < 2 * MIN_CHOICES or lowest < size - size // _RARE_SHARE:
@@ -298,7 +306,9 @@ def _rare(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> 
     return {"pattern": "rare", "lowest": size - lowest, "size": size}
 
 
-def _repeats(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> dict[str, Any]:
+def _repeats(
+    choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken], texts: _Texts
+) -> dict[str, Any]:
     """Tokens that are in the text already are preferred, or passed over."""
     if len(wrong) < 3:
         return {}
@@ -313,12 +323,14 @@ def _repeats(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) 
     return {}
 
 
-def _best_of(choice: Choice, tokens: set[int]) -> int:
+def _best_of(choice: ChosenToken, tokens: set[int]) -> int:
     known = [token for token in tokens if token < len(choice.logits)]
     return max(known, key=lambda token: float(choice.logits[token]))
 
 
-def _banned(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> dict[str, Any]:
+def _banned(
+    choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken], texts: _Texts
+) -> dict[str, Any]:
     """One token is never chosen, and the second best one is in its place."""
     best = {one.best for one in wrong}
     if len(best) != 1 or any(one.rank != 1 for one in wrong) or len(wrong) < 2:
@@ -329,7 +341,9 @@ def _banned(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -
     return {"pattern": "banned", "token": token}
 
 
-def _sampled(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) -> dict[str, Any]:
+def _sampled(
+    choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken], texts: _Texts
+) -> dict[str, Any]:
     """The tokens are samples: the temperature that explains them best, and its range."""
     if len(choices) < _MIN_SAMPLES or len(wrong) * 4 < len(choices):
         return {}
@@ -348,7 +362,9 @@ def _sampled(choices: Sequence[Choice], wrong: Sequence[Choice], texts: _Texts) 
     return {"pattern": "temperature", "value": 1 / best, "low": 1 / high, "high": 1 / low}
 
 
-_TESTS: tuple[Callable[[Sequence[Choice], Sequence[Choice], _Texts], dict[str, Any]], ...] = (
+_TESTS: tuple[
+    Callable[[Sequence[ChosenToken], Sequence[ChosenToken], _Texts], dict[str, Any]], ...
+] = (
     _late,
     _ranked,
     _from_step,

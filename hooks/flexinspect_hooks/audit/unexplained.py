@@ -18,7 +18,7 @@ from flexinspect_hooks.audit.clean_classes import architecture_class, replaced_n
 from flexinspect_hooks.audit.difference_shape import (
     IS_NOISE,
     MIN_ROWS,
-    Compared,
+    ComparedTensors,
     describe_difference,
     split_last,
 )
@@ -115,7 +115,7 @@ class Unexplained(Struct, frozen=True):
         spans = [steps[first : first + 1], steps[first:]]
         return spans if len(steps[first].positions) >= MIN_ROWS else spans[::-1]
 
-    def _compared(self, steps: Sequence[FedStep]) -> Compared | None:
+    def _compared(self, steps: Sequence[FedStep]) -> ComparedTensors | None:
         point, ours, theirs, places = self.found.point, [], [], list[int]()
         right = self.clean.get(point)
         if right is None:
@@ -135,7 +135,7 @@ class Unexplained(Struct, frozen=True):
             sum(parts.values(), table * 0), table, rtol=1e-3, atol=1e-4
         ):
             parts = {}
-        return Compared(torch.cat(ours), table, self.found.limit, places, heads, parts)
+        return ComparedTensors(torch.cat(ours), table, self.found.limit, places, heads, parts)
 
     def _rows(self, step: FedStep, right: Tensor) -> tuple[Tensor, Tensor, list[int]] | None:
         """Return the rows of a step, those of the reference, and their positions."""
@@ -246,7 +246,7 @@ class Unexplained(Struct, frozen=True):
             texts += [text] if text else []
         return texts
 
-    def _attention_reading(self, compared: Compared, layer: int) -> str:
+    def _attention_reading(self, compared: ComparedTensors, layer: int) -> str:
         query, key, value = (
             self.clean[one, layer][0].double().cpu() for one in (QUERY, KEY, VALUE)
         )
@@ -294,7 +294,7 @@ class Unexplained(Struct, frozen=True):
                     break
         return describe_biases(texts)
 
-    def _position_reading(self, compared: Compared, layer: int) -> str:
+    def _position_reading(self, compared: ComparedTensors, layer: int) -> str:
         name = self.found.point[0]
         plain = self._before_rotation(layer, name)
         if plain is None:

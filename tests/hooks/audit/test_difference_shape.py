@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.audit.difference_shape import Compared, describe_difference
+from flexinspect_hooks.audit.difference_shape import ComparedTensors, describe_difference
 
 ROWS, HEADS, SIZE = 12, 4, 8
 
@@ -20,7 +20,7 @@ def table(seed: int = 0) -> Tensor:
 
 def described(ours: Tensor, heads: int = HEADS, **parts: Tensor) -> list[str]:
     named = {name.replace("_", " "): one for name, one in parts.items()}
-    return describe_difference(Compared(ours, table(), 1e-6, range(len(ours)), heads, named))
+    return describe_difference(ComparedTensors(ours, table(), 1e-6, range(len(ours)), heads, named))
 
 
 def by_head(change: Callable[[Tensor], Tensor]) -> Tensor:

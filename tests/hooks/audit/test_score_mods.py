@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexinspect_hooks.audit.hypotheses.score_mods import set_cells
+from flexinspect_hooks.audit.hypotheses.score_mod_faults import set_cells
 from flexinspect_hooks.audit.score_mods import additive_bias, heads_of_other_groups
 
 
