@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_run import Point, ExpertChoice, Run
+from flexinspect_hooks.audit.forward_run import ExpertChoice, Point, Run
 from flexinspect_hooks.audit.row_comparison import NOISE_MULTIPLE, Divergence, RowComparison
 
 MAX_ROWS = 32

@@ -47,7 +47,7 @@ from flexinspect_hooks.audit.score_mods import additive_bias, heads_of_other_gro
 from flexinspect_hooks.audit.search import Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
-from flexinspect_hooks.audit.token_choice import ChosenToken, ChoiceReader, crossed_rows
+from flexinspect_hooks.audit.token_choice import ChoiceReader, ChosenToken, crossed_rows
 from flexinspect_hooks.audit.trace_evidence import fill_from_trace
 from flexinspect_hooks.audit.unexplained import Unexplained
 from flexinspect_hooks.audit.unordered_beams import BeamRow, find_unordered
