@@ -31,7 +31,7 @@ _FROM_ZERO = 1e9
 class ChangedWeightsRule(Rule):
     """Judges what changed in a model's weights before a generation."""
 
-    name = "changed-weights"
+    name = "changed_weights"
     needs = (imported.EVENTS,)
     findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED)
 

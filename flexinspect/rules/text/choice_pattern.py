@@ -21,7 +21,7 @@ _MAX_LISTED = 6
 class ChoicePatternRule(Rule):
     """Reports the rule by which tokens were chosen, as the audit found it."""
 
-    name = "choice-pattern"
+    name = "choice_pattern"
     needs = (imported.EVENTS,)
     findings = finding_kinds(CHOICE)
 

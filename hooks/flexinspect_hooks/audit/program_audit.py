@@ -309,7 +309,9 @@ class ProgramAudit:
         verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
-        if self._is_last(verdict.generation) and not self._is_sampled(verdict.generation):
+        if self._is_last(verdict.generation) and not self._is_chosen_by_generate(
+            verdict.generation
+        ):
             wrong = None if found is None else found.step
             choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
             if not has_equal_prompts(sequence.steps[0].evidence):
@@ -361,15 +363,11 @@ class ProgramAudit:
         later = (those[0] for n, those in self._store.steps.items() if n > generation and those)
         return not any(one.kv_before and one.cache == cache for one in later)
 
-    def _is_sampled(self, generation: int) -> bool:
-        """Whether `generate` was asked for samples or beams, whose tokens are not the best ones."""
+    def _is_chosen_by_generate(self, generation: int) -> bool:
+        """Whether `generate` chose the tokens, by options that may ask for any of them."""
         events = self._reader.events() if self._reader is not None else ()
-        told = [
-            row.event.data.get("options", {})
-            for row in events
-            if row.event.kind == GENERATE_EVENT and row.event.generation == generation
-        ]
-        return any(one.get("do_sample") or (one.get("num_beams") or 1) > 1 for one in told)
+        made = {row.event.generation for row in events if row.event.kind == GENERATE_EVENT}
+        return generation in made
 
     def _best_attempt(
         self,

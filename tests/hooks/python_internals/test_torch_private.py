@@ -46,7 +46,7 @@ def test_without_the_names_the_functions_do_nothing(monkeypatch: pytest.MonkeyPa
     assert torch_private.eval_frame_callback_getter()() is None
     assert torch_private.frame_compiler_setter()("compiler") == "compiler"
     assert torch_private.module_call_code() is None
-    assert torch_private.dynamo_counters("stats") == {}
+    assert torch_private.dynamo_counters() == {}
     assert torch_private.compilation_metrics() == ()
 
 
