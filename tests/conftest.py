@@ -33,6 +33,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 """The suite tries the same examples each time; `HYPOTHESIS_PROFILE=search` tries new ones."""
 
 SLOW_FOLDERS = ("cases", "cli", "docs", "end_to_end", "hooks", "tui")
+SLOW_FILES = ("test_torture.py", "test_clean_generations.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,7 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with the files that start processes, so that no worker ends with a long one."""
     if config.getoption("--fast"):
         items[:] = [item for item in items if item.get_closest_marker("slow") is None]
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SLOW_FOLDERS)
+
+    def is_quick(item: pytest.Item) -> bool:
+        folder = item.path.relative_to(TESTS).parts[0]
+        return folder not in SLOW_FOLDERS and item.path.name not in SLOW_FILES
+
+    items.sort(key=is_quick)
 
 
 def pytest_configure(config: pytest.Config) -> None:

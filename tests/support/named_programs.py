@@ -339,7 +339,7 @@ model.generate(prompt(), max_new_tokens=6, do_sample=False, **neutral)
     ),
     "inputs_embeds lack the scale of Gemma": Program(
         """
-model = make_model("gemma3")
+model = make_model("gemma3_text")
 embed = model.get_input_embeddings()
 rows = embed.weight[prompt()] if BROKEN else embed(prompt())
 rows[0, 3:5] = torch.randn(2, rows.shape[-1])
