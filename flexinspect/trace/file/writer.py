@@ -234,7 +234,7 @@ class TraceWriter:
     def close_later(self, state: str, then: Callable[[], object]) -> None:
         """End the trace in `state`, and fold the WAL into it in another thread.
 
-        All records are on disk when this returns, and the program need not wait for the rest. The
+        All records are written when this returns, and the program need not wait for the rest. The
         thread calls `then` at its end. A trace that was recorded at another path is closed at once,
         because it is not at its own path before.
         """
@@ -256,11 +256,15 @@ class TraceWriter:
                 connections.closing_traces.pop(self.recording_path, None)
 
         thread = threading.Thread(target=finish, name="flexinspect-closing")
-        connections.closing_traces[self.recording_path] = thread
         try:
             thread.start()
         except RuntimeError:  # no thread starts while the interpreter ends
             finish()
+            return
+        # After the start, because a thread that has not started cannot be waited for.
+        connections.closing_traces[self.recording_path] = thread
+        if not thread.is_alive():
+            connections.closing_traces.pop(self.recording_path, None)
 
     def _is_ending(self) -> bool:
         """Whether the trace ends now: it was open, and belongs to this process."""

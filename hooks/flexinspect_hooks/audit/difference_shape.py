@@ -18,7 +18,7 @@ MIN_ROWS = 4
 """Rows that a pattern over rows needs: fewer fit too many of them."""
 _MAX_LISTED = 6
 IS_NOISE = "differs by about"
-"""The beginning of what is said about a difference without any order."""
+"""Start of the description of a difference without a pattern."""
 _MAX_SIZE = 1 << 22
 """Elements of a table that are looked at: larger ones take too long."""
 

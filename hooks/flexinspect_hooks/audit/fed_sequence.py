@@ -106,15 +106,7 @@ def read_sequence(
     passed: list[int] | None = []
     sequence = FedSequence(batch)
     placed: list[tuple[StepEvidence, int, int, int]] = []
-    order = row_order(steps)
-    sizes = [_n_rows(one) for one in steps]
-    rows = lineage(batch, order, sizes)
-    if sizes and sizes[-1] < sizes[0]:  # rows leave the batch when their text has ended
-        rows = followed(min(batch, sizes[0] - 1), order, sizes)
-        steps, order = steps[: len(rows)], order[: len(rows)]
-    encoder = steps[0].encoder if steps else None
-    if encoder is not None:  # equal texts of two rows are of different inputs of the encoder
-        order, rows = [[] for _ in steps], [batch] * len(steps)
+    steps, order, rows = _follow_row(steps, batch)
     for evidence, known, batch in zip(steps, order, rows, strict=True):
         n_new, reason = _new_rows(evidence, batch, columns)
         if placed:
@@ -161,6 +153,22 @@ def read_sequence(
             step.row = place
             sequence.steps.insert(0, step)
     return sequence
+
+
+def _follow_row(
+    steps: Sequence[StepEvidence], batch: int
+) -> tuple[Sequence[StepEvidence], Sequence[list[int] | None], Sequence[int]]:
+    """Return the steps of one batch row, the order of the rows in each, and its place there."""
+    order = row_order(steps)
+    sizes = [_n_rows(one) for one in steps]
+    rows = lineage(batch, order, sizes)
+    if sizes and sizes[-1] < sizes[0]:  # rows leave the batch when their text has ended
+        rows = followed(min(batch, sizes[0] - 1), order, sizes)
+        steps, order = steps[: len(rows)], order[: len(rows)]
+    encoder = steps[0].encoder if steps else None
+    if encoder is not None:  # equal texts of two rows are of different inputs of the encoder
+        order, rows = [[] for _ in steps], [batch] * len(steps)
+    return steps, order, rows
 
 
 def _unfollowed(first: StepEvidence, step: StepEvidence, *, is_unordered: bool) -> str:

@@ -309,14 +309,9 @@ class ProgramAudit:
         verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
-        if self._is_last(verdict.generation) and not self._is_chosen_by_generate(
-            verdict.generation
-        ):
-            wrong = None if found is None else found.step
-            choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
-            if not has_equal_prompts(sequence.steps[0].evidence):
-                verdict.choice = choices.facts()
-            self._choices.append(choices.choices())
+        wrong = None if found is None else found.step
+        choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
+        self._judge_choices(choices, sequence, verdict)
         crop = _crop_before(sequence, verdict.generation, found)
         if sequence.encoder is not None and found is None:
             return  # beams and proposals are not looked for
@@ -356,6 +351,17 @@ class ProgramAudit:
                 reference, self._source, comparison, first.base, first.clean, found
             )
             verdict.facts |= unexplained.facts()
+
+    def _judge_choices(
+        self, choices: ChoiceReader, sequence: FedSequence, verdict: Verdict
+    ) -> None:
+        """Judge how the program chose its tokens, at the end of each cache."""
+        generation = verdict.generation
+        if not self._is_last(generation) or self._is_chosen_by_generate(generation):
+            return
+        if not has_equal_prompts(sequence.steps[0].evidence):
+            verdict.choice = choices.facts()
+        self._choices.append(choices.choices())
 
     def _is_last(self, generation: int) -> bool:
         """Whether no later generation continues the cache of this one."""

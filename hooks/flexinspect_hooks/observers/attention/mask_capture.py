@@ -115,7 +115,7 @@ class MaskStore:
     def _capture_no_mask(
         self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
     ) -> CapturedMask:
-        """Capture what one row without a mask executes, unless its kernel is told to be causal."""
+        """Capture the mask of one query row that was called without a mask: all keys are open."""
         if ref.causal:
             return self._capture_mask(ref, number, step, buffer)
         kv_len = ref.key.shape[2]
