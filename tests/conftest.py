@@ -105,3 +105,17 @@ def _signal_handlers() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None and signal.getsignal(number) != handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _attention_functions() -> Iterator[None]:
+    """Fail a test that leaves transformers' names of attention functions changed.
+
+    A name that is set on the registry itself hides what later tests register under it.
+    """
+    yield
+    if (modeling := sys.modules.get("transformers.modeling_utils")) is not None:
+        left = modeling.ALL_ATTENTION_FUNCTIONS._local_mapping
+        names = sorted(left)
+        left.clear()
+        assert names == []

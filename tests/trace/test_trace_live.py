@@ -311,8 +311,22 @@ def test_an_empty_wal_that_a_reader_made_while_the_writer_folded_is_removed(tmp_
     assert reader.state == "recording"
     reader.close()
     writer.close()
-    stray = tmp_path / "a.flextrace-wal"
-    stray.touch()
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).touch()
     assert reader.state == "finished"
     reader.close()
-    assert not stray.exists()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_files_of_a_trace_that_took_the_place_of_another_are_left(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    reader = TraceReader(path)
+    assert reader.state == "recording"
+    writer.close()
+    TraceWriter.create(tmp_path / "b.flextrace", {}).close()
+    (tmp_path / "b.flextrace").replace(path)
+    index = path.with_name(path.name + "-shm")
+    index.touch()
+    reader.close()
+    assert index.exists()

@@ -80,7 +80,8 @@ class TraceConnections:
         self._poll = _ThreadConnection()
         self._poll_version: object = None
         self._close_after_query = False
-        self._saw_wal = False
+        self._wal_file: int | None = None
+        """The inode of the file that was seen in WAL mode."""
         self._overlay: Overlay = {}
         self._overlaid_state: object = None
         self._source = path
@@ -205,8 +206,8 @@ class TraceConnections:
                         handle.close()
                 finally:
                     handle.lock.release()
-        if self._saw_wal and self._copy is None:
-            remove_stray_wal(self.path)
+        if self._wal_file is not None and self._copy is None:
+            remove_stray_wal(self.path, self._wal_file)
 
     def _thread_connection(self) -> _ThreadConnection:
         handle: _ThreadConnection | None = getattr(self._local, "handle", None)
@@ -222,7 +223,8 @@ class TraceConnections:
             return handle.db
         handle.close()
         self._close_after_query = self._close_after_query and in_wal_mode(self.path)
-        self._saw_wal = self._saw_wal or in_wal_mode(self.path)
+        if in_wal_mode(self.path):
+            self._wal_file = inode(self.path)
         handle.epoch = self._epoch
         return handle.open(self._source, self._overlay)
 
@@ -323,15 +325,27 @@ def in_wal_mode(path: Path) -> bool:
         return file.read(20)[18:19] == b"\x02"
 
 
-def remove_stray_wal(path: Path) -> None:
-    """Remove the empty WAL file of a trace that has left WAL mode.
+def remove_stray_wal(path: Path, seen: int | None) -> None:
+    """Remove the empty WAL file, and its index, of a trace that has left WAL mode.
 
-    SQLite leaves WAL mode in two steps (it deletes the WAL, then rewrites the header); a reader
-    that opens the file between them creates an empty WAL, and SQLite does not remove it.
+    SQLite leaves WAL mode in two steps (it deletes the WAL and its index, then rewrites the
+    header); a reader that opens the file between them creates both again, and SQLite does not
+    remove them. `seen` is the inode that was in WAL mode: a trace never enters that mode again,
+    but another one may have taken its place.
     """
     with suppress(OSError):
-        if not in_wal_mode(path) and wal_path(path).stat().st_size == 0:
-            wal_path(path).unlink()
+        if in_wal_mode(path) or inode(path) != seen or wal_bytes(path):
+            return
+        for suffix in ("-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def inode(path: Path) -> int | None:
+    """Return the number of a file in its file system, None if there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def wal_path(path: Path) -> Path:

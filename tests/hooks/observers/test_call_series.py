@@ -149,7 +149,7 @@ def test_a_function_that_replaces_sdpa_within_a_series_is_recorded(tmp_path: Pat
         with torch.no_grad(), flexinspect.watch(model, out=path, level="basic") as watched:
             decode(model, register)
     finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the registry keeps what is set on it apart
     with watched.reader() as reader:
         events = [row.event for row in reader.events() if row.event.kind == SOURCE_EVENT]
     assert [(event.step, event.data["layers"]) for event in events] == [(CHANGED_AT, [0, 1, 2])]
