@@ -11,6 +11,7 @@ from flexinspect.cli import run_flags
 from flexinspect.cli.flags import n_threads
 from flexinspect.cli.output import errors_as_json, print_json, stdout_console
 from flexinspect.core.errors import UsageError
+from flexinspect.core.signals import is_signal_exit_code
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Severity, sort_by_severity
 
@@ -40,8 +41,8 @@ EXAMPLES = """examples:
 
 docs/audit.md says what is compared, how noise is measured, and which faults are tried.
 
-exit codes: 0 all judged steps agree, 1 one differs, or no step was judged,
-            2 invalid request, 130 interrupted
+exit codes: 0 all judged steps agree, 1 one differs, or no step was judged (with
+            --model: none of the trace again), 2 invalid request, 130 interrupted
 """
 _DEFAULT_SECONDS = 120.0
 
@@ -80,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
         judges_again = path is not None and not args.stored
         if judges_again and args.weights_of_trace is not None:
             _check_model(args.weights_of_trace)
-        told = _stored(path or _run_program(args))
+        code = 0
+        if path is None:
+            path, code = _run_program(args)
+        told = _stored(path)._replace(end_code=code, is_model_named=bool(args.weights_of_trace))
         if not args.json:
             _show_stored(told)
         if judges_again:
@@ -140,8 +144,8 @@ def _judge_trace(args: argparse.Namespace, path: Path) -> Any:
         return audit(path, model=args.weights_of_trace, report=progress.report, **options)
 
 
-def _run_program(args: argparse.Namespace) -> Path:
-    """Run the program under capture, with its output, and return its trace."""
+def _run_program(args: argparse.Namespace) -> tuple[Path, int]:
+    """Run the program under capture, with its output; return its trace and its exit code."""
     from msgspec.structs import replace
 
     from flexinspect.cli import run as run_command
@@ -172,7 +176,7 @@ def _run_program(args: argparse.Namespace) -> Path:
     if path is None:
         reason = process.state.error or process.describe_exit(code)
         raise UsageError(f"The program left no trace: {reason}")
-    return path
+    return path, code if code >= 0 else 128 - code
 
 
 def _reason(reader: TraceReader) -> str:
@@ -192,10 +196,18 @@ class _Told(NamedTuple):
     findings: Sequence[Finding]
     reason: str
     again: Any = None
+    end_code: int = 0
+    """The exit code of the program that was run for the audit."""
+    is_model_named: bool = False
+    """Whether the user named the weights to judge the steps with."""
 
     def exit_code(self) -> int:
-        """Return 1 if a step differs, or if none was judged."""
+        """Return 1 if a step differs or none was judged, and 128 + n if signal n ended the run."""
+        if is_signal_exit_code(self.end_code):
+            return self.end_code
         audits, findings = list(self.audits), list(self.findings)
+        if self.is_model_named:  # what the run's own audit judged is no answer
+            audits.clear()
         if self.again is not None:
             audits += self.again.events
             findings += self.again.findings

@@ -64,7 +64,7 @@ def test_the_steps_of_a_trace_are_judged_again_after_what_is_stored(
     assert "Generation 0: 3 steps, 14 rows agree" in stored
     assert "Generation 0: 3 steps, 10 rows agree with the untouched implementation" in judged
     make_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "other")
-    assert main(["audit", "--json", "--model", str(tmp_path / "other"), str(out)]) == 0
+    assert main(["audit", "--json", "--model", str(tmp_path / "other"), str(out)]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["from_digests"]["steps_judged"] == 0
     assert "another model" in told["from_digests"]["audits"][0]["text"]
@@ -85,6 +85,19 @@ def test_a_correct_program_exits_with_0(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "5 steps, 16 rows agree with the untouched implementation" in done.stdout
     assert "generate-" in done.stdout.splitlines()[-1]
+
+
+def test_a_program_that_is_interrupted_exits_with_130_and_its_steps_are_shown(
+    tmp_path: Path,
+) -> None:
+    script, out = program(tmp_path, broken=False), tmp_path / "t.flextrace"
+    ending = (
+        "\nimport os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time; time.sleep(9)\n"
+    )
+    script.write_text(script.read_text("utf-8") + ending, encoding="utf-8")
+    done = run_command("audit", "--out", str(out), str(script), cwd=tmp_path)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.splitlines()[-1] == f"trace {out}"
 
 
 def test_a_program_of_which_nothing_was_judged_does_not_pass(tmp_path: Path) -> None:
