@@ -163,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone
             return 0
-        _print_error(f"Writing the output failed: {error.strerror or error}.")
+        what = f"{error.filename} cannot be used" if error.filename else "Writing the output failed"
+        _print_error(f"{what}: {error.strerror or error}.")
         return OutputFileError.exit_code
 
 

@@ -10,12 +10,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.trace_samples import end, generation, same, small_step, step, write
 
 from flexinspect.core.errors import TraceError
-from flexinspect.trace.file.connections import in_wal_mode
+from flexinspect.trace.file.connections import TraceConnections, check_header, in_wal_mode
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -330,3 +331,33 @@ def test_the_files_of_a_trace_that_took_the_place_of_another_are_left(tmp_path: 
     index.touch()
     reader.close()
     assert index.exists()
+
+
+def test_a_trace_that_its_writer_lengthens_while_it_is_opened_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.write_step(small_step(0))
+    whole, path_open = path.read_bytes(), Path.open
+    path.write_bytes(whole[:8192])
+
+    def lengthened(self: Path, *args: Any) -> Any:
+        os.truncate(path, len(whole))
+        with path_open(path, "r+b") as file:
+            file.write(whole)
+        return path_open(self, *args)
+
+    monkeypatch.setattr(Path, "open", lengthened)
+    assert check_header(path) > 0
+
+
+def test_a_trace_that_its_writer_removes_while_it_is_read_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}):
+        connections = TraceConnections(path)
+        path.unlink()
+        connections.release()
+        with pytest.raises(TraceError, match="cannot be opened"):
+            connections.query("SELECT 1")
+        connections.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
 import threading
@@ -320,9 +321,12 @@ def roll_back(path: Path) -> None:
 
 
 def in_wal_mode(path: Path) -> bool:
-    """Tell from the header whether the file is (or was left) in WAL mode."""
-    with path.open("rb") as file:
-        return file.read(20)[18:19] == b"\x02"
+    """Tell from the header whether the file is (or was left) in WAL mode; False without a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(20)[18:19] == b"\x02"
+    except OSError:  # its writer may remove a trace that holds nothing
+        return False
 
 
 def remove_stray_wal(path: Path, seen: int | None) -> None:
@@ -408,7 +412,8 @@ def _read_header(path: Path) -> tuple[bytes, int]:
         if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait forever
             raise TraceError(f"{path} is not a regular file.", hint="Name a .flextrace file.")
         with path.open("rb") as file:
-            return file.read(HEADER_BYTES), status.st_size
+            # Then the size: a writer that folds its WAL may lengthen the file before the header.
+            return file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         hint = "Check the name; 'ls *.flextrace' lists traces."
         raise TraceError(f"There is no trace at {path}.", hint=hint) from None
