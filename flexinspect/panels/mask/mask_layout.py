@@ -35,6 +35,9 @@ MAP_WIDTH, MAP_LINES = 16, 8
 
 MIN_WIDTH_OF_MAP = 60
 
+_MARGINS = ((80, 15), (56, 11), (34, 7), (20, 3))
+"""Columns of the margin from a width on."""
+
 
 class MaskOptions(Struct, frozen=True):
     """Options of the mask panel.
@@ -141,8 +144,7 @@ def mask_layout(
 
     The focus is in the middle if `centred`. `step_row` is the row of the step, None without one.
     """
-    margins = ((80, 15), (56, 11), (34, 7), (20, 3))
-    left = next((columns for least, columns in margins if width >= least), 0)
+    left = next((columns for least, columns in _MARGINS if width >= least), 0)
     header = int(height >= 5)
     footer = (height >= 3) + (height >= 10) + (height >= 26)
     strip = 0 if step_row is None else (height >= 12) + (height >= 16)
@@ -151,7 +153,6 @@ def mask_layout(
     matrix = _matrix_lines(n_segments, width, lines - _needed_lines(shape[0], steps[0]), steps[0])
     first_zoom = -1 if n_segments > 1 and not matrix else 0
     zoom = min(max(options.zoom, first_zoom), len(steps) - 1)
-    level = steps[max(zoom, 0)]
     strip_grid = (
         _strip_grid(step_row, shape[1], columns) if strip and step_row is not None else None
     )
@@ -162,30 +163,21 @@ def mask_layout(
             map_grid = whole_grid(shape, min(MAP_LINES, lines), MAP_WIDTH)
             columns -= map_grid.width + 1
     lines -= matrix
-    needed = _needed_lines(shape[0], level)
-    token_lines = _token_lines(level, lines - needed if zoom == 0 else lines // 3, height)
-    lines -= token_lines
-    if zoom == 0 and level.row_scale == 1:
-        level = _heighten(level, shape[0], lines)
-    lines = min(lines, _needed_lines(shape[0], level))
-    start = (options.row, options.key)
-    room = max(2 * lines // level.height, 1), max(columns // level.width, 1)
-    (row, rows), (key, keys) = (
-        _visible(*axis, centred=centred)
-        for axis in zip(shape, level[:2], room, focus, start, strict=True)
-    )
+    level, token_lines, lines = _fit_level(steps[max(zoom, 0)], zoom, shape[0], lines, height)
+    grid = _visible_grid(shape, level, (lines, columns), focus, options, centred=centred)
+    is_matrix = zoom < 0  # the pairs of segments fill the picture
     return MaskLayout(
         width=width,
         height=height,
         left=left,
-        matrix=max(height - strip - footer, 1) if zoom < 0 else matrix,
-        header=0 if zoom < 0 else header,
-        token_lines=0 if zoom < 0 else token_lines,
-        lines=0 if zoom < 0 else -(-rows * level.height // 2),
+        matrix=max(height - strip - footer, 1) if is_matrix else matrix,
+        header=0 if is_matrix else header,
+        token_lines=0 if is_matrix else token_lines,
+        lines=0 if is_matrix else -(-grid.height * level.height // 2),
         strip=strip,
         footer=footer,
-        grid=PixelGrid(row, key, rows, keys, *level[:2]),
-        columns=columns if level.width == 1 else keys * level.width,
+        grid=grid,
+        columns=columns if level.width == 1 else grid.width * level.width,
         cell_height=level.height,
         zoom=zoom,
         first_zoom=first_zoom,
@@ -193,6 +185,37 @@ def mask_layout(
         strip_grid=strip_grid,
         map_grid=map_grid,
     )
+
+
+def _fit_level(
+    level: Zoom, zoom: int, n_rows: int, lines: int, height: int
+) -> tuple[Zoom, int, int]:
+    """Return the level with cells as high as there is room, the lines of tokens and of the grid."""
+    free = lines - _needed_lines(n_rows, level) if zoom == 0 else lines // 3
+    token_lines = _token_lines(level, free, height)
+    lines -= token_lines
+    if zoom == 0 and level.row_scale == 1:
+        level = _heighten(level, n_rows, lines)
+    return level, token_lines, min(lines, _needed_lines(n_rows, level))
+
+
+def _visible_grid(
+    shape: tuple[int, int],
+    level: Zoom,
+    size: tuple[int, int],
+    focus: tuple[int, int],
+    options: MaskOptions,
+    *,
+    centred: bool,
+) -> PixelGrid:
+    """Return the pixels that a grid of `size` (lines, columns) shows of a mask."""
+    start = (options.row, options.key)
+    room = max(2 * size[0] // level.height, 1), max(size[1] // level.width, 1)
+    (row, rows), (key, keys) = (
+        _visible(*axis, centred=centred)
+        for axis in zip(shape, level[:2], room, focus, start, strict=True)
+    )
+    return PixelGrid(row, key, rows, keys, *level[:2])
 
 
 def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[Zoom]:
