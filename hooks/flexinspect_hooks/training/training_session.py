@@ -277,6 +277,7 @@ class TrainingSession:
             self._measure(1.0 if scale is None else float(scale))
         if self._governor.detail.compares_weights(now.number):
             self._meter.copy_weights()
+        self._checks.before_step()
         self._passes_before_s = self._passes_s()
         now.optimizer_started = time.perf_counter()
         self._step_own_s += now.optimizer_started - started
@@ -350,6 +351,10 @@ class TrainingSession:
 
     def on_loss_inputs(self, failures: Sequence[Failure]) -> None:
         """A loss function was called with arguments that are wrong."""
+        self._checks.report(failures)
+
+    def report(self, failures: Sequence[Failure]) -> None:
+        """Report failed checks that are none of this training alone."""
         self._checks.report(failures)
 
     def on_class_loss(self, describe: Callable[[], ClassLoss | None]) -> None:
