@@ -48,40 +48,41 @@ class StateLook(Struct, frozen=True):
     @classmethod
     def at(cls, optimizer: Optimizer, one: nn.Parameter, *, with_values: bool) -> StateLook | None:
         """Look at the state of a parameter; None if it has none that is known."""
+        moments: dict[str, Key] = {}
+        count = None
         state = state_of(optimizer, one)
-        tensors = {
-            name: value
-            for name, value in state.items()
-            if name in MOMENTS and isinstance(value, Tensor)
-        }
-        count = _count(state.get(COUNTER))
-        if not tensors and count is None:
+        for name, value in state.items():
+            if name == COUNTER:
+                count = _count(value)
+            elif name in MOMENTS and isinstance(value, Tensor):
+                moments[name] = (weakref.ref(value), version_of(value))
+        if not moments and count is None:
             return None
-        moments = {name: (weakref.ref(value), version_of(value)) for name, value in tensors.items()}
         if not with_values:
             return cls(moments, count, version_of(one))
         values = {"parameter": sample(one).clone()}
         if one.grad is not None and not one.grad.is_sparse:
             values["gradient"] = sample(one.grad).clone()
-        values |= {name: sample(value).clone() for name, value in tensors.items()}
+        values |= {name: sample(state[name]).clone() for name in moments}
         return cls(moments, count, version_of(one), values)
 
     def same_moments(self, other: StateLook) -> set[str]:
         """Names of moments that are the same tensor in the same version as in another look."""
-        return {
-            name
-            for name, (ref, version) in self.moments.items()
-            if name in other.moments
-            and (ref() is not None and ref() is other.moments[name][0]())
-            and version == other.moments[name][1]
-        }
+        same = set()
+        for name, (ref, version) in self.moments.items():
+            known = other.moments.get(name)
+            if known is not None and known[1] == version:
+                tensor = ref()
+                if tensor is not None and tensor is known[0]():
+                    same.add(name)
+        return same
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> Mapping[str, Any]:
     """The state of a parameter, empty if it has none; none is made."""
     states: Any = getattr(optimizer, "state", None)
-    state = states.get(parameter) if isinstance(states, Mapping) else None
-    return state if isinstance(state, Mapping) else {}
+    state = states.get(parameter) if isinstance(states, (dict, Mapping)) else None
+    return state if isinstance(state, (dict, Mapping)) else {}
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -92,11 +93,13 @@ def sample(tensor: Tensor) -> Tensor:
 
 def version_of(tensor: Tensor) -> int | None:
     """The version of a tensor, None for one of inference mode, which has none."""
-    return None if tensor.is_inference() else tensor_version(tensor)
+    try:
+        return tensor_version(tensor)
+    except RuntimeError:
+        return None
 
 
 def _count(value: Any) -> float | None:
-    if isinstance(value, (int, float)):
-        return float(value)
-    is_read = isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
-    return float(value) if is_read else None
+    if isinstance(value, Tensor):
+        return float(value.item()) if value.is_cpu and value.numel() == 1 else None
+    return float(value) if isinstance(value, (int, float)) else None

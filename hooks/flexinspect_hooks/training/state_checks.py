@@ -21,9 +21,9 @@ from flexinspect_hooks.training.model_checks import Failure
 from flexinspect_hooks.training.optimizer_states import StateLook, sample, state_of, version_of
 
 N_IN_SUCCESSION = 3  # steps that must fail
-N_WATCHED = 2  # parameters that are looked at in each step
-MAX_SWEPT = 256  # parameters that are looked at in the steps of a sweep
-SWEEP_INTERVAL, SWEEP_BEGIN, SWEEP_END = 500, 3, 9  # steps from one sweep to the next
+N_WATCHED = 1  # parameter that is looked at in each step
+MAX_SWEPT = 64  # parameters that are looked at in the steps of a sweep
+SWEEP_INTERVAL, SWEEP_BEGIN, SWEEP_END = 1000, 3, 9  # steps from one sweep to the next
 MAX_VALUE_LOOKS = 8  # steps in which values of a parameter are compared, until the next sweep
 MAX_COMPARED = 8  # parameters whose values are compared at a time
 MIN_GRADIENT = 1e-12  # below it, a second moment in float32 may be 0
@@ -108,7 +108,8 @@ class StateCheck:
         known = {} if begins else {id(one.parameter): one for one in self._watched}
         chosen = {id(one.parameter): one for one in self._watched if self._is_failing(one)}
         groups = self._groups() if trained else {}
-        spread = trained[:: -(-len(trained) // max(n, 1)) or 1]
+        distance = -(-len(trained) // n) or 1
+        spread = trained[number // SWEEP_INTERVAL % distance :: distance]  # others in each sweep
         for named in (*_first_of_groups(trained, groups, n), *spread):
             key = id(named.parameter)
             if len(chosen) < n and key in groups and self._has_state(named.parameter):
@@ -165,7 +166,7 @@ class StateCheck:
             and not torch.equal(start.values[name], end.values[name])
             for name in names
         )
-        return "goes back to what it was before the last step" if is_back else ""
+        return "goes back to earlier values" if is_back else ""
 
     def _are_zero(self, one: _Watched, names: Iterable[str]) -> bool:
         """Whether all values of moments are 0, not only those of the sample."""

@@ -88,8 +88,9 @@ class TrainingFinder:
 
     def watch(self) -> None:
         """Observe the steps of all optimizers."""
-        before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
-        after = torch_optimizer.register_optimizer_step_post_hook(self._after_step)
+        hide = torch_private.hide_from_compiler
+        before = torch_optimizer.register_optimizer_step_pre_hook(hide(self._before_step))
+        after = torch_optimizer.register_optimizer_step_post_hook(hide(self._after_step))
         self._restores.callback(before.remove)
         self._restores.callback(after.remove)
         self._restores.enter_context(torch_calls.observe_training(self))

@@ -32,6 +32,7 @@ from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import (
     active_data_parallel,
+    hide_from_compiler,
     hide_hooks,
     optimizer_step_depth,
 )
@@ -131,7 +132,8 @@ class TrainingSession:
         self._apply_detail()
         self._meter.learn_order()
         if self._optimizer is not None:
-            before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
+            hooks = map(self._guarded, (self._before_optimizer, self._after_optimizer))
+            before, after = map(hide_from_compiler, hooks)
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
             self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
         self._checks.install(self._hooks, self._guarded)
