@@ -101,5 +101,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 def _count(value: Any) -> float | None:
     if isinstance(value, Tensor):
-        return float(value.item()) if value.is_cpu and value.numel() == 1 else None
+        # Of a tensor that is split, other ranks would have to take part.
+        is_read = value.is_cpu and value.numel() == 1 and not hasattr(value, "placements")
+        return float(value.item()) if is_read else None
     return float(value) if isinstance(value, (int, float)) else None

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.captures import capture
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from support.captures import capture
 
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.reader import open_trace
