@@ -357,6 +357,22 @@ class Replacing(OwnAdam):
         state |= {name: state[name].clone() for name in ("m", "v")}
 
 
+class Unversioned(Optimizer):
+    """Writes parameters and moments through `.data`, as kernels of other packages do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for one in (one for group in self.param_groups for one in group["params"]):
+            state = self.state[one]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(one)
+            state["exp_avg"].data.lerp_(one.grad, 0.1)
+            one.data.add_(state["exp_avg"].sign(), alpha=-1e-3)
+
+
 CLEAN: dict[str, Callable[[nn.Module], Any]] = {
     "plain": lambda m: torch.optim.SGD(m.parameters(), lr=0.01),
     "momentum": momentum,
@@ -377,6 +393,7 @@ CLEAN: dict[str, Callable[[nn.Module], Any]] = {
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
     "own": lambda m: OwnAdam(m.parameters()),
     "through-data": lambda m: OwnAdam(m.parameters(), "data"),
+    "unversioned": lambda m: Unversioned(m.parameters()),
     "replacing": lambda m: Replacing(m.parameters()),
     "lion": lambda m: Lion(m.parameters()),
     "anchored": lambda m: Anchored(m.parameters(), lr=0.01),
