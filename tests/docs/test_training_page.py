@@ -29,4 +29,4 @@ def test_the_page_names_every_finding_of_training() -> None:
     page = (DOCS / "training.md").read_text("utf-8")
     pages = {path.name for path in (DOCS / "findings").glob("training.*.md")}
     assert pages == set(re.findall(r"findings/(training\.[a-z0-9-]+\.md)", page))
-    assert len(pages) == 34
+    assert len(pages) == 35

@@ -53,6 +53,9 @@ def test_what_may_be_meant_is_a_note() -> None:
     assert severity(failed("optimizer-frozen")) is Severity.ERROR
     assert severity(failed("repeated-batch", n_workers=0)) is Severity.NOTE
     assert severity(failed("repeated-batch", n_workers=2)) is Severity.WARNING
+    assert severity(failed("state-restarts", is_uncertain=True)) is Severity.NOTE
+    assert severity(failed("state-restarts", is_uncertain=False)) is Severity.WARNING
+    assert severity(failed("state-lost")) is Severity.NOTE
 
 
 def test_a_check_of_a_later_version_is_passed_over() -> None:

@@ -26,6 +26,12 @@ FINDING_OF: Mapping[str, str] = {
     "gradients-not-cleared": "training.gradients-not-cleared",
     "no-update": "training.no-update",
     "update-rounded": "training.no-update",
+    "state-restarts": "training.optimizer-state",
+    "state-lost": "training.optimizer-state",
+    "state-still": "training.optimizer-state",
+    "state-left": "training.optimizer-state",
+    "state-counter": "training.optimizer-state",
+    "optimizer-remade": "training.optimizer-state",
     "update-outlier": "training.update-outlier",
     "checkpoint-cuts": "training.cut-gradients",
     "lost-gradient": "training.lost-gradient",
@@ -126,6 +132,8 @@ def _severity(check: str, facts: Mapping[str, Any]) -> Severity | None:
         return Severity.ERROR
     if check in ("update-rounded", "optimizer-twice"):
         return Severity.WARNING
+    if check == "state-lost" or facts.get("is_uncertain"):
+        return Severity.NOTE
     if check == "repeated-batch" and int(facts.get("n_workers", 0)) < 2:
         return Severity.NOTE
     return None

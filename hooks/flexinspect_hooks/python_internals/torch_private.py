@@ -9,6 +9,7 @@ Nothing here imports torch when the module is imported, because code that runs b
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import sys
@@ -109,6 +110,27 @@ def skip_frame(function: Any) -> None:
     strategy = _find(_EVAL_FRAME, "_FrameExecStrategy")
     if None not in (set_strategy, skip, default, strategy):
         set_strategy(function.__code__, strategy(skip, default))
+
+
+def hide_from_compiler(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that does the same, and that torch.compile neither traces nor compiles.
+
+    `torch.compiler.disable` does the same, but imports all of dynamo. For hooks that a compiled
+    program calls, as it does those of an optimizer whose `step` it compiles.
+    """
+    set_compiler = frame_compiler_setter()
+
+    @functools.wraps(function)
+    def hidden(*args: Any, **kwargs: Any) -> None:
+        compiler = set_compiler(None)
+        try:
+            function(*args, **kwargs)
+        finally:
+            set_compiler(compiler)
+
+    hidden._torchdynamo_disable = True  # type: ignore[attr-defined]
+    skip_frame(hidden)
+    return hidden
 
 
 def skip_code(code: CodeType) -> None:

@@ -41,6 +41,7 @@ from flexinspect_hooks.training.model_checks import (
     check_unregistered,
     has_modes,
 )
+from flexinspect_hooks.training.state_checks import StateCheck
 from flexinspect_hooks.training.token_checks import ShiftCheck, check_padding
 from flexinspect_hooks.training.update_checks import (
     MAX_VALUE_CHECKS,
@@ -68,7 +69,7 @@ class StepChecks:
         self._reported: set[str] = set()
         self._clearing = ClearingCheck()
         self._updates, self._rounding = UpdateCheck(), RoundingCheck()
-        self._outside = OutsideCheck()
+        self._outside, self._states = OutsideCheck(), StateCheck(optimizer)
         self._dropout, self._autocast = DropoutCheck(), AutocastCheck()
         self._means, self._shifts, self._schedule = MeansCheck(), ShiftCheck(), ScheduleCheck()
         self._checkpoints = CheckpointCheck()
@@ -299,9 +300,14 @@ class StepChecks:
             self.report(check_optimizer(model, self._optimizer))
             self.report(check_unregistered(model, self._optimizer))
 
+    def before_step(self) -> None:
+        """The optimizer is about to step."""
+        self._states.before_step()
+
     def after_step(self, number: int, *, is_skipped: bool) -> None:
         """A step has ended."""
         self._is_unscaled = False
+        self.report(self._states.after_step(number, self._trained, is_skipped=is_skipped))
         self._clearing.after_step()
         self._check_micro_batches(number)
         self.report(self._rounding.after(number))

@@ -32,6 +32,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
 from flexinspect_hooks.training.loop_calls import LoadedBatch
+from flexinspect_hooks.training.remade_optimizers import RemadeOptimizers
 from flexinspect_hooks.training.training_session import SharedRun, TrainingSession
 
 if TYPE_CHECKING:
@@ -80,14 +81,16 @@ class TrainingFinder:
         """Those that were loaded before the first session, which are told to it."""
         self._called: weakref.ref[nn.Module] | None = None
         """The last module that was called with gradients while an optimizer had no model."""
+        self._remade = RemadeOptimizers()
         self._is_over = False
         self.is_generating: Callable[[], bool] = lambda: False
         """Whether a model generates now: its forward passes are no evaluation of a training."""
 
     def watch(self) -> None:
         """Observe the steps of all optimizers."""
-        before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
-        after = torch_optimizer.register_optimizer_step_post_hook(self._after_step)
+        hide = torch_private.hide_from_compiler
+        before = torch_optimizer.register_optimizer_step_pre_hook(hide(self._before_step))
+        after = torch_optimizer.register_optimizer_step_post_hook(hide(self._after_step))
         self._restores.callback(before.remove)
         self._restores.callback(after.remove)
         self._restores.enter_context(torch_calls.observe_training(self))
@@ -101,6 +104,7 @@ class TrainingFinder:
         """Record what an optimizer trains, from the next call of its model on."""
         if self._is_over:
             return
+        self._remade.on_made(optimizer)
         groups = optimizer.param_groups
         ids = frozenset(id(one) for group in groups for one in group["params"])
         self._found.append(FoundTraining(weakref.ref(optimizer), ids))
@@ -232,6 +236,10 @@ class TrainingFinder:
             if one.optimizer() is optimizer and not one.is_settled and one.session is None:
                 for module in _owners(one.parameters) or self._called_instead(optimizer):
                     self._add_part(one, module)
+        if failures := self._remade.before_step(optimizer):
+            found = (one.session for one in self._found if one.optimizer() is optimizer)
+            if (session := next(found, None)) is not None:
+                session.report(failures)
 
     def _called_instead(self, optimizer: Optimizer) -> list[nn.Module]:
         """The module that was trained, of an optimizer whose parameters no module has any more."""
@@ -242,6 +250,7 @@ class TrainingFinder:
         return [module] if any(one.grad is not None for one in module.parameters()) else []
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._remade.after_step(optimizer)
         found = next((one for one in self._found if one.optimizer() is optimizer), None)
         if found is None:
             return

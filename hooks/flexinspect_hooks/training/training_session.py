@@ -32,6 +32,7 @@ from flexinspect_hooks.observers.memory_hook import StepMemory
 from flexinspect_hooks.python_internals.threads import available_cores
 from flexinspect_hooks.python_internals.torch_private import (
     active_data_parallel,
+    hide_from_compiler,
     hide_hooks,
     optimizer_step_depth,
 )
@@ -131,7 +132,8 @@ class TrainingSession:
         self._apply_detail()
         self._meter.learn_order()
         if self._optimizer is not None:
-            before, after = map(self._guarded, (self._before_optimizer, self._after_optimizer))
+            hooks = map(self._guarded, (self._before_optimizer, self._after_optimizer))
+            before, after = map(hide_from_compiler, hooks)
             self._hooks.enter_context(self._optimizer.register_step_pre_hook(before))
             self._hooks.enter_context(self._optimizer.register_step_post_hook(after))
         self._checks.install(self._hooks, self._guarded)
@@ -277,6 +279,7 @@ class TrainingSession:
             self._measure(1.0 if scale is None else float(scale))
         if self._governor.detail.compares_weights(now.number):
             self._meter.copy_weights()
+        self._checks.before_step()
         self._passes_before_s = self._passes_s()
         now.optimizer_started = time.perf_counter()
         self._step_own_s += now.optimizer_started - started
@@ -350,6 +353,10 @@ class TrainingSession:
 
     def on_loss_inputs(self, failures: Sequence[Failure]) -> None:
         """A loss function was called with arguments that are wrong."""
+        self._checks.report(failures)
+
+    def report(self, failures: Sequence[Failure]) -> None:
+        """Report failed checks that are none of this training alone."""
         self._checks.report(failures)
 
     def on_class_loss(self, describe: Callable[[], ClassLoss | None]) -> None:

@@ -318,3 +318,56 @@ def test_a_trainer_that_steps_with_closures_is_recorded_with_its_evaluations(
     assert all(0.3 < step.loss < 1.5 and step.n_backward == 1 for step in steps)
     assert [(one.step, one.data["n"]) for one in passes] == [(4, 4), (8, 4)]
     assert all(one.data["loss"] > 0 for one in passes)
+
+
+WORKERS = """
+from torch.utils.data import DataLoader, Dataset
+class Random(Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        return torch.randn(8)
+def begin(worker):
+    if {is_same}:
+        torch.manual_seed(1)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for x in DataLoader(Random(), batch_size=8, num_workers=2, worker_init_fn=begin):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_workers_that_draw_the_same_numbers_are_named(tmp_path: Path, is_same: bool) -> None:
+    _, out = recorded(tmp_path, WORKERS.format(is_same=is_same))
+    with open_trace(out) as reader:
+        found = [one for one in reader.findings() if one.id == "training.repeated-batch"]
+    assert [(one.severity.value, one.step) for one in found] == [("warning", 1)] * is_same
+    assert all("its 2 workers may draw the same random numbers" in one.sentence for one in found)
+
+
+ACCELERATED = """
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for x in data:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_loop_of_accelerate_is_recorded_with_its_accumulation(tmp_path: Path) -> None:
+    _, out = recorded(tmp_path, ACCELERATED)
+    with open_trace(out) as reader:
+        ((_, steps),) = trainings(reader).items()
+        assert [one for one in reader.findings() if one.severity.value != "note"] == []
+    assert [one.n_backward for one in steps] == [2] * 4
+    assert all(one.max_norm == 1.0 for one in steps)
