@@ -379,7 +379,7 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "positions.padding": ("mask.text-as-padding",),
     "mask.empty-row": ("mask.option-promise",),
     "mask.none": _PATH_FINDINGS,
-    "mask.layers-differ": _PATH_FINDINGS,
+    "mask.layers-differ": (*_PATH_FINDINGS, "mask.window-lost"),
 }
 """Finding id to the ids that may be its cause in the same step and layer; the first one counts.
 

@@ -563,9 +563,9 @@ def encode_repeats(records: Iterable[Repeat], key: RowKey) -> list[Statement]:
 
 
 def encode_explanation(finding: Finding) -> list[Statement]:
-    """Return the statement that sets the sentence and evidence of a finding that is stored."""
+    """Return the statement that sets severity, sentence and evidence of a stored finding."""
     place = (finding.generation, finding.branch, finding.id, finding.step, finding.layer)
-    news = (finding.sentence, to_json(finding.evidence))
+    news = (finding.severity.value, finding.sentence, to_json(finding.evidence))
     return [(schema.EXPLAIN_FINDING, [*news, *place, finding.series])]
 
 

@@ -316,7 +316,7 @@ REPEAT_FINDING = (
     f"{WHERE_BRANCH} AND id = ? AND series = ? AND series <> ''"
 )
 EXPLAIN_FINDING = (
-    "UPDATE findings SET sentence = ?, evidence = ? "
+    "UPDATE findings SET severity = ?, sentence = ?, evidence = ? "
     f"{WHERE_BRANCH} AND id = ? AND step IS ? AND layer IS ? AND series = ?"
 )
 READ_GENERATIONS = (

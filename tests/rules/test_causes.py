@@ -55,3 +55,10 @@ def test_a_note_about_borders_does_not_hide_another_cause() -> None:
     drift, leak = finding("segments.drift", NOTE, 0), finding("mask.leak", ERROR, 0)
     *_, linked = link_causes([finding("path.bypass", WARNING, 0), drift, leak])
     assert linked.evidence["cause"] == "path.bypass"
+
+
+def test_a_layer_that_lost_its_window_differs_from_others_for_that_reason() -> None:
+    found = [finding("mask.layers-differ", WARNING, 2), finding("mask.window-lost", WARNING, 2)]
+    differ, lost = link_causes(found)
+    assert (differ.severity, lost.severity) == (NOTE, WARNING)
+    assert link_causes([finding("mask.layers-differ", WARNING, 1), found[1]])[0].severity is WARNING

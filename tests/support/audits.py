@@ -35,7 +35,7 @@ def make_audit(folder: Path) -> Audit:
         writer = create_trace(path, (), "advanced", None)
         session = WatchSession(model, writer, DeclaredPrompt(IdAdapter()), level="advanced")
         store = session.context.evidence = EvidenceStore()
-        store.find_model = lambda: model
+        store.weights.find_model = lambda: model
         with session, torch.no_grad():
             program()
             session.close("finished", None)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from flexinspect.core.text import format_layers, plural
 from flexinspect.records import imported
-from flexinspect.records.finding import Finding
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord
 from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
 
@@ -26,6 +28,14 @@ SCORE_MOD_HEADS = "audit.score-mod-heads"
 _MAX_NAMES = 12
 
 
+def finding_id(data: Mapping[str, Any]) -> str:
+    """Return the id of the finding of a divergence, from the data of its event."""
+    facts = data.get("facts") or {}
+    if data.get("explanation") is not None:
+        return REPRODUCED
+    return TRAINING if facts.get("training") and facts.get("dropout") else UNEXPLAINED
+
+
 class AuditRule(Rule):
     """Reports the first divergence of a generation, and the fault that gives the same numbers."""
 
@@ -38,21 +48,26 @@ class AuditRule(Rule):
         if event.kind == AUDIT_EVENT and "by_kv_head" in event.data and not event.data["batch"]:
             yield self._by_kv_head(event, event.data["by_kv_head"])
         if event.kind == AUDIT_EVENT and "quantity" in event.data:
-            found, causes = self._finding(event), event.data.get("causes")
-            # What a rule has found already explains the numbers: one cause, one finding.
-            yield as_consequence(found, causes[0]) if causes else found
+            yield self._linked(self._finding(event), event.data)
+
+    def _linked(self, found: Finding, data: Mapping[str, Any]) -> Finding:
+        """Return a note where a rule, or another batch row, has shown the cause already."""
+        if causes := data.get("causes"):
+            return as_consequence(found, causes[0])
+        if follows := data.get("follows"):
+            return as_consequence(found, follows["id"], f" of batch row {follows['batch']}")
+        adapter = (data.get("facts") or {}).get("adapter")
+        return replace(found, severity=Severity.NOTE) if adapter else found
 
     def _finding(self, event: EventRecord) -> Finding:
-        data, facts = event.data, event.data.get("facts") or {}
-        explanation = data.get("explanation")
-        if explanation is not None:
-            sentence = _reproduced(data, explanation)
+        data, facts, id_ = event.data, event.data.get("facts") or {}, finding_id(event.data)
+        if id_ == REPRODUCED:
+            sentence = _reproduced(data, data["explanation"])
             if facts.get("mask_change"):
                 sentence += f" {facts['mask_change']}"
-            return self._report(event, REPRODUCED, sentence)
-        if facts.get("training") and facts.get("dropout"):
-            return self._report(event, TRAINING, self._training(data, facts))
-        return self._report(event, UNEXPLAINED, self._unexplained(data, facts))
+            return self._report(event, id_, sentence)
+        describe = self._training if id_ == TRAINING else self._unexplained
+        return self._report(event, id_, describe(data, facts))
 
     def _by_kv_head(self, event: EventRecord, facts: Mapping[str, Any]) -> Finding:
         wrong, layers = facts["heads"], tuple(facts["layers"])
@@ -119,6 +134,8 @@ class AuditRule(Rule):
         sentence += _modules_text(data, facts)
         if replaced := facts.get("replaced"):
             sentence += f" The program replaced {', '.join(replaced)}."
+        if facts.get("adapter"):
+            sentence += " Its own hooks on these modules add that, as those of an adapter do."
         if hooks := facts.get("hooks"):
             sentence += f" {'; '.join(hooks)}."
         tried = plural(int(data.get("n_tried", 0)), "fault")

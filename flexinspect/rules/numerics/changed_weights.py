@@ -10,7 +10,7 @@ from flexinspect.core.text import format_layers, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import StepRecord
-from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
 
 CHANGED_EVENT = "weights-changed"
 """The event of a first step: parameters that changed since the model was made or loaded."""
@@ -42,22 +42,31 @@ class ChangedWeightsRule(Rule):
                 yield from self._judge(step, event.data)
 
     def _judge(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
-        groups = data["groups"]
+        groups, named = data["groups"], dict[str, str]()
         for id_, key, describe in _MISTAKES:
             for facts in data.get(key, ()):
+                named |= dict.fromkeys(facts.get("names", (facts.get("name"),)), id_)
                 yield self.finding(step, id_, describe(facts), (), dict(facts), series=str(facts))
         if data["changed"] > _MAX_SHARE * data["total"]:
             return
         described = _described(groups[:_MAX_GROUPS])
         for group in groups:
-            if (found := uneven_layer(group["parameters"])) is not None:
-                layer, text = found
+            if (uneven := uneven_layer(group["parameters"])) is not None:
+                layer, text = uneven
                 name = printable(group["name"])
                 sentence = f"{name}: {text}. {described}"
-                yield self.finding(step, UNEVEN, sentence, (layer,), dict(group), series=name)
+                found = self.finding(step, UNEVEN, sentence, (layer,), dict(group), series=name)
+                # A mistake in the same parameter says what the change does.
+                cause = _find_mistake(group["name"].replace("*", str(layer)), named)
+                yield found if cause is None else as_consequence(found, cause)
         yield self.finding(
             step, UNEVEN, described, (), severity=Severity.NOTE, series="all changes"
         )
+
+
+def _find_mistake(parameter: str, named: Mapping[str, str]) -> str | None:
+    """Return the id of the mistake in a parameter, which may be named by its module."""
+    return named.get(parameter) or named.get(parameter.rpartition(".")[0])
 
 
 def _norm_gain(facts: Mapping[str, Any]) -> str:

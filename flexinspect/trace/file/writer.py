@@ -114,7 +114,7 @@ class TraceWriter:
         self._write(codec.encode_findings(findings), "findings")
 
     def explain_finding(self, finding: Finding) -> None:
-        """Set the sentence and evidence of a stored finding. Raises `TraceWriteError`."""
+        """Set the severity, sentence and evidence of a stored finding. Raises `TraceWriteError`."""
         self._write(codec.encode_explanation(finding), "the explanation of a finding")
 
     def write_gradients(self, record: step_records.GradientRecord) -> None:

@@ -52,6 +52,8 @@ def cache_changes(steps: Sequence[StepEvidence]) -> list[CacheChange]:
 
 
 _ORDER = "its batch rows"
+OTHER_ROW = "it is that of batch row"
+"""Begins what `mask_change` says of a mask that another batch row had."""
 
 
 def _layer_change(one: CachedLayer, other: CachedLayer, n: int) -> str:
@@ -172,7 +174,7 @@ def mask_change(steps: Sequence[StepEvidence], at: StepEvidence, row: int) -> st
     )
     text = f"In step {at.step} the attention mask of this row {' and '.join(parts)}"
     same = [other for other, table in enumerate(known) if torch.equal(table, mine)]
-    whose = f"; it is that of batch row {same[0]} of the step before" if same else ""
+    whose = f"; {OTHER_ROW} {same[0]} of the step before" if same else ""
     if parent != row:
         whose += f", while the row in the cache was row {parent} then"
     return f"{text}{whose}."

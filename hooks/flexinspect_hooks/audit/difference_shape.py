@@ -17,6 +17,8 @@ from torch import Tensor
 MIN_ROWS = 4
 """Rows that a pattern over rows needs: fewer fit too many of them."""
 _MAX_LISTED = 6
+IS_LOW_RANK = "has a difference of rank"
+"""Start of the description of a difference like that of an adapter."""
 IS_NOISE = "differs by about"
 """Start of the description of a difference without a pattern."""
 _MAX_SIZE = 1 << 22
@@ -443,7 +445,7 @@ def _low_rank(compared: ComparedTensors) -> str:
         return ""
     if rank == 1:
         return "has in each row a multiple of one vector added, the same vector in all rows"
-    return f"has a difference of rank {rank}, as an adapter of that rank gives"
+    return f"{IS_LOW_RANK} {rank}, as an adapter of that rank gives"
 
 
 _TESTS: tuple[Callable[[ComparedTensors], str], ...] = (

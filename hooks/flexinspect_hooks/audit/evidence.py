@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from msgspec import Struct, field
-from msgspec.structs import replace
 from torch import Tensor, nn
 
-from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.audit.beams import newest_keys
 from flexinspect_hooks.audit.encoder_inputs import (
     EncoderInput,
@@ -40,12 +38,11 @@ from flexinspect_hooks.audit.forward_run import (
     Point,
     output_projection,
 )
-from flexinspect_hooks.audit.weights import Snapshot, snapshot
+from flexinspect_hooks.audit.held_weights import HeldWeights
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.model_layers import cross_attention, decoder_stack
 from flexinspect_hooks.capture.step_clock import StepContext
-from flexinspect_hooks.loading.placement import free_memory
 from flexinspect_hooks.observers.hidden_digests import version_of
 from flexinspect_hooks.observers.inputs_hook import input_ids_of, is_packed
 
@@ -63,8 +60,6 @@ FULL_STEPS = 8
 """Steps of a generation, and after a change of path, whose other quantities are all kept."""
 MAX_BARE_STEPS = 1 << 16
 """Steps of a model of which only the inputs are kept."""
-MAX_HELD_SHARE = 0.25
-"""Weights that take more than this share of the free memory are not kept alive."""
 
 
 class CachedLayer(Struct, frozen=True):
@@ -137,7 +132,7 @@ class EvidenceStore:
         """Why a generation, or its steps from some step on, were not kept."""
         self.pools: dict[int, Tensor] = {}
         """By generation, the newest `pool` of its steps."""
-        self.snapshot: Snapshot | None = None
+        self.weights = HeldWeights()
         self.problem = ""
         """Why no step of this model can be judged."""
         self._max_bytes, self.n_bytes = max_bytes, 0
@@ -145,9 +140,6 @@ class EvidenceStore:
         self.n_bare = 0
         """How many steps have no values, because the limit was reached."""
         self.is_busy = False
-        self.find_model: Callable[[], nn.Module | None] = lambda: None
-        """Returns the model if it is alive, for weights that are too large to be held."""
-        self._versions = 0
 
     def keep(self, evidence: StepEvidence, model: nn.Module) -> None:
         """Keep a step, without its values if the limit is reached."""
@@ -161,8 +153,9 @@ class EvidenceStore:
             if self.n_bare > MAX_BARE_STEPS:
                 self.skipped[generation] = self.full_problem(evidence.step)
                 return
-        if not self.steps:
-            self._hold(model)
+        is_training = evidence.is_training and evidence.has_gradients
+        if generation not in self.steps and not is_training:
+            self.weights.note(generation, model)
         self.n_bytes += size
         if evidence.pool is not None:
             self.pools[generation], evidence.pool = evidence.pool, None
@@ -184,36 +177,12 @@ class EvidenceStore:
                 return [*self.with_earlier_steps(number), *steps]
         return steps
 
-    def _hold(self, model: nn.Module) -> None:
-        """Hold the weights, unless they take so much memory that the program may miss it."""
-        held = snapshot(model)
-        self._versions = held.versions
-        if held.n_bytes <= MAX_HELD_SHARE * free_bytes(held.parameters[0].device):
-            self.snapshot = held
-
-    def take_snapshot(self) -> Snapshot | None:
-        """Return the weights as of the steps.
-
-        Raises `FlexInspectError` if they were modified since, or if the model, whose weights were
-        too large to be held, is gone.
-        """
-        found = self.snapshot
-        if found is None and self.steps:
-            model = self.find_model()
-            if model is None:
-                raise FlexInspectError(
-                    "The program deleted the model, whose weights are too large to be kept for it."
-                )
-            found = replace(snapshot(model), versions=self._versions)
-        if found is not None and not found.is_unchanged:
-            raise FlexInspectError("The weights were modified after the steps ran.")
-        return found
-
     def clear(self) -> None:
         """Drop everything that was kept."""
         self.steps.clear()
         self.pools.clear()
-        self.snapshot, self.n_bytes, self.n_bare = None, 0, 0
+        self.weights.clear()
+        self.n_bytes, self.n_bare = 0, 0
         self.n_cached_bytes = 0
 
 
@@ -446,11 +415,6 @@ def _own_row(row: Tensor) -> Tensor:
     row = row.detach()
     is_part = row.untyped_storage().nbytes() > row.nbytes
     return (row.clone() if is_part else row)[None, None]
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes, a guess of 16 GB where it cannot be read."""
-    return free_memory(str(device)) or 1 << 34
 
 
 def real_tokens(mask: Any, n_rows: int, n_before: int) -> Tensor | None:

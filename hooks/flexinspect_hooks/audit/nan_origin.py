@@ -196,7 +196,7 @@ def _find(store: EvidenceStore, finding: Finding) -> Origin | None:
     inputs = _inputs(steps)
     if inputs is None or steps[-1].step != finding.step:
         return None
-    for model in _models(store):
+    for model in _models(store, finding.generation):
         with suppress(Exception):  # a program's own code may run only in the state that it had
             origin = _first_of(model, *inputs)
             if origin is None:
@@ -207,15 +207,14 @@ def _find(store: EvidenceStore, finding: Finding) -> Origin | None:
     return None
 
 
-def _models(store: EvidenceStore) -> Iterator[nn.Module]:
+def _models(store: EvidenceStore, generation: int) -> Iterator[nn.Module]:
     """Yield the model of the program if it is alive, and the reference."""
-    model = store.find_model()
+    model = store.weights.find_model()
     if model is not None:
         yield model
     with suppress(Exception):
-        source = store.take_snapshot()
-        if source is not None:
-            yield ReferenceModel(source, source.parameters[0].dtype).model
+        source = store.weights.of(generation)
+        yield ReferenceModel(source, source.parameters[0].dtype).model
 
 
 def _inputs(steps: Sequence[StepEvidence]) -> tuple[Tensor, dict[str, Tensor]] | None:

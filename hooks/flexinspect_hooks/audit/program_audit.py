@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
+from flexinspect.core.errors import FlexInspectError
 from flexinspect.rules.text.generate_options import GENERATE_EVENT
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.audit.cache_contents import mask_change
-from flexinspect_hooks.audit.evidence import (
-    MAX_HELD_SHARE,
-    EvidenceStore,
-    StepEvidence,
-    free_bytes,
-)
+from flexinspect_hooks.audit.cache_contents import OTHER_ROW, mask_change
+from flexinspect_hooks.audit.evidence import EvidenceStore, StepEvidence
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.expert_routing import describe_other, settle
 from flexinspect_hooks.audit.fed_sequence import (
@@ -31,6 +27,7 @@ from flexinspect_hooks.audit.fed_sequence import (
     read_sequence,
 )
 from flexinspect_hooks.audit.forward_run import Point, Run
+from flexinspect_hooks.audit.held_weights import MAX_HELD_SHARE, free_bytes
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -126,6 +123,7 @@ class ProgramAudit:
         self._store, self._reader, self._options = store, reader, options
         self._deadline, self._report = deadline, report
         self._references: dict[torch.dtype, ReferenceModel] = {}
+        self._source: Snapshot
         self._noise = torch.Generator().manual_seed(0)
         self._dtype_note = ""
         self._now = -1  # the generation that is judged
@@ -140,31 +138,68 @@ class ProgramAudit:
 
         Raises `FlexInspectError` if this model has no reference, so that no step is judged.
         """
-        source, verdicts = self._store.take_snapshot(), list[Verdict]()
+        verdicts, problems = list[Verdict](), list[FlexInspectError]()
         for generation, why in self._store.skipped.items():
             if generation not in self._store.steps:
                 verdicts.append(Verdict(generation, 0, not_judged=[why]))
-        if source is None:
-            return verdicts
-        self._source = source
-        reference = self._reference(self._affordable_dtype())
         for generation, steps in self._store.steps.items():
-            self._agreeing.clear()
-            self._choices.clear()
-            n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
-            for batch in range(n_batch):
-                if problem := self._time_problem(steps):
-                    verdicts.append(Verdict(generation, batch, not_judged=[problem]))
-                    continue
-                self._report(f"auditing generation {generation}", None)
-                started = time.perf_counter()
-                verdict = self._judge(reference, generation, batch)
-                verdict.seconds = time.perf_counter() - started
-                verdicts.append(verdict)
-            if len(self._agreeing) == n_batch > 1:
-                self._judge_beams(reference, verdicts[-n_batch:])
-            if all(one.divergence is None or not one.is_beam for one in verdicts[-n_batch:]):
-                verdicts[-n_batch].choice = crossed_rows(self._choices) or verdicts[-n_batch].choice
+            if len(steps) == 1 and steps[0].has_gradients and steps[0].is_training:
+                training = "a training step is not a generation"
+                verdicts.append(Verdict(generation, 0, not_judged=[training]))
+                continue
+            if self._reads_own_buffer(generation, steps[0]):
+                why = (
+                    "its layers read keys of buffers of their own, which the forward does not show"
+                )
+                verdicts.append(Verdict(generation, 0, not_judged=[why]))
+                continue
+            try:
+                self._use_weights(generation)
+            except FlexInspectError as problem:
+                problems.append(problem)
+                reason = problem.message[:1].lower() + problem.message[1:].rstrip(".")
+                verdicts.append(Verdict(generation, 0, not_judged=[reason]))
+                continue
+            verdicts += self._judge_generation(generation, steps)
+        if problems and len(problems) == len(verdicts):
+            raise problems[0]
+        return verdicts
+
+    def _reads_own_buffer(self, generation: int, first: StepEvidence) -> bool:
+        """Whether a forward without a cache goes on with a text whose keys its layers have."""
+        if first.kv_before or first.positions is None or generation not in self._store.pools:
+            return False
+        return first.padding is None and int(first.positions.min()) > 0
+
+    def _use_weights(self, generation: int) -> None:
+        """Judge with the weights that a generation had. Raises `FlexInspectError` if they are lost.
+
+        A reference of other weights is dropped, because it may be as large as they are.
+        """
+        source = self._store.weights.of(generation)
+        if source is not getattr(self, "_source", None):
+            self._source, self._dtype_note = source, ""
+            self._references.clear()
+
+    def _judge_generation(self, generation: int, steps: Sequence[StepEvidence]) -> list[Verdict]:
+        """Return a verdict per batch row."""
+        verdicts, reference = list[Verdict](), self._reference(self._affordable_dtype())
+        self._agreeing.clear()
+        self._choices.clear()
+        n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
+        for batch in range(n_batch):
+            if problem := self._time_problem(steps):
+                verdicts.append(Verdict(generation, batch, not_judged=[problem]))
+                continue
+            self._report(f"auditing generation {generation}", None)
+            started = time.perf_counter()
+            verdict = self._judge(reference, generation, batch)
+            verdict.seconds = time.perf_counter() - started
+            verdicts.append(verdict)
+        if len(self._agreeing) == n_batch > 1:
+            self._judge_beams(reference, verdicts)
+        if all(one.divergence is None or not one.is_beam for one in verdicts):
+            verdicts[0].choice = crossed_rows(self._choices) or verdicts[0].choice
         return verdicts
 
     def _judge_beams(self, reference: ReferenceModel, verdicts: Sequence[Verdict]) -> None:
@@ -223,9 +258,6 @@ class ProgramAudit:
         skipped = self._store.skipped.get(generation)
         if skipped:
             verdict.not_judged.append(skipped)
-        if len(steps) == 1 and steps[0].has_gradients and steps[0].is_training:
-            verdict.not_judged.append("a training step is not a generation")
-            return verdict
         steps = self._store.with_earlier_steps(generation)
         sequence = read_sequence(steps, batch, reference.config)
         if sequence.stopped:
@@ -556,7 +588,8 @@ class ProgramAudit:
             "dropout": _dropout(self._source),
             "path": path or "",
             "score_mod": layer in evidence.score_mods,
-            "mask_change": self._mask_change(sequence, found),
+            "mask_change": (change := self._mask_change(sequence, found)),
+            "other_rows_mask": OTHER_ROW in change,
         }
 
 

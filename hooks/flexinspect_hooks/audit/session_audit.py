@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from flexinspect.core.errors import FlexInspectError, summarize_error
 from flexinspect.core.text import plural, print_message
@@ -21,10 +22,11 @@ from flexinspect.rules.numerics.audit_findings import (
     AUDITED_EVENT,
     CHOICE_EVENT,
 )
-from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_run import LOGITS
 from flexinspect_hooks.audit.nan_origin import explain_nonfinite
+from flexinspect_hooks.audit.one_cause import causes_of, rows_of_one_cause
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
     ProgramAudit,
@@ -100,12 +102,14 @@ def audit_session(
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)
+        same = rows_of_one_cause(verdicts)
         for text, generation, data in unjudged_events(verdicts):
             put(AUDIT_EVENT, text, generation, None, data)
         for verdict in (one for one in verdicts if one.n_steps):
             step = verdict.divergence.step if verdict.divergence is not None else None
             data = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
             data["causes"] = _recorded_causes(recorder, verdict)
+            data["follows"] = same.get((verdict.generation, verdict.batch))
             put(AUDIT_EVENT, describe_verdict(verdict), verdict.generation, step, data)
             if verdict.choice is not None:
                 at = verdict.choice["wrong"][0]
@@ -140,51 +144,14 @@ def _verdicts(
 
 
 def _recorded_causes(recorder: Recorder, verdict: Verdict) -> list[str]:
+    """Return the ids of the causes of a divergence; the first one becomes as severe as it."""
     if verdict.divergence is None or recorder.path is None:
         return []
     with open_trace(recorder.path) as reader:
-        return causes_of(reader, verdict)
-
-
-def causes_of(reader: TraceReader, verdict: Verdict) -> list[str]:
-    """Return the ids of errors that rules found before a divergence, or at its place."""
-    found = verdict.divergence
-    if found is None:
-        return []
-    errors = [
-        one
-        for one in reader.findings()
-        if one.severity is Severity.ERROR and one.generation == verdict.generation
-        if not one.id.startswith("audit.")
-    ]
-    layer = found.point[1]
-    explanation = verdict.search.explanation if verdict.search is not None else None
-    name = explanation.edits[0].name if explanation is not None else ""
-    return [
-        one.id
-        for one in errors
-        if one.step is not None and one.step <= found.step
-        if one.layer is None or layer is None or one.layer <= layer
-        if _may_cause(one.id, name)
-    ]
-
-
-_CAUSES = {
-    "mask": ("mask", "decode", "segments", "path", "cache", "lengths"),
-    "padding": ("mask", "positions"),
-    "rope": ("positions", "cache", "lengths"),
-    "positions": ("positions", "cache", "lengths"),
-    "cache": ("cache", "decode", "lengths"),
-    "": ("mask", "decode", "segments", "path", "cache", "lengths", "positions", "numbers"),
-}
-"""Beginnings of the names of faults, and of the findings that may be their cause."""
-
-
-def _may_cause(finding: str, fault: str) -> bool:
-    """Whether a finding may say the same as a fault that gives the numbers ("" for none)."""
-    if finding == "mask.none":  # a program may apply a mask that its layers did not receive
-        return fault == "mask.none"
-    return finding.startswith(_CAUSES.get(fault.partition(".")[0], ("attention",)))
+        causes = causes_of(reader, verdict)
+    if causes and causes[0].severity is not Severity.ERROR:
+        recorder.explain_finding(replace(causes[0], severity=Severity.ERROR))
+    return [one.id for one in causes]
 
 
 def unjudged_events(verdicts: Sequence[Verdict]) -> Iterator[tuple[str, int, dict[str, Any]]]:

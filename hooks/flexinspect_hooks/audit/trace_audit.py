@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from flexinspect.core.errors import FlexInspectError
-from flexinspect.records.finding import Finding
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import EventRecord, GenerationRecord
 from flexinspect.rules.engine import RuleRunner
 from flexinspect.rules.numerics.audit_findings import AUDIT_EVENT, AuditRule
@@ -21,6 +21,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.replay import is_standalone
 from flexinspect.trace.schema import GENERATIONS
 from flexinspect_hooks.audit.evidence import EvidenceStore
+from flexinspect_hooks.audit.one_cause import causes_of, rows_of_one_cause
 from flexinspect_hooks.audit.program_audit import (
     AuditOptions,
     ProgramAudit,
@@ -28,7 +29,7 @@ from flexinspect_hooks.audit.program_audit import (
     Verdict,
     verdict_data,
 )
-from flexinspect_hooks.audit.session_audit import causes_of, describe_verdict, unjudged_events
+from flexinspect_hooks.audit.session_audit import describe_verdict, unjudged_events
 from flexinspect_hooks.audit.trace_evidence import read_recorded_steps
 from flexinspect_hooks.audit.trace_model import (
     load_recorded_model,
@@ -117,7 +118,7 @@ class _Auditor:
             store.steps[generation] = one.steps
             notes[generation] = [] if is_known else [UNKNOWN_WEIGHTS]
             notes[generation] += [] if one.has_digests else [ONLY_LOGITS]
-        store.snapshot = snapshot(loaded)
+        store.weights.hold(snapshot(loaded))
         verdicts += self._compare(store) if store.steps else []
         for verdict in verdicts:
             verdict.notes += notes.get(verdict.generation, []) if verdict.n_steps else []
@@ -140,10 +141,14 @@ class _Auditor:
 def _events(reader: TraceReader, verdicts: Sequence[Verdict]) -> Iterator[EventRecord]:
     for text, generation, data in unjudged_events(verdicts):
         yield EventRecord(AUDIT_EVENT, text, time.time(), generation, None, data)
+    same = rows_of_one_cause(verdicts)
     for verdict in (one for one in verdicts if one.n_steps):
         step = verdict.divergence.step if verdict.divergence is not None else None
         facts = verdict_data(verdict) | {"ms": round(1e3 * verdict.seconds, 1)}
-        facts["causes"] = causes_of(reader, verdict)
+        facts["causes"] = [
+            one.id for one in causes_of(reader, verdict) if one.severity is Severity.ERROR
+        ]  # a finding that is stored already does not become more severe here
+        facts["follows"] = same.get((verdict.generation, verdict.batch))
         text = describe_verdict(verdict)
         yield EventRecord(AUDIT_EVENT, text, time.time(), verdict.generation, step, facts)
 

@@ -16,6 +16,7 @@ from flexinspect_hooks.audit.bias_reading import describe_biases, head_biases, r
 from flexinspect_hooks.audit.cache_contents import cache_beside_text, cache_changes
 from flexinspect_hooks.audit.clean_classes import architecture_class, replaced_names
 from flexinspect_hooks.audit.difference_shape import (
+    IS_LOW_RANK,
     IS_NOISE,
     MIN_ROWS,
     ComparedTensors,
@@ -57,6 +58,17 @@ _ADDED = (
 """Pairs of modules whose outputs a layer adds to its input, by architecture."""
 
 
+def _is_adapter(swapped: SwapResult, hooks: Sequence[str]) -> bool:
+    """Whether all that differs are linear modules whose own hooks add a change of low rank."""
+    return bool(swapped.differing) and all(
+        any(one.startswith(f"{module.name} has") for one in hooks)
+        and len(module.shape) == 1
+        and module.shape[0].startswith(IS_LOW_RANK)
+        and module.inside is None
+        for module in swapped.differing
+    )
+
+
 class Unexplained(Struct, frozen=True):
     """A divergence, with the forward of the reference that is beside it."""
 
@@ -78,6 +90,7 @@ class Unexplained(Struct, frozen=True):
         if swapped.differing and any(one.startswith(IS_NOISE) for one in shape):
             shape = []  # the module says more
         replaced = [*self._replaced(), *self._replaced_functions()][:_MAX_NAMES]
+        hooks = self._hooks()
         return {
             "shape": shape,
             "reading": reading,
@@ -94,7 +107,8 @@ class Unexplained(Struct, frozen=True):
             "agreeing": list(swapped.agreeing),
             "replaced": replaced,
             "function": self._attention_function(),
-            "hooks": self._hooks(),
+            "hooks": hooks,
+            "adapter": not replaced and _is_adapter(swapped, hooks),
         }
 
     # -- the quantity ------------------------------------------------------------------------------

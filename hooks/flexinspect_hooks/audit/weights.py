@@ -19,8 +19,7 @@ class Snapshot(Struct):
     whose `forward` was replaced in the instance.
     `grafts` are leaf modules of another library (adapters, quantised matrices), which the reference
     uses as they are. `low_rank` are modules of the program that look like an adapter: a linear
-    layer with two small matrices beside it. `versions` is the sum of the weights' in-place
-    modifications.
+    layer with two small matrices beside it.
     """
 
     model_class: type
@@ -28,7 +27,6 @@ class Snapshot(Struct):
     tensors: dict[str, Tensor]
     grafts: dict[str, nn.Module]
     parameters: Sequence[Tensor]
-    versions: int
     attributes: dict[str, dict[str, float]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     own_forwards: tuple[str, ...] = ()
@@ -50,11 +48,6 @@ class Snapshot(Struct):
         """The bytes of the weights."""
         return sum(one.nbytes for one in self.parameters)
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the weights were not modified in place since."""
-        return self.versions == _versions(self.parameters)
-
 
 def snapshot(model: nn.Module) -> Snapshot:
     """Return the weights of a model, without copying them."""
@@ -70,7 +63,6 @@ def snapshot(model: nn.Module) -> Snapshot:
         tensors,
         grafts,
         parameters,
-        _versions(parameters),
         {name: numbers_of(module) for name, module in model.named_modules()},
         {name: type(module).__name__ for name, module in model.named_modules() if name},
         tuple(name for name, module in model.named_modules() if name and _has_own_forward(module)),
@@ -117,7 +109,8 @@ def _has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and not hasattr(module, "_hf_hook")
 
 
-def _versions(tensors: Sequence[Tensor]) -> int:
+def write_count(tensors: Sequence[Tensor]) -> int:
+    """Return how often tensors were modified in place, as far as torch counts it."""
     return sum(0 if one.is_inference() else one._version for one in tensors)
 
 

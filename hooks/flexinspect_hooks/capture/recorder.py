@@ -162,7 +162,7 @@ class Recorder:
         self.put(lambda: self._write_results(rules.on_record(event)))
 
     def explain_finding(self, finding: Finding) -> None:
-        """Queue the new sentence and evidence of a finding that was written."""
+        """Queue the new severity, sentence and evidence of a finding that was written."""
         self.put(lambda: self._sink.explain_finding(finding))
 
     def put(self, item: Item | Callable[[], Item | None]) -> None:

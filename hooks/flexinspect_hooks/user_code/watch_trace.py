@@ -298,7 +298,7 @@ class Watch(WatchedTrace[WatchSession]):
         session = self._open_session(sink=writer, level=self._level)
         if self._audit is not None:
             store, self._budget = EvidenceStore(), AuditBudget(self._audit)
-            store.find_model = weakref.ref(self._model)
+            store.weights.find_model = weakref.ref(self._model)
             session.context.evidence = store
         session.__enter__()
         session.watch_generate()

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, DynamicCache, QuantizedCache
 
 from flexinspect.core import plugins
+from flexinspect.records.finding import Severity
 from flexinspect_hooks.audit.clean_classes import replaced_names
 from flexinspect_hooks.audit.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward_run import LOGITS, Run
@@ -53,6 +54,73 @@ def test_weights_that_were_modified_later_are_not_judged(audit: Audit) -> None:
     assert not verdicts
     assert not findings
     assert events == ["The steps were not audited: The weights were modified after the steps ran."]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_each_generation_is_judged_with_the_weights_that_it_had(
+    audit: Audit, in_place: bool
+) -> None:
+    model = make_model("llama")
+
+    def program() -> None:
+        decode(model)
+        weight = model.model.layers[1].mlp.up_proj.weight
+        if in_place:
+            weight.data += 0.1  # which no counter of torch sees
+        else:
+            model.model.layers[1].mlp.up_proj.weight = nn.Parameter(weight + 0.1)
+        decode(model)
+
+    verdicts, findings, events = audit(model, program)
+    assert not findings
+    judged = [one.n_steps for one in verdicts]
+    assert judged == ([0, 3] if in_place else [3, 3])  # what was overwritten is lost
+    lost = "Not judged: the weights were modified after the steps ran."
+    assert (lost in " ".join(events)) is in_place
+
+
+def test_batch_rows_with_one_fault_have_one_finding(audit: Audit) -> None:
+    model = make_model("llama")
+    model.model.layers[1].self_attn.scaling *= 2
+
+    def program() -> None:
+        model(torch.tensor([ids(12, 3), ids(12, 4), ids(12, 5)]))
+
+    _, (first, *others), _ = audit(model, program)
+    assert first.severity is Severity.ERROR
+    assert [one.severity for one in others] == [Severity.NOTE] * 2
+    assert all(
+        one.sentence.endswith(f"This follows from {first.id} of batch row 0.") for one in others
+    )
+
+
+@pytest.mark.parametrize("rank", [2, 40])
+def test_hooks_that_add_a_low_rank_change_to_linear_modules_are_an_adapter(
+    audit: Audit, rank: int
+) -> None:
+    model = make_model("llama")
+    module = model.model.layers[1].mlp.down_proj
+    down, up = torch.randn(module.in_features, rank), torch.randn(rank, module.out_features)
+    module.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
+    _, (finding,), _ = audit(model, lambda: model(torch.tensor([ids(30, 3)])))
+    is_adapter = rank == 2
+    assert finding.severity is (Severity.NOTE if is_adapter else Severity.WARNING)
+    assert ("as those of an adapter do" in finding.sentence) is is_adapter
+
+
+def test_layers_with_buffers_of_their_own_are_not_judged(audit: Audit) -> None:
+    class Buffers(DynamicCache):
+        def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+            return 0
+
+        def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+            return keys.repeat(1, 1, 8, 1), values.repeat(1, 1, 8, 1)
+
+    model = make_model("llama")
+    arguments = {"position_ids": torch.tensor([[7]]), "past_key_values": Buffers()}
+    _, findings, events = audit(model, lambda: model(torch.tensor([[5]]), **arguments))
+    assert not findings
+    assert "buffers of their own" in events[0]
 
 
 def test_a_training_step_is_not_judged(audit: Audit) -> None:

@@ -48,7 +48,7 @@ def watching(tmp_path: Path) -> Iterator[Watching]:
         writer = create_trace(path, (), "advanced", None)
         session = WatchSession(model, writer, DeclaredPrompt(IdAdapter()), level="advanced")
         store = session.context.evidence = store or EvidenceStore()
-        store.find_model = lambda: model
+        store.weights.find_model = lambda: model
         with session, torch.no_grad():
             program(model)
             assert session.has_hooks_installed

@@ -9,7 +9,10 @@ import pytest
 import torch
 from support.tiny import make_model
 
-from flexinspect.rules.numerics.changed_weights import ChangedWeightsRule
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import EventRecord, StepRecord
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT, ChangedWeightsRule
 from flexinspect_hooks.user_code.made_weights import MadeWeights
 
 
@@ -93,6 +96,21 @@ def test_a_transposed_delta_of_a_square_matrix_is_told_from_a_right_one(
     found = facts_of(made, model).get("transposed", [])
     assert [one["name"] for one in found] == ([f"{modules[1]}.weight"] if broken else [])
     assert len(held) == 2  # the program still holds the factors
+
+
+def test_an_uneven_change_of_a_parameter_with_a_known_mistake_is_its_consequence() -> None:
+    parameters = [{"layer": n, "change": 1.0, "rank": 0, "writes": 1 + (n == 1)} for n in range(3)]
+    groups = [{"name": f"model.layers.*.{name}.weight", "parameters": parameters} for name in "ab"]
+    norm = {"name": "model.layers.1.a", "class": "GemmaRMSNorm", "weight": 1.0, "gain": 2.0}
+    data = {"groups": groups, "norms": [norm], "changed": 6, "total": 30}
+    event = EventRecord(CHANGED_EVENT, "", 0.0, 0, 0, data)
+    rule = ChangedWeightsRule()
+    rule.context = RuleContext()
+    step = StepRecord(0, 0, "prefill", 4, 0, 4, 1.0, 1.0, 0.1, events=(event,))
+    gain, first, second, _ = rule.on_step(step)
+    assert (gain.id, first.severity) == ("weights.norm-gain", Severity.NOTE)
+    assert first.evidence["cause"] == "weights.norm-gain"
+    assert second.severity is Severity.WARNING  # nothing else is known of the other parameter
 
 
 def test_the_rule_knows_all_facts() -> None:
