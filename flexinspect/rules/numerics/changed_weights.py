@@ -17,10 +17,14 @@ CHANGED_EVENT = "weights-changed"
 UNEVEN = "weights.uneven-change"
 NORM_GAIN, TIED, TRANSPOSED = "weights.norm-gain", "weights.tied-change", "weights.transposed-delta"
 
-_OUTLIER = 1.5
-"""A change is uneven if it is so many times larger, or smaller, than that of the other layers."""
 _SPREAD = 1.25
 """The others must be within this factor of each other, else layers differ anyway."""
+_SAME_SIZE = 1.06
+"""Sizes within this factor count as equal where a multiple of them is looked for."""
+_MULTIPLES = (2, 3, 4, 8, 16, 32, 64)
+"""How many times a change is larger, or smaller, if it was repeated or its scale is missing."""
+_REPEATED = 0.15
+"""How close to the ratio of their writes the ratio of two changes of full rank must be."""
 _MAX_SHARE = 0.5
 """A program that changed more of the parameters loads or makes its weights by itself."""
 _MAX_GROUPS = 6
@@ -106,34 +110,49 @@ _MISTAKES = (
 
 
 def uneven_layer(parameters: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
-    """Return the layer whose change is unlike that of two or more others, and how it is."""
+    """Return the layer whose change is unlike that of two or more others, and how it is.
+
+    Sizes alone say nothing about changes of full rank: a program that makes or scales the weights
+    of its layers gives each another norm. Changes of one low rank come from one adapter.
+    """
     known = [one for one in parameters if one["layer"] is not None]
     if len(known) < 3:
         return None
     for one in known:
         others = [two for two in known if two is not one]
-        writes = {two["writes"] for two in others}
-        if len(writes) == 1 and 0 < min(writes) < one["writes"]:
-            text = f"layer {one['layer']} was written to {_times(one['writes'])}, each other layer "
-            return one["layer"], text + _times(min(writes)) + _size_text(one, others)
+        ranks, writes = {two["rank"] for two in others}, {two["writes"] for two in others}
         changes = [two["change"] for two in others]
-        if not min(changes) or max(changes) > _SPREAD * min(changes):
+        is_even = min(changes) > 0 and max(changes) <= _SPREAD * min(changes)
+        ratio = one["change"] / max(median(changes), 1e-30)
+        is_adapter = len(ranks) == 1 and min(ranks) > 0
+        if len(writes) == 1 and 0 < min(writes) < one["writes"]:
+            is_repeated = is_even and abs(ratio * min(writes) / one["writes"] - 1) < _REPEATED
+            if is_adapter or is_repeated:
+                text = f"layer {one['layer']} was written to {_times(one['writes'])}, each other "
+                text += f"layer {_times(min(writes))}{_size_text(ratio)}"
+                return one["layer"], text
+        if not is_even or not is_adapter:
             continue
-        if not 1 / _OUTLIER < one["change"] / median(changes) < _OUTLIER:
-            return one["layer"], f"layer {one['layer']} changed otherwise" + _size_text(one, others)
-        ranks = {two["rank"] for two in others}
-        if len(ranks) == 1 and one["rank"] != min(ranks):
+        if one["rank"] != min(ranks):
             text = f"the change of layer {one['layer']} has {_rank_text(one['rank'])}, that of "
             return one["layer"], f"{text}the others {_rank_text(min(ranks))}"
+        if _is_other_scale(ratio, changes):
+            return one["layer"], f"layer {one['layer']} changed otherwise{_size_text(ratio)}"
     return None
+
+
+def _is_other_scale(ratio: float, changes: Sequence[float]) -> bool:
+    """Whether a change is a multiple of the others: merged twice, or with alpha / rank amiss."""
+    if max(changes) > _SAME_SIZE * min(changes):
+        return False
+    return any(abs(max(ratio, 1 / max(ratio, 1e-30)) / n - 1) < _SAME_SIZE - 1 for n in _MULTIPLES)
 
 
 def _times(n: int) -> str:
     return "once" if n == 1 else "twice" if n == 2 else f"{n} times"
 
 
-def _size_text(one: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    ratio = one["change"] / max(median(two["change"] for two in others), 1e-30)
+def _size_text(ratio: float) -> str:
     return f": its change is {ratio:.2g} times that of the others"
 
 

@@ -26,6 +26,8 @@ _SIDE = 64
 """Rows and columns of a block."""
 _RANK_SIDE = 24
 """Rows and columns whose rank is measured."""
+_MAX_RANK = 0.75
+"""A rank above this part of the side counts as full: random matrices may just miss it."""
 _WHOLE = 1 << 16
 """Elements up to which a parameter is copied as a whole."""
 _MAX_GENERATIONS = 16
@@ -155,7 +157,7 @@ def _rank(gap: Tensor) -> int:
     gap = _spaced(gap, _RANK_SIDE).double()
     values = torch.linalg.svdvals(gap)
     rank = int((values > 1e-4 * values[0]).sum())
-    return 0 if rank == min(gap.shape) else rank
+    return 0 if rank > _MAX_RANK * min(gap.shape) else rank
 
 
 def _blocks(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -93,3 +93,38 @@ def test_a_change_that_is_twice_as_large_or_of_another_rank_is_uneven() -> None:
 def test_layers_that_differ_anyway_and_two_layers_are_not_judged() -> None:
     assert uneven_layer([_change(0, 0.1), _change(1, 0.15), _change(2, 0.3)]) is None
     assert uneven_layer([_change(0, 0.1), _change(1, 0.3)]) is None
+
+
+def test_weights_that_are_initialised_with_another_norm_in_each_layer_are_not_uneven(
+    made: MadeWeights,
+) -> None:
+    model = make_model("llama", num_hidden_layers=4)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer, size in enumerate((1.0, 1.1, 1.05, 2.1)):
+            weight = model.model.layers[layer].self_attn.o_proj.weight
+            weight.normal_(0, 0.1 * size)
+            if layer == 3:
+                weight.mul_(1.5)
+    facts = made.changed(model)
+    assert facts is not None
+    (group,) = facts["groups"]
+    assert {one["rank"] for one in group["parameters"]} == {0}
+    assert uneven_layer(group["parameters"]) is None
+
+
+def test_changes_of_full_rank_are_uneven_only_if_one_was_repeated() -> None:
+    even = [_change(layer, 0.1, rank=0, writes=1) for layer in range(4)]
+    assert uneven_layer([*even, _change(4, 0.2, rank=0, writes=1)]) is None
+    assert uneven_layer([*even, _change(4, 0.066, rank=23, writes=1)]) is None
+    assert uneven_layer([*even, _change(4, 0.13, rank=0, writes=2)]) is None
+    found = uneven_layer([*even, _change(4, 0.2, rank=0, writes=2)])
+    assert found is not None
+    assert "written to twice" in found[1]
+
+
+def test_adapters_of_one_rank_whose_sizes_differ_by_no_whole_factor_are_not_uneven() -> None:
+    even = [_change(layer, 0.1) for layer in range(4)]
+    assert uneven_layer([*even, _change(4, 0.066)]) is None
+    assert uneven_layer([*even, _change(4, 0.25)]) is None
+    assert uneven_layer([*even, _change(4, 0.4)]) is not None
