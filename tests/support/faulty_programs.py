@@ -298,6 +298,42 @@ generate(model)
 """,
         "RoPE of base 500000",
     ),
+    "rotary tables of one type of layer serve all": (
+        """
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+class Tables(Gemma3RotaryEmbedding):
+    # Makes the tables once, by the type of their layers.
+    def __init__(self, config):
+        super().__init__(config)
+        at, self.made = torch.arange(64)[None], {}
+        for kind in self.layer_types:
+            key = self.rope_type[kind] if BROKEN else kind
+            self.made[key] = super().forward(torch.zeros(1), at, kind)
+    def forward(self, x, position_ids, layer_type):
+        cos, sin = self.made[self.rope_type[layer_type] if BROKEN else layer_type]
+        return cos[0, position_ids], sin[0, position_ids]
+
+model = make_model("gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=9,
+                   layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+model.model.rotary_emb = Tables(model.config)
+generate(model)
+""",
+        "with the rotary tables of the sliding_attention layers (base 10000) in this layer only",
+    ),
+    "sliding layers get the rotary tables of full ones": (
+        """
+model = make_model("gemma3_text", head_dim=16, query_pre_attn_scalar=16, sliding_window=9,
+                   layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+rotary = model.model.rotary_emb
+right = type(rotary).forward
+def forward(x, position_ids, layer_type):
+    return right(rotary, x, position_ids, "full_attention" if BROKEN else layer_type)
+rotary.forward = forward
+loop(model)
+""",
+        "with the rotary tables of the full_attention layers (base 1e+06)",
+    ),
     "biases of the projections are dropped": (
         """
 model = make_model("qwen2")

@@ -26,6 +26,7 @@ SCORE_MOD_EVENT, TRAINING_EVENT = "score-mod", "training-mode"
 REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
 SCORE_MOD_HEADS = "audit.score-mod-heads"
 _MAX_NAMES = 12
+_MAX_TIES = 3
 
 
 def finding_id(data: Mapping[str, Any]) -> str:
@@ -226,7 +227,16 @@ def _reproduced(data: Mapping[str, Any], found: Mapping[str, Any]) -> str:
         sentence += f" So are those of the {plural(n, 'later step')}."
     elif found["later"]:
         sentence += f" So are those of {found['later']} of the {plural(n, 'later step')}."
-    return sentence
+    return sentence + _ties_text(found.get("ties") or ())
+
+
+def _ties_text(ties: Sequence[str]) -> str:
+    """Say which other faults explain the numbers as well."""
+    if not ties:
+        return ""
+    listed = ", or ".join(ties[:_MAX_TIES]) + (", …" if len(ties) > _MAX_TIES else "")
+    n = len(ties) + 1
+    return f" It is one of {n} faults that give these numbers: a forward {listed} gives them, too."
 
 
 def _layers_text(data: Mapping[str, Any], layers: Sequence[int] | None) -> str:

@@ -24,6 +24,7 @@ from flexinspect_hooks.audit.forward_run import (
     mix_rows,
     window_mask,
 )
+from flexinspect_hooks.audit.rotary_tables import RotaryTables
 
 
 class _Interface:
@@ -166,7 +167,8 @@ def _rope_function(rotate: Callable[..., Any]) -> Callable[..., Any]:
         for edit, scope in run.edits:
             if edit.rope is None or not scope.has(run.layer):
                 continue
-            turn = Rotation(plain, q, k, cos, sin, run.positions, _tables_of(reference, cos))
+            tables = RotaryTables(reference.model, cos, sin, run.positions)
+            turn = Rotation(plain, q, k, cos, sin, run.positions, tables)
             query, key = edit.rope(turn)
             result = (
                 mix_rows(result[0], query, scope.first_row, q.dim() - 2),
@@ -175,21 +177,3 @@ def _rope_function(rotate: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return rope
-
-
-def _tables_of(reference: Any, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    def tables(positions: Tensor, theta: float | None = None) -> tuple[Tensor, Tensor]:
-        module = next((m for m in reference.model.modules() if hasattr(m, "inv_freq")), None)
-        frequencies = module.inv_freq.float() if module is not None else None
-        scale = float(getattr(module, "attention_scaling", 1.0))
-        if theta is not None or frequencies is None:
-            size = like.shape[-1]
-            steps = torch.arange(0, size, 2, device=like.device).float() / size
-            frequencies, scale = 1.0 / ((theta or 10000.0) ** steps), 1.0
-        angles = positions[..., None].float() * frequencies.to(like.device)
-        both = torch.cat((angles, angles), -1)
-        if like.shape[-1] == angles.shape[-1]:  # tables of half the size
-            both = angles
-        return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
-
-    return tables

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput
+from flexinspect_hooks.audit.rotary_tables import RotaryTables
 
 
 class AttentionInput(Struct):
@@ -41,7 +42,8 @@ class AttentionInput(Struct):
 class Rotation(Struct):
     """One call of the rotary embedding: `rotate(q, k, cos, sin)` is the architecture's function.
 
-    `tables(positions, theta)` returns cos and sin of other positions (1, rows), or of another base.
+    `tables(positions, theta)` returns cos and sin of other positions (1, rows), or of another base;
+    `tables.of_kind(name)` those of layers of another type.
     """
 
     rotate: Callable[..., tuple[Tensor, Tensor]]
@@ -50,7 +52,7 @@ class Rotation(Struct):
     cos: Tensor
     sin: Tensor
     positions: Tensor
-    tables: Callable[..., tuple[Tensor, Tensor]]
+    tables: RotaryTables
 
 
 ModuleEdit = Callable[[Any, Any, Tensor, Tensor], Any]

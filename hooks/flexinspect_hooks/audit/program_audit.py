@@ -667,5 +667,6 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
                 "total": found.total,
                 "later": found.later,
                 "n_later": found.n_later,
+                "ties": list(found.ties),
             }
     return data

@@ -195,6 +195,17 @@ class RowComparison(Struct):
         differences = [float(relative(one, other, scale).max()) for one, other in pairs]
         return tuple(head for head, worst in enumerate(differences) if worst <= limit)
 
+    def agreement_inside(
+        self, step: FedStep, values: Mapping[Point, Tensor], layers_up_to: int
+    ) -> tuple[int, int]:
+        """Return how many queries, keys and values of the layers up to one agree, of how many."""
+        agree = total = 0
+        for point, differences, _ in self.differences(step, values):
+            if point[0] in _HEADWISE and point[1] is not None and point[1] <= layers_up_to:
+                total += 1
+                agree += float(differences.max()) <= self.limits.get(point, 0.0)
+        return agree, total
+
     def _has_own_positions(self, step: FedStep) -> bool:
         """Whether rotated rows can be compared: not if padding moves all positions."""
         return not self.sequence.is_padded

@@ -27,6 +27,9 @@ from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
 MIN_GAIN = 10
 """A hypothesis must come this many times closer to the numbers than the correct forward."""
 
+_MIN_TIE_SECONDS = 0.5
+_ROUNDING = 1e-7
+
 _UP_TO_HEADS = (QUERY, KEY, VALUE, HEADS)
 
 Report = Callable[[str, float | None], None]
@@ -36,8 +39,10 @@ class Explanation(Struct, frozen=True):
     """A hypothesis that gives the program's numbers.
 
     `difference` is the largest over the step's quantities that agree; `agree` of `total` quantities
-    of the step do. `later` of `n_later` later steps agree as a whole. `layers` are those in which
-    the fault is, None for all.
+    of the step do. `later` of `n_later` later steps agree as a whole. `inside` of `n_inside`
+    queries, keys and values do, where the program lays them out as the reference does. `layers` are
+    those in which the fault is, None for all. `ties` are the sentences of other faults that give
+    the same numbers.
     """
 
     edits: tuple[ForwardEdit, ...]
@@ -47,11 +52,20 @@ class Explanation(Struct, frozen=True):
     total: int
     later: int
     n_later: int
+    inside: int = 0
+    n_inside: int = 0
+    ties: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
         """Whether everything that was compared in the step agrees."""
         return self.agree == self.total
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether everything that was compared in this step and in later ones agrees."""
+        is_rest = self.later == self.n_later and self.inside == self.n_inside
+        return self.is_complete and is_rest
 
 
 class AgreeingHeads(Struct, frozen=True):
@@ -99,14 +113,18 @@ class Search:
         steps = comparison.steps
         self._later = steps[steps.index(self._step) + 1 :]
         self._heads: AgreeingHeads | None = None
+        self._n_inside, self._started = 0, time.perf_counter()
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> SearchResult:
         """Return the best explanation: one fault, else two faults together."""
         edits = list(edits_of(hypotheses, self._probe))
         tried: dict[str, None] = {}
         best: Explanation | None = None
-        if self._at.point[0] in _UP_TO_HEADS:
-            self._count_heads("", self._run([], stop_after=self._at.point[1]))
+        if self._at.point[0] in _UP_TO_HEADS and self._at.point[1] is not None:
+            plain = self._run([], stop_after=self._at.point[1])
+            self._count_heads("", plain)
+            agree, total = self._comparison.agreement_inside(self._step, plain, self._at.point[1])
+            self._n_inside = total if agree else 0  # else they are laid out in another way
         n = 0
         for n, edit in enumerate(edits, 1):
             if time.perf_counter() > self._deadline:
@@ -116,12 +134,27 @@ class Search:
             found = self._try((edit,))
             if found is not None and _rank(found) > _rank(best):
                 best = found
-                if found.is_complete and found.later == found.n_later:
+                if found.is_certain:
+                    best = self._with_ties(found, edits[n:])
                     break
+            elif found is not None and best is not None and _is_tie(found, best):
+                best = replace(best, ties=(*best.ties, edit.sentence))
         if best is not None and not best.is_complete:
             best, cut = self._combine(best, edits)
             return SearchResult(best, tuple(tried), n, is_cut=cut)
         return SearchResult(best, tuple(tried), n, is_cut=False, heads=self._heads)
+
+    def _with_ties(self, best: Explanation, edits: Sequence[ForwardEdit]) -> Explanation:
+        """Look for other faults that explain as much, for as long as the first one took."""
+        now = time.perf_counter()
+        deadline = min(self._deadline, now + max(now - self._started, _MIN_TIE_SECONDS))
+        for edit in edits:
+            if time.perf_counter() > deadline:
+                break
+            found = self._try((edit,))
+            if found is not None and _is_tie(found, best):
+                best = replace(best, ties=(*best.ties, edit.sentence))
+        return best
 
     def _count_heads(self, sentence: str, values: dict[Point, Tensor]) -> None:
         """Keep the heads that agree with a forward, if they are more than half and the most yet."""
@@ -193,13 +226,19 @@ class Search:
     def _run(
         self, edits: Sequence[tuple[ForwardEdit, Scope]], stop_after: int | None = None
     ) -> dict[Point, Tensor]:
+        """Return the values of a forward with edits; none if an edit does not fit this model."""
         ids = self._comparison.sequence.ids
         rows = list(self._comparison.logit_rows)
         run = replace(self._base, edits=edits, stop_after=stop_after, values={})
         prefix = next((edit.prefix for edit, _ in edits if edit.prefix), ())
-        if not prefix:
-            return self._reference.run(ids, run, rows)
-        return _run_with_prefix(self._reference, run, prefix, ids, rows)
+        try:
+            if not prefix:
+                return self._reference.run(ids, run, rows)
+            return _run_with_prefix(self._reference, run, prefix, ids, rows)
+        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
+            if not edits:
+                raise
+            return {}
 
     def _agrees(self, values: dict[Point, Tensor], layer: int) -> bool:
         """Whether a forward that ended after the layer gives the program's numbers there."""
@@ -213,6 +252,8 @@ class Search:
         layers: frozenset[int] | None,
     ) -> Explanation | None:
         values = self._run(run)
+        if not values:
+            return None
         layer = self._at.point[1]
         up_to = layer if layer is not None and self._at.point[0] != LOGITS else None
         if up_to is not None and not self._agrees(values, up_to):
@@ -224,7 +265,13 @@ class Search:
         if agree < total:  # the difference where it agrees
             worst = self._comparison.agreement(values, [self._step], up_to)[0]
         chosen = None if layers is None else tuple(sorted(layers))
-        return Explanation(edits, chosen, worst, agree, total, later, len(self._later))
+        inside = 0
+        if self._n_inside and layer is not None:
+            inside = self._comparison.agreement_inside(self._step, values, layer)[0]
+        n_later, n_inside = len(self._later), self._n_inside
+        return Explanation(
+            edits, chosen, worst, agree, total, later, n_later, inside=inside, n_inside=n_inside
+        )
 
     def _is_explained(self, values: dict[Point, Tensor], step: FedStep) -> bool:
         _, agree, total = self._comparison.agreement(values, [step], None)
@@ -241,8 +288,15 @@ def _where(scope: Scope) -> str:
 def _rank(found: Explanation | None) -> tuple[Any, ...]:
     if found is None:
         return (-1,)
-    # Equal agreement: the fault in all layers, then the smaller difference.
-    return (found.agree, found.later, found.layers is None, -len(found.edits))
+    # Equal agreement: the fault in all layers, then fewer faults.
+    is_general = found.layers is None
+    return (found.agree, found.later, found.inside, is_general, -len(found.edits))
+
+
+def _is_tie(found: Explanation, best: Explanation) -> bool:
+    """Whether another fault explains as much, as closely."""
+    is_close = found.difference <= MIN_GAIN * max(best.difference, _ROUNDING)
+    return _rank(found) == _rank(best) and is_close
 
 
 def _run_with_prefix(

@@ -44,6 +44,7 @@ from flexinspect_hooks.audit.module_swap import (
 )
 from flexinspect_hooks.audit.position_reading import RotatedRows, read_positions
 from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.rotary_tables import frequencies_of
 from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
 from flexinspect_hooks.audit.weights import Snapshot
 
@@ -317,9 +318,9 @@ class Unexplained(Struct, frozen=True):
 
     def _read_rotated(self, ours: Tensor, plain: Tensor, places: Sequence[int]) -> str:
         """Read the positions of rows (rows, heads x size) from those before rotation."""
-        module = next((m for m in self.reference.model.modules() if hasattr(m, "inv_freq")), None)
+        kind = frequencies_of(self.reference.model, self.layer)
         rows = plain.transpose(0, 1)[list(places)]
-        frequencies = torch.empty(0) if module is None else module.inv_freq.double().cpu()
+        frequencies = torch.empty(0) if kind is None else kind.frequencies.double().cpu()
         if frequencies.shape[0] * 2 != rows.shape[-1]:
             return ""
         split = split_last(ours, rows.shape[1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Rotation
 from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.rotary_tables import kind_names
 
 Edits = Iterator[ForwardEdit]
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
@@ -85,13 +87,42 @@ def _interleaved(states: Tensor, turn: Rotation) -> Tensor:
     return torch.cat((pairs, states[..., 2 * half :]), -1)
 
 
+def rope_of_other_layers(probe: FaultProbe) -> Edits:
+    """The rotary tables are those of another type of layer."""
+    if not _has_rope(probe):
+        return
+    for kind in kind_names(probe.reference.model):
+
+        def turned(turn: Rotation, kind: str = kind) -> tuple[Tensor, Tensor]:
+            return turn.rotate(turn.query, turn.key, *turn.tables.of_kind(kind))
+
+        base = _parameters(probe.config).get(kind, {}).get("rope_theta")
+        text = f" (base {base:g})" if isinstance(base, int | float) else ""
+        what = f"with the rotary tables of the {kind} layers{text}"
+        yield ForwardEdit(name="rope.other-layers", sentence=what, rope=turned)
+
+
+def _parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the parameters of RoPE by the type of layer, "" if all layers have the same."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, dict):
+        return {}
+    nested = {name: one for name, one in found.items() if isinstance(one, dict)}
+    return nested or {"": found}
+
+
 def rope_base(probe: FaultProbe) -> Edits:
     """The rotary tables have another base, or no scaling."""
     if not _has_rope(probe):
         return
-    parameters = getattr(probe.config, "rope_parameters", None) or {}
-    own = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    bases = {base: f"{base:g}" for base in (*_BASES, own) if isinstance(base, int | float)}
+    own: set[Any] = set()
+    tables: set[Any] = set()  # of a type of layers, which are tried as such
+    for kind, one in _parameters(probe.config).items():
+        is_plain = one.get("rope_type", "default") == "default"
+        is_tried = is_plain and kind in kind_names(probe.reference.model)
+        (tables if is_tried else own).add(one.get("rope_theta"))
+    numbers = (one for one in (*_BASES, *own) if isinstance(one, int | float))
+    bases = {base: f"{base:g}" for base in numbers if base not in tables}
     for base, text in bases.items():
 
         def turned(turn: Rotation, base: float = base) -> tuple[Tensor, Tensor]:
@@ -185,6 +216,7 @@ HYPOTHESES = (
     rope_doubled,
     rope_turned,
     positions_restarted,
+    rope_of_other_layers,
     positions_shifted,
     rope_base,
 )
