@@ -320,3 +320,31 @@ def test_a_causal_mask_mod_makes_no_finding(plant: Planted) -> None:
     with own_attention(causal) as name:
         model = model_on(name)
         assert serious(plant(model, lambda: crops(model, 0))) == []
+
+
+# -- functions that a loop made -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_score_mods_of_layers_that_a_loop_made(plant: Planted, is_bound: bool) -> None:
+    slopes = (0.8, 0.4, 0.1)
+    mods: dict[int, Callable[..., Tensor]] = {}
+    for layer in range(3):
+        slope = slopes[layer]
+        if is_bound:
+            mods[layer] = lambda s, b, h, q, kv, slope=slope: s - slope * (q - kv)
+        else:
+            mods[layer] = lambda s, b, h, q, kv: s - slope * (q - kv)  # noqa: B023
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, **kw: Any) -> Any:
+        options = {"score_mod": mods[module.layer_idx], "block_mask": given}
+        out = flex_attention(q, k, v, scale=kw["scaling"], enable_gqa=True, **options)
+        return out.transpose(1, 2).contiguous(), None
+
+    with registered(attention) as name:
+        model = model_on(name)
+        found = of(plant(model, lambda: model(prompt_ids(9))), "mask.late-binding")
+    texts = [one.sentence for one in found]
+    assert ["score_mods" in text and "`slope` (0.1)" in text for text in texts] == [True] * (
+        not is_bound
+    )
