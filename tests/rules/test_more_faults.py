@@ -14,7 +14,8 @@ from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import DynamicCache
+from transformers import AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import eager_mask
 
 from flexinspect.records.finding import Finding, Severity
 from flexinspect_hooks.debugger import python_mods
@@ -60,6 +61,64 @@ def test_a_mask_mod_that_reads_the_padding_of_the_first_sequence_for_all(plant: 
         model = model_on(name)
         found = plant(model, lambda: model(batch, attention_mask=mask))
     assert one(found, "mask.batch-padding").severity is Severity.ERROR
+
+
+def arithmetic(closed: Callable[[int], Tensor] | None = None) -> Callable[..., Any]:
+    """Return an attention in plain arithmetic that is causal without a mask.
+
+    It closes `closed(n_keys)`, bool (batch, keys), by itself.
+    """
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, **kw: Any) -> Any:
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+        n, m = q.shape[2], k.shape[2]
+        scores, low = (q @ k.mT) * kw["scaling"], torch.finfo(q.dtype).min
+        if given is not None:
+            scores = scores + given
+        else:
+            scores = scores.masked_fill(torch.ones(n, m).triu(m - n + 1).bool(), low)
+        if closed is not None:
+            scores = scores.masked_fill(closed(m)[:, None, None], low)
+        return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+@pytest.mark.parametrize("lengths", [(9, 6, 4), (9, 9, 8)])
+def test_an_attention_without_a_mask_function_is_named_where_rows_see_their_padding(
+    plant: Planted, lengths: tuple[int, ...]
+) -> None:
+    batch, mask = left_padded(lengths)
+    given = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    with registered(arithmetic()) as name:
+        model = model_on(name)
+        finding = one(plant(model, lambda: model.generate(batch, **given)), "mask.batch-padding")
+    assert "attention 'mine' has no mask function" in finding.sentence
+    assert finding.severity is Severity.ERROR
+
+
+def test_an_attention_that_closes_the_padding_by_itself_is_left_alone(plant: Planted) -> None:
+    batch, mask = left_padded()
+
+    def closed(n: int) -> Tensor:
+        return F.pad(mask == 0, (0, n - mask.shape[1]))
+
+    given = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    with registered(arithmetic(closed)) as name:
+        model = model_on(name)
+        assert not of(plant(model, lambda: model.generate(batch, **given)), "mask.batch-padding")
+
+
+def test_an_attention_with_a_mask_function_is_left_alone(plant: Planted) -> None:
+    batch, mask = left_padded()
+    given = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    AttentionMaskInterface.register("mine", eager_mask)
+    try:
+        with registered(arithmetic()) as name:
+            model = model_on(name)
+            assert serious(plant(model, lambda: model.generate(batch, **given))) == []
+    finally:
+        AttentionMaskInterface._global_mapping.pop("mine")
 
 
 def test_masks_that_are_handed_to_other_sequences(plant: Planted) -> None:
@@ -320,3 +379,31 @@ def test_a_causal_mask_mod_makes_no_finding(plant: Planted) -> None:
     with own_attention(causal) as name:
         model = model_on(name)
         assert serious(plant(model, lambda: crops(model, 0))) == []
+
+
+# -- functions that a loop made -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_score_mods_of_layers_that_a_loop_made(plant: Planted, is_bound: bool) -> None:
+    slopes = (0.8, 0.4, 0.1)
+    mods: dict[int, Callable[..., Tensor]] = {}
+    for layer in range(3):
+        slope = slopes[layer]
+        if is_bound:
+            mods[layer] = lambda s, b, h, q, kv, slope=slope: s - slope * (q - kv)
+        else:
+            mods[layer] = lambda s, b, h, q, kv: s - slope * (q - kv)  # noqa: B023
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, **kw: Any) -> Any:
+        options = {"score_mod": mods[module.layer_idx], "block_mask": given}
+        out = flex_attention(q, k, v, scale=kw["scaling"], enable_gqa=True, **options)
+        return out.transpose(1, 2).contiguous(), None
+
+    with registered(attention) as name:
+        model = model_on(name)
+        found = of(plant(model, lambda: model(prompt_ids(9))), "mask.late-binding")
+    texts = [one.sentence for one in found]
+    assert ["score_mods" in text and "`slope` (0.1)" in text for text in texts] == [True] * (
+        not is_bound
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_numbers, format_ranges, plural
+from flexinspect.core.text import format_numbers, format_ranges, plural, printable
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.masks.attention_row import kv_head_of
 from flexinspect.records import imported
@@ -20,6 +20,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers, step_array
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
+from flexinspect.rules.masks.mask_findings import KNOWN_BACKENDS, MASK_FUNCTION_EVENT, NO_MASK
 from flexinspect.rules.masks.mask_views import Calls, call_layers, format_mask_mod, layers_of
 
 KEYS_TILED_EVENT = "keys-tiled"
@@ -180,7 +181,7 @@ class BatchPaddingRule(Rule):
 
     def reset(self) -> None:
         self._pads: PadCounts | None = None
-        self._has_padding_mask = False
+        self._has_padding_mask = self._has_mask_function = False
         self._checked_phases: set[bool] = set()
 
     def on_step(self, step: StepRecord) -> Findings:
@@ -190,6 +191,8 @@ class BatchPaddingRule(Rule):
             return
         if not step.kv_before:
             self._count_pads(step)
+            kinds = {event.kind for event in step.events}
+            self._has_mask_function = MASK_FUNCTION_EVENT in kinds
         if self._pads is None or len(self._pads) != inputs.batch:
             return
         is_decode = step.q_len == 1
@@ -217,11 +220,18 @@ class BatchPaddingRule(Rule):
             first = self._first_keys(step, call, len(pads))
             if first is not None:
                 rows = np.flatnonzero(first < pads).tolist()
-                others = tuple(row for row in rows if row)  # `mask.padding` reports row 0
+                closing = self._event(step, call).get("closing") or ()
+                # `mask.padding` reports row 0
+                others = tuple(row for row in rows if row and row not in closing)
                 seeing.setdefault(others, []).append(call)
         for others, calls in seeing.items():
             if others:
                 yield self._padding_finding(step, others, calls, pads)
+
+    def _event(self, step: StepRecord, call: CallRecord) -> Mapping[str, Any]:
+        """Return what was recorded of the batch rows of a call's mask, empty if nothing was."""
+        events = (data for data in _batch_row_events(step) if data["mask"] == call.mask)
+        return next(events, {})
 
     def _first_keys(self, step: StepRecord, call: CallRecord, batch: int) -> PadCounts | None:
         """Return the first position that each sequence's newest row sees, or None if unknown."""
@@ -232,8 +242,8 @@ class BatchPaddingRule(Rule):
         if mask.uniform_rows is not None and mask.uniform_rows[:, -1].any():
             return None
         start = max(step.kv_after - mask.kv_len, 0)
-        data = next((data for data in _batch_row_events(step) if data["mask"] == call.mask), None)
-        if data is None:
+        data = self._event(step, call)
+        if not data:
             return None  # the capture did not compare the other batch rows of this mask
         if not data["differ"]:
             keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
@@ -252,13 +262,27 @@ class BatchPaddingRule(Rule):
             f"In {format_step_layers(layers, step)} batch {_format_batch_rows(rows)} of "
             f"{len(pads)} {'sees' if len(rows) == 1 else 'see'} padding keys in step {step.step}: "
             f"batch row {rows[0]} begins with {plural(n_pads, 'padding token')}, which its newest "
-            f"row sees{source}."
+            f"row sees{source}{self._cause(calls[0])}."
         )
         id_, severity = "mask.batch-padding", None if self._has_padding_mask else Severity.WARNING
         keys = range(min(n_pads, _MAX_PADDED_POSITIONS))
         facts = {"rows": list(rows), "pads": [int(pads[row]) for row in rows]}
         return self.finding(
             step, id_, sentence, layers, facts, severity=severity, positions=keys, series=id_
+        )
+
+    def _cause(self, call: CallRecord) -> str:
+        """Return why a function of the program got no mask, empty if that is not known."""
+        mask = self.context.mask(call.mask)
+        is_none = mask is not None and mask.kind.startswith(NO_MASK)
+        is_empty = is_none and call.mask_passed_to_layer is None
+        is_known = call.backend in KNOWN_BACKENDS or self._has_mask_function
+        if not is_empty or is_known or not self._has_padding_mask:
+            return ""
+        return (
+            f": attention '{printable(call.backend)}' has no mask function "
+            "(AttentionMaskInterface), so transformers passed None to it in place of the padding "
+            "mask"
         )
 
 

@@ -1,4 +1,4 @@
-"""The rule for mask rules of several layers that share the variable of the loop that made them."""
+"""The rule for masks and score_mods of several layers that share the variable of their loop."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ class LateBindingRule(Rule):
                 continue
             layers = [int(layer) for layer in event.data["layers"]]
             name, source = printable(event.data["variable"]), printable(event.data["source"])
+            is_score = event.data.get("of") == "score_mod"
+            what, got = ("score_mods", "scores") if is_score else ("rules", "mask")
             sentence = (
-                f"{capitalize(format_step_layers(layers, step))} use rules that a loop made "
+                f"{capitalize(format_step_layers(layers, step))} use {what} that a loop made "
                 f"({source}), and all of them see the loop's last value of `{name}` "
                 f"({printable(event.data['value'])}): a function looks its variables up when it "
-                "runs, so every layer gets the mask of the last one."
+                f"runs, so every layer gets the {got} of the last one."
             )
             yield self.finding(
                 step, "mask.late-binding", sentence, layers, event.data, series=f"{source} {name}"

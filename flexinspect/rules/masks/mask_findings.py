@@ -261,6 +261,7 @@ def is_blockwise(found: DeclaredDifference, frame: CellFrame) -> bool:
     return True
 
 
+KNOWN_BACKENDS = ("sdpa", "eager", "flex_attention", "direct")
 MASK_FUNCTION_EVENT = "mask-function"  # a custom attention function's mask function gave none
 
 NO_MASK = "none"
@@ -423,7 +424,7 @@ class MaskCase(Struct, frozen=True):
 
     def _describe_open(self) -> str:
         backend = self.group.call.backend
-        known = backend in ("sdpa", "eager", "flex_attention", "direct")
+        known = backend in KNOWN_BACKENDS
         known = known or any(event.kind == MASK_FUNCTION_EVENT for event in self.group.step.events)
         why = "" if known else f" (attention '{text.printable(backend)}' has no mask function)"
         return f"{why}: every cell is open, so {self._describe_future_rows()}"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -56,7 +57,9 @@ def found(rules: Sequence[Rule]) -> tuple[LateBinding, ...]:
     def block_mask(rule: Rule) -> Any:
         return create_block_mask(lambda b, h, q, kv: rule(q, kv), 1, 1, 8, 8, device="cpu")
 
-    calls = [SimpleNamespace(layer=n, mask=block_mask(rule)) for n, rule in enumerate(rules)]
+    calls = [
+        SimpleNamespace(layer=n, mask=block_mask(rule), kernel=None) for n, rule in enumerate(rules)
+    ]
     return find_late_bindings(cast(Any, calls))
 
 
@@ -76,3 +79,113 @@ def test_rules_with_a_value_of_their_own_are_not_found(make: Callable[[], list[R
 
 def test_one_rule_for_all_layers_is_not_found() -> None:
     assert found([late_lambdas()[0]] * 3) == ()
+
+
+# -- score_mods ------------------------------------------------------------------------------------
+
+STRENGTHS = torch.tensor([0.8, 0.4, 0.1])
+EQUAL = torch.full((3,), 0.5)
+ScoreMod = Callable[..., Tensor]
+
+
+class Layer(torch.nn.Module):
+    """A layer that holds its own bias, as a program may attach it."""
+
+    bias: ScoreMod
+    scaling = 0.5
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def on_layers(table: Tensor, *, is_bound: bool = False) -> list[ScoreMod]:
+    """Return score_mods that call a function that a loop put on each layer."""
+    layers = [Layer(n) for n in range(3)]
+    for index, layer in enumerate(layers):
+
+        def late(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return score - table[index] * (q - kv)  # noqa: B023
+
+        def bound(*cell: Tensor, index: int = index) -> Tensor:
+            return cell[0] - table[index] * (cell[3] - cell[4])
+
+        layer.bias = bound if is_bound else late
+    return [score_mod_of(layer) for layer in layers]
+
+
+def score_mod_of(layer: Layer) -> ScoreMod:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return layer.bias(score, b, h, q, kv)
+
+    return score_mod
+
+
+def in_a_list() -> list[ScoreMod]:
+    return [lambda s, b, h, q, kv: s + slope * (q - kv) for slope in (0.8, 0.4, 0.1)]  # noqa: B023
+
+
+def in_a_dict_that_is_looked_up() -> list[ScoreMod]:
+    mods: dict[int, ScoreMod] = {}
+    for index in range(3):
+        slope = STRENGTHS[index]
+        mods[index] = lambda s, b, h, q, kv: s - slope * (q - kv)  # noqa: B023
+
+    def looked_up(layer: int) -> ScoreMod:
+        return lambda *cell: mods[layer](*cell)
+
+    return [looked_up(layer) for layer in range(3)]
+
+
+def of_an_attribute_of_layers() -> list[ScoreMod]:
+    mods: list[ScoreMod] = []
+    for layer in (Layer(0), Layer(1), Layer(2)):
+        scale = layer.scaling
+        mods.append(lambda s, *cell: s * scale)  # noqa: B023
+    return mods
+
+
+def of_layers_themselves() -> list[ScoreMod]:
+    mods: list[ScoreMod] = []
+    for layer in (Layer(0), Layer(1), Layer(2)):
+        mods.append(lambda s, *cell: s * layer.scaling)  # noqa: B023
+    return mods
+
+
+def found_in_scores(mods: Sequence[ScoreMod]) -> tuple[LateBinding, ...]:
+    """Return what is found if each layer calls flex_attention with one score_mod."""
+    kernels = [SimpleNamespace(arguments={"score_mod": mod}) for mod in mods]
+    calls = [SimpleNamespace(layer=n, mask=None, kernel=one) for n, one in enumerate(kernels)]
+    return find_late_bindings(cast(Any, calls))
+
+
+@pytest.mark.parametrize(
+    ("make", "variable"),
+    [
+        (lambda: on_layers(STRENGTHS), "index"),
+        (in_a_list, "slope"),
+        (in_a_dict_that_is_looked_up, "slope"),
+    ],
+    ids=["on layers", "in a list", "in a dict"],
+)
+def test_score_mods_that_share_the_variable_of_their_loop_are_found(
+    make: Callable[[], list[ScoreMod]], variable: str
+) -> None:
+    (one,) = found_in_scores(make())
+    assert (one.variable, one.of, one.layers) == (variable, "score_mod", (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: on_layers(STRENGTHS, is_bound=True),
+        lambda: on_layers(EQUAL),
+        of_an_attribute_of_layers,
+        of_layers_themselves,
+    ],
+    ids=["bound", "equal values", "an attribute of layers", "layers"],
+)
+def test_score_mods_whose_loop_gives_equal_values_or_their_own_are_not_found(
+    make: Callable[[], list[ScoreMod]],
+) -> None:
+    assert found_in_scores(make()) == ()

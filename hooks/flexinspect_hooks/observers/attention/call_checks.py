@@ -36,6 +36,9 @@ CallFields = Sequence[dict[str, Any]]
 
 _REPEATS_PREFIX, _SCALES_PREFIX = "repeats/", "scales/"
 _BATCH_PREFIX, _SLOTS_PREFIX = "batchrows/", "slots/"
+_CLOSING_PREFIX = "batchclosing/"
+_OWN_BACKENDS = ("sdpa", "eager", "flex_attention", "direct")
+_TOLERANCE = 0.02  # of a row's norm, above the rounding of bfloat16
 
 
 def put_user_call_checks(
@@ -296,6 +299,8 @@ def put_batch_rows(refs: Calls, compared: set[tuple[Any, ...]], buffer: StepBuff
             summary = _compare_batch_rows(ref)
             if summary is not None:
                 buffer.put(f"{_BATCH_PREFIX}{mask.number}", summary)
+            if ref.mask is None and ref.kernel is None and ref.backend not in _OWN_BACKENDS:
+                buffer.put(f"{_CLOSING_PREFIX}{mask.number}", _rows_that_close_keys(ref))
 
 
 def _compare_batch_rows(ref: AttentionCall) -> Tensor | None:
@@ -321,6 +326,25 @@ def _compare_batch_rows(ref: AttentionCall) -> Tensor | None:
     part = received[:, 0, rows, : mask.kv_len]
     is_open = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
     return _summarize_rows(is_open, rows, mask)
+
+
+def _rows_that_close_keys(ref: AttentionCall) -> Tensor:
+    """Return whether the newest row of each batch row is not that of all keys, bool (batch,).
+
+    An attention function of the program that got no mask may close keys, such as padding, by
+    itself, which no record of its mask holds.
+    """
+    query, key, value = (one.detach().float() for one in (ref.query[:, :, -1:], ref.key, ref.value))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+    scale = query.shape[-1] ** -0.5 if ref.scale is None else ref.scale
+    scores = (query @ key.mT) * scale
+    if ref.softcap:
+        scores = ref.softcap * torch.tanh(scores / ref.softcap)
+    expected = (scores.softmax(-1) @ value)[:, :, 0].flatten(1)
+    ours = ref.output.detach()[:, -1].float().flatten(1)
+    is_other: Tensor = (ours - expected).norm(dim=-1) > _TOLERANCE * expected.norm(dim=-1)
+    return is_other
 
 
 def _summarize_rows(cells: Tensor, rows: Tensor, mask: CapturedMask) -> Tensor:
@@ -366,4 +390,7 @@ def record_batch_rows(
                 "newest_from": rows[:, 5].tolist(),
             }
         data["differ"] = differ
+        closing = values.get(f"{_CLOSING_PREFIX}{mask.number}")
+        if closing is not None and closing.any():
+            data["closing"] = np.flatnonzero(closing).tolist()
         draft.add_event(BATCH_ROWS, text, data)
