@@ -31,6 +31,7 @@ from flexinspect_hooks.control.control_protocols import SessionLevels
 from flexinspect_hooks.control.step_barrier import StepBarrier
 from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
 from flexinspect_hooks.loading.model_loader import LoadedModel, load
+from flexinspect_hooks.rewind.branching_decoder import CONFIRM_ABOVE_S
 from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 NEW = 8
@@ -342,10 +343,12 @@ def test_the_cost_is_estimated_before(new_run: Callable[..., Run]) -> None:
 
     reader = run.go(ScriptedBarrier(then=ask))
     assert costs[0].sentence.startswith("the cache is cropped; the caches will hold ")
-    assert costs[1].sentence.startswith("about 0.")
+    assert re.match(r"about \d", costs[1].sentence)
     assert "computed rows changed: " in costs[2].sentence
-    assert costs[3].sentence.startswith("No computed row changes: about 0.")
-    assert all(not cost.is_expensive and cost.bytes for cost in costs)
+    assert re.match(r"No computed row changes: about \d", costs[3].sentence)
+    for cost in costs:  # how long they take depends on what else the machine does
+        assert cost.is_expensive == (cost.seconds > CONFIRM_ABOVE_S)
+        assert cost.bytes
     assert len(reader.branches(0)) == 1  # asking changes nothing
     with pytest.raises(UsageError, match="No generation is running"):
         run.ensemble.rewind_handler.estimate_cost(Restore(at(2)))

@@ -176,10 +176,10 @@ def positions_restarted(probe: FaultProbe) -> Edits:
     if probe.is_decode:
         options["with positions that begin again at 0 in each decode step"] = step_from_0
         options["with positions of the generated text that begin again at 0"] = decode_from_0
-        options["with position 0 for every row"] = torch.zeros_like
     else:
-        options["with position 0 for every row"] = torch.zeros_like
         options["with position 1 for every row"] = torch.ones_like
+    if not _has_rope(probe):  # to rotate by the angle 0 is not to rotate, see `rope_missing`
+        options["with position 0 for every row"] = torch.zeros_like
     if len(starts) > 1 and not probe.is_decode:
         options["with positions that begin again in each declared segment"] = by_segment
     for sentence, change in options.items():
