@@ -16,6 +16,7 @@ CHANGED_EVENT = "weights-changed"
 """The event of a first step: parameters that changed since the model was made or loaded."""
 UNEVEN = "weights.uneven-change"
 NORM_GAIN, TIED, TRANSPOSED = "weights.norm-gain", "weights.tied-change", "weights.transposed-delta"
+MISPLACED = "weights.misplaced-adapter"
 
 _SPREAD = 1.25
 """The others must be within this factor of each other, else layers differ anyway."""
@@ -37,7 +38,7 @@ class ChangedWeightsRule(Rule):
 
     name = "changed_weights"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED)
+    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED)
 
     def on_step(self, step: StepRecord) -> Findings:
         """Look for the event."""
@@ -49,7 +50,8 @@ class ChangedWeightsRule(Rule):
         groups = data["groups"]
         for id_, key, describe in _MISTAKES:
             for facts in data.get(key, ()):
-                yield self.finding(step, id_, describe(facts), (), dict(facts), series=str(facts))
+                text, layers = describe(facts), tuple(facts.get("layers", ()))
+                yield self.finding(step, id_, text, layers, dict(facts), series=str(facts))
         if data["changed"] > _MAX_SHARE * data["total"]:
             return
         described = _described(groups[:_MAX_GROUPS])
@@ -92,10 +94,41 @@ def _transposed(facts: Mapping[str, Any]) -> str:
     )
 
 
+def _flipped(facts: Mapping[str, Any]) -> str:
+    n = facts["size"]
+    return (
+        f"The change of {printable(facts['name'])} ({n} x {n}) is the transpose of the product of "
+        f"its adapter {printable(facts['adapter'])}: the factor that reads the input lies along "
+        "the outputs of this weight."
+    )
+
+
+def _misplaced(facts: Mapping[str, Any]) -> str:
+    layers = facts["layers"]
+    text = (
+        f"The change of {printable(facts['name'])} of layer {layers[0]} is the product of the "
+        f"adapter named {printable(facts['adapter'])}, not of {printable(facts['own'])}"
+    )
+    others = format_layers(layers[1:], 1 << 20) if layers[1:] else ""
+    if facts["order"] == "module":
+        return f"{text}: the adapter of another module{others and f', also in {others}'}."
+    if others:
+        got = ", ".join(map(str, facts["taken"][1:]))
+        text += f"; {others} got {got}"
+    return f"{text}. {_ORDERS.get(facts['order'], 'The order of the names is another one.')}"
+
+
+_ORDERS = {
+    "text": "The names were sorted as text, where 10 comes before 2.",
+    "reversed": "The adapters were taken in reversed order.",
+    "same": "All layers got the same adapter.",
+}
 _MISTAKES = (
     (NORM_GAIN, "norms", _norm_gain),
     (TIED, "tied", _tied),
     (TRANSPOSED, "transposed", _transposed),
+    (TRANSPOSED, "flipped", _flipped),
+    (MISPLACED, "misplaced", _misplaced),
 )
 """Findings, the entries of the event's data that have their facts, and their sentences."""
 
