@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 from flexinspect.core.text import format_layers, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Severity
-from flexinspect.records.step import StepRecord
+from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 CHANGED_EVENT = "weights-changed"
 """The event of a first step: parameters that changed since the model was made or loaded."""
+SCALES_EVENT = "quantized-scales"
+"""The event of a module with integer weights whose scales multiply the other axis."""
 UNEVEN = "weights.uneven-change"
 NORM_GAIN, TIED, TRANSPOSED = "weights.norm-gain", "weights.tied-change", "weights.transposed-delta"
-MISPLACED = "weights.misplaced-adapter"
+MISPLACED, SCALES = "weights.misplaced-adapter", "weights.quantization-axis"
 
 _SPREAD = 1.25
 """The others must be within this factor of each other, else layers differ anyway."""
@@ -38,13 +41,27 @@ class ChangedWeightsRule(Rule):
 
     name = "changed_weights"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED)
+    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED, SCALES)
 
     def on_step(self, step: StepRecord) -> Findings:
         """Look for the event."""
         for event in step.events:
             if event.kind == CHANGED_EVENT:
                 yield from self._judge(step, event.data)
+
+    def on_event(self, event: EventRecord) -> Findings:
+        """Report a module whose scales are on the wrong axis."""
+        if event.kind == SCALES_EVENT:
+            facts = event.data
+            name, found = printable(facts["module"]), re.search(r"\.(\d+)\.", facts["module"])
+            sentence = (
+                f"{name} ({printable(facts['class'])}) multiplies its integer weights "
+                f"({' x '.join(map(str, facts['shape']))}) by a scale for each of its "
+                f"{facts['used_for']}, but they were quantised with one for each of its "
+                f"{facts['made_for']}: the weight that it uses is wrong."
+            )
+            layers = () if found is None else (int(found[1]),)
+            yield self.finding(event, SCALES, sentence, layers, dict(facts), series=name)
 
     def _judge(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
         groups = data["groups"]

@@ -21,6 +21,7 @@ from flexinspect.rules.numerics.audit_findings import (
     AUDITED_EVENT,
     CHOICE_EVENT,
 )
+from flexinspect.rules.numerics.changed_weights import SCALES_EVENT
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_run import LOGITS
@@ -32,6 +33,7 @@ from flexinspect_hooks.audit.program_audit import (
     Verdict,
     verdict_data,
 )
+from flexinspect_hooks.audit.quantized_scales import wrong_scales
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.loading.library_output import quiet_libraries
 
@@ -97,6 +99,11 @@ def audit_session(
     try:
         with suppress(Exception), torch.random.fork_rng(devices=[]):
             explain_nonfinite(store, recorder)
+        with suppress(Exception), torch.random.fork_rng(devices=[]):
+            if (source := store.take_snapshot()) is not None:
+                for facts in wrong_scales(source.root()):
+                    text = "A quantised module uses its scales for another axis."
+                    put(SCALES_EVENT, text, first, None, facts)
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)
