@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 from flexinspect.core.text import format_layers, printable
 from flexinspect.records import imported
 from flexinspect.records.finding import Severity
-from flexinspect.records.step import StepRecord
+from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
 
 CHANGED_EVENT = "weights-changed"
 """The event of a first step: parameters that changed since the model was made or loaded."""
+SCALES_EVENT = "quantized-scales"
+"""The event of a module with integer weights whose scales multiply the other axis."""
 UNEVEN = "weights.uneven-change"
 NORM_GAIN, TIED, TRANSPOSED = "weights.norm-gain", "weights.tied-change", "weights.transposed-delta"
+MISPLACED, SCALES = "weights.misplaced-adapter", "weights.quantization-axis"
 
 _SPREAD = 1.25
 """The others must be within this factor of each other, else layers differ anyway."""
@@ -37,7 +41,7 @@ class ChangedWeightsRule(Rule):
 
     name = "changed_weights"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED)
+    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED, SCALES)
 
     def on_step(self, step: StepRecord) -> Findings:
         """Look for the event."""
@@ -45,12 +49,27 @@ class ChangedWeightsRule(Rule):
             if event.kind == CHANGED_EVENT:
                 yield from self._judge(step, event.data)
 
+    def on_event(self, event: EventRecord) -> Findings:
+        """Report a module whose scales are on the wrong axis."""
+        if event.kind == SCALES_EVENT:
+            facts = event.data
+            name, found = printable(facts["module"]), re.search(r"\.(\d+)\.", facts["module"])
+            sentence = (
+                f"{name} ({printable(facts['class'])}) multiplies its integer weights "
+                f"({' x '.join(map(str, facts['shape']))}) by a scale for each of its "
+                f"{facts['used_for']}, but they were quantised with one for each of its "
+                f"{facts['made_for']}: the weight that it uses is wrong."
+            )
+            layers = () if found is None else (int(found[1]),)
+            yield self.finding(event, SCALES, sentence, layers, dict(facts), series=name)
+
     def _judge(self, step: StepRecord, data: Mapping[str, Any]) -> Findings:
         groups, named = data["groups"], dict[str, str]()
         for id_, key, describe in _MISTAKES:
             for facts in data.get(key, ()):
                 named |= dict.fromkeys(facts.get("names", (facts.get("name"),)), id_)
-                yield self.finding(step, id_, describe(facts), (), dict(facts), series=str(facts))
+                text, layers = describe(facts), tuple(facts.get("layers", ()))
+                yield self.finding(step, id_, text, layers, dict(facts), series=str(facts))
         if data["changed"] > _MAX_SHARE * data["total"]:
             return
         described = _described(groups[:_MAX_GROUPS])
@@ -101,10 +120,41 @@ def _transposed(facts: Mapping[str, Any]) -> str:
     )
 
 
+def _flipped(facts: Mapping[str, Any]) -> str:
+    n = facts["size"]
+    return (
+        f"The change of {printable(facts['name'])} ({n} x {n}) is the transpose of the product of "
+        f"its adapter {printable(facts['adapter'])}: the factor that reads the input lies along "
+        "the outputs of this weight."
+    )
+
+
+def _misplaced(facts: Mapping[str, Any]) -> str:
+    layers = facts["layers"]
+    text = (
+        f"The change of {printable(facts['name'])} of layer {layers[0]} is the product of the "
+        f"adapter named {printable(facts['adapter'])}, not of {printable(facts['own'])}"
+    )
+    others = format_layers(layers[1:], 1 << 20) if layers[1:] else ""
+    if facts["order"] == "module":
+        return f"{text}: the adapter of another module{others and f', also in {others}'}."
+    if others:
+        got = ", ".join(map(str, facts["taken"][1:]))
+        text += f"; {others} got {got}"
+    return f"{text}. {_ORDERS.get(facts['order'], 'The order of the names is another one.')}"
+
+
+_ORDERS = {
+    "text": "The names were sorted as text, where 10 comes before 2.",
+    "reversed": "The adapters were taken in reversed order.",
+    "same": "All layers got the same adapter.",
+}
 _MISTAKES = (
     (NORM_GAIN, "norms", _norm_gain),
     (TIED, "tied", _tied),
     (TRANSPOSED, "transposed", _transposed),
+    (TRANSPOSED, "flipped", _flipped),
+    (MISPLACED, "misplaced", _misplaced),
 )
 """Findings, the entries of the event's data that have their facts, and their sentences."""
 

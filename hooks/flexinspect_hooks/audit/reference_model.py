@@ -36,6 +36,7 @@ from flexinspect_hooks.audit.forward_run import (
     set_active_run,
     window_mask,
 )
+from flexinspect_hooks.audit.given_modules import given_module, own_tensors
 from flexinspect_hooks.audit.weights import Snapshot, is_pure
 from flexinspect_hooks.capture.model_layers import (
     attention_layers,
@@ -47,6 +48,8 @@ from flexinspect_hooks.python_internals.torch_private import init_weights
 
 BLOCKS = ("mlp", "feed_forward")
 """Names of modules with children that an edit may change, besides the attention."""
+_MAX_NAMED = 4
+"""How many modules of the program a note names."""
 
 
 class ReferenceModel:
@@ -97,10 +100,11 @@ class ReferenceModel:
             kinds = sorted({type(one).__name__ for one in source.grafts.values()})
             self.notes.append(f"modules of other libraries are used as they are: {kinds}")
         self._use_low_rank(source)
+        self._use_given(source)
         for name, tensor in list(self.model.named_parameters(remove_duplicate=False)):
             if tensor.is_meta:
                 held = source.tensors.get(name)
-                if held is None or held.shape != tensor.shape:
+                if held is None or held.shape != tensor.shape or not held.is_floating_point():
                     held = self._usual_value(name, tensor, device, source.classes)
                 self._set(name, nn.Parameter(self._convert(held), requires_grad=False))
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
@@ -122,6 +126,38 @@ class ReferenceModel:
             self.notes.append(
                 f"low-rank adapters of the program are used as they are: {sorted(used)}"
             )
+
+    def _use_given(self, source: Snapshot) -> None:
+        """Use modules that the program made, and whose weights are not those of the architecture.
+
+        A norm without a weight of its own has the initial one, and is judged.
+        """
+        root, used = source.root(), dict[str, str]()
+        for name, tensor in list(self.model.named_parameters(remove_duplicate=False)):
+            owner, _, last = name.rpartition(".")
+            held = source.tensors.get(name)
+            is_held = held is not None and held.shape == tensor.shape and held.is_floating_point()
+            if not tensor.is_meta or is_held or any(f"{name}.".startswith(one) for one in used):
+                continue
+            if last != "weight" or (self._is_norm(owner) and not self._has_tensors(root, owner)):
+                continue
+            if (found := given_module(self.model, root, owner)) is not None:
+                place, module = found
+                parent, _, leaf = place.rpartition(".")
+                setattr(self.model.get_submodule(parent), leaf, module)
+                used[f"{place}."] = f"{place} ({source.classes[place]})"
+        if used:
+            listed = list(used.values())
+            more = f" and {len(listed) - _MAX_NAMED} more" if len(listed) > _MAX_NAMED else ""
+            those = f"{', '.join(listed[:_MAX_NAMED])}{more}"
+            self.notes.append(f"modules of the program are used as they are: {those}")
+
+    def _is_norm(self, name: str) -> bool:
+        return "norm" in type(self.model.get_submodule(name)).__name__.lower()
+
+    def _has_tensors(self, root: nn.Module, name: str) -> bool:
+        found = dict(root.named_modules()).get(name)
+        return found is not None and any(True for _ in own_tensors(found))
 
     def _make_tables(self, device: torch.device) -> None:
         """Make the buffers that no checkpoint has, such as rotary frequencies."""

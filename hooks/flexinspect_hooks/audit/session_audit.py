@@ -22,6 +22,7 @@ from flexinspect.rules.numerics.audit_findings import (
     AUDITED_EVENT,
     CHOICE_EVENT,
 )
+from flexinspect.rules.numerics.changed_weights import SCALES_EVENT
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_run import LOGITS
@@ -34,6 +35,7 @@ from flexinspect_hooks.audit.program_audit import (
     Verdict,
     verdict_data,
 )
+from flexinspect_hooks.audit.quantized_scales import wrong_scales
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.loading.library_output import quiet_libraries
 
@@ -99,6 +101,10 @@ def audit_session(
     try:
         with suppress(Exception), torch.random.fork_rng(devices=[]):
             explain_nonfinite(store, recorder)
+        with suppress(Exception), torch.random.fork_rng(devices=[]):
+            for facts in wrong_scales(store.weights.of(max(store.steps)).root()):
+                text = "A quantised module uses its scales for another axis."
+                put(SCALES_EVENT, text, first, None, facts)
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
+from flexinspect_hooks.user_code.adapter_factors import AdapterFactors
+from flexinspect_hooks.user_code.adapter_places import place_facts
+from flexinspect_hooks.user_code.parameter_writes import ParameterWrites
 from flexinspect_hooks.user_code.weight_changes import Delta, change_facts
 
 _SIDE = 64
@@ -33,6 +36,8 @@ _WHOLE = 1 << 16
 _MAX_GENERATIONS = 16
 """How often the weights of a model are compared."""
 _MAX_LISTED = 64
+_MAX_UNCHANGED = 3
+"""After how many comparisons without a change the factors of adapters are dropped."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -54,6 +59,9 @@ class MadeWeights:
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[nn.Module, _Made] = WeakKeyDictionary()
+        self._writes = ParameterWrites(self._on_write)
+        self._factors = AdapterFactors(self._writes.is_followed)
+        self._n_unchanged = 0
 
     def watch(self) -> Callable[[], None]:
         """Keep blocks from now on; returns a function that stops it.
@@ -66,7 +74,14 @@ class MadeWeights:
         stack.callback(self._watch_call(modeling_utils.PreTrainedModel, "post_init"))
         if hasattr(modeling_utils, "log_state_dict_report"):  # called when a checkpoint is loaded
             stack.callback(self._watch_call(modeling_utils, "log_state_dict_report"))
+        self._writes.watch()
+        stack.callback(self._writes.stop)
         return stack.close
+
+    def _on_write(self) -> None:
+        self._factors.read_callers()
+        if self._factors.is_exhausted:
+            self._writes.stop()
 
     def _watch_call(self, owner: Any, name: str) -> Callable[[], None]:
         original = getattr(owner, name)
@@ -87,6 +102,7 @@ class MadeWeights:
         if named and not any(one.is_meta for one in named.values()):
             owners = {id(one): (weakref.ref(one), name) for name, one in named.items()}
             self._made[model] = _Made(_blocks(named), _versions(named), owners)
+            self._writes.follow(model)
 
     def changed(self, model: nn.Module) -> dict[str, Any] | None:
         """Return which parameters changed since they were made, as the data of an event.
@@ -97,15 +113,37 @@ class MadeWeights:
         if made is None or made.n_compared >= _MAX_GENERATIONS:
             return None
         made.n_compared += 1
+        facts: dict[str, Any] = {}
         with suppress(Exception), torch.no_grad():
-            facts = _facts(made, model)
-            if facts is not None and str(facts) != made.reported:
+            facts, deltas = _facts(made, model)
+            if str(facts) == made.reported:
+                facts = {}
+            elif facts:
                 made.reported = str(facts)
-                return facts
-        return None
+                self._judge(model, deltas, facts)
+        self._n_unchanged = 0 if facts else self._n_unchanged + 1
+        if facts or self._n_unchanged > _MAX_UNCHANGED:  # else they may be for another model
+            self._factors.clear()
+        return facts or None
+
+    def _judge(self, model: nn.Module, deltas: dict[str, Delta], facts: dict[str, Any]) -> None:
+        """Add what is wrong with the changes."""
+        with suppress(Exception):  # modules of the program may be of any kind
+            self._factors.read_callers()
+            facts |= change_facts(model, deltas, self._factors.matrices())
+            facts |= place_facts(model, deltas, self._factors.pairs())
+            surely = {one["name"] for one in facts.get("flipped", ())}
+            others = [one for one in facts.get("transposed", ()) if one["name"] not in surely]
+            facts["transposed"] = others
+
+    def drop_factors(self) -> None:
+        """Drop the factors of adapters that were found, and look for no more."""
+        self._writes.stop()
+        self._factors.clear()
 
 
-def _facts(made: _Made, model: nn.Module) -> dict[str, Any] | None:
+def _facts(made: _Made, model: nn.Module) -> tuple[dict[str, Any], dict[str, Delta]]:
+    """Return which parameters changed, empty if none did, and by how much matrices did."""
     named, same = dict(model.named_parameters()), {}
     for name, one in named.items():
         owner, known = made.owners.get(id(one), (None, name))
@@ -136,12 +174,10 @@ def _facts(made: _Made, model: nn.Module) -> dict[str, Any] | None:
         )
     n_changed = sum(map(len, groups.values()))
     if not n_changed:
-        return None
+        return {}, {}
     listed = [{"name": key, "parameters": those} for key, those in groups.items()]
     facts = {"groups": listed[:_MAX_LISTED], "changed": n_changed, "total": len(blocks)}
-    with suppress(Exception):  # modules of the program may be of any kind
-        facts |= change_facts(model, deltas)
-    return facts
+    return facts, deltas
 
 
 def _delta(gap: Tensor, rank: int, whole: Tensor) -> Delta:

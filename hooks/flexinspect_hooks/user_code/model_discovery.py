@@ -179,6 +179,7 @@ class ModelFinder:
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer that the program has made."""
+        self.made.drop_factors()  # a training writes to parameters all the time
         self._trainings.add_optimizer(optimizer)
 
     def _is_training(self, model: nn.Module) -> bool:

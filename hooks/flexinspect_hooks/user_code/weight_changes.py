@@ -6,7 +6,8 @@ The audit uses the weights of the program, so what a program wrote into them loo
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +29,17 @@ class Delta(Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-def change_facts(model: nn.Module, deltas: Mapping[str, Delta]) -> dict[str, Any]:
-    """Return what is wrong with the changed weights of a model, as entries of an event's data."""
+def change_facts(
+    model: nn.Module, deltas: Mapping[str, Delta], factors: Sequence[Tensor] = ()
+) -> dict[str, Any]:
+    """Return what is wrong with the changed weights of a model, as entries of an event's data.
+
+    `factors` are matrices that the program had while it wrote to its weights.
+    """
     found: dict[str, Any] = {
         "norms": list(_neutral_norms(model)),
         "tied": list(_tied_changes(model, deltas)),
-        "transposed": list(_transposed(model, deltas)),
+        "transposed": list(_transposed(model, deltas, factors)),
     }
     return {name: facts for name, facts in found.items() if facts}
 
@@ -92,17 +98,19 @@ def _tied_changes(model: nn.Module, deltas: Mapping[str, Delta]) -> Iterator[dic
 # -- adapters --------------------------------------------------------------------------------------
 
 
-def _transposed(model: nn.Module, deltas: Mapping[str, Delta]) -> Iterator[dict[str, Any]]:
+def _transposed(
+    model: nn.Module, deltas: Mapping[str, Delta], factors: Sequence[Tensor]
+) -> Iterator[dict[str, Any]]:
     """Yield square matrices to which the transpose of an adapter's product was added.
 
-    The program must still hold the factors, and changes of other matrices, whose shapes leave no
-    choice, must say which of the two factors reads the input.
+    The factors must be known, or the program must still hold them; and changes of other matrices,
+    whose shapes leave no choice, must say which of the two factors reads the input.
     """
     small = {name: one for name, one in deltas.items() if one.rank and len(one.shape) == 2}
     if not any(one.shape[0] == one.shape[1] for one in small.values()):
         return
-    factors = _held_matrices({one.rank for one in small.values()}, model)
-    read = {name: _reads_out_first(model, name, one, factors) for name, one in small.items()}
+    matrices = _held_matrices({one.rank for one in small.values()}, model, factors)
+    read = {name: _reads_out_first(model, name, one, matrices) for name, one in small.items()}
     sure = {read[name] for name, one in small.items() if one.shape[0] != one.shape[1]} - {None}
     if len(sure) != 1:
         return
@@ -136,13 +144,14 @@ def _is_similar(one: Tensor, other: Tensor) -> bool:
     return bool((one * other).sum().abs() > _SIMILAR * scale.clamp_min(1e-30))
 
 
-def _held_matrices(ranks: set[int], model: nn.Module) -> list[Tensor]:
-    """Return matrices with one of the ranks as a side that the program holds anywhere."""
-    own = {id(one) for one in model.parameters()}
+def _held_matrices(ranks: set[int], model: nn.Module, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Return matrices with one of the ranks as a side: the factors, and what the program holds."""
+    seen = {id(one) for one in model.parameters()}
     found = []
-    for one in gc.get_objects():
-        if not issubclass(type(one), Tensor) or id(one) in own or one.dim() != 2 or one.is_meta:
+    for one in itertools.chain(factors, gc.get_objects()):
+        if not issubclass(type(one), Tensor) or id(one) in seen or one.dim() != 2 or one.is_meta:
             continue
+        seen.add(id(one))
         if one.is_floating_point() and not ranks.isdisjoint(one.shape):
             found.append(one.detach().to("cpu", torch.float32))
     return found

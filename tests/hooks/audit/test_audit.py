@@ -417,21 +417,67 @@ def test_heads_and_rows_that_are_not_swapped_are_named(audit: Audit) -> None:
     assert [words in one.sentence for one in findings] == [True], findings
 
 
-def test_an_adapter_of_the_program_is_not_judged_and_named(audit: Audit) -> None:
-    class Adapter(torch.nn.Module):
-        def __init__(self, base: torch.nn.Module) -> None:
-            super().__init__()
-            self.base = base
+class Wrapper(torch.nn.Module):
+    """A module around another one; `rows` is how many rows it looks at together."""
 
-        def forward(self, rows: Any) -> Any:
-            return self.base(rows) * 2
+    def __init__(self, base: torch.nn.Module, *, mixes_rows: bool = False) -> None:
+        super().__init__()
+        self.base, self.mixes_rows = base, mixes_rows
 
+    def forward(self, rows: Any) -> Any:
+        output = self.base(rows) * 1.5
+        return output - output.mean(1, keepdim=True) if self.mixes_rows else output
+
+
+class Int8(torch.nn.Module):
+    """A linear layer in int8 with a scale for each output."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, rows: Any) -> Any:
+        weight: Any = self.weight
+        return torch.nn.functional.linear(rows, weight.to(rows.dtype) * self.scale)
+
+
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp"])
+@pytest.mark.parametrize("make", [Wrapper, Int8])
+def test_a_module_of_the_program_is_used_as_it_is_and_the_rest_is_judged(
+    audit: Audit, place: str, make: Any
+) -> None:
+    model = make_model("llama")
+    parent, _, last = f"model.layers.1.{place}".rpartition(".")
+    owner = model.get_submodule(parent)
+    if make is Int8 and place == "mlp":
+        return  # no linear layer
+    setattr(owner, last, make(getattr(owner, last)))
+    verdicts, findings, events = audit(model, lambda: decode(model))
+    assert not findings
+    assert [(one.n_steps, one.divergence) for one in verdicts] == [(3, None)]
+    name = f"model.layers.1.{place} ({make.__name__})"
+    assert f"modules of the program are used as they are: {name}" in events[0]
+
+
+def test_a_fault_beside_a_module_of_the_program_is_found(audit: Audit) -> None:
     model = make_model("llama")
     attention = model.model.layers[1].self_attn
-    attention.q_proj = Adapter(attention.q_proj)
+    attention.o_proj = Int8(attention.o_proj)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+    _, findings, _ = audit(model, lambda: decode(model))
+    assert len(findings) == 1
+    assert findings[0].layer == 0
+
+
+def test_a_module_of_the_program_that_mixes_rows_is_not_judged_and_named(audit: Audit) -> None:
+    model = make_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Wrapper(attention.q_proj, mixes_rows=True)
     _, findings, events = audit(model, lambda: decode(model))
     assert not findings
-    replaced = "The program replaced model.layers.1.self_attn.q_proj (Linear) by Adapter"
+    replaced = "The program replaced model.layers.1.self_attn.q_proj (Linear) by Wrapper"
     assert replaced in events[0]
 
 
