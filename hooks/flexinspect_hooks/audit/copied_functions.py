@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.clean_classes import ORIGINALS
-from flexinspect_hooks.audit.forward_edits import AttentionInput, Rotation
+from flexinspect_hooks.audit.forward_edits import (
+    Angles,
+    AttentionInput,
+    Rotation,
+    exact_angles,
+)
 from flexinspect_hooks.audit.forward_run import (
     KEY,
     QUERY,
@@ -178,7 +183,9 @@ def _rope_function(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tables_of(reference: Any, like: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    def tables(positions: Tensor, theta: float | None = None) -> tuple[Tensor, Tensor]:
+    def tables(
+        positions: Tensor, theta: float | None = None, angles_of: Angles = exact_angles
+    ) -> tuple[Tensor, Tensor]:
         module = next((m for m in reference.model.modules() if hasattr(m, "inv_freq")), None)
         frequencies = module.inv_freq.float() if module is not None else None
         scale = float(getattr(module, "attention_scaling", 1.0))
@@ -186,10 +193,11 @@ def _tables_of(reference: Any, like: Tensor) -> Callable[..., tuple[Tensor, Tens
             size = like.shape[-1]
             steps = torch.arange(0, size, 2, device=like.device).float() / size
             frequencies, scale = 1.0 / ((theta or 10000.0) ** steps), 1.0
-        angles = positions[..., None].float() * frequencies.to(like.device)
+        angles = angles_of(positions, frequencies.to(like.device))
         both = torch.cat((angles, angles), -1)
         if like.shape[-1] == angles.shape[-1]:  # tables of half the size
             both = angles
-        return (both.cos() * scale).to(like.dtype), (both.sin() * scale).to(like.dtype)
+        cos, sin = both.cos().to(like.dtype), both.sin().to(like.dtype)
+        return cos * scale, sin * scale
 
     return tables
