@@ -67,44 +67,19 @@ def _newest_each_step(now: DecodeRow) -> Tensor:
     return now.positions + (sums[now.row] - sums).clamp_min(0)
 
 
-_CHOICES: tuple[tuple[str, KeyPositions], ...] = (
-    (
-        (
-            "in which decode rows read all keys rotated (RoPE) for the position of the newest token, "
-            "the cached ones too"
-        ),
-        _newest,
-    ),
-    ("in which decode rows read keys that are cached without rotation (RoPE)", _none),
-    (
-        (
-            "in which decode rows read cached keys without rotation (RoPE), and only their own key "
-            "has it"
-        ),
-        _own_only,
-    ),
-    (
-        (
-            "in which decode rows read cached keys that are rotated (RoPE) once more, for the position "
-            "of the newest token"
-        ),
-        _newest_added,
-    ),
-    (
-        (
-            "in which each decode step rotates (RoPE) all cached keys once more, for their own "
-            "positions"
-        ),
-        _own_each_step,
-    ),
-    (
-        (
-            "in which each decode step rotates (RoPE) all cached keys once more, for the position of "
-            "the newest token"
-        ),
-        _newest_each_step,
-    ),
-)
+_SENTENCES: dict[KeyPositions, str] = {
+    _newest: "in which decode rows read all keys rotated (RoPE) for the position of the newest "
+    "token, the cached ones too",
+    _none: "in which decode rows read keys that are cached without rotation (RoPE)",
+    _own_only: "in which decode rows read cached keys without rotation (RoPE), and only their own "
+    "key has it",
+    _newest_added: "in which decode rows read cached keys that are rotated (RoPE) once more, for "
+    "the position of the newest token",
+    _own_each_step: "in which each decode step rotates (RoPE) all cached keys once more, for their "
+    "own positions",
+    _newest_each_step: "in which each decode step rotates (RoPE) all cached keys once more, for "
+    "the position of the newest token",
+}
 
 
 def cached_rotation(probe: FaultProbe) -> Edits:
@@ -113,7 +88,7 @@ def cached_rotation(probe: FaultProbe) -> Edits:
     has_rope = "apply_rotary_pos_emb" in vars(probe.reference.namespace)
     if not probe.is_decode or not has_rope or n_rows > MAX_ROWS:
         return
-    for sentence, positions in _CHOICES:
+    for positions, sentence in _SENTENCES.items():
         yield _edit(probe, sentence, positions)
 
 
