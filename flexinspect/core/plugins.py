@@ -127,6 +127,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
     HYPOTHESES: {
         "attention": "flexinspect_hooks.audit.hypotheses.attention:HYPOTHESES",
         "cache": "flexinspect_hooks.audit.hypotheses.cache_faults:HYPOTHESES",
+        "cached-rotation": "flexinspect_hooks.audit.hypotheses.cached_rotation:HYPOTHESES",
         "encoders": "flexinspect_hooks.audit.hypotheses.encoder_faults:HYPOTHESES",
         "masks": "flexinspect_hooks.audit.hypotheses.mask_faults:HYPOTHESES",
         "modules": "flexinspect_hooks.audit.hypotheses.modules:HYPOTHESES",

@@ -65,27 +65,29 @@ def _weights(scores: Tensor, weights: Tensor, experts: Tensor, wanted: Tensor) -
 
 
 class Settled(Struct, frozen=True):
-    """The run under the program's choice of experts, its values, and its first divergence."""
+    """The run under the program's choice of experts, its values, and its first divergence.
+
+    `noise` is that of the scores of each layer's router.
+    """
 
     base: Run
-    values: Mapping[Point, Tensor]
+    values: dict[Point, Tensor]
     divergence: Divergence | None
+    noise: Mapping[int, float]
 
 
 def settle(
     reference: Any,
     comparison: RowComparison,
     base: Run,
-    values: Mapping[Point, Tensor],
-    noisy: Sequence[Mapping[int, ExpertChoice]],
+    values: dict[Point, Tensor],
+    noise: Mapping[int, float],
 ) -> Settled:
     """Let rows go to their next expert where they diverge and noise decides it.
 
-    `noisy` are the choices of the runs with noise, which have the experts of `base`.
+    `values` are those of the run `base`, which may have edits; `noise` is `router_noise`.
     """
     found = comparison.first(values)
-    clean = base.routes
-    noise = {layer: _noise(route, [one[layer] for one in noisy]) for layer, route in clean.items()}
     while found is not None and len(base.other_experts) < MAX_ROWS:
         for layer in _undecided(base, found, noise):
             others = (*base.other_experts, (layer, found.row))
@@ -97,7 +99,16 @@ def settle(
                 break
         else:
             break
-    return Settled(base, values, found)
+    return Settled(base, values, found, noise)
+
+
+def router_noise(base: Run, noisy: Sequence[Mapping[int, ExpertChoice]]) -> dict[int, float]:
+    """Return by how much noise changes the scores of each layer's router.
+
+    `noisy` are the choices of the runs with noise, which have the experts of `base`.
+    """
+    clean = base.routes
+    return {layer: _noise(route, [one[layer] for one in noisy]) for layer, route in clean.items()}
 
 
 def _undecided(base: Run, found: Divergence, noise: Mapping[int, float]) -> list[int]:

@@ -39,11 +39,21 @@ class AttentionInput(Struct):
     output: Callable[[AttentionInput], Tensor] | None = None
 
 
+Angles = Callable[[Tensor, Tensor], Tensor]
+"""Takes positions (1, rows) and frequencies (pairs,); returns angles (1, rows, pairs)."""
+
+
+def exact_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return the angles of positions in float32."""
+    return positions[..., None].float() * frequencies
+
+
 class Rotation(Struct):
     """One call of the rotary embedding: `rotate(q, k, cos, sin)` is the architecture's function.
 
-    `tables(positions, theta)` returns cos and sin of other positions (1, rows), or of another base;
-    `tables.of_kind(name)` those of layers of another type.
+    `tables(positions, theta, angles_of)` returns cos and sin of other positions (1, rows), of
+    another base, or of angles that are computed otherwise; `tables.of_kind(name)` those of layers
+    of another type.
     """
 
     rotate: Callable[..., tuple[Tensor, Tensor]]

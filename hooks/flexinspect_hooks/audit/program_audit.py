@@ -19,7 +19,7 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.audit.cache_contents import OTHER_ROW, mask_change
 from flexinspect_hooks.audit.evidence import EvidenceStore, StepEvidence
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
-from flexinspect_hooks.audit.expert_routing import describe_other, settle
+from flexinspect_hooks.audit.expert_routing import describe_other, router_noise, settle
 from flexinspect_hooks.audit.fed_sequence import (
     FedSequence,
     FedStep,
@@ -99,13 +99,17 @@ class Verdict(Struct):
 
 
 class _Attempt(Struct, frozen=True):
-    """A comparison under some masks: its base run, first divergence and largest difference."""
+    """A comparison under some masks: its base run, first divergence and largest difference.
+
+    `router_noise` is that of the scores of experts, by layer.
+    """
 
     base: Run
     clean: Mapping[Point, torch.Tensor]
     comparison: RowComparison
     divergence: Divergence | None
     largest: float
+    router_noise: Mapping[int, float]
 
 
 class ProgramAudit:
@@ -374,6 +378,7 @@ class ProgramAudit:
             found,
             deadline=self._deadline,
             report=self._report,
+            router_noise=first.router_noise,
         )
         verdict.search = search.find(hypotheses)
         verdict.pos = sequence.input_rows[found.row]
@@ -472,9 +477,12 @@ class ProgramAudit:
         of_digests = any(step.evidence.dtype is not None for step in sequence.steps)
         limits = noise_limits(clean, noisy, dtype, of_digests=of_digests)
         comparison = RowComparison(sequence, limits, rows, generation)
-        settled = settle(reference, comparison, base, clean, [one.routes for one in runs])
+        noise = router_noise(base, [one.routes for one in runs])
+        settled = settle(reference, comparison, base, clean, noise)
         largest = comparison.agreement(settled.values, comparison.steps, None)[0]
-        return _Attempt(settled.base, settled.values, comparison, settled.divergence, largest)
+        return _Attempt(
+            settled.base, settled.values, comparison, settled.divergence, largest, noise
+        )
 
     def _judge_shortened(
         self, reference: ReferenceModel, comparison: RowComparison, crop: int, verdict: Verdict

@@ -14,6 +14,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from flexinspect_hooks.audit.forward_edits import Angles, exact_angles
+
 _MAX_ROWS = 16
 _TOLERANCE = 1e-2
 _FREQUENCIES, _ORIGINAL, _SCALE = "inv_freq", "original_inv_freq", "attention_scaling"
@@ -64,17 +66,20 @@ class RotaryTables:
         least = min(gaps, default=torch.inf)
         return choices[gaps.index(least)] if least <= _TOLERANCE else (None, False)
 
-    def __call__(self, positions: Tensor, theta: float | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, positions: Tensor, theta: float | None = None, angles_of: Angles = exact_angles
+    ) -> tuple[Tensor, Tensor]:
         """Return cos and sin of other positions, or of a base `theta` without scaling.
 
-        If no frequencies give this layer's tables, they do not change with the positions.
+        `angles_of` computes the angles. If no frequencies give this layer's tables, they do not
+        change with the positions.
         """
         own, is_interleaved = self._own
         if theta is not None:
-            return self._make(positions, self._of_base(theta), is_interleaved)
+            return self._make(positions, self._of_base(theta), is_interleaved, angles_of)
         if own is None:
             return self._cos, self._sin
-        return self._make(positions, own, is_interleaved)
+        return self._make(positions, own, is_interleaved, angles_of)
 
     def of_kind(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the tables of another type of layer; this layer's own if there are none."""
@@ -101,10 +106,14 @@ class RotaryTables:
         return max(float((one - own[:1, :_MAX_ROWS]).abs().max()) for one, own in pairs)
 
     def _make(
-        self, positions: Tensor, kind: RotaryKind, is_interleaved: bool
+        self,
+        positions: Tensor,
+        kind: RotaryKind,
+        is_interleaved: bool,
+        angles_of: Angles = exact_angles,
     ) -> tuple[Tensor, Tensor]:
         like = self._cos
-        angles = positions[..., None].float() * kind.frequencies.to(like.device)
+        angles = angles_of(positions, kind.frequencies.to(like.device))
         if like.shape[-1] == 2 * angles.shape[-1]:
             doubled = angles.repeat_interleave(2, -1), torch.cat((angles, angles), -1)
             angles = doubled[0] if is_interleaved else doubled[1]

@@ -8,7 +8,7 @@ counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
+from flexinspect_hooks.audit.expert_routing import settle
 from flexinspect_hooks.audit.fed_sequence import FedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
-from flexinspect_hooks.audit.forward_run import HEADS, KEY, LOGITS, QUERY, VALUE, Point, Run
+from flexinspect_hooks.audit.forward_run import HEADS, HIDDEN, KEY, LOGITS, QUERY, VALUE, Point, Run
 from flexinspect_hooks.audit.hypotheses import Hypothesis, edits_of
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -38,11 +39,11 @@ Report = Callable[[str, float | None], None]
 class Explanation(Struct, frozen=True):
     """A hypothesis that gives the program's numbers.
 
-    `difference` is the largest over the step's quantities that agree; `agree` of `total` quantities
-    of the step do. `later` of `n_later` later steps agree as a whole. `inside` of `n_inside`
-    queries, keys and values do, where the program lays them out as the reference does. `layers` are
-    those in which the fault is, None for all. `ties` are the sentences of other faults that give
-    the same numbers.
+    `difference` is that of the quantity of the divergence, or if smaller the largest over the
+    step's quantities that agree; `agree` of `total` quantities of the step do. `later` of `n_later`
+    later steps agree as a whole. `inside` of `n_inside` queries, keys and values do, where the
+    program lays them out as the reference does. `layers` are those in which the fault is, None for
+    all. `ties` are the sentences of other faults that give the same numbers.
     """
 
     edits: tuple[ForwardEdit, ...]
@@ -105,8 +106,10 @@ class Search:
         *,
         deadline: float,
         report: Report = lambda what, fraction: None,
+        router_noise: Mapping[int, float] | None = None,
     ) -> None:
         self._reference, self._comparison, self._base = reference, comparison, base
+        self._router_noise = router_noise or {}
         self._probe, self._at = probe, divergence
         self._deadline, self._report = deadline, report
         self._step = comparison.step_of(divergence)
@@ -193,7 +196,7 @@ class Search:
         if layer is not None and not edit.prefix:
             scope = self._scopes(edit)[0]
             values = self._run([(edit, scope)], stop_after=layer)
-            if not self._agrees(values, layer):
+            if not self._agrees(values, layer) and not self._agrees_before_experts(values, layer):
                 if self._at.point[0] in _UP_TO_HEADS:
                     self._count_heads(edit.sentence, values)
                 return None
@@ -240,10 +243,30 @@ class Search:
                 raise
             return {}
 
+    def _settled(self, edits: Sequence[tuple[ForwardEdit, Scope]]) -> dict[Point, Tensor]:
+        """Return the values of a forward to its end, with the program's experts near a tie."""
+        values, layer = self._run(edits), self._at.point[1]
+        if not values or layer is None or not self._agrees_before_experts(values, layer):
+            return values
+        run = replace(self._base, edits=edits, values={}, routes={})
+        ids, rows = self._comparison.sequence.ids, self._comparison.logit_rows
+        values = self._reference.run(ids, run, list(rows))
+        noise = self._router_noise
+        return settle(self._reference, self._comparison, run, values, noise).values
+
     def _agrees(self, values: dict[Point, Tensor], layer: int) -> bool:
         """Whether a forward that ended after the layer gives the program's numbers there."""
         worst, agree, total = self._comparison.agreement(values, [self._step], layer)
-        return 0 < total == agree and worst * MIN_GAIN <= self._at.difference
+        # Where the rounding of what follows is large, the gain shows in the quantity itself.
+        closest = min(worst, self._difference_there(values))
+        return 0 < total == agree and closest * MIN_GAIN <= self._at.difference
+
+    def _agrees_before_experts(self, values: dict[Point, Tensor], layer: int) -> bool:
+        """Whether the layer agrees up to its experts, among which rounding may decide."""
+        if not self._router_noise or self._at.point[0] == HIDDEN:
+            return False
+        attention = {p: one for p, one in values.items() if p != (HIDDEN, layer)}
+        return self._agrees(attention, layer)
 
     def _judge(
         self,
@@ -251,7 +274,7 @@ class Search:
         run: Sequence[tuple[ForwardEdit, Scope]],
         layers: frozenset[int] | None,
     ) -> Explanation | None:
-        values = self._run(run)
+        values = self._settled(run)
         if not values:
             return None
         layer = self._at.point[1]
@@ -264,6 +287,7 @@ class Search:
         later = sum(self._is_explained(values, step) for step in self._later)
         if agree < total:  # the difference where it agrees
             worst = self._comparison.agreement(values, [self._step], up_to)[0]
+        worst = min(worst, self._difference_there(values))
         chosen = None if layers is None else tuple(sorted(layers))
         inside = 0
         if self._n_inside and layer is not None:
@@ -272,6 +296,12 @@ class Search:
         return Explanation(
             edits, chosen, worst, agree, total, later, n_later, inside=inside, n_inside=n_inside
         )
+
+    def _difference_there(self, values: dict[Point, Tensor]) -> float:
+        """Return by how much the quantity of the divergence still differs in the step."""
+        differences = self._comparison.differences(self._step, values)
+        those = (float(one.max()) for point, one, _ in differences if point == self._at.point)
+        return next(those, float("inf"))
 
     def _is_explained(self, values: dict[Point, Tensor], step: FedStep) -> bool:
         _, agree, total = self._comparison.agreement(values, [step], None)

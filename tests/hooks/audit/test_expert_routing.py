@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny import ids, make_model
 
-from flexinspect_hooks.audit.expert_routing import describe_other, settle
+from flexinspect_hooks.audit.expert_routing import describe_other, router_noise, settle
 from flexinspect_hooks.audit.forward_run import HIDDEN, Run
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.row_comparison import Divergence
@@ -56,7 +56,7 @@ def test_the_next_best_expert_is_tried_only_within_the_noise_of_the_scores(
         for layer, route in base.routes.items()
     }
     comparison: Any = OtherChoice(reference)
-    settled = settle(reference, comparison, base, values, [noisy])
+    settled = settle(reference, comparison, base, values, router_noise(base, [noisy]))
     assert (settled.divergence is None) == (noise > 0)
     assert settled.base.other_experts == (((LAYER, ROW),) if noise else ())
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.audit.forward_edits import ForwardEdit, Rotation
+from flexinspect_hooks.audit.forward_edits import Angles, ForwardEdit, Rotation, exact_angles
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.rotary_tables import kind_names
 
@@ -132,6 +132,52 @@ def rope_base(probe: FaultProbe) -> Edits:
         yield ForwardEdit(name="rope.base", sentence=f"{what} and no scaling", rope=turned)
 
 
+def rope_rounded(probe: FaultProbe) -> Edits:
+    """Positions, frequencies or angles are rounded to bfloat16 or float16 before cos and sin."""
+    if not _has_rope(probe):
+        return
+    last = probe.n_rows - 1
+    for dtype in (torch.bfloat16, torch.float16):
+        name, exact = str(dtype).removeprefix("torch."), int(2 / torch.finfo(dtype).eps)
+        roundings = dict(_roundings(dtype))
+        what = f"with position ids rounded to {name}, which is exact up to {exact} only, in RoPE"
+        if last > exact:  # below, every position id is exact
+            yield _rounded(what, roundings["positions"])
+        yield _rounded(f"with frequencies of RoPE rounded to {name}", roundings["frequencies"])
+        for tables in ("", " and cos"):
+            what = f"with angles of RoPE rounded to {name}"
+            yield _rounded(what, roundings[f"angles{tables}"])
+            what = f"with angles of RoPE computed in {name}, to which position ids are rounded"
+            if last > exact:
+                what += f" (they are exact up to {exact} only)"
+            yield _rounded(what, roundings[f"product{tables}"])
+
+
+def _roundings(dtype: torch.dtype) -> Iterator[tuple[str, Angles]]:
+    """Yield by what is rounded the way in which angles are computed.
+
+    Cos and sin are those of the dtype of the angles.
+    """
+
+    def product(places: Tensor, turns: Tensor) -> Tensor:
+        return places[..., None].to(dtype) * turns.to(dtype)
+
+    yield "positions", lambda places, turns: exact_angles(places.to(dtype), turns)
+    yield "frequencies", lambda places, turns: exact_angles(places, turns.to(dtype).float())
+    yield "angles", lambda places, turns: exact_angles(places, turns).to(dtype).float()
+    yield "product", lambda places, turns: product(places, turns).float()
+    yield "angles and cos", lambda places, turns: exact_angles(places, turns).to(dtype)
+    yield "product and cos", product
+
+
+def _rounded(sentence: str, angles_of: Angles) -> ForwardEdit:
+    def turned(turn: Rotation) -> tuple[Tensor, Tensor]:
+        tables = turn.tables(turn.positions, angles_of=angles_of)
+        return turn.rotate(turn.query, turn.key, *tables)
+
+    return ForwardEdit(name="rope.rounded", sentence=sentence, rope=turned)
+
+
 def _moved(turn: Rotation, positions: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     return turn.rotate(turn.query, turn.key, *turn.tables(positions(turn.positions)))
 
@@ -219,4 +265,5 @@ HYPOTHESES = (
     rope_of_other_layers,
     positions_shifted,
     rope_base,
+    rope_rounded,
 )
