@@ -469,7 +469,7 @@ class CacheRule(Rule):
         last, token = self._last_step, self.context.token(0)
         # A model with only recurrent layers keeps a state instead of keys.
         has_keys = step.calls or (step.inputs is not None and step.inputs.cached_after)
-        # Layers with buffers of their own, of which the model's cache knows nothing, read more keys.
+        # Layers with buffers of their own, which are not in the cache of the model, read more keys.
         has_buffers = any(call.kv_len > step.q_len for call in step.calls)
         if last is None or step.q_len != 1 or token is None or not has_keys or has_buffers:
             self._n_continued = 0

@@ -19,6 +19,7 @@ from torch import Tensor
 from flexinspect_hooks.audit.fed_sequence import FedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 from flexinspect_hooks.audit.forward_run import HEADS, KEY, LOGITS, QUERY, VALUE, Point, Run
+from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
 from flexinspect_hooks.audit.hypotheses import Hypothesis, edits_of
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -99,6 +100,8 @@ class Search:
         steps = comparison.steps
         self._later = steps[steps.index(self._step) + 1 :]
         self._heads: AgreeingHeads | None = None
+        self._suspects: tuple[int, ...] = ()
+        """The layers in which the fault may be, where they were not seen."""
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> SearchResult:
         """Return the best explanation: one fault, else two faults together."""
@@ -107,6 +110,10 @@ class Search:
         best: Explanation | None = None
         if self._at.point[0] in _UP_TO_HEADS:
             self._count_heads("", self._run([], stop_after=self._at.point[1]))
+        if is_graph_step(self._step):
+            layers = sorted(self._reference.blocks)
+            known = read_graph_step(self._comparison, self._step, self._run([]), layers)
+            self._suspects = known.suspects if known is not None else ()
         n = 0
         for n, edit in enumerate(edits, 1):
             if time.perf_counter() > self._deadline:
@@ -174,6 +181,8 @@ class Search:
         """Return the layers in which an edit may be: from that of the divergence, or another."""
         layer = self._at.point[1] if layer is None else layer
         numbers = sorted(self._reference.blocks)
+        if layer is None and not edit.whole_model:
+            return [self._scope(None), *(self._scope((one,)) for one in self._suspects)]
         if edit.whole_model or layer is None:
             return [self._scope(None)]
         if layer == numbers[0]:
