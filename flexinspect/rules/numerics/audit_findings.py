@@ -132,7 +132,8 @@ class AuditRule(Rule):
             sentence += f" {facts['mask_change']}"
         if cache := facts.get("cache"):
             sentence += f" {' '.join(cache)}"
-        sentence += _modules_text(data, facts)
+        graph = facts.get("graph")
+        sentence += _modules_text(data, facts) if graph is None else _graph_text(graph)
         if replaced := facts.get("replaced"):
             sentence += f" The program replaced {', '.join(replaced)}."
         if facts.get("adapter"):
@@ -149,6 +150,20 @@ def _shape_text(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     if not (shape := facts.get("shape")):
         return ""
     return f" The {data['quantity']} of the program {AND_THERE.join(shape)}."
+
+
+def _graph_text(graph: Mapping[str, Any]) -> str:
+    """Say what the cache shows of a step whose layers ran inside a compiled graph."""
+    right, wrong, suspects = list(graph["right"]), graph["wrong"], list(graph["suspects"])
+    places = [f"right in {format_layers(right, 1 << 20)}"] if right else []
+    places += [f"wrong in layer {wrong}"] if wrong is not None else []
+    text = f" The new keys and values in the cache are {' and '.join(places)}." if places else ""
+    if suspects:
+        text += f" So the error is in {format_layers(suspects, 1 << 20)}, or outside of the layers."
+    return (
+        f"{text} The layers ran inside a compiled graph and were not seen: with "
+        "TORCH_COMPILE_DISABLE=1 the audit names the layer."
+    )
 
 
 def _modules_text(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
@@ -240,8 +255,8 @@ def _ties_text(ties: Sequence[str]) -> str:
 
 
 def _layers_text(data: Mapping[str, Any], layers: Sequence[int] | None) -> str:
-    if layers is None or data.get("layer") is None:
+    if layers is None:
         return ""
-    if len(layers) == 1:
+    if len(layers) == 1 and data.get("layer") is not None:
         return " in this layer only"
     return f" in {format_layers(list(layers), 1 << 20)}"

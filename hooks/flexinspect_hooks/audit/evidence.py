@@ -18,6 +18,7 @@ from msgspec import Struct, field
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.beams import newest_keys
+from flexinspect_hooks.audit.cache_rows import newest_rows
 from flexinspect_hooks.audit.encoder_inputs import (
     EncoderInput,
     keep_encoded,
@@ -388,6 +389,10 @@ class EvidenceHook(Hook):
                 pending.values[point] = few.detach() if few.requires_grad else few
             elif tensor.shape[1] == pending.q_len:
                 pending.values[point] = tensor[:MAX_BATCH].index_select(1, pending.rows)
+        is_graph = not any(name == HIDDEN for name, _ in pending.values)
+        if is_graph and not pending.is_quantised and not self._has_encoder:
+            for name, layer, newest in newest_rows(cache, pending.kv_before, pending.q_len):
+                pending.values[name, layer] = newest[:MAX_BATCH].index_select(1, pending.rows)
         if step.logits is not None:
             pending.values[LOGITS, None] = _own_row(step.logits)
         store.keep(pending, self._context.model)

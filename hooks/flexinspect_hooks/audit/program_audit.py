@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.rules.text.generate_options import GENERATE_EVENT
@@ -27,6 +27,7 @@ from flexinspect_hooks.audit.fed_sequence import (
     read_sequence,
 )
 from flexinspect_hooks.audit.forward_run import Point, Run
+from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
 from flexinspect_hooks.audit.held_weights import MAX_HELD_SHARE, free_bytes
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import FaultProbe
@@ -60,6 +61,11 @@ MAX_TOKENS = 4096
 
 _N_FORWARDS, _CPU_RATE, _GPU_RATE = 3, 2e10, 1e13
 """Forwards of a comparison, and operations per second, for an estimate of its time."""
+
+
+GRAPH_LAYERS = (
+    "the layers, which ran inside a compiled graph (with TORCH_COMPILE_DISABLE=1 they are judged)"
+)
 
 
 class AuditOptions(Struct, frozen=True):
@@ -345,6 +351,8 @@ class ProgramAudit:
         verdict.n_steps, verdict.n_rows = len(comparison.steps), _n_rows(comparison.steps)
         verdict.largest, verdict.divergence = first.largest, found
         verdict.quantities = comparison.quantities(first.clean)
+        if any(map(is_graph_step, comparison.steps)):
+            verdict.not_judged.append(GRAPH_LAYERS)
         wrong = None if found is None else found.step
         choices = ChoiceReader(reference, comparison, first.base, first.clean, wrong)
         self._judge_choices(choices, sequence, verdict)
@@ -383,6 +391,10 @@ class ProgramAudit:
         verdict.search = search.find(hypotheses)
         verdict.pos = sequence.input_rows[found.row]
         verdict.facts = self._facts(sequence, found)
+        at, layers = comparison.step_of(found), sorted(reference.blocks)
+        graph = read_graph_step(comparison, at, first.clean, layers)
+        if graph is not None:
+            verdict.facts["graph"] = to_builtins(graph)
         if verdict.search.explanation is None:
             unexplained = Unexplained(
                 reference, self._source, comparison, first.base, first.clean, found

@@ -20,6 +20,7 @@ from flexinspect_hooks.audit.expert_routing import settle
 from flexinspect_hooks.audit.fed_sequence import FedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 from flexinspect_hooks.audit.forward_run import HEADS, HIDDEN, KEY, LOGITS, QUERY, VALUE, Point, Run
+from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
 from flexinspect_hooks.audit.hypotheses import Hypothesis, edits_of
 from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -117,6 +118,8 @@ class Search:
         self._later = steps[steps.index(self._step) + 1 :]
         self._heads: AgreeingHeads | None = None
         self._n_inside, self._started = 0, time.perf_counter()
+        self._suspects: tuple[int, ...] = ()
+        """The layers in which the fault may be, where they were not seen."""
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> SearchResult:
         """Return the best explanation: one fault, else two faults together."""
@@ -128,6 +131,10 @@ class Search:
             self._count_heads("", plain)
             agree, total = self._comparison.agreement_inside(self._step, plain, self._at.point[1])
             self._n_inside = total if agree else 0  # else they are laid out in another way
+        if is_graph_step(self._step):
+            layers = sorted(self._reference.blocks)
+            known = read_graph_step(self._comparison, self._step, self._run([]), layers)
+            self._suspects = known.suspects if known is not None else ()
         n = 0
         for n, edit in enumerate(edits, 1):
             if time.perf_counter() > self._deadline:
@@ -210,6 +217,8 @@ class Search:
         """Return the layers in which an edit may be: from that of the divergence, or another."""
         layer = self._at.point[1] if layer is None else layer
         numbers = sorted(self._reference.blocks)
+        if layer is None and not edit.whole_model:
+            return [self._scope(None), *(self._scope((one,)) for one in self._suspects)]
         if edit.whole_model or layer is None:
             return [self._scope(None)]
         if layer == numbers[0]:

@@ -117,15 +117,28 @@ class ModelFinder:
                 compiler = set_compiler(None)  # dynamo must not compile `_find`
                 try:
                     session = find(model)
+                    is_graph = callable(compiler) or _is_compiled(model)
+                    if session is not None and is_graph:
+                        session.begin_compiled(args, kwargs)
                 finally:
                     set_compiler(compiler)
                 try:
-                    if session is not None and callable(compiler):
+                    if session is None or not is_graph:
+                        return nn.Module.__call__(model, *args, **kwargs)
+                    if callable(compiler):
                         with compiled_hooks.check(model, session.report_silent_hook):
-                            return nn.Module.__call__(model, *args, **kwargs)
-                    return nn.Module.__call__(model, *args, **kwargs)
+                            output = nn.Module.__call__(model, *args, **kwargs)
+                    else:
+                        output = nn.Module.__call__(model, *args, **kwargs)
+                    set_compiler(None)
+                    try:
+                        session.end_compiled(args, output)
+                    finally:
+                        set_compiler(compiler)
+                    return output
                 except BaseException as error:
                     if session is not None:
+                        session.is_compiled_call = False
                         # Only its id: the exception would keep the objects of its frames alive.
                         session.exit_exception_id = id(error)
                     strip_own_frames(error)
@@ -355,6 +368,11 @@ class ModelFinder:
         return bool(self._facts) or is_trained or has_calls
 
 
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether `model.compile()` was called."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
 class FoundSession(WatchSession):
     """The session of a model that was found; it prints nothing, and reports no removed hooks."""
 
@@ -401,6 +419,18 @@ class FoundSession(WatchSession):
         super()._begin_step(step)
         self._thread, self.exit_exception_id = threading.get_ident(), 0
         self._finder.step_starts.append((step.started_at, step.generation, step.step))
+
+    def begin_compiled(self, args: Any, kwargs: Any) -> None:
+        """Open the step of a call of the compiled model, whose hooks do not run in the graph."""
+        self.is_compiled_call = False
+        self._on_forward_start(self._model, args, kwargs)
+        self.is_compiled_call = True
+
+    def end_compiled(self, args: Any, output: Any) -> None:
+        """End the step of a call of the compiled model."""
+        self.is_compiled_call = False
+        # A graph may write into the same output again.
+        self._on_forward_end(self._model, args, output, is_compiled=True)
 
     def report_silent_hook(self, facts: Mapping[str, Any]) -> None:
         """Record that a hook of the program does not run in the compiled model."""

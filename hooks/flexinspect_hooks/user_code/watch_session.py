@@ -111,6 +111,8 @@ class WatchSession(CaptureSession):
         self.recorded_error: BaseException | None = None
         """The last exception that is in the trace."""
         self._is_broken = self._is_followed = self._is_leaving_generate = False
+        self.is_compiled_call = False
+        """Whether a call of the compiled model runs, whose step begins and ends around it."""
         self.generate_depth = self._n_forwards = 0
         self._paused_s = 0.0
         self._prompt: Tensor | None = None
@@ -126,8 +128,8 @@ class WatchSession(CaptureSession):
     # -- a forward -------------------------------------------------------------------------------
 
     def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or module is not self._model:
-            return  # a compiled model is not recorded; a copy of the model is another model
+        if torch.compiler.is_compiling() or module is not self._model or self.is_compiled_call:
+            return  # hooks are no part of a graph; a copy of the model is another model
         with self._thread_lock:
             is_unrecorded = self._is_other_thread_active()
             set_unrecorded(is_unrecorded=is_unrecorded)
@@ -237,8 +239,12 @@ class WatchSession(CaptureSession):
         """Return parameters that changed since the model was made, None if not known."""
         return None
 
-    def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _on_forward_end(
+        self, module: nn.Module, args: Any, output: Any, *, is_compiled: bool = False
+    ) -> None:
         if torch.compiler.is_compiling() or module is not self._model or not self.context.is_open:
+            return
+        if self.is_compiled_call:  # a part of the model runs outside of the graph
             return
         started = time.perf_counter()
         self.context.is_open, step = False, self._step
@@ -247,7 +253,7 @@ class WatchSession(CaptureSession):
         self.waited_s += off_cpu_s() - step.off_cpu_before
         try:
             # `generate` copies the row before it modifies it; another loop may not.
-            copy = not self.generate_depth
+            copy = not self.generate_depth or is_compiled
             row = step.logits = newest_logits_row(output, self._model, copy=copy)
             step.output = output
             self._owners.set_owner(getattr(output, "past_key_values", None), step.generation)
