@@ -39,15 +39,6 @@ class AttentionInput(Struct):
     output: Callable[[AttentionInput], Tensor] | None = None
 
 
-Angles = Callable[[Tensor, Tensor], Tensor]
-"""Takes positions (1, rows) and frequencies (pairs,); returns angles (1, rows, pairs)."""
-
-
-def exact_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return the angles of positions in float32."""
-    return positions[..., None].float() * frequencies
-
-
 class Rotation(Struct):
     """One call of the rotary embedding: `rotate(q, k, cos, sin)` is the architecture's function.
 

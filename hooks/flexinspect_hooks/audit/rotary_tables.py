@@ -7,6 +7,7 @@ from these themselves, so that no hypothesis moves a layer to the tables of anot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -14,11 +15,18 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.forward_edits import Angles, exact_angles
-
 _MAX_ROWS = 16
 _TOLERANCE = 1e-2
 _FREQUENCIES, _ORIGINAL, _SCALE = "inv_freq", "original_inv_freq", "attention_scaling"
+
+
+Angles = Callable[[Tensor, Tensor], Tensor]
+"""Takes positions (1, rows) and frequencies (pairs,); returns angles (1, rows, pairs)."""
+
+
+def exact_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return the angles of positions in float32."""
+    return positions[..., None].float() * frequencies
 
 
 class RotaryKind(Struct, frozen=True):
