@@ -29,6 +29,7 @@ from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
+from flexinspect.rules.masks.unused_window import UNUSED_WINDOW_EVENT
 from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT
 from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
@@ -51,6 +52,7 @@ from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, Gener
 from flexinspect_hooks.user_code.processor_rows import ProcessorRows, own_processors
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
+from flexinspect_hooks.user_code.unused_window import unused_window
 
 THREAD_OVERLAP = (
     "A forward of another thread began while one of this generation was running. One thread is "
@@ -220,6 +222,9 @@ class WatchSession(CaptureSession):
         if (raw := raw_embedding_facts(self._model, step.arguments)) is not None:
             text = "Rows of inputs_embeds are rows of the embedding table."
             step.events.append((RAW_EMBEDDINGS_EVENT, text, raw))
+        if (window := unused_window(self._model)) is not None:
+            text = "A sliding window of the configuration is in no layer."
+            step.events.append((UNUSED_WINDOW_EVENT, text, window))
         if (weights := self.initialised_weights()) is not None:
             text = "Weights that no checkpoint had were initialised."
             step.events.append((INITIALISED_EVENT, text, weights))
