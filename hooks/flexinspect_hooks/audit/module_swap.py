@@ -21,7 +21,7 @@ from flexinspect_hooks.audit.expert_routing import is_router
 from flexinspect_hooks.audit.forward_run import Run
 from flexinspect_hooks.audit.module_shape import describe_module
 from flexinspect_hooks.audit.reference_model import ReferenceModel
-from flexinspect_hooks.observers.attention.kernel_calls import set_unrecorded
+from flexinspect_hooks.audit.unrecorded import unrecorded
 from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
 
 _MAX_ROWS = 256
@@ -68,8 +68,7 @@ def compare_modules(
     pairs = _module_inputs(reference, ids, base, layer)
     agreeing, outputs = list[str](), dict[str, _Alone]()
     theirs = dict(program.named_modules())
-    set_unrecorded(is_unrecorded=True)
-    try:
+    with unrecorded():
         for name, (given, right) in pairs.items():
             with suppress(Exception):  # code of the program may need a state that is gone
                 alone = _run_spans(theirs[name], given, right, spans)
@@ -78,8 +77,6 @@ def compare_modules(
                     agreeing.append(name)
                 else:
                     outputs[name] = alone
-    finally:
-        set_unrecorded(is_unrecorded=False)
     weights = dict(reference.model.named_parameters())
     differing = []
     for name, alone in outputs.items():

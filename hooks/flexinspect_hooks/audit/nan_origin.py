@@ -27,9 +27,9 @@ from flexinspect.records.finding import Finding
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore, StepEvidence
 from flexinspect_hooks.audit.reference_model import ReferenceModel
+from flexinspect_hooks.audit.unrecorded import unrecorded
 from flexinspect_hooks.capture.failure_facts import is_library_file
 from flexinspect_hooks.capture.recorder import Recorder
-from flexinspect_hooks.observers.attention.kernel_calls import set_unrecorded
 
 FINDINGS = ("numbers.nan", "numbers.inf")
 _MAX_TOKENS, _MAX_FINDINGS = 4096, 3
@@ -239,12 +239,8 @@ def _inputs(steps: Sequence[StepEvidence]) -> tuple[Tensor, dict[str, Tensor]] |
 
 def _first_of(model: nn.Module, ids: Tensor, arguments: dict[str, Tensor]) -> Origin | None:
     checks = FirstNonFinite(model, int(ids.shape[1]))
-    set_unrecorded(is_unrecorded=True)
-    try:
-        with torch.no_grad(), checks.watch_modules(model), checks:
-            model(input_ids=ids, use_cache=False, **arguments)
-    finally:
-        set_unrecorded(is_unrecorded=False)
+    with unrecorded(), torch.no_grad(), checks.watch_modules(model), checks:
+        model(input_ids=ids, use_cache=False, **arguments)
     return checks.origin
 
 

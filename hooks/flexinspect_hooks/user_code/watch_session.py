@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import RLock, get_ident
 from types import FrameType, MethodType
@@ -28,9 +29,11 @@ from flexinspect.core.errors import summarize_error
 from flexinspect.core.text import print_message
 from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
+from flexinspect.rules.masks.unused_window import UNUSED_WINDOW_EVENT
 from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT
 from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
+from flexinspect.rules.text.processor_rows import PROCESSOR_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.failure_facts import failure_facts
@@ -46,8 +49,10 @@ from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_lo
 from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw_embedding_facts
 from flexinspect_hooks.user_code.generate_call import generate_facts
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
+from flexinspect_hooks.user_code.processor_rows import ProcessorRows, own_processors
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
+from flexinspect_hooks.user_code.unused_window import unused_window
 
 THREAD_OVERLAP = (
     "A forward of another thread began while one of this generation was running. One thread is "
@@ -219,6 +224,9 @@ class WatchSession(CaptureSession):
         if (raw := raw_embedding_facts(self._model, step.arguments)) is not None:
             text = "Rows of inputs_embeds are rows of the embedding table."
             step.events.append((RAW_EMBEDDINGS_EVENT, text, raw))
+        if (window := unused_window(self._model)) is not None:
+            text = "A sliding window of the configuration is in no layer."
+            step.events.append((UNUSED_WINDOW_EVENT, text, window))
         if (weights := self.initialised_weights()) is not None:
             text = "Weights that no checkpoint had were initialised."
             step.events.append((INITIALISED_EVENT, text, weights))
@@ -407,11 +415,17 @@ class WatchSession(CaptureSession):
                 self._begin_generate(args, kwargs)
         if not is_recorded:
             return generate(*args, **kwargs)
+        own = own_processors(kwargs.get("logits_processor")) if self.level != "basic" else []
+        rows = ProcessorRows(own) if own else None
         try:
-            result = generate(*args, **kwargs)
+            with rows.watch() if rows is not None else nullcontext():
+                result = generate(*args, **kwargs)
         except BaseException as error:
             self._end_generate(None, error)
             raise
+        for facts in rows.found.values() if rows is not None else ():
+            text = "A logits processor judges rows of a batch by another row."
+            self._event(PROCESSOR_EVENT, text, None, facts)
         self._end_generate(result, None)
         return result
 

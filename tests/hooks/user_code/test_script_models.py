@@ -210,10 +210,13 @@ def test_an_exception_that_was_caught_does_not_end_the_trace(several: Ran) -> No
     assert not several.events("error")
 
 
-def test_a_model_compiled_as_a_whole_is_reported_as_not_recorded(several: Ran) -> None:
-    (text,) = [e.text for e in several.events("not-recorded") if "child" not in e.text]
-    assert text.startswith("No forward of this model was seen")
-    assert "compiled graph" in text
+def test_a_model_compiled_as_a_whole_has_steps_without_layers(several: Ran) -> None:
+    (event,) = [e for e in several.events("not-recorded") if "child" not in e.text]
+    assert event.text.startswith("Attention was seen in 0 of 3 layers")
+    with several.trace() as reader:
+        assert reader.n_steps(event.generation) == 1
+        assert not reader.calls(event.generation, 0)
+        assert reader.logits(event.generation, 0) is not None
 
 
 def test_no_hooks_are_left_in_a_forked_child(several: Ran) -> None:

@@ -1,0 +1,206 @@
+"""Looks for logits processors of the program that judge rows of a batch by the ids of another row.
+
+In the first steps of a call of `generate` a processor is called again on copies: on each row alone,
+and on the batch with the ids of one row in the place of another. A row depends on another one if it
+gets other scores alone, and the same scores as alone once the other row has its ids. Processors
+with a state, random ones, slow ones, and those that may print or write are called once only, as
+always.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexinspect_hooks.debugger.frames import breakpoints_disabled
+from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.user_code.code_state import UnknownStateError, state_of
+
+MAX_STEPS = 4
+"""Calls of a processor that are looked at."""
+MAX_SECONDS = 0.02
+"""A processor that takes longer is not called again."""
+_MAX_ROWS = 8
+
+_active = threading.local()
+_lock = threading.Lock()
+_patches: list[Callable[[], None]] = []
+_users: list[object] = []
+
+
+def own_processors(given: Any) -> list[Any]:
+    """Return the processors among those given to `generate` that are not of transformers."""
+    if not isinstance(given, list | tuple):
+        return []
+    return [one for one in given if not _module_of(one).startswith("transformers.")]
+
+
+def _module_of(processor: Any) -> str:
+    owner = processor if hasattr(processor, "__code__") else type(processor)
+    return str(getattr(owner, "__module__", ""))
+
+
+class ProcessorRows:
+    """Checks the processors of one call of `generate`; `found` has a dictionary for each fault."""
+
+    def __init__(self, processors: Sequence[Any]) -> None:
+        self._left = {id(one): MAX_STEPS for one in processors}
+        self.found: dict[int, dict[str, Any]] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at the processors' calls in this thread."""
+        before, _active.check = getattr(_active, "check", None), self
+        _install(self)
+        try:
+            yield
+        finally:
+            _remove(self)
+            _active.check = before
+
+    def is_open(self) -> bool:
+        """Whether any processor is still looked at."""
+        return any(self._left.values())
+
+    def call(
+        self, processor: Any, run: Callable[..., Tensor], ids: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Call a processor of a list, and look at its rows."""
+        left = self._left.get(id(processor), 0)
+        if not left or scores.dim() != 2 or len(scores) < 2 or len(ids) != len(scores):
+            return run(ids, scores)
+        self._left[id(processor)] = 0  # unless nothing speaks against another look
+        try:
+            before = state_of(processor)
+        except UnknownStateError:
+            return run(ids, scores)
+        given = ids.clone(), scores.clone()
+        started = time.perf_counter()
+        result = run(ids, scores)
+        is_slow = time.perf_counter() - started > MAX_SECONDS
+        try:
+            if is_slow or not torch.equal(ids, given[0]) or state_of(processor) != before:
+                return result
+            with _kept_state(), torch.no_grad():
+                rows = _Rows(run, *given, result)
+                is_sure = rows.is_repeatable()
+                found = rows.find() if is_sure else None
+            if is_sure and state_of(processor) == before:
+                self._left[id(processor)] = left - 1
+                if found is not None:
+                    self._keep(processor, *found, step=MAX_STEPS - left)
+        except Exception:  # a processor may need the whole batch
+            self._left[id(processor)] = 0
+        return result
+
+    def _keep(self, processor: Any, source: int, rows: list[int], *, step: int) -> None:
+        is_function = hasattr(processor, "__code__")
+        named = processor if is_function else type(processor)
+        code = (processor if is_function else type(processor).__call__).__code__
+        facts = {
+            "processor": getattr(named, "__qualname__", type(processor).__name__),
+            "place": f"{code.co_filename}:{code.co_firstlineno}",
+            "source": source,
+            "rows": rows,
+            "step": step,
+        }
+        known = self.found.setdefault(id(processor), facts)
+        if known["source"] == source:
+            known["rows"] = sorted({*known["rows"], *rows})
+
+
+class _Rows:
+    """The rows of one call of a processor, on copies of what it was given."""
+
+    def __init__(
+        self, run: Callable[..., Tensor], ids: Tensor, scores: Tensor, result: Tensor
+    ) -> None:
+        self._run, self._ids, self._scores, self._result = run, ids, scores, result
+        last = len(ids) - 1
+        self._rows = sorted({*range(min(len(ids), _MAX_ROWS)), last})
+
+    def _call(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return self._run(ids.clone(), scores.clone())
+
+    def is_repeatable(self) -> bool:
+        """Whether another call on the same batch gives the same scores."""
+        return torch.equal(self._call(self._ids, self._scores), self._result)
+
+    def find(self) -> tuple[int, list[int]] | None:
+        """Return a row, and the others that are judged by its ids; None if there are none."""
+        own = {r: self._call(self._ids[r : r + 1], self._scores[r : r + 1])[0] for r in self._rows}
+        wrong = [r for r in self._rows if not torch.equal(own[r], self._result[r])]
+        for source in (0, self._rows[-1]):
+            if not wrong or source in wrong:
+                continue
+            rows = [r for r in wrong if self._is_judged_by(source, r, own[r])]
+            if rows:
+                return source, rows
+        return None
+
+    def _is_judged_by(self, source: int, row: int, own: Tensor) -> bool:
+        """Whether a row is right once `source` has its ids, and `source` ignores that row."""
+        with_own = self._call(self._with(source, row), self._scores)
+        if not torch.equal(with_own[row], own):
+            return False
+        reverse = self._call(self._with(row, source), self._scores)
+        return torch.equal(reverse[source], self._result[source])
+
+    def _with(self, row: int, other: int) -> Tensor:
+        """Return the ids with those of another row in the place of a row's."""
+        ids = self._ids.clone()
+        ids[row] = self._ids[other]
+        return ids
+
+
+@contextmanager
+def _kept_state() -> Iterator[None]:
+    """Leave all random numbers as they are, and stop at no breakpoint."""
+    numpy: Any = sys.modules.get("numpy")
+    plain, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(), breakpoints_disabled():
+            yield
+    finally:
+        random.setstate(plain)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+
+
+def _install(user: object) -> None:
+    """Let lists of processors call each of them through the check of this thread."""
+    from transformers import LogitsProcessorList
+
+    with _lock:
+        _users.append(user)
+        if len(_users) > 1:
+            return
+        original = LogitsProcessorList.__call__
+
+        def call(self: Any, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            check: ProcessorRows | None = getattr(_active, "check", None)
+            if check is None or kwargs or not check.is_open():
+                return original(self, input_ids, scores, **kwargs)
+            for one in self:
+                alone = LogitsProcessorList([one])
+                scores = check.call(
+                    one, lambda i, s, alone=alone: original(alone, i, s), input_ids, scores
+                )
+            return scores
+
+        _patches.append(patch(LogitsProcessorList, "__call__", call))
+
+
+def _remove(user: object) -> None:
+    with _lock:
+        _users.remove(user)
+        if not _users:
+            _patches.pop()()
