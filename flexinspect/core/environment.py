@@ -39,7 +39,14 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def command_output(*command: str, timeout_s: float) -> str | None:
     """Return what a command prints on stdout; None if it is missing, fails or takes too long."""
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+        run = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()

@@ -230,10 +230,6 @@ class TraceConnections:
         return handle.open(self._source, self._overlay)
 
 
-closing_traces: dict[Path, threading.Thread] = {}
-"""Threads of this process that close a trace, by its path. A reader would delay them."""
-
-
 def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
     """Open a read-only connection. Raises `sqlite3.Error`.
 
@@ -243,8 +239,6 @@ def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
     A file left in WAL mode cannot be opened in a folder that is not writable; if it has no WAL
     file, it can safely be opened as immutable.
     """
-    if (thread := closing_traces.get(path)) is not None:
-        thread.join()
     try:
         return _connect_uri(f"{path.as_uri()}?mode=ro", overlay)
     except sqlite3.OperationalError:

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -231,41 +231,6 @@ class TraceWriter:
             is_ended = self._write_end(state)
         self._finish(is_ended, location.file_id(self.recording_path))
 
-    def close_later(self, state: str, then: Callable[[], object]) -> None:
-        """End the trace in `state`, and fold the WAL into it in another thread.
-
-        All records are written when this returns, and the program need not wait for the rest. The
-        thread calls `then` at its end. A trace that was recorded at another path is closed at once,
-        because it is not at its own path before.
-        """
-        with self._lock:
-            if not self._is_ending():
-                return
-            is_ended = self._write_end(state)
-        there = location.file_id(self.recording_path)
-        if self.recording_path != self.path or there != self._file_id:
-            self._finish(is_ended, there)
-            then()
-            return
-
-        def finish() -> None:
-            try:
-                self._finish(is_ended, there)
-                then()
-            finally:
-                connections.closing_traces.pop(self.recording_path, None)
-
-        thread = threading.Thread(target=finish, name="flexinspect-closing")
-        try:
-            thread.start()
-        except RuntimeError:  # no thread starts while the interpreter ends
-            finish()
-            return
-        # After the start, because a thread that has not started cannot be waited for.
-        connections.closing_traces[self.recording_path] = thread
-        if not thread.is_alive():
-            connections.closing_traces.pop(self.recording_path, None)
-
     def _is_ending(self) -> bool:
         """Whether the trace ends now: it was open, and belongs to this process."""
         if self._closed or os.getpid() != self._pid:
@@ -313,8 +278,6 @@ class TraceWriter:
 
     def discard(self) -> None:
         """Remove the trace after it was closed, together with a WAL that could not be folded in."""
-        if (thread := connections.closing_traces.get(self.recording_path)) is not None:
-            thread.join()
         for place in {self.path, self.recording_path}:
             is_replaced = location.file_id(place) not in (None, self._file_id)
             if place != self.recording_path or not is_replaced:

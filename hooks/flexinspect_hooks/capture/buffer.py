@@ -23,6 +23,26 @@ Reduction = Callable[..., Mapping[str, Any]]
 OnError = Callable[[Any, Exception], None]
 
 
+MODIFIED = "tensors-modified"
+"""The result of `unless_modified` where tensors were modified, and the event that reports it."""
+
+
+def unless_modified(tensors: Sequence[Tensor], reduce: Reduction) -> Reduction:
+    """Return a reduction that gives only `MODIFIED` if a tensor is modified before it is done.
+
+    The tensors are not those of inference mode, for which torch does not count modifications.
+    """
+    versions = [tensor._version for tensor in tensors]
+
+    def checked(xp: Any, **inputs: Any) -> Mapping[str, Any]:
+        reduced = reduce(xp, **inputs)
+        if versions == [tensor._version for tensor in tensors]:
+            return reduced
+        return {MODIFIED: xp.ones(())}
+
+    return checked
+
+
 def _raise_error(owner: Any, error: Exception) -> None:
     raise error
 

@@ -229,7 +229,7 @@ class Recorder:
 
     def _call_idle(self) -> None:
         call = self._idle.popleft()
-        with suppress(TraceWriteError):  # the writer reports a failed disk itself
+        with suppress(Exception):  # the writer reports a failed disk itself, and must go on
             call()
         self._wake.set()  # something may wait now, or the thread has to end
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flexinspect.records.step import ArrayRecord
 from flexinspect.rules.numerics.audit_findings import TRAINING_EVENT
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import Reduction, StepBuffer, Values, unless_modified
 from flexinspect_hooks.capture.step_clock import StepContext
 
 DIGEST_STREAM, WEIGHTS_STREAM = "audit.digests", "audit.weights"
@@ -134,7 +134,10 @@ class HiddenDigests:
         on_cpu = first.device.type == "cpu"
         n = first.shape[-1]
         sign = signs(n) if on_cpu else _signs_on(n, first.device)
-        buffer.defer(partial(_sums, n_batch, sign), rows=rows)
+        sums: Reduction = partial(_sums, n_batch, sign)
+        if isinstance(rows, list):
+            sums = unless_modified(rows, sums)
+        buffer.defer(sums, rows=rows)
 
     def _put_weights(self, model: nn.Module, buffer: StepBuffer) -> None:
         """Put samples of the weights, unless they are those of an earlier generation."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexinspect.records.step import LENS_EVENT, CallRecord, LayerStatRecord
-from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.buffer import MODIFIED, StepBuffer, Values, unless_modified
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove, StepDraft
 from flexinspect_hooks.capture.step_clock import StepContext
 from flexinspect_hooks.observers.hidden_digests import HiddenDigests, version_of
@@ -53,7 +53,7 @@ class ModuleHook(Hook):
         self._names = {layer: name for layer, (name, _) in blocks}
         context.layer_outputs = lambda: self._outputs
         self._lens: LogitLens | None = None
-        self._is_lens_made = False
+        self._is_lens_made = self._is_modified = False
         return [context.on_output(one, partial(self._keep, layer)) for layer, (_, one) in blocks]
 
     def _keep(self, layer: int, output: Any) -> None:
@@ -72,16 +72,17 @@ class ModuleHook(Hook):
             return _Layers()
         on_cpu = kept[0][1].device.type == "cpu"
         if step.level == "basic" and on_cpu and step.logits is not None:
-            if step.q_len == 1 and step.logits.dtype is kept[0][1].dtype is torch.float32:
+            if step.q_len == 1 and step.logits.dtype is torch.float32 and self._can_wait(kept):
                 outputs = [output for _, output, _ in kept]
-                buffer.defer(_statistics_if_not_finite, outputs=outputs, logits=step.logits)
+                reduce = unless_modified(outputs, _statistics_if_not_finite)
+                buffer.defer(reduce, outputs=outputs, logits=step.logits)
                 return _Layers([layer for layer, *_ in kept])
             if math.isfinite(float(step.logits.max())):
                 return _Layers()
         stack: Sequence[Tensor] | Tensor | None = None
-        if step.q_len == 1 and on_cpu and all(t.dtype is torch.float32 for _, t, _ in kept):
+        if step.q_len == 1 and on_cpu and self._can_wait(kept):
             stack = [output for _, output, _ in kept]  # stacked in the writer thread
-            buffer.defer(_one_row_statistics, outputs=stack)
+            buffer.defer(unless_modified(stack, _one_row_statistics), outputs=stack)
         elif step.q_len == 1:
             stack = torch.stack([output[0] for _, output, _ in kept]).flatten(1).float()
             buffer.defer(partial(_statistics, on_cpu, 1), rows=stack)
@@ -99,6 +100,12 @@ class ModuleHook(Hook):
         layers = [(layer, output) for layer, output, _ in kept]
         lens = self._reduce_lens(layers, step, buffer) if step.level == "extreme" else []
         return _Layers([layer for layer, _ in layers], lens)
+
+    def _can_wait(self, kept: Sequence[tuple[int, Tensor, int | None]]) -> bool:
+        """Whether the outputs may be read later, when it shows if they were modified meanwhile."""
+        return not self._is_modified and all(
+            output.dtype is torch.float32 and not output.is_inference() for _, output, _ in kept
+        )
 
     def _reduce_lens(
         self, kept: list[tuple[int, Tensor]], step: StepContext, buffer: StepBuffer
@@ -120,6 +127,13 @@ class ModuleHook(Hook):
 
     def record(self, step: StepContext, kept: _Layers, values: Values, draft: StepDraft) -> None:
         """Write one `LayerStatRecord` per layer (at basic: per layer with NaN/Inf)."""
+        if MODIFIED in values:
+            self._is_modified = True  # from now on they are copied
+            text = (
+                "Outputs of layers were modified in place before they were read: this step has no "
+                "statistics of layers, and no digests."
+            )
+            draft.add_event(MODIFIED, text, {})
         if "modules.stats" not in values:
             return
         draft.arrays += self._digests.arrays(values)

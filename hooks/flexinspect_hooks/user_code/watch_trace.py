@@ -137,12 +137,9 @@ class WatchedTrace(ABC, Generic[S]):
     def _close(self, writer: TraceWriter, state: str) -> None:
         """Close the trace, and print what there is to say of where it is now."""
         before = writer.note
-
-        def report() -> None:
-            if writer.note and writer.note != before:
-                print_message(writer.note)
-
-        writer.close_later(state, report)
+        writer.close(state)
+        if writer.note and writer.note != before:
+            print_message(writer.note)
 
     def _conclude(self, session: S, writer: TraceWriter, **facts: Any) -> None:
         """Report a failure to record, and write the cost and `facts` into the manifest."""

@@ -153,3 +153,15 @@ def test_a_function_that_replaces_sdpa_within_a_series_is_recorded(tmp_path: Pat
     with watched.reader() as reader:
         events = [row.event for row in reader.events() if row.event.kind == SOURCE_EVENT]
     assert [(event.step, event.data["layers"]) for event in events] == [(CHANGED_AT, [0, 1, 2])]
+
+
+def test_a_scale_that_is_a_tensor_ends_the_series_and_not_the_forward(tmp_path: Path) -> None:
+    def set_scale_per_head(model: Any, arguments: dict[str, Any]) -> None:
+        model.model.layers[1].self_attn.scaling = torch.full((4, 1, 1), 0.25)
+
+    model, path = make_model("llama"), tmp_path / "t.flextrace"
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), flexinspect.watch(model, out=path, level="basic") as watched:
+        decode(model, set_scale_per_head)
+    with watched.reader() as reader:
+        assert [len(list(reader.calls(0, step))) for step in range(N_STEPS)] == [3] * N_STEPS

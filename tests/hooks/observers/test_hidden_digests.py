@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.tiny import ids, make_model
 
 import flexinspect
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.capture.buffer import MODIFIED
 from flexinspect_hooks.observers.hidden_digests import (
     DIGEST_STREAM,
     MAX_ROWS,
@@ -160,3 +162,33 @@ def test_a_layer_whose_output_is_modified_later_has_no_digests(tmp_path: Path) -
         events = [row.event.text for row in reader.events() if row.event.kind == MODIFIED_EVENT]
         assert len(events) == 1
         assert "modified in place" in events[0]
+
+
+@pytest.mark.parametrize("level", ["basic", "advanced"])
+def test_outputs_that_a_loop_modifies_are_not_recorded_as_what_layers_returned(
+    tmp_path: Path, level: str
+) -> None:
+    """They wait for the writer thread, which may read them after the loop has changed them."""
+    norms = {}
+    for changes in (False, True):
+        path, inputs = tmp_path / f"{level}-{changes}.flextrace", torch.tensor([ids(9, 3)])
+        model = make_model("llama")
+        with torch.no_grad(), flexinspect.watch(model, out=path, level=level) as watched:
+            cache = None
+            for _ in range(12):
+                output = model(inputs, past_key_values=cache, output_hidden_states=True)
+                cache, inputs = output.past_key_values, output.logits[:, -1:].argmax(-1)
+                for states in output.hidden_states[1:-1] if changes else ():
+                    states.div_(100)
+                time.sleep(0.02)
+        with watched.reader() as reader:
+            norms[changes] = {
+                (step, row.layer): row.norm
+                for step in range(12)
+                for row in reader.layer_stats(0, step)
+            }
+            events = [row.event for row in reader.events() if row.event.kind == MODIFIED]
+            assert bool(events) is changes
+    if level == "advanced":
+        assert len(norms[True]) > 3 * 6  # after the first lost steps the outputs are copied
+    assert norms[True].items() <= norms[False].items()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from transformers import AttentionInterface
 import flexinspect
 from flexinspect.records.step import CallRecord
 from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.observers.attention import kernel_calls
 from flexinspect_hooks.observers.attention.kernel_calls import KernelCall, observe_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -455,3 +458,18 @@ def test_sdpa_with_is_causal_for_one_row_attends_to_one_key(tmp_path: Path, inte
     assert mask.cells[0, 0, 0]
     assert decode.lse_error is not None
     assert decode.lse_error < 1e-4
+
+
+def test_a_name_that_a_program_gives_to_sdpa_between_two_blocks_is_observed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("edited_cell")
+    module.attend = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "edited_cell", module)
+    original = functional.scaled_dot_product_attention
+    kernel_calls._rebind(original)()
+    module.attend = original  # type: ignore[attr-defined]
+    restore = kernel_calls._rebind(original)
+    assert module.attend is functional.scaled_dot_product_attention is not original
+    restore()
+    assert module.attend is functional.scaled_dot_product_attention is original

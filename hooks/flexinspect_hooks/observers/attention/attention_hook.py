@@ -220,6 +220,8 @@ class AttentionHook(Hook):
         is_repeated = series.continues(refs)
         if not is_repeated:
             self._report_unseen_layers(len({ref.layer for ref in refs}), step)
+            for ref in refs:
+                ref.note_unknown_scale()
             if refs:
                 self._report_calls(refs, step)
         if not refs:
@@ -360,6 +362,8 @@ class AttentionHook(Hook):
         rows = segment_attention.merge_group_results(values, len(kept.calls))
         errors = rows["lse_error"].tolist() if rows else []
         lost = _report_lost_rows(values, kept.calls, draft)
+        if lost:
+            self._segment_reducer.defers = False
         for index, (call, kv_len) in enumerate(zip(kept.calls, kept.kv_lens, strict=True)):
             is_checked = bool(errors) and index not in lost and kept.check_kinds[index]
             own = {"mask": kept.masks[call["mask"]].fingerprint, "kv_len": kv_len}

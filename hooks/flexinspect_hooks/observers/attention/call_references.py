@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -132,8 +133,14 @@ class AttentionCall(Struct, eq=False):
 
     @property
     def scale(self) -> float | None:
-        """The scale of the scores, None for the default."""
-        return cast("float | None", self.kwargs.get("scaling"))
+        """The scale of the scores; None for the default, and for one that is not a number."""
+        scale = self.kwargs.get("scaling")
+        return scale if isinstance(scale, Real) else None  # type: ignore[return-value]
+
+    def note_unknown_scale(self) -> None:
+        """Set `unknown_scores` if the scale is not a number, such as a tensor with one per head."""
+        if self.kwargs.get("scaling") is not None and self.scale is None:
+            self.unknown_scores = True
 
     @property
     def is_causal(self) -> bool:

@@ -41,7 +41,12 @@ class CallSeries:
 
     def compare(self, ref: AttentionCall) -> None:
         """Compare a call with the one at the same place in the step before."""
-        facts, number = _facts_of(ref, self._masks), self._n_seen
+        facts: object
+        try:
+            facts = _facts_of(ref, self._masks)
+        except Exception:  # arguments of another kind than a layer's: no call is like this one
+            facts = object()
+        number = self._n_seen
         self._n_seen += 1
         if number == len(self._facts):
             self._facts.append(facts)
@@ -90,7 +95,13 @@ def _facts_of(ref: AttentionCall, masks: dict[Any, int]) -> tuple[Any, ...]:
         # A patched forward is user code, with its own place in the trace.
         getattr(forward, "__code__", 0),
         *(ref.query.shape, ref.query.dtype, key[0], key[1], key[3]),
-        *(ref.softcap, ref.causal, own.get("is_causal"), ref.suppressed_exception),
-        *(kwargs.get("scaling"), kwargs.get("sliding_window", SAME_MASK)),
+        *(_plain(ref.softcap), ref.causal, own.get("is_causal"), ref.suppressed_exception),
+        *(_plain(kwargs.get("scaling")), _plain(kwargs.get("sliding_window", SAME_MASK))),
         *(mask is None, masks.setdefault((id(mask), key[2]), len(masks))),
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or None itself, and for anything else what equals nothing."""
+    is_plain = value is None or value is SAME_MASK or type(value) in (float, int, bool)
+    return value if is_plain else object()

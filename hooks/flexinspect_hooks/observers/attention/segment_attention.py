@@ -39,7 +39,8 @@ class SegmentAttentionReducer:
         self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
         self._segments = segment_membership(0, self._borders)
         # If torch uses every core, work in the writer thread slows the model down just as much.
-        self._has_core = torch.get_num_threads() < available_cores()
+        self.defers = torch.get_num_threads() < available_cores()
+        """Whether rows may wait for the writer thread; not after rows were lost by waiting."""
 
     def _segment_membership(self, n_keys: int, first: int) -> Tensor:
         """Return float32 (keys, segments), 1 where a key is in a segment; key 0 is at `first`.
@@ -79,7 +80,7 @@ class SegmentAttentionReducer:
         # A static cache has more keys than the sequence, a sliding one fewer.
         inside = self._segment_membership(n_keys, max(kv_after - n_keys, 0))
         inputs: dict[str, Any] = {"closed": closed, "inside": inside, "bias": mask.bias}
-        deferred = _defer_tensors(refs) if self._has_core else None
+        deferred = _defer_tensors(refs) if self.defers else None
         if deferred is not None:
             reduce_later = partial(_reduce_deferred_rows, suffix, first.softcap, first.scale)
             inputs |= {name: [getattr(ref, name) for ref in refs] for name in deferred.names}
