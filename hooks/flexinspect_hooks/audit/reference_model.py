@@ -326,6 +326,8 @@ class ReferenceModel:
         before = active_run()
         set_active_run((self, run))
         with ExitStack() as stack:
+            for hooked in run.hooks:
+                stack.callback(hooked.install(self.model.get_submodule(hooked.hook.name)))
             for edit, _ in run.edits:
                 for name, value in edit.config.items():
                     stack.callback(setattr, self.config, name, getattr(self.config, name, None))

@@ -36,12 +36,12 @@ from flexinspect_hooks.audit.forward_run import (
 )
 from flexinspect_hooks.audit.module_swap import (
     SwapResult,
-    code_text,
     compare_modules,
     own_hooks,
     replaced_code,
 )
 from flexinspect_hooks.audit.position_reading import RotatedRows, read_positions
+from flexinspect_hooks.audit.program_hooks import code_text
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
 from flexinspect_hooks.audit.weights import Snapshot
@@ -193,7 +193,14 @@ class Unexplained(Struct, frozen=True):
             children[pair[1]].register_forward_hook(keep_output("the MLP's output")),
         ]
         base = self.base
-        run = Run(base.positions.clone(), base.ends, base.masks, base.biases, stop_after=layer)
+        run = Run(
+            base.positions.clone(),
+            base.ends,
+            base.masks,
+            base.biases,
+            stop_after=layer,
+            hooks=base.hooks,
+        )
         try:
             self.reference.run(self.comparison.sequence.ids, run)
         finally:
@@ -348,7 +355,14 @@ class Unexplained(Struct, frozen=True):
 
         edit = ForwardEdit(name="", sentence="", rope=none)
         base = self.base
-        run = Run(base.positions.clone(), base.ends, base.masks, base.biases, stop_after=layer)
+        run = Run(
+            base.positions.clone(),
+            base.ends,
+            base.masks,
+            base.biases,
+            stop_after=layer,
+            hooks=base.hooks,
+        )
         run.edits = [(edit, Scope(0, frozenset((layer,))))]
         self.reference.run(self.comparison.sequence.ids, run)
         return kept[0] if kept else None
