@@ -95,6 +95,10 @@ class AuditRule(Rule):
                 f"The {where} changes its {what}, {size}{every} (step {step}: {place}{later}). The "
                 "audit takes the hook as it is and judges what follows with it."
             )
+        if hook.get("shape"):
+            layer = "" if hook["layer"] is None else f" of layer {hook['layer']}"
+            shape = AND_THERE.join(hook["shape"])
+            sentence += f" Through it the {hook['quantity']}{layer} {shape}."
         evidence = dict(hook)
         id_ = HOOK_ROWS if is_partial else HOOK
         positions, series = tuple(hook["positions"]), f"{hook['module']} {hook['where']}"

@@ -504,17 +504,28 @@ class ProgramAudit:
                         break  # the first choice has all of them
                 if best.divergence is None and (best is not first or chosen == number):
                     break
+        is_one = sum(bool(hooked.effects) for hooked in best.base.hooks) == 1
+        begins = self._begins(reference, first) if is_one else {}
         for hooked in best.base.hooks:
             what = (verdict.generation, hooked.hook.name, hooked.hook.where)
             if hooked.effects and what not in self._told:
                 self._told.add(what)
-                verdict.hooks.append(describe_hook(hooked, sequence.input_rows))
+                verdict.hooks.append(describe_hook(hooked, sequence.input_rows) | begins)
             if hooked.effects:
                 verdict.notes.append(
                     f"the {hooked.hook.kind} {hooked.hook.where} of {hooked.hook.name} is taken "
                     "as it is"
                 )
         return best
+
+    def _begins(self, reference: ReferenceModel, before: _Attempt) -> dict[str, Any]:
+        """Return where a difference began that hooks explain, and how the quantity differed."""
+        found = before.divergence
+        if found is None:
+            return {}
+        parts = reference, self._source, before.comparison, before.base, before.clean, found
+        name, layer = found.point
+        return {"quantity": name, "layer": layer, "shape": Unexplained(*parts).shape()}
 
     def _judge_shortened(
         self, reference: ReferenceModel, comparison: RowComparison, crop: int, verdict: Verdict

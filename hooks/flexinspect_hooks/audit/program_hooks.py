@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct, field
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
@@ -79,26 +80,29 @@ def code_text(function: Any) -> str:
 class HookSpan(Struct, frozen=True):
     """The rows of one forward of the program that a hook saw.
 
-    The rows `begin` to `end` of its `n_rows` are the positions `first` to `last` of the text, in
-    row `batch` of `n_batch`. `step` is the number of the forward.
+    `places` are the positions of the text whose rows stand for its rows: padding gets a copy of a
+    row. Those from row `begin` on are `own`. They are in row `batch` of `n_batch`, and `step` is
+    the number of the forward.
     """
 
     step: int
-    first: int
-    last: int
+    places: tuple[int, ...]
+    own: tuple[int, ...]
     begin: int
-    n_rows: int
     batch: int
     n_batch: int
-
-    def places(self) -> Tensor:
-        """Return the position whose row stands for each row (n_rows,): padding gets a copy."""
-        return (torch.arange(self.n_rows) - self.begin + self.first).clamp(0, self.last)
 
     @property
     def end(self) -> int:
         """The last row of the text."""
-        return self.begin + self.last - self.first
+        return self.begin + len(self.own) - 1
+
+    def among(self, known: Sequence[int]) -> HookSpan | None:
+        """Return the span with those positions only that are `known`, None if there is none."""
+        if len(known) == known[-1] + 1 > self.own[-1]:
+            return self  # all are
+        own = tuple(place for place in self.own if place in known)
+        return replace(self, places=own, own=own, begin=0) if own else None
 
 
 class HookEffect(Struct, frozen=True):
@@ -112,6 +116,10 @@ class HookEffect(Struct, frozen=True):
     batch_rows: tuple[int, ...]
     n_batch: int
     size: float
+
+
+_Call = Callable[[Tensor, Any, Any], Any]
+"""Calls a hook with the rows that it may change, and the arguments of its module."""
 
 
 class HookInReference(Struct):
@@ -131,9 +139,15 @@ class HookInReference(Struct):
     returns_tensor: bool = True
     is_checked: bool = False
     effects: dict[int, HookEffect] = field(default_factory=dict)
+    _n: int = 0
+    _logit_rows: Sequence[int] = ()
 
-    def install(self, module: nn.Module) -> Callable[[], None]:
-        """Put the hook on a module of the reference, and return what removes it."""
+    def install(self, module: nn.Module, n: int, logit_rows: Sequence[int]) -> Callable[[], None]:
+        """Put the hook on a module of the reference, and return what removes it.
+
+        The module gives rows of all `n` positions, or only those of `logit_rows`.
+        """
+        self._n, self._logit_rows = n, logit_rows
         if self.hook.is_pre:
             before = self._before()
             return module.register_forward_pre_hook(before, with_kwargs=True).remove
@@ -142,20 +156,19 @@ class HookInReference(Struct):
         return module.register_forward_hook(after, with_kwargs=True, prepend=first).remove
 
     def _before(self) -> Callable[..., Any]:
+        def call(given: Tensor, args: Any, kwargs: Any) -> Any:
+            args = (given, *args[1:]) if args else ()
+            if not self.hook.has_kwargs:
+                return self.hook.function(self.module, args)
+            kwargs = kwargs if args else kwargs | {"hidden_states": given}
+            pair = self.hook.function(self.module, args, kwargs)
+            return pair if pair is None else (pair[0] or (pair[1].get("hidden_states"),))
+
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            rows = args[0] if args else kwargs.get("hidden_states")
             if not args and not self.hook.has_kwargs:
                 return None  # the hook sees no tensor
-
-            def call(given: Tensor) -> Any:
-                some = (given, *args[1:]) if args else ()
-                more = kwargs if args else kwargs | {"hidden_states": given}
-                if not self.hook.has_kwargs:
-                    return self.hook.function(self.module, some)
-                pair = self.hook.function(self.module, some, more)
-                return pair if pair is None else (pair[0] or (pair[1].get("hidden_states"),))
-
-            changed = self._changed(rows, call)
+            rows = args[0] if args else kwargs.get("hidden_states")
+            changed = self._changed(rows, call, args, kwargs)
             if changed is None:
                 return None
             if args:
@@ -169,39 +182,48 @@ class HookInReference(Struct):
             rows = output[0] if isinstance(output, tuple) else output
             self.returns_tensor = not isinstance(output, tuple)
 
-            def call(given: Tensor) -> Any:
+            def call(given: Tensor, args: Any, kwargs: Any) -> Any:
                 whole = (given, *output[1:]) if isinstance(output, tuple) else given
-                if self.hook.has_kwargs:
-                    return self.hook.function(self.module, args, kwargs, whole)
-                return self.hook.function(self.module, args, whole)
+                more = (kwargs,) if self.hook.has_kwargs else ()
+                return self.hook.function(self.module, args, *more, whole)
 
-            changed = self._changed(rows, call)
+            changed = self._changed(rows, call, args, kwargs)
             if changed is None:
                 return None
             return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
         return after
 
-    def _changed(self, rows: Any, call: Callable[[Tensor], Any]) -> Tensor | None:
-        """Return rows (1, n, size) with the hook's change; None if it is made in them, or none."""
-        n = max((span.last for span in self.spans), default=0) + 1
-        if not isinstance(rows, Tensor) or rows.dim() != 3 or rows.shape[1] < n:
+    def _changed(self, rows: Any, call: _Call, args: Any, kwargs: Any) -> Tensor | None:
+        """Return rows (1, n, size) with the hook's change; None if it is made in them, or none.
+
+        Raises `ValueError` for a hook that is no function of its input.
+        """
+        if not isinstance(rows, Tensor) or rows.dim() != 3 or not self.spans:
+            return None
+        known = list(range(self._n)) if rows.shape[1] == self._n else sorted(self._logit_rows)
+        if rows.shape[1] != len(known):
             return None
         self.effects.clear()
         output, is_in_place = rows.clone(), False
         for span in self.spans:
-            given = rows[0, span.places().to(rows.device)].to(self.dtype)
-            given = given.expand(span.n_batch, -1, -1).clone()
-            before = given.clone()
+            part = span.among(known)
+            if part is None:
+                continue
+            given = self._given(rows, part, known)
+            some = tuple(self._given(one, part, known) for one in args)
+            more = {name: self._given(one, part, known) for name, one in kwargs.items()}
             with contextlib.redirect_stdout(io.StringIO()):
                 if not self.is_checked:
-                    self._check(call, given)
-                result = _first_tensor(call(given), given)
+                    self._check(call, given, some, more)
+                before = given.clone()
+                result = _first_tensor(call(given, some, more), given)
             is_in_place |= result is given
             change = (result - before).to(rows.dtype)
-            own = change[span.batch, span.begin : span.end + 1]
-            output[0, span.first : span.last + 1] += own
-            self._keep_effect(span, change, before)
+            own = change[part.batch, part.begin : part.end + 1]
+            places = [known.index(place) for place in part.own]
+            output[0, places] += own
+            self._keep_effect(part, change, before)
         self.is_checked = True
         if not self.effects:
             return None
@@ -210,12 +232,23 @@ class HookInReference(Struct):
             return None
         return output
 
-    def _check(self, call: Callable[[Tensor], Any], given: Tensor) -> None:
+    def _given(self, value: Any, span: HookSpan, known: list[int]) -> Any:
+        """Return the rows of one forward of a tensor, as the program's hook got them."""
+        is_rows = isinstance(value, Tensor) and value.dim() == 3
+        if not is_rows or value.shape[:2] != (1, len(known)):
+            return value
+        index = torch.tensor([known.index(place) for place in span.places], device=value.device)
+        rows = value[0, index]
+        rows = rows.to(self.dtype) if rows.is_floating_point() else rows
+        return rows.expand(span.n_batch, -1, -1).clone()
+
+    def _check(self, call: _Call, given: Tensor, args: Any, kwargs: Any) -> None:
         """Raise `ValueError` if the hook is no function of its input, as random numbers are not.
 
         The noise that limits are made of would have the hook's noise in it.
         """
-        one, other = (_first_tensor(call(copy), copy) for copy in (given.clone(), given.clone()))
+        copies = given.clone(), given.clone()
+        one, other = (_first_tensor(call(copy, args, kwargs), copy) for copy in copies)
         if not torch.equal(one, other):
             raise ValueError("The hook gives other values for the same input.")
 
@@ -223,11 +256,11 @@ class HookInReference(Struct):
         is_changed = (change != 0).any(-1)  # (batch, rows)
         if not bool(is_changed.any()):
             return
-        own = is_changed[span.batch, span.begin : span.end + 1]
+        own = is_changed[span.batch, span.begin : span.end + 1].tolist()
         norms = before.float().norm(dim=-1).clamp_min(1e-12)
         self.effects[span.step] = HookEffect(
             span.step,
-            tuple((own.nonzero().flatten() + span.first).tolist()),
+            tuple(place for place, changed in zip(span.own, own, strict=True) if changed),
             tuple(is_changed.any(1).nonzero().flatten().tolist()),
             span.n_batch,
             float((change.float().norm(dim=-1) / norms).max()),
@@ -258,8 +291,10 @@ def hook_spans(steps: Sequence[Any], hook: ProgramHook) -> Iterator[HookSpan]:
         begin, end = int(rows[0]), int(rows[-1])
         if last - first != end - begin:
             raise ValueError("The step has gaps.")
-        n_batch = len(evidence.ids)
-        yield HookSpan(evidence.step, first, last, begin, evidence.q_len, step.row, n_batch)
+        shift = first - begin
+        places = tuple(min(max(row + shift, 0), last) for row in range(evidence.q_len))
+        own = tuple(range(first, last + 1))
+        yield HookSpan(evidence.step, places, own, begin, step.row, len(evidence.ids))
 
 
 def describe_hook(hooked: HookInReference, columns: Sequence[int]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Unexplained(Struct, frozen=True):
 
     def facts(self) -> dict[str, Any]:
         """Return the circumstances of the divergence as the data of an event."""
-        swapped, reading, shape = self._swap(), self._reading(), self._shape()
+        swapped, reading, shape = self._swap(), self._reading(), self.shape()
         if swapped.differing and any(one.startswith(IS_NOISE) for one in shape):
             shape = []  # the module says more
         replaced = [*self._replaced(), *self._replaced_functions()][:_MAX_NAMES]
@@ -99,7 +99,7 @@ class Unexplained(Struct, frozen=True):
 
     # -- the quantity ------------------------------------------------------------------------------
 
-    def _shape(self) -> list[str]:
+    def shape(self) -> list[str]:
         """Return how the quantity differs: in all steps from the first one on, else in that one."""
         for chosen in self._spans():
             compared = self._compared(chosen)

@@ -50,6 +50,26 @@ def adds_to_the_keyword(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, kwargs | {"hidden_states": kwargs["hidden_states"] + ADDED}
 
 
+DOWN, UP = (
+    torch.linspace(-1, 1, 4 * 96).view(96, 4).sin(),
+    torch.linspace(-1, 2, 4 * 48).view(4, 48),
+)
+
+
+def adds_an_adapter(module: nn.Module, args: Any, output: Any) -> Any:
+    return output + args[0] @ DOWN @ UP
+
+
+def raises_logits(module: nn.Module, args: Any, output: Any) -> Any:
+    output[..., -1, 7] += 40
+    return output
+
+
+def silences_head_1(module: nn.Module, args: Any, output: Any) -> Any:
+    output[..., 12:24] = 0
+    return output
+
+
 def changes_row_0_in_place(module: nn.Module, args: Any, output: Any) -> Any:
     hidden = output[0]
     hidden[..., -1, :] += ADDED
@@ -115,6 +135,8 @@ MEANT = [
     ("model.layers.1.self_attn.q_proj", adds_to_all_rows),
     ("model.embed_tokens", adds_to_all_rows),
     ("model.norm", adds_to_all_rows),
+    ("model.layers.1.mlp.down_proj", adds_an_adapter),
+    ("lm_head", raises_logits),
 ]
 
 
@@ -157,6 +179,11 @@ def test_a_hook_that_leaves_out_batch_rows_is_a_warning(
     assert f"changes only {rows} of 3 in its output" in found.sentence
     assert f"It leaves {others} exactly as given" in found.sentence
     assert ("whose [0] is batch row 0" in found.sentence) == (rows == "batch row 0")
+
+
+def test_what_a_hook_makes_of_the_first_quantity_is_described(audit: Audit) -> None:
+    _, (found,), _ = run(audit, "model.layers.1.self_attn.q_proj", silences_head_1, n_batch=1)
+    assert "Through it the query of layer 1 differs only in head 1 of 4" in found.sentence
 
 
 @pytest.mark.parametrize("hook", [changes_nothing, adds_zeros])
