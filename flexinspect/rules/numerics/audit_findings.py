@@ -25,6 +25,7 @@ SCORE_MOD_EVENT, TRAINING_EVENT = "score-mod", "training-mode"
 
 REPRODUCED, UNEXPLAINED, TRAINING = "audit.reproduced", "audit.unexplained", "audit.training-mode"
 SCORE_MOD_HEADS = "audit.score-mod-heads"
+HOOK, HOOK_ROWS = "audit.hook", "audit.hook-rows"
 _MAX_NAMES = 12
 _MAX_TIES = 3
 
@@ -42,12 +43,14 @@ class AuditRule(Rule):
 
     name = "audit"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(REPRODUCED, UNEXPLAINED, TRAINING, SCORE_MOD_HEADS)
+    findings = finding_kinds(REPRODUCED, UNEXPLAINED, TRAINING, SCORE_MOD_HEADS, HOOK, HOOK_ROWS)
 
     def on_event(self, event: EventRecord) -> Findings:
         """Judge an audited generation."""
         if event.kind == AUDIT_EVENT and "by_kv_head" in event.data and not event.data["batch"]:
             yield self._by_kv_head(event, event.data["by_kv_head"])
+        for hook in event.data.get("hooks", ()) if event.kind == AUDIT_EVENT else ():
+            yield self._hook(event, hook)
         if event.kind == AUDIT_EVENT and "quantity" in event.data:
             yield self._linked(self._finding(event), event.data)
 
@@ -82,6 +85,40 @@ class AuditRule(Rule):
         )
         evidence = {"heads": wrong, "kv_heads": n_kv, "group": size}
         return self.finding(event, SCORE_MOD_HEADS, sentence, layers, evidence, series="heads")
+
+    def _hook(self, event: EventRecord, hook: Mapping[str, Any]) -> Finding:
+        rows, n_batch = list(hook["batch_rows"]), int(hook["n_batch"])
+        is_partial = len(rows) < n_batch
+        where = f"{hook['kind']} {hook['where']} on {hook['module']}"
+        what = "input" if "pre" in hook["kind"] else "output"
+        first, step = self.context.format_position(hook["positions"][0]), hook["step"]
+        n = len(hook["positions"])
+        place = first if n == 1 else f"{plural(n, 'position')} from {first} on"
+        size = f"by up to {hook['size']:.2g} of the row's norm"
+        more = int(hook["n_steps"]) - 1
+        later = f", and in {plural(more, 'later step')}" if more else ""
+        if is_partial:
+            sentence = (
+                f"The {where} changes only {_batch_rows(rows)} of {n_batch} in its {what}, {size} "
+                f"(step {step}: {place}{later}). It leaves {_batch_rows(_others(rows, n_batch))} "
+                "exactly as given, whatever the values are."
+            )
+            if rows == [0] and hook["returns_tensor"]:
+                sentence += " The module returns a tensor, whose [0] is batch row 0."
+        else:
+            every = "" if n_batch == 1 else f" of all {n_batch} batch rows"
+            sentence = (
+                f"The {where} changes its {what}, {size}{every} (step {step}: {place}{later}). The "
+                "audit takes the hook as it is and judges what follows with it."
+            )
+        if hook.get("shape"):
+            layer = "" if hook["layer"] is None else f" of layer {hook['layer']}"
+            shape = AND_THERE.join(hook["shape"])
+            sentence += f" Through it the {hook['quantity']}{layer} {shape}."
+        evidence = dict(hook)
+        id_ = HOOK_ROWS if is_partial else HOOK
+        positions, series = tuple(hook["positions"]), f"{hook['module']} {hook['where']}"
+        return self.finding(event, id_, sentence, (), evidence, positions=positions, series=series)
 
     def _report(self, event: EventRecord, id_: str, sentence: str) -> Finding:
         data = event.data
@@ -143,6 +180,15 @@ class AuditRule(Rule):
         tried = plural(int(data.get("n_tried", 0)), "fault")
         is_cut = " before the time was used up" if data.get("cut") else ""
         return f"{sentence} None of {tried} that were tried{is_cut} gives these numbers."
+
+
+def _others(rows: Sequence[int], n_batch: int) -> list[int]:
+    return [row for row in range(n_batch) if row not in rows]
+
+
+def _batch_rows(rows: Sequence[int]) -> str:
+    listed = ", ".join(map(str, rows[:_MAX_NAMES])) + (", …" if len(rows) > _MAX_NAMES else "")
+    return f"batch row {listed}" if len(rows) == 1 else f"the batch rows {listed}"
 
 
 def _shape_text(data: Mapping[str, Any], facts: Mapping[str, Any]) -> str:

@@ -40,6 +40,7 @@ from flexinspect_hooks.audit.forward_run import (
     output_projection,
 )
 from flexinspect_hooks.audit.held_weights import HeldWeights
+from flexinspect_hooks.audit.program_hooks import ProgramHook, hooks_of
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.capture.model_layers import cross_attention, decoder_stack
@@ -93,7 +94,8 @@ class StepEvidence(Struct):
     `is_quantised` says that it keeps keys and values in a smaller dtype. `pool` are the keys of the
     first call, if it has more than there are tokens. Of a batch, `keys_before` and `keys_after` are
     the newest keys in the cache at the beginning and the end, see `beams`. `encoder` is that of a
-    model with an encoder. `cached` is what each layer read.
+    model with an encoder. `cached` is what each layer read. `hooks` are the program's own, as of
+    the first steps of the generation.
 
     Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
     (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
@@ -122,6 +124,7 @@ class StepEvidence(Struct):
     keys_after: Tensor | None = None
     encoder: EncoderInput | None = None
     cached: dict[int, CachedLayer] = field(default_factory=dict)
+    hooks: tuple[ProgramHook, ...] = ()
 
 
 class EvidenceStore:
@@ -207,6 +210,7 @@ class EvidenceHook(Hook):
         self._has_encoder = False
         self._encoder_arguments: dict[str, Any] = {}
         self._encoder: EncoderInput | None = None
+        self._hooks: tuple[ProgramHook, ...] = ()
         if context.evidence is None:
             return
         encoder = watch_encoder(context.model)
@@ -304,6 +308,9 @@ class EvidenceHook(Hook):
             is_training=bool(self._context.model.training),
             has_gradients=torch.is_grad_enabled(),
         )
+        if step.step < DETAILED_STEPS:  # hooks that come later are not looked for
+            self._hooks = hooks_of(self._context.model)
+        self._pending.hooks = self._hooks
         cache = arguments.get("past_key_values")
         self._cache, self._pending.cache = cache, _identity(cache)
         self._pending.is_quantised = _is_quantised(cache)

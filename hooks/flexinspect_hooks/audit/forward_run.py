@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
+from flexinspect_hooks.audit.program_hooks import HookInReference
 
 Point = tuple[str, int | None]
 """What is compared, and its layer: see `QUANTITIES`."""
@@ -43,7 +44,8 @@ class Run(Struct):
     random changes at every point. `stop_after` ends the forward after a layer. `encoder` is what
     the encoder of the model reads, if it has one. `experts` are those that the rows of a layer go
     to, if not their own, and rows (layer, row) in `other_experts` go to the next best one in place
-    of the last. The routers' own choices are left in `routes`.
+    of the last. The routers' own choices are left in `routes`. `hooks` are those of
+    the program that are taken as they are.
     """
 
     positions: Tensor
@@ -57,6 +59,7 @@ class Run(Struct):
     encoder: EncoderInput | None = None
     experts: Mapping[int, Tensor] = field(default_factory=dict)
     other_experts: tuple[tuple[int, int], ...] = ()
+    hooks: Sequence[HookInReference] = ()
     routes: dict[int, ExpertChoice] = field(default_factory=dict)
     values: dict[Point, Tensor] = field(default_factory=dict)
     layer: int = -1

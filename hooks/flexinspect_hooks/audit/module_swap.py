@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import PurePath
 from typing import Any, cast
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.difference_shape import ComparedTensors, describe_difference
 from flexinspect_hooks.audit.expert_routing import is_router
 from flexinspect_hooks.audit.forward_run import Run
 from flexinspect_hooks.audit.module_shape import describe_module
+from flexinspect_hooks.audit.program_hooks import code_text, hooks_of
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.unrecorded import unrecorded
-from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
 
 _MAX_ROWS = 256
-_OWN = ("flexinspect", "torch.", "accelerate.", "transformers.")
 
 
 class ModuleDifference(Struct, frozen=True):
@@ -221,7 +220,7 @@ def _module_inputs(
         if name and not name.startswith(others) and name not in _whole(reference)
     ]
     try:
-        run = Run(base.positions.clone(), base.ends, base.masks, base.biases, encoder=base.encoder)
+        run = replace(base, positions=base.positions.clone(), values={}, routes={})
         reference.run(ids, run, [len(ids) - 1])
     finally:
         for one in removes:
@@ -248,25 +247,9 @@ def replaced_code(program: nn.Module, names: Sequence[str]) -> Mapping[str, str]
     return found
 
 
-def code_text(function: Any) -> str:
-    """Return the name and the line of a function of the program, empty for one of a library."""
-    function = getattr(function, "__func__", function)
-    function = getattr(function, "func", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ""
-    return f"{function.__qualname__} at {PurePath(code.co_filename).name}:{code.co_firstlineno}"
-
-
 def own_hooks(program: nn.Module, others: Sequence[str]) -> Iterator[str]:
     """Yield the hooks that the program put on its modules, but not those in `others`."""
-    for name, module in program.named_modules():
-        if any(name == one or name.startswith(f"{one}.") for one in others):
-            continue
-        for attribute in MODULE_HOOKS:
-            for hook in getattr(module, attribute, {}).values():
-                if str(getattr(hook, "__module__", "")).startswith(_OWN):
-                    continue
-                kind = "pre-hook" if "pre" in attribute else "hook"
-                where = code_text(hook) or type(hook).__name__
-                yield f"{name or 'the model'} has a forward {kind} ({where})"
+    for hook in hooks_of(program):
+        name = hook.name
+        if not any(name == one or name.startswith(f"{one}.") for one in others):
+            yield f"{name or 'the model'} has a {hook.kind} ({hook.where})"

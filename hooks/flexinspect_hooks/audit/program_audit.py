@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
 from flexinspect_hooks.audit.held_weights import MAX_HELD_SHARE, free_bytes
 from flexinspect_hooks.audit.hypotheses import load_hypotheses
 from flexinspect_hooks.audit.probe import FaultProbe
+from flexinspect_hooks.audit.program_hooks import HookInReference, describe_hook, hook_choices
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.rejected_drafts import find_rejected, rows_of_proposals
 from flexinspect_hooks.audit.row_comparison import (
@@ -42,7 +44,7 @@ from flexinspect_hooks.audit.row_comparison import (
     noise_limits,
 )
 from flexinspect_hooks.audit.score_mods import additive_bias, heads_of_other_groups
-from flexinspect_hooks.audit.search import Search, SearchResult
+from flexinspect_hooks.audit.search import MIN_GAIN, Search, SearchResult
 from flexinspect_hooks.audit.shortened_cache import explain_shortened
 from flexinspect_hooks.audit.slot_layout import find_slots
 from flexinspect_hooks.audit.token_choice import ChoiceReader, ChosenToken, crossed_rows
@@ -100,6 +102,8 @@ class Verdict(Struct):
     """The rule by which tokens were chosen, see `ChoiceReader`."""
     is_beam: bool = False
     """Whether the divergence is a cache row of another beam."""
+    hooks: list[dict[str, Any]] = field(default_factory=list)
+    """What hooks of the program changed, see `describe_hook`."""
     by_kv_head: dict[str, Any] | None = None
     """Query heads whose score_mod is that of another group of heads, and the layers."""
 
@@ -116,6 +120,7 @@ class _Attempt(Struct, frozen=True):
     divergence: Divergence | None
     largest: float
     router_noise: Mapping[int, float]
+    dtype: torch.dtype
 
 
 class ProgramAudit:
@@ -142,6 +147,10 @@ class ProgramAudit:
         self._agreeing: list[BeamRow] = []
         self._choices: list[list[ChosenToken]] = []
         """Of the batch rows of a generation."""
+        self._hook_choice: dict[int, int] = {}
+        """Generations whose hooks are taken into the reference, and the number of the choice."""
+        self._told = set[tuple[int, str, str]]()
+        """Generations and hooks that were reported: batch rows share them."""
 
     def run(self) -> list[Verdict]:
         """Return a verdict per generation and batch row, in order.
@@ -342,6 +351,8 @@ class ProgramAudit:
         verdict: Verdict,
     ) -> None:
         first, masks = self._best_attempt(reference, sequence, masks, biases, verdict)
+        if first.divergence is not None or verdict.generation in self._hook_choice:
+            first = self._with_hooks(reference, sequence, masks, biases, first, verdict)
         comparison, found = first.comparison, first.divergence
         if first.base.other_experts:
             verdict.notes.append(describe_other(first.base.other_experts))
@@ -364,12 +375,13 @@ class ProgramAudit:
             return
         if found is None:
             rejected = None
-            if rows_of_proposals(sequence) and masks.kind == "own" and not biases:
+            is_plain = not biases and not first.base.hooks
+            if rows_of_proposals(sequence) and masks.kind == "own" and is_plain:
                 rejected = find_rejected(reference, comparison, first.clean)
             if rejected is not None:
                 verdict.divergence, verdict.search = rejected
                 verdict.pos = sequence.input_rows[rejected[0].row]
-            elif not masks.base and not biases:
+            elif not masks.base and is_plain:
                 self._agreeing.append(BeamRow(comparison, first.clean, first.largest))
             return
         probe = self._probe(reference, sequence, masks, comparison, found)
@@ -468,6 +480,7 @@ class ProgramAudit:
         generation: int,
         *,
         positions: torch.Tensor | None = None,
+        hooks: Sequence[HookInReference] = (),
     ) -> _Attempt:
         """Compare a sequence with the reference under some masks and positions (1, rows)."""
         ids = sequence.ids
@@ -475,7 +488,7 @@ class ProgramAudit:
             positions = torch.arange(len(ids))[None]
         positions = positions.to(reference.device)
         ends = sequence.ends().to(reference.device)
-        base = Run(positions, ends, masks.base, biases, encoder=sequence.encoder)
+        base = Run(positions, ends, masks.base, biases, encoder=sequence.encoder, hooks=hooks)
         last = [int(step.positions[-1]) for step in sequence.steps]
         proposals = rows_of_proposals(sequence)[:MAX_LOGIT_ROWS]
         half = MAX_LOGIT_ROWS // 2
@@ -493,8 +506,70 @@ class ProgramAudit:
         settled = settle(reference, comparison, base, clean, noise)
         largest = comparison.agreement(settled.values, comparison.steps, None)[0]
         return _Attempt(
-            settled.base, settled.values, comparison, settled.divergence, largest, noise
+            settled.base, settled.values, comparison, settled.divergence, largest, noise, dtype
         )
+
+    def _with_hooks(
+        self,
+        reference: ReferenceModel,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        biases: dict[int, torch.Tensor],
+        first: _Attempt,
+        verdict: Verdict,
+    ) -> _Attempt:
+        """Take the program's hooks into the reference, if more of the run agrees with them.
+
+        Those of batch row 0 act in the other rows, too, where they may show in the logits only.
+        """
+        known, dtype = [name for name, _ in reference.model.named_modules() if name], first.dtype
+        best, chosen = first, self._hook_choice.get(verdict.generation)
+        with suppress(Exception):  # code of the program may need a state that is gone
+            choices = hook_choices(sequence.steps, self._source.root(), known, dtype)
+            for number, hooks in enumerate(choices):
+                if time.perf_counter() > self._deadline:
+                    break
+                if chosen not in (None, number) and first.divergence is None:
+                    continue
+                with suppress(Exception):
+                    now = self._attempt(
+                        reference,
+                        sequence,
+                        masks,
+                        biases,
+                        verdict.generation,
+                        positions=first.base.positions,
+                        hooks=hooks,
+                    )
+                    if _is_explained(best, now):
+                        best = now
+                        self._hook_choice.setdefault(verdict.generation, number)
+                    if not any(hooked.effects for hooked in hooks):
+                        break  # the first choice has all of them
+                if best.divergence is None and (best is not first or chosen == number):
+                    break
+        is_one = sum(bool(hooked.effects) for hooked in best.base.hooks) == 1
+        begins = self._begins(reference, first) if is_one else {}
+        for hooked in best.base.hooks:
+            what = (verdict.generation, hooked.hook.name, hooked.hook.where)
+            if hooked.effects and what not in self._told:
+                self._told.add(what)
+                verdict.hooks.append(describe_hook(hooked, sequence.input_rows) | begins)
+            if hooked.effects:
+                verdict.notes.append(
+                    f"the {hooked.hook.kind} {hooked.hook.where} of {hooked.hook.name} is taken "
+                    "as it is"
+                )
+        return best
+
+    def _begins(self, reference: ReferenceModel, before: _Attempt) -> dict[str, Any]:
+        """Return where a difference began that hooks explain, and how the quantity differed."""
+        found = before.divergence
+        if found is None:
+            return {}
+        parts = reference, self._source, before.comparison, before.base, before.clean, found
+        name, layer = found.point
+        return {"quantity": name, "layer": layer, "shape": Unexplained(*parts).shape()}
 
     def _judge_shortened(
         self, reference: ReferenceModel, comparison: RowComparison, crop: int, verdict: Verdict
@@ -537,6 +612,7 @@ class ProgramAudit:
             noise=noise,
             generator=self._noise,
             encoder=base.encoder,
+            hooks=base.hooks,
             experts={layer: route.experts for layer, route in base.routes.items()},
         )
         reference.run(ids, run, rows)
@@ -550,6 +626,7 @@ class ProgramAudit:
             masks=base.masks,
             biases=base.biases,
             encoder=base.encoder,
+            hooks=base.hooks,
             experts={layer: route.experts for layer, route in base.routes.items()},
         )
         self._reference(dtype).run(ids, run, rows)
@@ -641,6 +718,19 @@ def _crop_before(sequence: FedSequence, generation: int, found: Divergence | Non
     return crops[0][1] if crops[0][0] == generation else 0
 
 
+def _is_explained(before: _Attempt, now: _Attempt) -> bool:
+    """Whether the hooks of an attempt explain what differed before, by far and not by its limit."""
+    found = before.divergence
+    if found is None:
+        return now.divergence is None
+    if not _later(now.divergence, found):
+        return False
+    step = now.comparison.step_of(found)
+    differences = now.comparison.differences(step, now.clean)
+    left = max((float(d.max()) for point, d, _ in differences if point == found.point), default=0.0)
+    return left * MIN_GAIN <= found.difference
+
+
 def _later(one: Divergence | None, other: Divergence) -> bool:
     """Whether `one` lies after `other`, or there is none."""
     if one is None:
@@ -662,6 +752,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
     }
     if verdict.by_kv_head is not None:
         data["by_kv_head"] = verdict.by_kv_head
+    if verdict.hooks:
+        data["hooks"] = verdict.hooks
     if verdict.divergence is not None:
         data |= describe(verdict.divergence) | {"facts": verdict.facts, "pos": verdict.pos}
     if verdict.search is not None:

@@ -343,7 +343,7 @@ class ReferenceModel:
             # Without `position_ids`, which such a model does not take.
             arguments = self.encoder_runner.arguments(run) | {"use_cache": False}
         arguments["input_ids" if self.encoder_runner is None else "decoder_input_ids"] = table
-        with self._active(run), torch.no_grad():
+        with self._active(run, logit_rows or [len(ids) - 1]), torch.no_grad():
             try:
                 # `forward` itself: the root's own call may be watched.
                 output = self.model.forward(**arguments)
@@ -358,10 +358,13 @@ class ReferenceModel:
         return run.values
 
     @contextmanager
-    def _active(self, run: Run) -> Iterator[None]:
+    def _active(self, run: Run, logit_rows: Sequence[int]) -> Iterator[None]:
         before = active_run()
         set_active_run((self, run))
         with ExitStack() as stack:
+            for hooked in run.hooks:
+                module = self.model.get_submodule(hooked.hook.name)
+                stack.callback(hooked.install(module, run.positions.shape[1], logit_rows))
             for edit, _ in run.edits:
                 for name, value in edit.config.items():
                     stack.callback(setattr, self.config, name, getattr(self.config, name, None))

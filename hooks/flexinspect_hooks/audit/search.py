@@ -348,7 +348,7 @@ def _run_with_prefix(
     """Return the values of `ids` with other ids before them."""
     n = len(prefix)
     positions = torch.arange(n + len(ids), device=reference.device)[None]
-    whole = replace(run, positions=positions, masks={}, biases={}, edits=())
+    whole = replace(run, positions=positions, masks={}, biases={}, edits=(), hooks=())
     values = reference.run([*prefix, *ids], whole, [row + n for row in rows])
     cut = {}
     for point, tensor in values.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 from torch import Tensor
 
 from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
@@ -179,7 +180,7 @@ class ChoiceReader(Struct, frozen=True):
             return None
         rows = [row for row in range(choice.position - _ROWS_BEFORE, choice.position) if row >= 0]
         base = self.base
-        run = Run(base.positions.clone(), base.ends, base.masks, base.biases, encoder=base.encoder)
+        run = replace(base, positions=base.positions.clone(), values={}, routes={})
         logits = self.reference.run(sequence.ids, run, rows)[LOGITS, None][0]
         for row, table in zip(reversed(rows), reversed(list(logits)), strict=True):
             if int(table.argmax()) == choice.token:

@@ -37,12 +37,12 @@ from flexinspect_hooks.audit.forward_run import (
 )
 from flexinspect_hooks.audit.module_swap import (
     SwapResult,
-    code_text,
     compare_modules,
     own_hooks,
     replaced_code,
 )
 from flexinspect_hooks.audit.position_reading import RotatedRows, read_positions
+from flexinspect_hooks.audit.program_hooks import code_text
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.rotary_tables import frequencies_of
 from flexinspect_hooks.audit.row_comparison import Divergence, RowComparison
@@ -87,7 +87,7 @@ class Unexplained(Struct, frozen=True):
 
     def facts(self) -> dict[str, Any]:
         """Return the circumstances of the divergence as the data of an event."""
-        swapped, reading, shape = self._swap(), self._reading(), self._shape()
+        swapped, reading, shape = self._swap(), self._reading(), self.shape()
         if swapped.differing and any(one.startswith(IS_NOISE) for one in shape):
             shape = []  # the module says more
         replaced = [*self._replaced(), *self._replaced_functions()][:_MAX_NAMES]
@@ -114,7 +114,7 @@ class Unexplained(Struct, frozen=True):
 
     # -- the quantity ------------------------------------------------------------------------------
 
-    def _shape(self) -> list[str]:
+    def shape(self) -> list[str]:
         """Return how the quantity differs: in all steps from the first one on, else in that one."""
         for chosen in self._spans():
             compared = self._compared(chosen)
@@ -208,7 +208,14 @@ class Unexplained(Struct, frozen=True):
             children[pair[1]].register_forward_hook(keep_output("the MLP's output")),
         ]
         base = self.base
-        run = Run(base.positions.clone(), base.ends, base.masks, base.biases, stop_after=layer)
+        run = Run(
+            base.positions.clone(),
+            base.ends,
+            base.masks,
+            base.biases,
+            stop_after=layer,
+            hooks=base.hooks,
+        )
         try:
             self.reference.run(self.comparison.sequence.ids, run)
         finally:
@@ -363,7 +370,14 @@ class Unexplained(Struct, frozen=True):
 
         edit = ForwardEdit(name="", sentence="", rope=none)
         base = self.base
-        run = Run(base.positions.clone(), base.ends, base.masks, base.biases, stop_after=layer)
+        run = Run(
+            base.positions.clone(),
+            base.ends,
+            base.masks,
+            base.biases,
+            stop_after=layer,
+            hooks=base.hooks,
+        )
         run.edits = [(edit, Scope(0, frozenset((layer,))))]
         self.reference.run(self.comparison.sequence.ids, run)
         return kept[0] if kept else None

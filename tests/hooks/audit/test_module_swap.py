@@ -62,10 +62,14 @@ def test_a_module_with_another_forward_is_named_with_what_it_computes(
     assert f"{forward.__name__} at test_module_swap.py:" in finding.sentence
 
 
-def test_a_hook_of_the_program_is_named_where_all_modules_are_right(audit: Audit) -> None:
-    model = make_model("llama")
+def test_a_hook_that_does_nothing_any_more_is_named_where_all_modules_are_right(
+    audit: Audit,
+) -> None:
+    model, calls = make_model("llama"), iter(range(3))
 
     def steer(module: nn.Module, args: Any, output: Any) -> Any:
+        if next(calls, None) is None:
+            return output
         return output + 1 if isinstance(output, Tensor) else (output[0] + 1, *output[1:])
 
     model.model.layers[1].register_forward_hook(steer)
