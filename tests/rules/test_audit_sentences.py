@@ -28,8 +28,7 @@ FOUND: dict[str, Any] = {
         (["a"], "It is one of 2 faults that give these numbers: a forward a gives them, too."),
         (
             [*"abcd"],
-            "It is one of 5 faults that give these numbers: a forward a, or b, or c, … gives them, "
-            "too.",
+            "one of 5 faults that give these numbers: a forward a, or b, or c, … gives them, too.",
         ),
     ],
     ids=["an earlier trace", "none", "one", "four"],
