@@ -147,7 +147,7 @@ class Search:
                 if found.is_certain:
                     best = self._with_ties(found, edits[n:])
                     break
-            elif found is not None and best is not None and _is_tie(found, best):
+            elif found is not None and best is not None and self._is_tie(found, best):
                 best = replace(best, ties=(*best.ties, edit.sentence))
         if best is not None and not best.is_complete:
             best, cut = self._combine(best, edits)
@@ -162,9 +162,23 @@ class Search:
             if time.perf_counter() > deadline:
                 break
             found = self._try((edit,))
-            if found is not None and _is_tie(found, best):
+            if found is not None and self._is_tie(found, best):
                 best = replace(best, ties=(*best.ties, edit.sentence))
         return best
+
+    def _is_tie(self, found: Explanation, best: Explanation) -> bool:
+        """Whether another fault explains as much, as closely, and is not the same in other words.
+
+        It is the same where it gives the same forward, bit by bit.
+        """
+        is_close = found.difference <= MIN_GAIN * max(best.difference, _ROUNDING)
+        if _rank(found) != _rank(best) or not is_close:
+            return False
+        one, other = (
+            self._run([(each.edits[0], self._scope(each.layers))], stop_after=self._at.point[1])
+            for each in (found, best)
+        )
+        return any(not torch.equal(tensor, other[point]) for point, tensor in one.items())
 
     def _count_heads(self, sentence: str, values: dict[Point, Tensor]) -> None:
         """Keep the heads that agree with a forward, if they are more than half and the most yet."""
@@ -330,12 +344,6 @@ def _rank(found: Explanation | None) -> tuple[Any, ...]:
     # Equal agreement: the fault in all layers, then fewer faults.
     is_general = found.layers is None
     return (found.agree, found.later, found.inside, is_general, -len(found.edits))
-
-
-def _is_tie(found: Explanation, best: Explanation) -> bool:
-    """Whether another fault explains as much, as closely."""
-    is_close = found.difference <= MIN_GAIN * max(best.difference, _ROUNDING)
-    return _rank(found) == _rank(best) and is_close
 
 
 def _run_with_prefix(
