@@ -95,7 +95,7 @@ def test_batch_rows_with_one_fault_have_one_finding(audit: Audit) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, 40])
-def test_hooks_that_add_a_low_rank_change_to_linear_modules_are_an_adapter(
+def test_a_hook_that_adds_a_low_rank_change_is_said_to_be_like_an_adapter(
     audit: Audit, rank: int
 ) -> None:
     model = make_model("llama")
@@ -103,9 +103,8 @@ def test_hooks_that_add_a_low_rank_change_to_linear_modules_are_an_adapter(
     down, up = torch.randn(module.in_features, rank), torch.randn(rank, module.out_features)
     module.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
     _, (finding,), _ = audit(model, lambda: model(torch.tensor([ids(30, 3)])))
-    is_adapter = rank == 2
-    assert finding.severity is (Severity.NOTE if is_adapter else Severity.WARNING)
-    assert ("as those of an adapter do" in finding.sentence) is is_adapter
+    assert (finding.id, finding.severity) == ("audit.hook", Severity.NOTE)
+    assert ("as an adapter of that rank gives" in finding.sentence) is (rank == 2)
 
 
 def test_layers_with_buffers_of_their_own_are_not_judged(audit: Audit) -> None:
@@ -465,7 +464,9 @@ def test_a_fault_beside_a_module_of_the_program_is_found(audit: Audit) -> None:
     model = make_model("llama")
     attention = model.model.layers[1].self_attn
     attention.o_proj = Int8(attention.o_proj)
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda states: own(states) * 1.5
     _, findings, _ = audit(model, lambda: decode(model))
     assert len(findings) == 1
     assert findings[0].layer == 0
