@@ -42,12 +42,13 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 class _Made(Struct):
-    """The blocks of a model's parameters by name, and how often each had been written to.
+    """The blocks and shapes of a model's parameters by name, and how often each was written to.
 
     `owners` are the parameters themselves: an adapter may hold one under another name.
     """
 
     blocks: dict[str, Tensor]
+    shapes: dict[str, torch.Size]
     versions: dict[str, int]
     owners: dict[int, tuple[weakref.ref[nn.Parameter], str]]
     n_compared: int = 0
@@ -101,7 +102,8 @@ class MadeWeights:
         named = dict(model.named_parameters())
         if named and not any(one.is_meta for one in named.values()):
             owners = {id(one): (weakref.ref(one), name) for name, one in named.items()}
-            self._made[model] = _Made(_blocks(named), _versions(named), owners)
+            shapes = {name: one.shape for name, one in named.items()}
+            self._made[model] = _Made(_blocks(named), shapes, _versions(named), owners)
             self._writes.follow(model)
 
     def changed(self, model: nn.Module) -> dict[str, Any] | None:
@@ -149,7 +151,9 @@ def _facts(made: _Made, model: nn.Module) -> tuple[dict[str, Any], dict[str, Del
         owner, known = made.owners.get(id(one), (None, name))
         is_own = owner is not None and owner() is one
         # A vector of another module, such as a norm of another class, may mean something else.
-        if known in made.blocks and not one.is_meta and (is_own or one.dim() > 1):
+        # A table that was resized has other rows in its block.
+        has_block = known in made.blocks and one.shape == made.shapes[known] and not one.is_meta
+        if has_block and (is_own or one.dim() > 1):
             same[known] = one
     blocks, versions = _blocks(same), _versions(same)
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -15,6 +15,8 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 _MAX_PAIRS = 4096
+_MIN_ROWS = 0.5
+"""The part of the rows of a table that an adapter changes at least."""
 _SIMILAR = 0.999
 """The cosine of two deltas that are the same but for a factor and rounding."""
 
@@ -91,7 +93,10 @@ def _tied_changes(model: nn.Module, deltas: Mapping[str, Delta]) -> Iterator[dic
         names.setdefault(id(one), []).append(name)
     for same in names.values():
         changed = next((name for name in same if name in deltas), None)
-        if len(same) > 1 and changed is not None and deltas[changed].rank:
+        if len(same) < 2 or changed is None or not deltas[changed].rank:
+            continue
+        # A few rows, such as that of the padding, are set on purpose, and have a low rank as well.
+        if deltas[changed].gap.any(1).float().mean() > _MIN_ROWS:
             yield {"names": same, "rank": deltas[changed].rank}
 
 

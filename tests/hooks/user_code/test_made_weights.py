@@ -128,3 +128,21 @@ def test_adapters_of_one_rank_whose_sizes_differ_by_no_whole_factor_are_not_unev
     assert uneven_layer([*even, _change(4, 0.066)]) is None
     assert uneven_layer([*even, _change(4, 0.25)]) is None
     assert uneven_layer([*even, _change(4, 0.4)]) is not None
+
+
+def test_a_table_that_was_resized_is_not_compared(made: MadeWeights) -> None:
+    model = make_model("llama", vocab_size=2000)
+    model.resize_token_embeddings(2001, mean_resizing=False)
+    assert made.changed(model) is None
+
+
+@pytest.mark.parametrize("rows", [[-1], range(2000)], ids=["the padding", "all rows"])
+def test_an_adapter_changes_most_rows_of_a_tied_table(made: MadeWeights, rows: list[int]) -> None:
+    model = make_model("llama", vocab_size=2000, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    change = torch.randn(len(rows), 2) @ torch.randn(2, 48)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[list(rows)] += change
+    facts = made.changed(model)
+    assert facts is not None
+    assert bool(facts.get("tied")) is (len(rows) > 1)
