@@ -14,6 +14,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from flexinspect_hooks.capture.quiet_modules import quiet_module
+
 _MAX_PAIRS = 4096
 _SIMILAR = 0.999
 """The cosine of two deltas that are the same but for a factor and rounding."""
@@ -78,7 +80,8 @@ def _gain(module: Any) -> float:
     n = module.weight.numel()
     signs = torch.ones(1, 2, n, device=module.weight.device, dtype=module.weight.dtype)
     signs[..., ::2] = -1  # normalized already
-    return round(float(module(signs)[..., 1].abs().mean()), 1)
+    with quiet_module(module):
+        return round(float(module(signs)[..., 1].abs().mean()), 1)
 
 
 # -- tied weights ----------------------------------------------------------------------------------

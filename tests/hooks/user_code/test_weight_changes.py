@@ -51,6 +51,19 @@ def test_a_norm_with_the_neutral_weight_of_another_kind_has_a_wrong_gain(
     assert (norm["weight"], norm["gain"]) == (neutral, 2.0 if neutral else 0.0)
 
 
+def test_the_gain_of_a_norm_is_read_without_the_hooks_of_the_program(made: MadeWeights) -> None:
+    model, seen = make_model("llama", num_hidden_layers=3), list[str]()
+    with torch.no_grad():
+        for one, weight in model.named_parameters():
+            if "norm" in one:
+                weight.normal_(0.5, 0.2)
+        norm = model.model.layers[1].post_attention_layernorm
+        norm.weight.fill_(0.0)
+    norm.register_forward_hook(lambda *_: seen.append("norm"))
+    (found,) = facts_of(made, model)["norms"]
+    assert (found["gain"], seen) == (0.0, [])
+
+
 def test_norms_that_all_are_neutral_are_not_reported(made: MadeWeights) -> None:
     model = make_model("llama")
     with torch.no_grad():
