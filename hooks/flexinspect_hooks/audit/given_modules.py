@@ -7,10 +7,12 @@ layer. What such a module computes is not judged, but all steps around it are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from flexinspect_hooks.capture.quiet_modules import quiet_module
 
 _LIBRARIES = ("torch.", "transformers.")
 _ROWS = 5
@@ -26,11 +28,17 @@ class GivenModule(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._call: Any = module.forward
+        # In a tuple, of which the module is no child.
+        self._held, self._call = (module,), cast(Any, module.forward)
         self._dtype = own_dtype(module)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the output for (..., inputs), in the dtype of the rows."""
+        with quiet_module(self._held[0]):
+            return self.call(rows)
+
+    def call(self, rows: Tensor) -> Tensor:
+        """Do the same, but as the program would: with the hooks inside and the mode of now."""
         given = rows if self._dtype is None else rows.to(self._dtype)
         output: Tensor = self._call(given)
         return output.to(rows.dtype)
@@ -92,9 +100,10 @@ def _is_of_rows(given: GivenModule, module: nn.Module, width: int) -> bool:
         return False
     maker = torch.Generator().manual_seed(0)
     rows = torch.randn(1, _ROWS, width, generator=maker).to(device)
-    with torch.no_grad():
+    # One block for all calls: each block begins with the same random numbers.
+    with quiet_module(module):
         try:
-            whole, again, alone = given(rows), given(rows), given(rows[:, :1])
+            whole, again, alone = given.call(rows), given.call(rows), given.call(rows[:, :1])
         except Exception:  # a module of the program may be of any kind
             return False
     if whole.shape[:2] != (1, _ROWS) or not torch.equal(whole, again):

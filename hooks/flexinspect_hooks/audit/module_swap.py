@@ -23,6 +23,7 @@ from flexinspect_hooks.audit.module_shape import describe_module
 from flexinspect_hooks.audit.program_hooks import code_text, hooks_of
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.unrecorded import unrecorded
+from flexinspect_hooks.capture.quiet_modules import quiet_module
 
 _MAX_ROWS = 256
 
@@ -152,15 +153,15 @@ def _run_alone(module: nn.Module, given: Tensor) -> tuple[Tensor, dict[str, Tens
 
         return hook
 
-    inside = [(name, one) for name, one in module.named_modules() if name]
-    removes = [one.register_forward_pre_hook(keep(name)) for name, one in inside]
     dtype = next(module.parameters(), given).dtype
-    try:
-        with torch.no_grad():
+    with quiet_module(module):
+        inside = [(name, one) for name, one in module.named_modules() if name]
+        removes = [one.register_forward_pre_hook(keep(name)) for name, one in inside]
+        try:
             output = module(given.to(dtype) if given.is_floating_point() else given)
-    finally:
-        for one in removes:
-            one.remove()
+        finally:
+            for one in removes:
+                one.remove()
     return whole_output(output), inner
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.given_modules import is_of_program, own_dtype, own_tensors
+from flexinspect_hooks.capture.quiet_modules import quiet_module
 
 _TOP = (7, 127)
 """The largest codes of symmetric integers with 4 and 8 bits."""
@@ -96,7 +97,7 @@ def _weight_columns(module: Any, n: int, places: Tensor) -> Tensor:
     device, dtype = next(own_tensors(module)).device, own_dtype(module) or torch.float32
     rows = torch.zeros(1, len(places) + 1, n, device=device, dtype=dtype)
     rows[0, torch.arange(len(places)), places] = _SIZE  # the last row gives the bias
-    with torch.no_grad():
+    with quiet_module(module):
         output = module.forward(rows)[0].double()
     found: Tensor = (output[:-1] - output[-1]).T / _SIZE
     return found

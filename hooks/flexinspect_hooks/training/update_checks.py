@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flexinspect.core.text import plural
 from flexinspect_hooks.python_internals.torch_private import tensor_version
@@ -90,26 +91,44 @@ class OutsideCheck:
 
     It sees operations in place. Those through `.data`, which loops use to average or to exchange
     weights, do not count up the version of a parameter.
+
+    To find other optimizers all objects of the process are looked at, which takes a part of a
+    second. So the answer for a parameter is kept, and after the first failure nothing is compared:
+    a loop that clamps its weights changes them in each step.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[NamedParameter, int | None]] = []
+        self._has_failed = False
+        # By identity: tensors compare by value.
+        self._held_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def after_step(self, trained: NamedParameters) -> None:
         """Note the versions of some parameters at the end of a step."""
+        if self._has_failed:
+            return
         chosen = trained[:: -(-len(trained) // MAX_SAMPLES) or 1]
         self._known = [(one, tensor_version(one.parameter)) for one in chosen]
 
     def before_step(self, number: int, optimizer: Optimizer) -> list[Failure]:
         """Compare the versions before step `number`."""
         known, self._known = self._known, []
-        changed = [one for one, version in known if tensor_version(one.parameter) != version]
+        changed = [
+            one
+            for one, version in known
+            if tensor_version(one.parameter) != version
+            and one.parameter not in self._held_elsewhere
+        ]
         if not changed:
             return []
         elsewhere = held_by_others(optimizer)
+        for one, _ in known:
+            if id(one.parameter) in elsewhere:
+                self._held_elsewhere[one.parameter] = True
         names = [one.name for one in changed if id(one.parameter) not in elsewhere]
         if not names:
             return []
+        self._has_failed = True
         also = f" and {plural(len(names) - 1, 'other parameter')}" * (len(names) > 1)
         text = f"Something else than {type(optimizer).__name__} changed {names[0]}{also} between "
         text += f"steps {number - 1} and {number}, of {plural(len(known), 'parameter')} that were "

@@ -14,6 +14,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from flexinspect_hooks.capture.quiet_modules import quiet_module
+
 _MAX_PAIRS = 4096
 _MIN_ROWS = 0.5
 """The part of the rows of a table that an adapter changes at least."""
@@ -80,7 +82,8 @@ def _gain(module: Any) -> float:
     n = module.weight.numel()
     signs = torch.ones(1, 2, n, device=module.weight.device, dtype=module.weight.dtype)
     signs[..., ::2] = -1  # normalized already
-    return round(float(module(signs)[..., 1].abs().mean()), 1)
+    with quiet_module(module):
+        return round(float(module(signs)[..., 1].abs().mean()), 1)
 
 
 # -- tied weights ----------------------------------------------------------------------------------

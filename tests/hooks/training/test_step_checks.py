@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,27 @@ def test_weights_that_something_else_changes_between_two_steps_are_a_note(
         return
     one = the_only(found_here, "training.changed-outside")
     assert (one.severity, one.step, one.evidence["names"]) == (Severity.NOTE, 3, ["head.weight"])
+
+
+@pytest.mark.parametrize("is_held_twice", [False, True])
+def test_the_objects_of_the_process_are_searched_once_however_often_weights_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held_twice: bool
+) -> None:
+    model, n_searches = Net(), list[int]()
+    other = torch.optim.SGD(model.parameters(), lr=0.001) if is_held_twice else None
+    search = gc.get_objects
+
+    def body(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        step(model, optimizer, number)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.clamp_(-0.5, 0.5)
+        if number == 0:  # the checks before the first step look for other optimizers, too
+            monkeypatch.setattr(gc, "get_objects", lambda: n_searches.append(1) or search())
+
+    found_here = found(tmp_path, model, body=body, steps=12)
+    assert len(n_searches) == 1
+    assert [one.id for one in found_here] == ["training.changed-outside"] * (other is None)
 
 
 # -- a step ----------------------------------------------------------------------------------------

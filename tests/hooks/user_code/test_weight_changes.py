@@ -51,6 +51,19 @@ def test_a_norm_with_the_neutral_weight_of_another_kind_has_a_wrong_gain(
     assert (norm["weight"], norm["gain"]) == (neutral, 2.0 if neutral else 0.0)
 
 
+def test_the_gain_of_a_norm_is_read_without_the_hooks_of_the_program(made: MadeWeights) -> None:
+    model, seen = make_model("llama", num_hidden_layers=3), list[str]()
+    with torch.no_grad():
+        for one, weight in model.named_parameters():
+            if "norm" in one:
+                weight.normal_(0.5, 0.2)
+        norm = model.model.layers[1].post_attention_layernorm
+        norm.weight.fill_(0.0)
+    norm.register_forward_hook(lambda *_: seen.append("norm"))
+    (found,) = facts_of(made, model)["norms"]
+    assert (found["gain"], seen) == (0.0, [])
+
+
 def test_norms_that_all_are_neutral_are_not_reported(made: MadeWeights) -> None:
     model = make_model("llama")
     with torch.no_grad():
@@ -99,7 +112,11 @@ def test_a_transposed_delta_of_a_square_matrix_is_told_from_a_right_one(
 
 
 def test_an_uneven_change_of_a_parameter_with_a_known_mistake_is_its_consequence() -> None:
-    parameters = [{"layer": n, "change": 1.0, "rank": 0, "writes": 1 + (n == 1)} for n in range(3)]
+    n_merges = [1, 2, 1]
+    parameters = [
+        {"layer": layer, "change": float(n), "rank": 2, "writes": n}
+        for layer, n in enumerate(n_merges)
+    ]
     groups = [{"name": f"model.layers.*.{name}.weight", "parameters": parameters} for name in "ab"]
     norm = {"name": "model.layers.1.a", "class": "GemmaRMSNorm", "weight": 1.0, "gain": 2.0}
     data = {"groups": groups, "norms": [norm], "changed": 6, "total": 30}
