@@ -20,6 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from flexinspect_hooks.capture.quiet_modules import may_change
 from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
 
 _LIBRARIES = ("flexinspect", "torch.", "accelerate.", "transformers.")
@@ -55,13 +56,14 @@ class ProgramHook(Struct, frozen=True):
 
 
 def hooks_of(model: nn.Module) -> tuple[ProgramHook, ...]:
-    """Return the forward hooks and pre-hooks that the program put on modules of a model."""
+    """Return the hooks of the program on modules of a model that may change what passes there."""
     found = []
     for name, module in model.named_modules():
         for attribute, flags in MODULE_HOOKS.items():
             for key, hook in getattr(module, attribute, {}).items():
                 function = getattr(hook, "func", hook)
-                if not str(getattr(function, "__module__", "")).startswith(_LIBRARIES):
+                own = not str(getattr(function, "__module__", "")).startswith(_LIBRARIES)
+                if own and may_change(hook):
                     has_kwargs = key in getattr(module, flags[0], {})
                     found.append(ProgramHook(name, hook, "pre" in attribute, has_kwargs))
     return tuple(found)

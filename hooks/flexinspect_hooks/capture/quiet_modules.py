@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, pairwise
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
 def quiet_module(module: nn.Module, *, keeps_mode: bool = False) -> Iterator[None]:
     """Let a module be called inside of the block without an effect on the program.
 
-    Hooks of it and of the modules in it that only look do not run; those that `may_replace` a value
+    Hooks of it and of the modules in it that only look do not run; those that `may_change` a value
     do, since they are a part of what the modules compute, as an adapter that a hook adds. All
     modules are in evaluation mode unless `keeps_mode`, no graph is recorded, and afterwards hooks,
     modes and random number generators are as before. So dropout draws nothing from the program's
@@ -42,7 +43,7 @@ def quiet_module(module: nn.Module, *, keeps_mode: bool = False) -> Iterator[Non
                 if hooks is not None:
                     # Another dictionary: handles refer to the first one, so `remove` works on it.
                     stack.callback(attributes.__setitem__, name, hooks)
-                    kept = {key: hook for key, hook in hooks.items() if may_replace(hook)}
+                    kept = {key: hook for key, hook in hooks.items() if may_change(hook)}
                     attributes[name] = OrderedDict(kept)
             if one.training and not keeps_mode:
                 # Not `eval()`, which a program may override.
@@ -51,12 +52,13 @@ def quiet_module(module: nn.Module, *, keeps_mode: bool = False) -> Iterator[Non
         yield
 
 
-def may_replace(hook: Any) -> bool:
-    """Whether a hook may return something, which replaces the input or the output of a module.
+def may_change(hook: Any) -> bool:
+    """Whether a hook may change what passes through its module: by a result, or in place.
 
-    It is read from the code: a function without a value in its `return` statements returns None. A
+    It is read from the code. A function without a value in its `return` statements returns None. A
     lambda always has a value: one that only calls something, as `lambda *_: calls.append(1)`, is
-    taken to return None.
+    taken to return None. In place are assignments to items, `+=` and the like, and methods whose
+    names end with an underscore.
     """
     if str(getattr(hook, "__module__", "")).startswith("flexinspect_hooks."):
         return False
@@ -65,12 +67,23 @@ def may_replace(hook: Any) -> bool:
     hook = inspect.unwrap(hook)
     if not inspect.isroutine(hook):
         hook = type(hook).__call__
-    code = getattr(hook, "__code__", None)
-    if code is None:  # of a function in C, such as `list.append`
-        return False
+    code = getattr(hook, "__code__", None)  # none of a function in C, such as `list.append`
+    return code is not None and (_writes_in_place(code) or _has_result(code))
+
+
+def _writes_in_place(code: CodeType) -> bool:
+    return any(name.endswith("_") and name[-2:] != "__" for name in code.co_names) or any(
+        one.opname == "STORE_SUBSCR" or (one.opname == "BINARY_OP" and one.argrepr.endswith("="))
+        for one in dis.get_instructions(code)
+    )
+
+
+def _has_result(code: CodeType) -> bool:
     for before, one in pairwise(dis.get_instructions(code)):
         if one.opname != "RETURN_VALUE":
             continue
+        if one.is_jump_target:  # a conditional expression
+            return True
         is_none = before.opname == "LOAD_CONST" and before.argval is None
         is_call = before.opname.startswith("CALL") and code.co_name == "<lambda>"
         if not is_none and not is_call:

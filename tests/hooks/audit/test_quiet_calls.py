@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flexinspect_hooks.audit.given_modules import given_module
 from flexinspect_hooks.audit.quantized_scales import wrong_scales
 from flexinspect_hooks.audit.weights import is_pure
-from flexinspect_hooks.capture.quiet_modules import may_replace, quiet_module
+from flexinspect_hooks.capture.quiet_modules import may_change, quiet_module
 
 N = 16
 
@@ -137,8 +137,8 @@ def test_hooks_that_may_return_a_value_are_told_from_those_that_only_look() -> N
     looking.append(lambda module, args, output: calls.append(output))
     replacing = [_may_scale, _Adapter(), partial(_may_scale, None)]
     replacing.append(lambda module, args, output: (output[0] + 1, *output[1:]))
-    assert [may_replace(one) for one in looking] == [False] * len(looking)
-    assert [may_replace(one) for one in replacing] == [True] * len(replacing)
+    assert [may_change(one) for one in looking] == [False] * len(looking)
+    assert [may_change(one) for one in replacing] == [True] * len(replacing)
 
 
 def test_a_hook_that_replaces_the_output_is_a_part_of_a_quiet_module() -> None:
