@@ -9,8 +9,9 @@ from msgspec import Struct
 from torch import Tensor
 
 from flexinspect.core.text import format_layers
+from flexinspect_hooks.audit.cached_layers import CachedLayer
 from flexinspect_hooks.audit.difference_shape import ComparedTensors, describe_difference
-from flexinspect_hooks.audit.evidence import CachedLayer, StepEvidence
+from flexinspect_hooks.audit.evidence import StepEvidence
 from flexinspect_hooks.audit.fed_sequence import row_order
 
 _EXACT = 1e-6

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flexinspect_hooks.audit.beams import newest_keys
 from flexinspect_hooks.audit.cache_rows import newest_rows
+from flexinspect_hooks.audit.cached_layers import CachedLayer, CachedLayers
 from flexinspect_hooks.audit.encoder_inputs import (
     EncoderInput,
     keep_encoded,
@@ -54,34 +55,12 @@ MAX_PROMPT_ROWS = 512
 """Rows of a forward that are kept; of a longer one the first and the last half as many."""
 MAX_BATCH = 4
 """Batch rows that are kept."""
-MAX_CACHED_BYTES = 48 << 20
-"""The keys and values of caches to which references are kept, of one model."""
 DETAILED_STEPS = 2
 """Steps of a generation whose queries, keys and values are kept, too."""
 FULL_STEPS = 8
 """Steps of a generation, and after a change of path, whose other quantities are all kept."""
 MAX_BARE_STEPS = 1 << 16
 """Steps of a model of which only the inputs are kept."""
-
-
-class CachedLayer(Struct, frozen=True):
-    """Keys and values (batch, heads, keys, size) that a layer read, not copied.
-
-    `version` is that of the keys and the values then: in-place changes since raise it.
-    """
-
-    key: Tensor
-    value: Tensor
-    version: int
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether nothing was written into the tensors since."""
-        return self.version == _versions_of(self.key, self.value)
-
-
-def _versions_of(key: Tensor, value: Tensor) -> int:
-    return (version_of(key) or 0) + (version_of(value) or 0)
 
 
 class StepEvidence(Struct):
@@ -140,7 +119,7 @@ class EvidenceStore:
         self.problem = ""
         """Why no step of this model can be judged."""
         self._max_bytes, self.n_bytes = max_bytes, 0
-        self.n_cached_bytes = 0
+        self.caches = CachedLayers()
         self.n_bare = 0
         """How many steps have no values, because the limit was reached."""
         self.is_busy = False
@@ -187,7 +166,7 @@ class EvidenceStore:
         self.pools.clear()
         self.weights.clear()
         self.n_bytes, self.n_bare = 0, 0
-        self.n_cached_bytes = 0
+        self.caches.clear()
 
 
 class EvidenceHook(Hook):
@@ -334,8 +313,9 @@ class EvidenceHook(Hook):
             # The steps after a change are the first ones of another way to compute.
             self._paths, self._n_full = {call.layer: call.path for call in calls}, FULL_STEPS
         pending.paths = self._paths
-        if not self._has_encoder:
-            self._keep_cached(pending, calls)
+        store = self._context.evidence
+        if store is not None and not self._has_encoder:
+            pending.cached.update(store.caches.keep(calls))
         for call in calls:
             arguments = None if call.kernel is None else getattr(call.kernel, "arguments", None)
             score_mod = arguments.get("score_mod") if arguments else None
@@ -350,20 +330,6 @@ class EvidenceHook(Hook):
                     newest = tensor[:, :, stop - pending.q_len : stop].transpose(1, 2)
                     newest = newest.detach().clone()
                     self._values[name, call.layer] = (newest, None)
-
-    def _keep_cached(self, pending: StepEvidence, calls: Sequence[Any]) -> None:
-        """Keep references to what the layers read from the cache, as far as memory allows."""
-        store = self._context.evidence
-        if store is None or store.n_cached_bytes >= MAX_CACHED_BYTES:
-            return
-        store.n_cached_bytes += sum(call.key.nbytes + call.value.nbytes for call in calls)
-        if store.n_cached_bytes >= MAX_CACHED_BYTES:
-            return
-        for call in calls:
-            key, value = call.key, call.value
-            if key.requires_grad or value.requires_grad:
-                key, value = key.detach(), value.detach()
-            pending.cached[call.layer] = CachedLayer(key, value, _versions_of(key, value))
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> None:
         """Keep the step; its tensors are copied, except those of decode steps."""

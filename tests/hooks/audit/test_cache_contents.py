@@ -16,7 +16,8 @@ from flexinspect_hooks.audit.cache_contents import (
     cache_changes,
     mask_change,
 )
-from flexinspect_hooks.audit.evidence import CachedLayer, StepEvidence
+from flexinspect_hooks.audit.cached_layers import CachedLayer
+from flexinspect_hooks.audit.evidence import StepEvidence
 
 N, SIZE = 6, 4
 

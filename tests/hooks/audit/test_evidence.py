@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import ids, make_model
+from torch import Tensor
+from transformers import DynamicCache
 
 from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect_hooks.audit import cached_layers
 from flexinspect_hooks.audit.evidence import FULL_STEPS, EvidenceStore
-from flexinspect_hooks.audit.forward_run import ATTENTION, EMBEDDING, HEADS, HIDDEN, LOGITS
+from flexinspect_hooks.audit.forward_run import ATTENTION, EMBEDDING, HEADS, HIDDEN, KEY, LOGITS
 from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
 from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session
 from flexinspect_hooks.capture.new_trace import create_trace
@@ -44,7 +47,7 @@ def watching(tmp_path: Path) -> Iterator[Watching]:
     def run(
         model: Any, program: Program, store: EvidenceStore | None = None
     ) -> tuple[EvidenceStore, list[Verdict], TraceReader]:
-        path = tmp_path / "t.flextrace"
+        path = tmp_path / f"{len(readers)}.flextrace"
         writer = create_trace(path, (), "advanced", None)
         session = WatchSession(model, writer, DeclaredPrompt(IdAdapter()), level="advanced")
         store = session.context.evidence = store or EvidenceStore()
@@ -168,3 +171,84 @@ def test_without_digests_the_steps_that_do_not_fit_are_said_to_be_missing(
     first = next(one.step for one in store.steps[0] if one.dtype is not None)
     assert verdicts[0].n_steps == first
     assert verdicts[0].not_judged[0].startswith(f"from step {first} on: the steps before fill")
+
+
+# -- keys and values of the cache ------------------------------------------------------------------
+
+
+class Preallocated(DynamicCache):
+    """Writes keys and values into tensors (1, heads, `size`, head size); layers read a part."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.made = size, dict[int, Tensor]()
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        key, value = super().update(key, value, layer, *args, **kwargs)
+        shape = (2, *key.shape[:2], self.size, key.shape[3])
+        table = self.made.setdefault(layer, torch.zeros(shape))
+        n = key.shape[2]
+        table[0, :, :, :n], table[1, :, :, :n] = key, value
+        return table[0, :, :, :n], table[1, :, :, :n]
+
+
+def with_cache(size: int) -> Program:
+    def program(model: Any) -> None:
+        rows, past = torch.tensor([ids(12, 3)]), Preallocated(size)
+        for _ in range(4):
+            logits = model(rows, past_key_values=past, use_cache=True).logits
+            rows = logits[:, -1:].argmax(-1)
+
+    return program
+
+
+def cached_of(store: EvidenceStore) -> list[Tensor]:
+    layers = [one for step in store.steps[0] for one in step.cached.values()]
+    return [tensor for one in layers for tensor in (one.key, one.value)]
+
+
+def alive_bytes(tensors: list[Tensor]) -> int:
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return sum(one.nbytes() for one in storages.values())
+
+
+def test_parts_of_a_large_cache_are_copied_and_do_not_keep_it_alive(watching: Watching) -> None:
+    model = make_model("llama")
+    store, _, _ = watching(model, with_cache(20_000))
+    tensors = cached_of(store)
+    assert len(tensors) == 4 * model.config.num_hidden_layers * 2  # steps, layers, keys and values
+    assert alive_bytes(tensors) == sum(one.nbytes for one in tensors)
+    step = store.steps[0][0]
+    assert all(one.is_intact for one in step.cached.values())
+    assert torch.equal(step.cached[0].key[:, :, :12].transpose(1, 2), step.values[KEY, 0])
+
+
+def test_parts_of_a_large_cache_that_are_large_themselves_are_not_kept(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_layers, "MAX_COPY", 64)
+    store, _, _ = watching(make_model("llama"), with_cache(20_000))
+    assert cached_of(store) == []
+
+
+def test_a_storage_counts_once_and_the_limit_is_of_what_stays_alive(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached_layers, "REFERENCE_BYTES", 0)
+    model, program = make_model("llama"), with_cache(16)
+    first, _, _ = watching(model, program)
+    n_bytes, n_tensors = alive_bytes(cached_of(first)), len(cached_of(first))
+    assert n_tensors == 4 * model.config.num_hidden_layers * 2
+    for limit, n_kept in ((n_bytes + 1, n_tensors), (n_bytes // 2, 0)):
+        monkeypatch.setattr(cached_layers, "MAX_BYTES", limit)
+        store, _, _ = watching(model, program)
+        assert len(cached_of(store)) == n_kept
+
+
+def test_tensors_of_inference_mode_are_not_kept(watching: Watching) -> None:
+    def program(model: Any) -> None:
+        with torch.inference_mode():
+            decode(model, 3)
+
+    store, _, _ = watching(make_model("llama"), program)
+    assert cached_of(store) == []
