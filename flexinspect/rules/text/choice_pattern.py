@@ -13,7 +13,15 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 from flexinspect.rules.numerics.audit_findings import CHOICE_EVENT
 
 CHOICE = "audit.choice"
-_MEANT = ("maybe-again", "avoids-text", "banned", "unrelated", "temperature", "steps")
+_MEANT = (
+    "maybe-again",
+    "maybe-proposals",
+    "avoids-text",
+    "banned",
+    "unrelated",
+    "temperature",
+    "steps",
+)
 """Patterns that a correct program may have: they are notes."""
 _MAX_LISTED = 6
 
@@ -115,11 +123,27 @@ def _rank(data: Mapping[str, Any]) -> str:
     return "second best" if rank == 2 else f"{rank}th best"
 
 
+def _kept(data: Mapping[str, Any]) -> str:
+    return (
+        "Proposals of a draft were kept although the model's best token is another one (positions "
+        f"{', '.join(map(str, data['positions'][:_MAX_LISTED]))})"
+    )
+
+
 _PATTERNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "proposals": lambda data: (
-        "Proposals of a draft were kept although the model's best token is another one (positions "
-        f"{', '.join(map(str, data['positions'][:_MAX_LISTED]))}): the loop accepts tokens that "
-        "it did not check, or checked against the logits of another row."
+        _kept(data)
+        + (
+            f", with probabilities down to {data['probability']:.2g}"
+            if "probability" in data
+            else ""
+        )
+        + ": the loop accepts tokens that it did not check, or checked against the logits of "
+        "another row."
+    ),
+    "maybe-proposals": lambda data: (
+        f"{_kept(data)}. They are as probable as samples are, at least {data['probability']:.2g}: "
+        "speculative sampling and typical acceptance keep such tokens, a greedy loop must not."
     ),
     "late": lambda data: (
         "Each token that was fed is the best one of the step before, not of its own step: the "

@@ -32,6 +32,10 @@ _CROSSED_SHARE = 0.6
 MAX_PROPOSED = 16
 """Rows of a decode step that may be proposals."""
 _PROPOSING_SHARE = 0.6
+_IMPROBABLE = 0.01
+"""How often a sample, of all choices of a sequence, may look as improbable as a kept proposal."""
+_FAIR_ODDS = 0.3
+"""A proposal with this part of the best token's probability is kept by any rule that samples."""
 _RARE_SHARE = 4
 """Chosen tokens are rare if all are in the last part of the ranks, of so many parts."""
 
@@ -54,6 +58,26 @@ class ChosenToken(Struct, frozen=True):
     def rank(self) -> int:
         """How many tokens have larger logits than the one that was fed."""
         return int((self.logits > self.logits[self.token]).sum())
+
+    @property
+    def probability(self) -> float:
+        """That of the token, at temperature 1."""
+        return float(self._probabilities()[self.token])
+
+    @property
+    def odds(self) -> float:
+        """The probability of the token, as a part of that of the best one."""
+        return float((self.logits[self.token] - self.logits[self.best]).exp())
+
+    @property
+    def tail(self) -> float:
+        """How probable a sample is that is no more probable than the token."""
+        table = self._probabilities()
+        return float(table[table <= table[self.token]].sum())
+
+    def _probabilities(self) -> Tensor:
+        logits = self.logits.double()
+        return logits.masked_fill(~logits.isfinite(), -torch.inf).softmax(-1)
 
 
 class ChoiceReader(Struct, frozen=True):
@@ -190,7 +214,13 @@ class ChoiceReader(Struct, frozen=True):
     def _proposals(
         self, choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]
     ) -> dict[str, Any] | None:
-        """Find proposals that were kept although the model's best token is another one."""
+        """Find proposals that were kept although the model's best token is another one.
+
+        Speculative sampling keeps them: what rejection sampling keeps is distributed as samples of
+        the model are, and typical acceptance keeps what is probable enough. So they are certainly
+        unchecked only if samples would not be as improbable. See
+        https://arxiv.org/abs/2211.17192 and https://arxiv.org/abs/2401.10774.
+        """
         sequence = self.comparison.sequence
         if not _proposes(sequence) or len(wrong) * 2 > len(choices):
             return None
@@ -204,7 +234,13 @@ class ChoiceReader(Struct, frozen=True):
         if len(kept) < len(wrong):
             return None
         places = [one.position + 1 for one in kept]
-        return _counted(choices, kept) | {"pattern": "proposals", "positions": places}
+        limit = _IMPROBABLE / len(choices)
+        improbable = [one for one in kept if one.tail < limit and one.odds < _FAIR_ODDS]
+        return _counted(choices, kept) | {
+            "pattern": "proposals" if improbable else "maybe-proposals",
+            "positions": places,
+            "probability": min(one.probability for one in kept),
+        }
 
 
 def _proposes(sequence: FedSequence) -> bool:

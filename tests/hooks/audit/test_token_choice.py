@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -154,3 +155,38 @@ def test_the_first_token_of_a_row_that_is_padded_on_the_right_is_judged(
     _, findings, _ = audit(model, program)
     expected = [True] if is_wrong else []
     assert ["3 columns of padding follow" in one.sentence for one in findings] == expected
+
+
+@pytest.mark.parametrize(
+    ("sharpness", "severity"), [(1.0, Severity.NOTE), (300.0, Severity.WARNING)]
+)
+def test_kept_proposals_are_a_warning_only_where_a_sample_would_not_be_as_improbable(
+    audit: Audit, sharpness: float, severity: Severity
+) -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight *= sharpness
+    draft = copy.deepcopy(model)
+
+    def program() -> None:
+        text = torch.tensor([ids(10, 3)])
+        output = model(text, use_cache=True)
+        past, newest = output.past_key_values, best(output.logits)
+        for turn in range(6):
+            text, n_kept = torch.cat((text, newest), 1), 3 - turn % 2
+            fed = text
+            for at in range(3):
+                ranked = draft(fed).logits[:, -1].topk(3).indices
+                is_second = (turn, at) == (2, 0)  # a proposal that is kept, and not the best one
+                is_rejected = at == n_kept
+                fed = torch.cat((fed, ranked[:, [2 if is_rejected else int(is_second)]]), 1)
+            rows = fed[:, -4:]
+            output = model(rows, past_key_values=past, use_cache=True)
+            text, newest = fed[:, : len(fed[0]) - 3 + n_kept], output.logits[:, [n_kept]].argmax(-1)
+            if n_kept < 3:
+                past.crop(n_kept - 3)
+
+    _, findings, _ = audit(model, program)
+    assert [one.severity for one in findings] == [severity]
+    assert "Proposals of a draft were kept" in findings[0].sentence
+    assert ("speculative sampling" in findings[0].sentence) is (severity is Severity.NOTE)
