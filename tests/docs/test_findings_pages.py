@@ -100,3 +100,8 @@ def test_the_cost_column_matches_offline_only() -> None:
 
 def test_every_page_is_in_the_table() -> None:
     assert {page.stem for page in FOLDER.glob("*.md")} - {"README"} <= set(rows())
+
+
+def test_the_readme_counts_the_rules_and_the_kinds_of_findings() -> None:
+    counts = f"{len(KNOWN.rules)} rules check every run for [{len(KNOWN.finding_kinds)} kinds of"
+    assert counts in (DOCS.parent / "README.md").read_text("utf-8")
