@@ -49,10 +49,10 @@ from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_lo
 from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw_embedding_facts
 from flexinspect_hooks.user_code.generate_call import generate_facts
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
-from flexinspect_hooks.user_code.processor_rows import ProcessorRows, own_processors
+from flexinspect_hooks.user_code.processor_trials import ProcessorRows, own_processors
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
-from flexinspect_hooks.user_code.unused_window import unused_window
+from flexinspect_hooks.user_code.wished_window import unused_window
 
 THREAD_OVERLAP = (
     "A forward of another thread began while one of this generation was running. One thread is "

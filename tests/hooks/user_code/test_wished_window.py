@@ -11,7 +11,7 @@ from support.planting import of, planted
 from support.tiny import COMMON, ids
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexinspect_hooks.user_code.unused_window import unused_window
+from flexinspect_hooks.user_code.wished_window import unused_window
 
 WISHES = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 

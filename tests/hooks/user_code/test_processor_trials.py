@@ -15,7 +15,7 @@ from support.tiny import ids, make_model
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from flexinspect_hooks.user_code.processor_rows import ProcessorRows
+from flexinspect_hooks.user_code.processor_trials import ProcessorRows
 
 BATCH = torch.tensor([ids(7, 1), (5, 9, 5, 9, 6, 5, 9), (8, 4, 8, 7, 8, 4, 8)])
 SEEN: list[int] = []
@@ -123,7 +123,7 @@ def test_a_processor_that_reads_another_row_is_found(
     assert one["source"] == source
     assert set(one["rows"]) <= set(rows)
     assert one["rows"]
-    assert "test_processor_rows.py:" in one["place"]
+    assert "test_processor_trials.py:" in one["place"]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class ProcessorRows:
             if is_slow or not torch.equal(ids, given[0]) or state_of(processor) != before:
                 return result
             with _kept_state(), torch.no_grad():
-                rows = _Rows(run, *given, result)
+                rows = _TriedRows(run, *given, result)
                 is_sure = rows.is_repeatable()
                 found = rows.find() if is_sure else None
             if is_sure and state_of(processor) == before:
@@ -117,7 +117,7 @@ class ProcessorRows:
             known["rows"] = sorted({*known["rows"], *rows})
 
 
-class _Rows:
+class _TriedRows:
     """The rows of one call of a processor, on copies of what it was given."""
 
     def __init__(
