@@ -374,18 +374,42 @@ class ProgramAudit:
             self._judge_shortened(reference, comparison, crop, verdict)
             return
         if found is None:
-            rejected = None
-            is_plain = not biases and not first.base.hooks
-            if rows_of_proposals(sequence) and masks.kind == "own" and is_plain:
-                rejected = find_rejected(reference, comparison, first.clean)
-            if rejected is not None:
-                verdict.divergence, verdict.search = rejected
-                verdict.pos = sequence.input_rows[rejected[0].row]
-            elif not masks.base and is_plain:
-                self._agreeing.append(BeamRow(comparison, first.clean, first.largest))
+            if not biases and not first.base.hooks:
+                self._look_for_rejected(reference, sequence, masks, first, verdict)
             return
         probe = self._probe(reference, sequence, masks, comparison, found)
         probe.has_bias = bool(biases)
+        self._explain(reference, probe, first, found, verdict)
+
+    def _look_for_rejected(
+        self,
+        reference: ReferenceModel,
+        sequence: FedSequence,
+        masks: GenerationMasks,
+        first: _Attempt,
+        verdict: Verdict,
+    ) -> None:
+        """Look for rejected proposals in a sequence that agrees; else keep it, for beams."""
+        rejected = None
+        if rows_of_proposals(sequence) and masks.kind == "own":
+            rejected = find_rejected(reference, first.comparison, first.clean)
+        if rejected is not None:
+            verdict.divergence, verdict.search = rejected
+            verdict.pos = sequence.input_rows[rejected[0].row]
+        elif not masks.base:
+            self._agreeing.append(BeamRow(first.comparison, first.clean, first.largest))
+
+    def _explain(
+        self,
+        reference: ReferenceModel,
+        probe: FaultProbe,
+        first: _Attempt,
+        found: Divergence,
+        verdict: Verdict,
+    ) -> None:
+        """Search the faults that give the program's numbers from a divergence on."""
+        comparison = first.comparison
+        sequence = comparison.sequence
         hypotheses, failed = load_hypotheses()
         verdict.notes += [
             f"the hypothesis {name} did not load: {why}" for name, why in failed.items()

@@ -173,6 +173,18 @@ class Unexplained(Struct, frozen=True):
             return None
         return ours.double().cpu(), theirs.double().cpu(), places.tolist()
 
+    def _fresh_run(self, layer: int) -> Run:
+        """Return a run of the reference as it is, up to a layer."""
+        base = self.base
+        return Run(
+            base.positions.clone(),
+            base.ends,
+            base.masks,
+            base.biases,
+            stop_after=layer,
+            hooks=base.hooks,
+        )
+
     def _n_heads(self) -> int:
         config, name = self.reference.config, self.found.point[0]
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
@@ -207,15 +219,7 @@ class Unexplained(Struct, frozen=True):
             children[pair[0]].register_forward_hook(keep_output("the attention's output")),
             children[pair[1]].register_forward_hook(keep_output("the MLP's output")),
         ]
-        base = self.base
-        run = Run(
-            base.positions.clone(),
-            base.ends,
-            base.masks,
-            base.biases,
-            stop_after=layer,
-            hooks=base.hooks,
-        )
+        run = self._fresh_run(layer)
         try:
             self.reference.run(self.comparison.sequence.ids, run)
         finally:
@@ -369,15 +373,7 @@ class Unexplained(Struct, frozen=True):
             return turn.rotate(turn.query, turn.key, turn.cos, turn.sin)
 
         edit = ForwardEdit(name="", sentence="", rope=none)
-        base = self.base
-        run = Run(
-            base.positions.clone(),
-            base.ends,
-            base.masks,
-            base.biases,
-            stop_after=layer,
-            hooks=base.hooks,
-        )
+        run = self._fresh_run(layer)
         run.edits = [(edit, Scope(0, frozenset((layer,))))]
         self.reference.run(self.comparison.sequence.ids, run)
         return kept[0] if kept else None

@@ -1,7 +1,8 @@
 """What an optimizer keeps for a parameter: its moments and its count of steps, as of one moment.
 
-Tensors are told apart by identity and by version, so a look waits for no device. A version does not
-count what kernels of other packages or operations on `.data` write, so a look can also have values.
+Tensors are compared by identity and version, which does not synchronize with a device. A version
+does not count what kernels of other packages or operations on `.data` write, so a look can also
+have values.
 """
 
 from __future__ import annotations

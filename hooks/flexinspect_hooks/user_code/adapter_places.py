@@ -75,8 +75,8 @@ def _flipped(
 ) -> Iterator[dict[str, Any]]:
     """Yield square matrices to which the product of their LoRA was added transposed.
 
-    Nothing is said if a matrix that is not square shows that the program's A is not the factor
-    that reads the input.
+    Yields nothing if a matrix that is not square shows that the factor that reads the input is not
+    the one that the program calls A.
     """
     sure: dict[tuple[int, str], list[Pair]] = {}
     for pair in pairs:
