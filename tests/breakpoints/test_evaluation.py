@@ -169,10 +169,10 @@ def test_modules_match_by_the_last_parts_of_their_names() -> None:
 
 def test_more_than_two_stars_match_as_two() -> None:
     name = "model.layers.11.self_attn"
-    started = time.perf_counter()
+    started = time.thread_time()
     assert matches_module("*" * 400 + "attn", name)
     assert not matches_module("*" * 400 + "mlp", name * 3)
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0
 
 
 @given(st.text(max_size=20), st.text(max_size=20))

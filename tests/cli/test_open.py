@@ -210,9 +210,9 @@ def test_a_view_named_like_a_table_is_not_followed(tmp_path: Path) -> None:
         "CREATE TABLE tokens (pos INTEGER)",
         "INSERT INTO tokens VALUES (1), (2)",
     )
-    started = time.monotonic()
+    started = time.thread_time()
     assert describe_readable(path)[1:] == ["Readable in it: 1 fact about the run, 2 tokens."]
-    assert time.monotonic() - started < 1.0
+    assert time.thread_time() - started < 1.0
 
 
 def test_counting_ends_with_its_time_and_says_at_least(

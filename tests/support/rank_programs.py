@@ -43,6 +43,8 @@ def train():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model = DistributedDataParallel(net)
+    if "moved" in words:
+        model.double().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(100 + rank)
     with flexinspect.watch_training(model, optimizer, out="train.flextrace", quiet=True) as trace:
@@ -81,8 +83,9 @@ if "train" in words:
 dist.destroy_process_group()
 """
 """Words: `generate FOLDER` under tensor parallel, with `watch` and `differ` (layer 1 of rank 1);
-`train` under data parallel, with `late` (rank 1, by 200 ms), `drift` (a weight of rank 1, from step
-4 on) and `die` (the last rank is killed in step 3, when step 1 is in its trace)."""
+`train` under data parallel, with `moved` (the wrapped model, which loses the hooks of its wrapper),
+`late` (rank 1, by 200 ms), `drift` (a weight of rank 1, from step 4 on) and `die` (the last rank is
+killed in step 3, when step 1 is in its trace)."""
 
 _ALONE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

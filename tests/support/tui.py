@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,14 @@ from flexinspect.tui.panel_view import LoadedCanvas
 from flexinspect.tui.screens.dialogs import TextDialog
 from flexinspect.tui.screens.trace_screen import TraceScreen
 
+PATIENCE_S = 60.0
+"""Seconds to wait on a busy machine for what takes a fraction of one."""
+
 
 async def settle(pilot: Pilot[Any]) -> None:
     """Wait until every panel has loaded and painted what is wanted, and every search has ended."""
-    for _ in range(400):
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
         await pilot.pause()
         screen = pilot.app.screen
         loading = screen.query(LoadedCanvas).results(LoadedCanvas)
@@ -30,7 +35,8 @@ async def settle(pilot: Pilot[Any]) -> None:
 
 async def until(pilot: Pilot[Any], is_so: Callable[[], object]) -> None:
     """Wait until something is so on the screen, for instance after a change of its layout."""
-    for _ in range(400):
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
         if is_so():
             return
         await pilot.pause(0.01)

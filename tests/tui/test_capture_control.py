@@ -144,7 +144,7 @@ class Driven:
         self.app, self.pilot, self.capture = app, pilot, capture
 
     async def until(self, what: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not what():
                 await self.pilot.pause(0.02)
 

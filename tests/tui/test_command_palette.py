@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tui import screen_text, settle
-from textual.command import CommandList
+from support.tui import screen_text, settle, until
+from textual.command import CommandList, CommandPalette
 
 from flexinspect.core.keyboard import GROUPS, KEYS, all_keys
 from flexinspect.panels.base import TracePlace
@@ -28,11 +28,18 @@ async def offered(pilot: Any, query: str = "") -> list[str]:
     """Open the palette, type a query, and return its lines."""
     await settle(pilot)
     await pilot.press("p")
-    await pilot.pause(0.3)
+    await until(pilot, lambda: isinstance(pilot.app.screen, CommandPalette))
     await pilot.press(*query)
-    await pilot.pause(0.6)
+    await pilot.pause()
+    await until(pilot, lambda: not _is_searching(pilot.app))
+    await pilot.pause()
     commands = pilot.app.screen.query_one(CommandList)
     return [" ".join(str(option.prompt).split()) for option in commands.options]
+
+
+def _is_searching(app: Any) -> bool:
+    group = CommandPalette._GATHER_COMMANDS_GROUP
+    return any(work.group == group and not work.is_finished for work in app.workers)
 
 
 async def test_the_palette_lists_keys_and_groups_instead_of_ids(trace: Path) -> None:
@@ -79,7 +86,7 @@ async def test_a_number_goes_to_that_step(trace: Path) -> None:
     async with app.run_test(size=WIDE) as pilot:
         assert (await offered(pilot, "4"))[0] == "Go to step 4"
         await pilot.press("enter")
-        await pilot.pause(0.3)
+        await until(pilot, lambda: isinstance(app.screen, TraceScreen))
         await settle(pilot)
         assert isinstance(app.screen, TraceScreen)
         assert app.screen.place == TracePlace(step=4)
@@ -90,7 +97,7 @@ async def test_a_found_panel_is_shown(trace: Path) -> None:
     async with app.run_test(size=WIDE) as pilot:
         await offered(pilot, "memory")
         await pilot.press("enter")
-        await pilot.pause(0.3)
+        await until(pilot, lambda: isinstance(app.screen, TraceScreen))
         await settle(pilot)
         assert app.screen.query_one(Slots).current().panel.name == "memory"
 

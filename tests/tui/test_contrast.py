@@ -110,7 +110,8 @@ async def test_the_text_of_windows_is_readable(name: str, key: str, tmp_path: Pa
     async with app.run_test(size=(100, 30)) as pilot:
         await settle(pilot)
         await pilot.press(key)
-        await pilot.pause(0.2)
+        await until(pilot, lambda: app.screen.query(".window"))
+        await settle(pilot)
         window = app.screen.query_one(".window").content_region
         lines = app.screen._compositor.render_strips()[window.y : window.bottom]
         parts = [part for line in lines for part in line.crop(window.x, window.right)]

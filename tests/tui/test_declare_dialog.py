@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.traces import sample_trace
-from support.tui import screen_text, settle
+from support.tui import screen_text, settle, until
 from support.undeclared import SECOND, THIRD, blocks, write
 from textual.pilot import Pilot
 
@@ -27,11 +27,9 @@ async def asked(pilot: Pilot[None]) -> bool:
     """Press D; return whether a dialog opened."""
     await settle(pilot)
     await pilot.press("D")
-    for _ in range(100):
-        await pilot.pause(0.02)
-        if isinstance(pilot.app.screen, ChoiceDialog) or pilot.app._notifications:
-            break
-    return isinstance(pilot.app.screen, ChoiceDialog)
+    app = pilot.app
+    await until(pilot, lambda: isinstance(app.screen, ChoiceDialog) or app._notifications)
+    return isinstance(app.screen, ChoiceDialog)
 
 
 async def test_the_likeliest_choice_comes_first_and_is_written(here: Path) -> None:
@@ -73,19 +71,20 @@ async def test_a_trace_with_a_declaration_has_nothing_to_declare(here: Path) -> 
     assert not [*here.glob("*.toml")]
 
 
+async def shown(pilot: Pilot[None], text: str) -> None:
+    await until(pilot, lambda: text in screen_text(pilot.app).replace("Japan ?", "Japan?"))
+
+
 async def test_one_border_can_be_moved_by_its_words(here: Path) -> None:
     path = write(here / "run.flextrace", blocks([SECOND - 1, THIRD], reader=THIRD))
     async with InspectorApp(path).run_test(size=(100, 40)) as pilot:
         assert await asked(pilot)
         await pilot.press("end", "enter")  # … move one border
-        await pilot.pause(0.1)
-        assert "8:  of Japan? | ↵Name its" in screen_text(pilot.app).replace("Japan ?", "Japan?")
+        await shown(pilot, "8:  of Japan? | ↵Name its")
         await pilot.press("enter")
-        await pilot.pause(0.1)
-        assert "9:  Japan?↵ | Name its cur" in screen_text(pilot.app)
+        await shown(pilot, "9:  Japan?↵ | Name its cur")
         await pilot.press(*["down"] * 5, "enter")
-        await pilot.pause(0.1)
-        assert "border 8 at 9: What is the mon… | Name its curren…" in screen_text(pilot.app)
+        await shown(pilot, "border 8 at 9: What is the mon… | Name its curren…")
         await pilot.press("home", "enter")
         await settle(pilot)
     assert read_declaration(here / "run.toml").segments[1] == ("Name its currency.", "paraphrase 2")

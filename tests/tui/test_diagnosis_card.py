@@ -20,13 +20,14 @@ from flexinspect.tui.screens.text_screens import TextScreen
 ONE_EARLY = blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)
 
 
-async def reviewed(pilot: Pilot[None], text: str) -> list[str]:
-    """Wait until the card shows a text; return its lines."""
+async def reviewed(pilot: Pilot[None], *texts: str) -> list[str]:
+    """Wait until the card shows all texts; return its lines."""
     for _ in range(400):
         await settle(pilot)
         card = pilot.app.screen.query_one(DiagnosisCard).region
         lines = screen_lines(pilot.app)[card.y : card.bottom]
-        if text in " ".join(" ".join(lines).split()):
+        shown = " ".join(" ".join(lines).split())
+        if all(text in shown for text in texts):
             return lines
         await pilot.pause(0.02)
     raise AssertionError(lines)
@@ -36,7 +37,8 @@ async def reviewed(pilot: Pilot[None], text: str) -> list[str]:
 async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
-        lines = await reviewed(pilot, "1 token early")
+        # The first text is drawn before the card has the height of a finding.
+        lines = await reviewed(pilot, "1 token early", "i reads on", "·")
         assert lines[0].startswith("● ")
         assert any("Fix: " in line for line in lines)
         assert "i reads on" in lines[-1]
@@ -88,7 +90,7 @@ async def test_declared_segments_are_not_declared_again(tmp_path: Path) -> None:
     declared = {"segments": [{"label": "one", "start": 1, "stop": SECOND - 1}]}
     path = write(tmp_path / "run.flextrace", ONE_EARLY, declared=declared)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
-        lines = await reviewed(pilot, "1 token early")
+        lines = await reviewed(pilot, "1 token early", "i reads on")
         assert "declare the mask beside the segments" in " ".join(lines)
         assert "D declares the mask" not in lines[-1]
 
@@ -100,8 +102,8 @@ async def test_at_80x24_one_key_shows_the_whole_fix(tmp_path: Path) -> None:
         lines = await reviewed(pilot, "there is more")
         assert len(lines) == 4
         await pilot.press("i")
-        await pilot.pause(0.2)
-        assert isinstance(pilot.app.screen, TextScreen)
+        await until(pilot, lambda: isinstance(pilot.app.screen, TextScreen))
+        await settle(pilot)
         text = screen_text(pilot.app)
         assert "segments.suspect-border" in text
         assert "Fix: " in text
@@ -155,8 +157,7 @@ async def test_a_click_on_the_card_opens_the_finding(tmp_path: Path) -> None:
     async with InspectorApp(path).run_test(size=(100, 30)) as pilot:
         await settle(pilot)
         await pilot.click(DiagnosisCard)
-        await pilot.pause(0.2)
-        assert isinstance(pilot.app.screen, TextScreen)
+        await until(pilot, lambda: isinstance(pilot.app.screen, TextScreen))
 
 
 def test_a_small_screen_keeps_its_lines_for_the_panels() -> None:

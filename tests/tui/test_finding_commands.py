@@ -37,10 +37,11 @@ async def test_n_in_the_window_of_a_finding_reads_the_next_one(tmp_path: Path) -
     async with InspectorApp(path).run_test(size=(100, 30)) as pilot:
         await settle(pilot)
         await pilot.press("n", "i")
-        await pilot.pause(0.2)
+        await until(pilot, lambda: isinstance(pilot.app.screen, TextScreen))
+        await settle(pilot)
         first = screen_text(pilot.app)
         await pilot.press("n")
-        await pilot.pause(0.3)
+        await settle(pilot)
         assert isinstance(pilot.app.screen, TextScreen)
         assert "Error: " in first or "Warning: " in first
 

@@ -14,7 +14,7 @@ from flexinspect.tui.load_threads import LoadThreads
 
 def test_calls_run_in_order_in_at_most_that_many_threads() -> None:
     threads, names = LoadThreads(2, "test"), list[str]()
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     def work(number: int) -> int:
         names.append(threading.current_thread().name)
@@ -23,7 +23,7 @@ def test_calls_run_in_order_in_at_most_that_many_threads() -> None:
         return number * number
 
     futures = [threads.submit(work, number) for number in range(20)]
-    assert [future.result(10) for future in futures] == [number**2 for number in range(20)]
+    assert [future.result(60) for future in futures] == [number**2 for number in range(20)]
     assert set(names) == {"test_0", "test_1"}
     threads.shutdown()
     with pytest.raises(RuntimeError, match="closed"):
@@ -33,7 +33,7 @@ def test_calls_run_in_order_in_at_most_that_many_threads() -> None:
 def test_a_thread_that_is_idle_takes_the_next_call() -> None:
     threads = LoadThreads(8, "test")
     for _ in range(5):
-        threads.submit(time.sleep, 0).result(10)
+        threads.submit(time.sleep, 0).result(60)
         time.sleep(0.01)
     assert len(threads._threads) == 1
     threads.shutdown()
@@ -42,8 +42,8 @@ def test_a_thread_that_is_idle_takes_the_next_call() -> None:
 def test_an_exception_is_that_of_the_call() -> None:
     threads = LoadThreads(1, "test")
     with pytest.raises(ZeroDivisionError):
-        threads.submit(lambda: 1 // 0).result(10)
-    assert threads.submit(lambda: 3).result(10) == 3
+        threads.submit(lambda: 1 // 0).result(60)
+    assert threads.submit(lambda: 3).result(60) == 3
     threads.shutdown()
 
 
@@ -56,7 +56,7 @@ def test_what_waits_at_the_end_is_cancelled_and_what_hangs_is_left() -> None:
     assert waits.cancelled()
     assert not threads.join(0.05)
     goes_on.set()
-    assert hangs.result(10)
+    assert hangs.result(60)
     assert threads.join(10)
 
 

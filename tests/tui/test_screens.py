@@ -237,9 +237,9 @@ async def test_every_action_can_be_reached_by_mouse_through_the_menu(trace: Path
         assert cell_len(footer.rstrip()) <= SMALL[0]
         assert footer.rstrip().endswith("quit")
         await pilot.click(offset=(cell_len(footer[: footer.index("menu")]), SMALL[1] - 1))
-        await pilot.pause(0.3)
-        assert isinstance(app.screen, CommandPalette)
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
         offered = app.screen.query_one(CommandList)
+        await until(pilot, lambda: offered.option_count)
         assert offered.option_count == len(KEYS) + len(panel_names())
 
 

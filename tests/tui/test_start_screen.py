@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.traces import RUN, sample_trace
-from support.tui import screen_lines, screen_text, settle
+from support.tui import screen_lines, screen_text, settle, until
 from textual.widgets import Input, OptionList
 
 from flexinspect.cli.run import job_from_argv
@@ -40,15 +40,6 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-async def wait_for(pilot: Any, condition: Any) -> None:
-    for _ in range(200):
-        await pilot.pause()
-        if condition():
-            return
-        await pilot.pause(0.01)
-    raise AssertionError(screen_text(pilot.app))
-
-
 async def choose(pilot: Any, name: str) -> None:
     """Choose an entry of the start screen by its name."""
     await pilot.pause()
@@ -76,7 +67,7 @@ async def test_a_trace_is_listed_with_its_verdict_and_answer_and_opened(trace: P
     Path("bad.flextrace").write_text("not a trace")
     app = InspectorApp()
     async with app.run_test(size=SMALL) as pilot:
-        await wait_for(pilot, lambda: "Jane" in screen_text(app))
+        await until(pilot, lambda: "Jane" in screen_text(app))
         (line,) = [line for line in screen_lines(app) if "sample.flextrace" in line]
         assert line.split() == ["✖", "1", "error", "sample.flextrace", "“Jane", "Austen”", "new"]
         assert "bad.flextrace" not in screen_text(app)
@@ -103,7 +94,7 @@ async def test_the_screen_appears_before_any_verdict_is_read(
         assert "sample.flextrace" in screen_text(app)
         assert "no problems" not in screen_text(app)
         is_shown.set()
-        await wait_for(pilot, lambda: "✓ no problems" in screen_text(app))
+        await until(pilot, lambda: "✓ no problems" in screen_text(app))
 
 
 async def test_escape_does_not_quit_and_q_does() -> None:
@@ -154,7 +145,7 @@ async def test_a_script_of_the_user_is_run(
         assert isinstance(app.screen, TextDialog)
         app.screen.query_one(Input).value = typed
         await pilot.press("enter")
-        await wait_for(pilot, lambda: started)
+        await until(pilot, lambda: started)
     (job,) = started
     assert isinstance(job, ScriptJob)
     assert (job.program, job.is_module, job.args) == (program, is_module, ("--n", "3"))
@@ -176,7 +167,7 @@ async def test_an_invalid_command_line_is_an_error_message(typed: str, message: 
         await choose(pilot, "script")
         app.screen.query_one(Input).value = typed
         await pilot.press("enter")
-        await wait_for(pilot, lambda: app._notifications)
+        await until(pilot, lambda: app._notifications)
         assert isinstance(app.screen, StartScreen)
         (note,) = app._notifications
         assert note.message.startswith(message)
@@ -189,7 +180,7 @@ async def test_without_a_running_capture_there_is_nothing_to_attach_to(
     app = InspectorApp()
     async with app.run_test(size=SMALL) as pilot:
         await choose(pilot, "attach")
-        await wait_for(pilot, lambda: app._notifications)
+        await until(pilot, lambda: app._notifications)
         assert isinstance(app.screen, StartScreen)
         (note,) = app._notifications
         assert note.message.startswith("No capture is running.")
@@ -205,10 +196,10 @@ async def test_a_running_capture_is_chosen_and_opened(
     app = InspectorApp()
     async with app.run_test(size=SMALL) as pilot:
         await choose(pilot, "attach")
-        await wait_for(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         assert "demo \\x1b[31m, process 41230, 2 hours old" in screen_text(app)
         await pilot.press("enter")
-        await wait_for(pilot, lambda: isinstance(app.screen, TraceScreen))
+        await until(pilot, lambda: isinstance(app.screen, TraceScreen))
         await settle(pilot)
 
 
@@ -239,11 +230,11 @@ async def test_an_exhibit_is_built_in_stages_and_opened_at_its_step(
     app = InspectorApp()
     async with app.run_test(size=SMALL) as pilot:
         await choose_exhibit(pilot, run)
-        await wait_for(pilot, lambda: "Building it: recording …" in screen_text(app))
+        await until(pilot, lambda: "Building it: recording …" in screen_text(app))
         await pilot.press("enter")
         assert isinstance(app.screen, ExhibitScreen)
         is_shown.set()
-        await wait_for(pilot, lambda: "Enter opens it" in screen_text(app))
+        await until(pilot, lambda: "Enter opens it" in screen_text(app))
         await pilot.press("enter")
         await settle(pilot)
         assert isinstance(app.screen, TraceScreen)
@@ -261,7 +252,7 @@ async def test_an_exhibit_that_cannot_be_built_says_why(monkeypatch: pytest.Monk
     app = InspectorApp()
     async with app.run_test(size=SMALL) as pilot:
         await choose_exhibit(pilot, BROKEN_RUNS[0])
-        await wait_for(pilot, lambda: "The disk is full." in screen_text(app))
+        await until(pilot, lambda: "The disk is full." in screen_text(app))
         await pilot.press("enter", "escape")
         await pilot.pause()
         assert isinstance(app.screen, StartScreen)
@@ -287,7 +278,7 @@ async def test_leaving_an_exhibit_ends_its_build(monkeypatch: pytest.MonkeyPatch
         await pilot.pause()
         assert isinstance(app.screen, StartScreen)
         has_left.set()
-        await wait_for(pilot, lambda: ended)
+        await until(pilot, lambda: ended)
 
 
 async def test_escape_returns_from_an_unreadable_trace_to_the_start_screen() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 from support.traces import sample_trace
-from support.tui import screen_text, settle
+from support.tui import screen_text, settle, until
 
 from flexinspect.control.messages import PAUSE_REQUESTED, StatusResponse, StepRef
 from flexinspect.drawing.theme import Theme
@@ -122,7 +122,7 @@ async def test_a_message_replaces_the_last_one_and_all_are_listed(tmp_path: Path
             await pilot.pause()
         assert [note.message for note in app._notifications] == ["three"]
         await pilot.press("M")
-        await pilot.pause(0.1)
+        await until(pilot, lambda: "two" in screen_text(app))
         shown = screen_text(app)
         assert shown.index("three") < shown.index("two") < shown.index("one")
 

@@ -7,7 +7,6 @@ another, and no collective is called, so ranks that part cannot hang. It runs in
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flexinspect.records.training_step import (
     LOSS_FROM_BACKWARD,
@@ -23,6 +23,7 @@ from flexinspect.records.training_step import (
     TrainingStepRecord,
 )
 from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.python_internals.live_objects import live_objects
 
 TOLERANCE = 1e-4  # relative difference of norms that are equal but for the order of a sum
 N_FIRST_STEPS, INTERVAL = 32, 10  # steps of which each is compared, and then every so many
@@ -201,8 +202,8 @@ def _is_distributed() -> bool:
 def _wrapper_of(model: nn.Module) -> Any:
     """The `DistributedDataParallel` that reduces the gradients of a model, None if none does."""
     own = {id(one) for one in model.parameters()}
-    wrappers = (o for o in gc.get_objects() if type(o).__name__ == "DistributedDataParallel")
-    each = (o for o in wrappers if not own.isdisjoint(map(id, o.parameters())))
+    wrappers = live_objects(DistributedDataParallel)
+    each = (one for one in wrappers if not own.isdisjoint(map(id, one.parameters())))
     return next(each, None)
 
 

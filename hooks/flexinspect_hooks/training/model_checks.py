@@ -5,7 +5,6 @@ Each check returns its failures: the name of the check, a sentence without its f
 
 from __future__ import annotations
 
-import gc
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -22,6 +21,7 @@ from flexinspect_hooks.python_internals.initializer_calls import (
     forget_initializations,
     initializations_of,
 )
+from flexinspect_hooks.python_internals.live_objects import live_objects
 
 Failure = tuple[str, str, dict[str, Any]]
 
@@ -121,11 +121,8 @@ def _is_missed(parameter: nn.Parameter, own: Set[int]) -> bool:
 
 def held_by_others(optimizer: Optimizer) -> set[int]:
     """The ids of the parameters of all other optimizers of the process."""
-    # By type: the class of a lazy object may be computed when it is read.
-    others = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
-    groups = chain.from_iterable(
-        getattr(o, "param_groups", ()) for o in others if o is not optimizer
-    )
+    others = (one for one in live_objects(Optimizer) if one is not optimizer)
+    groups = chain.from_iterable(getattr(one, "param_groups", ()) for one in others)
     return {id(one) for group in groups for one in group["params"]}
 
 

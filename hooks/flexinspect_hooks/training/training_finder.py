@@ -8,7 +8,6 @@ optimizer is one training: a generation of the trace, with its own steps.
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import threading
 import weakref
@@ -28,6 +27,7 @@ from flexinspect.core.errors import TraceWriteError
 from flexinspect_hooks.capture.model_layers import model_facts
 from flexinspect_hooks.capture.rank_facts import parallel_facts
 from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.python_internals.live_objects import live_objects
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.cost_governor import Governor
@@ -329,8 +329,7 @@ def _name_of(module: nn.Module) -> str:
 
 def _owners(parameters: frozenset[int]) -> list[nn.Module]:
     """The outermost modules that have some of these parameters, in the order of their size."""
-    # By type: the class of a lazy object may be computed when it is read.
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = live_objects(nn.Module)
     inner = {id(child) for one in modules for child in one.children()}
     roots = (one for one in modules if id(one) not in inner)
     owners = [

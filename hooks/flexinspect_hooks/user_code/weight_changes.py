@@ -5,7 +5,6 @@ The audit uses the weights of the program, so what a program wrote into them loo
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.capture.quiet_modules import quiet_module
+from flexinspect_hooks.python_internals.live_objects import live_objects
 
 _MAX_PAIRS = 4096
 _MIN_ROWS = 0.5
@@ -156,8 +156,8 @@ def _held_matrices(ranks: set[int], model: nn.Module, factors: Sequence[Tensor])
     """Return matrices with one of the ranks as a side: the factors, and what the program holds."""
     seen = {id(one) for one in model.parameters()}
     found = []
-    for one in itertools.chain(factors, gc.get_objects()):
-        if not issubclass(type(one), Tensor) or id(one) in seen or one.dim() != 2 or one.is_meta:
+    for one in itertools.chain(factors, live_objects(Tensor)):
+        if id(one) in seen or one.dim() != 2 or one.is_meta:
             continue
         seen.add(id(one))
         if one.is_floating_point() and not ranks.isdisjoint(one.shape):

@@ -6,10 +6,10 @@ One program serves all tests of this file, in their order; it runs until the las
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.dap import DapClient, DapError
 from support.debugged import Debugged, breakpoints, eventually, line_of, plain_output
@@ -80,19 +80,25 @@ def test_a_breakpoint_in_the_mask_mod_of_an_uncompiled_mask_is_hit(
     assert callers == {"create_block_mask", "flex_attention"}
 
 
-def test_a_large_tensor_is_shown_in_a_second_and_ten_kilobytes(
+def cpu_s(run: Debugged) -> float:
+    """The seconds of CPU of the program so far: a busy machine does not change them much."""
+    spent = psutil.Process(run.process.pid).cpu_times()
+    return spent.user + spent.system
+
+
+def test_a_large_tensor_is_shown_in_a_second_of_cpu_and_ten_kilobytes(
     run: Debugged, client: DapClient
 ) -> None:
     client.begin(run.attach(), {run.program: [line_of(FORWARD) + 1]})
     thread, stack = client.stopped()
-    started = time.perf_counter()
+    started = cpu_s(run)
     seen = client.variables(stack[0])
-    assert time.perf_counter() - started < 1.0
+    assert cpu_s(run) - started < 1.0
     assert client.n_bytes["variables"] < 10_000
     assert "10000000 float32 cpu" in seen["big"]["value"]
-    started = time.perf_counter()
+    started = cpu_s(run)
     children = client.children(seen["big"]["variablesReference"])
-    assert time.perf_counter() - started < 1.0
+    assert cpu_s(run) - started < 1.0
     assert client.n_bytes["variables"] < 10_000
     assert [each["value"] for each in children if each["name"] == "[19]"] == [
         "0-dim float32 cpu  0.0"

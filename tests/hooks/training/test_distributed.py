@@ -105,6 +105,21 @@ def test_under_data_parallel_gradients_and_weights_agree_and_the_late_rank_is_na
 
 
 @pytest.mark.slow
+def test_a_wrapper_that_lost_its_hooks_is_named_and_one_that_has_them_is_not(
+    recorded: Path, tmp_path: Path
+) -> None:
+    # https://github.com/pytorch/pytorch/issues/104336
+    ranks = start_ranks(tmp_path, 2, ["train", "moved"])
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    for folder, is_named in ((tmp_path, True), (recorded, False)):
+        for path in folder.glob("train-rank*.flextrace"):
+            with open_trace(path) as reader:
+                found = {each.id for each in reader.findings()}
+            assert ("training.ranks-differ" in found) == is_named
+
+
+@pytest.mark.slow
 def test_the_trace_of_a_killed_rank_is_valid_up_to_its_last_step(died: Path) -> None:
     run, found = compared(died, "train")
     assert [one.rank for one in run.traces] == [0, 1, 2, 3]

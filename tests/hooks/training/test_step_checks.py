@@ -219,7 +219,7 @@ def test_the_objects_of_the_process_are_searched_once_however_often_weights_chan
             for one in model.parameters():
                 one.clamp_(-0.5, 0.5)
         if number == 0:  # the checks before the first step look for other optimizers, too
-            monkeypatch.setattr(gc, "get_objects", lambda: n_searches.append(1) or search())
+            monkeypatch.setattr(gc, "get_objects", lambda of: n_searches.append(1) or search(of))
 
     found_here = found(tmp_path, model, body=body, steps=12)
     assert len(n_searches) == 1

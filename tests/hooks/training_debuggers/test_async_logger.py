@@ -94,7 +94,7 @@ async def test_checks_run_in_a_thread_and_the_event_loop_continues(
     while not check.done():
         await asyncio.sleep(0.01)
         ticks += 1
-    assert ticks >= 5
+    assert ticks >= 2
     assert seen[0] is not threading.main_thread()
 
 
