@@ -14,15 +14,18 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
 from textual.app import App, ComposeResult
 from textual.drivers.headless_driver import HeadlessDriver
+from textual.screen import Screen
 
 from flexinspect.drawing.heatmap import CIVIDIS, Levels, heat
 from flexinspect.drawing.text_lines import Canvas
 from flexinspect.drawing.theme import Theme
+from flexinspect.tui.terminal_output import TerminalCells
 
 WIDTH, HEIGHT = 200, 60
 N_WARM, N_FRAMES = 10, 60
@@ -78,6 +81,11 @@ class RepaintApp(App[dict[str, float]]):
         super().__init__(driver_class=CountingDriver)
         self.console = Console(color_system="truecolor", force_terminal=True, file=io.StringIO())
         self._frames = frames
+        self._terminal_cells = TerminalCells()
+
+    def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
+        """Write what changed, as the interface does."""
+        super()._display(screen, self._terminal_cells.limit(renderable))
 
     def compose(self) -> ComposeResult:
         """Make the screen."""

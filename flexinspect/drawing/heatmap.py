@@ -97,6 +97,18 @@ _MAX_CACHED_LINES = 2_000
 """Lines that a palette caches; then the cache is cleared."""
 
 
+class _Cells(dict[int, Segment]):
+    """One cell per key of a palette, made when it is first drawn."""
+
+    def __init__(self, palette: Palette) -> None:
+        super().__init__()
+        self._palette = palette
+
+    def __missing__(self, key: int) -> Segment:
+        cell = self[key] = self._palette.run(key, 1)
+        return cell
+
+
 class Palette:
     """Colours of levels 0 to `size` - 1, and every (upper, lower) pair of them as a half block.
 
@@ -119,6 +131,7 @@ class Palette:
         self.ramp = ramp
         self.centre = centre
         self._runs: dict[tuple[int, int], Segment] = {}
+        self._cells = _Cells(self)
         self._lines: dict[bytes, Strip] = {}
 
     @property
@@ -141,12 +154,16 @@ class Palette:
         if strip is None:
             if len(self._lines) >= _MAX_CACHED_LINES:
                 self._lines.clear()
-            starts = np.flatnonzero(np.diff(keys, prepend=keys[:1] ^ 1))
-            lengths = np.diff(starts, append=len(keys)).tolist()
-            runs = zip(keys[starts].tolist(), lengths, strict=True)
-            strip = Strip([self.run(*run) for run in runs], len(keys))
-            self._lines[code] = strip
+            strip = self._lines[code] = Strip(self._runs_of(keys), len(keys))
         return strip
+
+    def _runs_of(self, keys: npt.NDArray[np.uint16]) -> list[Segment]:
+        starts = np.flatnonzero(np.diff(keys, prepend=keys[:1] ^ 1))
+        if 2 * len(starts) > len(keys):  # hardly two neighbours are equal
+            cells = self._cells
+            return [cells[key] for key in keys.tolist()]
+        lengths = np.diff(starts, append=len(keys)).tolist()
+        return [self.run(*run) for run in zip(keys[starts].tolist(), lengths, strict=True)]
 
     def run(self, key: int, length: int) -> Segment:
         """Return `length` cells: half blocks, or blanks where both levels are equal; cached."""

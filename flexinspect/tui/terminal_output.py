@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import ne
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
+from rich.segment import Segment
 from rich.style import Style
 from textual._compositor import ChopsUpdate, CompositorUpdate, LayoutUpdate
 from textual.strip import Strip
@@ -120,8 +122,21 @@ class _Output:
         last = None
         for text, style in cells:
             if style is not last:
-                codes.append(self._change(style))
                 last = style
+                attributes, color, background = style
+                # Each cell of a picture may have two other colours: this is done without a call.
+                if attributes or self._attributes or color is None:
+                    codes.append(self._change(style))
+                elif color == self._color:
+                    if background != self._background:
+                        codes.append(f"\x1b[{background or 49}m")
+                        self._background = background
+                elif background == self._background:
+                    codes.append(f"\x1b[{color or 39}m")
+                    self._color = color
+                else:
+                    codes.append(f"\x1b[{color or 39};{background or 49}m")
+                    self._color, self._background = color, background
             codes.append(text)
 
     def text(self) -> str:
@@ -163,21 +178,63 @@ def _all_pieces(update: LayoutUpdate) -> Iterator[Piece]:
             column += strip.cell_length
 
 
+class _NarrowCells:
+    """The cells of segments whose characters take one cell each, by the ids of the segments.
+
+    Pictures are drawn with the same segments again and again. The segments are kept, so that no
+    other one gets the id of one of them.
+    """
+
+    def __init__(self, depth: ColorSystem) -> None:
+        self._depth = depth
+        self._cells: dict[int, list[Cell]] = {}
+        self._segments: list[Segment] = []
+
+    def join(self, strip: Strip) -> list[Cell] | None:
+        """Return the cells of a strip, None if a character of it takes another width."""
+        known, segments = self._cells, [*strip]
+        try:
+            return [*chain.from_iterable([known[key] for key in map(id, segments)])]
+        except KeyError:
+            return self._add(segments)
+
+    def _add(self, segments: Sequence[Segment]) -> list[Cell] | None:
+        if len(self._segments) >= _MAX_CACHED:
+            self._cells.clear()
+            self._segments.clear()
+        cells: list[Cell] = []
+        for segment in segments:
+            own = self._cells.get(id(segment))
+            if own is None:
+                text, style, _ = segment
+                if not (text.isascii() or _is_narrow(text)):
+                    return None
+                drawn, blank = _cell_styles(style or Style.null(), self._depth)
+                own = [(letter, blank if letter == " " else drawn) for letter in text]
+                self._cells[id(segment)] = own
+                self._segments.append(segment)
+            cells += own
+        return cells
+
+
+_narrow_cells = lru_cache(_NarrowCells)
+
+
 def _cells(strip: Strip, depth: ColorSystem) -> tuple[list[Cell], bool]:
     """Return the cells of a strip, and whether it has characters of other widths than one cell."""
+    narrow = _narrow_cells(depth).join(strip)
+    if narrow is not None:
+        return narrow, False
     cells: list[Cell] = []
-    is_wide = False
     for text, style, _ in strip:
         drawn, blank = _cell_styles(style or Style.null(), depth)
         if text.isascii() or _is_narrow(text):
             cells += [(letter, blank if letter == " " else drawn) for letter in text]
-            continue
-        is_wide = True
-        if width := cell_len(text):
+        elif width := cell_len(text):
             cells += [(text, drawn), *[("", drawn)] * (width - 1)]
         elif cells:  # combining marks
             cells[-1] = (cells[-1][0] + text, cells[-1][1])
-    return cells, is_wide
+    return cells, True
 
 
 @lru_cache(_MAX_CACHED)

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.segment import Segment
@@ -16,6 +17,8 @@ from textual._compositor import LayoutUpdate
 from textual.geometry import Region
 from textual.strip import Strip
 
+from flexinspect.drawing.heatmap import CIVIDIS, heat
+from flexinspect.drawing.theme import Theme
 from flexinspect.tui.app import InspectorApp
 from flexinspect.tui.terminal_output import TerminalCells
 
@@ -157,3 +160,14 @@ def test_characters_of_two_cells_are_never_divided(output: Output) -> None:
 def test_a_forgotten_terminal_is_written_again(output: Output) -> None:
     output.cells.forget()
     assert "step 1" in output.write(Segment("step 1", RED), Segment(" of 9", BOLD))
+
+
+def test_pictures_of_which_no_two_cells_are_alike_are_shown(output: Output) -> None:
+    random, theme = np.random.default_rng(0), Theme("truecolor")
+    output.write(Segment("step 1 of 9", BOLD))  # attributes end where the picture begins
+    for _ in range(3):
+        levels = random.integers(0, CIVIDIS.size, (2, 40)).astype(np.uint8)
+        (picture,) = heat(levels, CIVIDIS, theme)
+        output.write(*picture)
+    output.write(Segment("é", RED), *picture)
+    output.write(Segment("日", RED), *picture)  # two cells wide
