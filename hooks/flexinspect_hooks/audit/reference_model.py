@@ -44,6 +44,7 @@ from flexinspect_hooks.capture.model_layers import (
     decoder_blocks,
     decoder_stack,
 )
+from flexinspect_hooks.capture.rank_facts import is_split
 from flexinspect_hooks.python_internals.torch_private import init_weights
 
 BLOCKS = ("mlp", "feed_forward")
@@ -61,6 +62,10 @@ class ReferenceModel:
     """
 
     def __init__(self, source: Snapshot, dtype: torch.dtype = torch.float32) -> None:
+        if any(is_split(one) for one in source.parameters):
+            raise FlexInspectError(
+                "The weights are split over ranks, and the audit needs whole ones."
+            )
         cls, self.namespace = clean_class(source.model_class)
         prepare(self.namespace)
         self.dtype = dtype

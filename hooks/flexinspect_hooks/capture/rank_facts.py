@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from flexinspect.core.rank_environment import Rank, rank_of_environment
 
@@ -23,6 +23,11 @@ def current_rank() -> Rank | None:
     return Rank(rank, size) if size > 1 else None
 
 
+def is_split(tensor: Tensor) -> bool:
+    """Return whether each rank has a part of a tensor only."""
+    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+
+
 def split_facts(model: nn.Module) -> dict[str, Any]:
     """Return over how many ranks a model's layers and its parameters are split; none if not at all.
 
@@ -30,11 +35,7 @@ def split_facts(model: nn.Module) -> dict[str, Any]:
     of ranks that share each parameter: those of tensor parallelism, or of FSDP, whose layers see
     whole parameters.
     """
-    split: list[Any] = [
-        one
-        for one in model.parameters()
-        if any(placement.is_shard() for placement in getattr(one, "placements", ()))
-    ]
+    split: list[Any] = [one for one in model.parameters() if is_split(one)]
     shards = max((math.prod(one.device_mesh.shape) for one in split), default=1)
     tp_size = getattr(model, "tp_size", None)
     if not isinstance(tp_size, int) or isinstance(tp_size, bool):

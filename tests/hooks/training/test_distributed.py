@@ -18,6 +18,7 @@ from flexinspect.analysis.ranks.rank_run import STOPPED, RankRun, find_runs, ope
 from flexinspect.core.errors import UsageError
 from flexinspect.core.rank_environment import Rank, rank_facts, rank_of_environment, rank_path
 from flexinspect.records.collectives import KINDS, WEIGHTS_STREAM
+from flexinspect.rules.numerics.audit_findings import AUDIT_SKIPPED_EVENT
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.capture.rank_facts import current_rank
 from flexinspect_hooks.training.measurement import GradientMeter
@@ -81,6 +82,9 @@ def test_under_tensor_parallel_the_ranks_agree_after_each_all_reduce(recorded: P
     assert {*generation.compared} >= {"hidden", "logits", "token"}
     assert generation.compared["hidden"].n == 2 * 5
     with open_trace(run.traces[0].path) as reader:
+        events = [row.event for row in reader.events()]
+        (skipped,) = [one.text for one in events if one.kind == AUDIT_SKIPPED_EVENT]
+        assert "The weights are split over ranks, and the audit needs whole ones." in skipped
         assert [call.q_heads for call in reader.calls(0, 0)] == [2, 2]  # of four heads
         kinds = reader.array(0, 1, "collectives.calls")
     assert kinds is not None
