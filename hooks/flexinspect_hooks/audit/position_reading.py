@@ -132,6 +132,12 @@ def _frequencies_sentence(angles: Tensor, places: Tensor, frequencies: Tensor) -
     kept = measured.abs() < 1e-4
     if bool(kept.any()) and not bool(kept.all()):
         return f"Of its {n} pairs of channels {int(kept.sum())} are not rotated."
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = frequencies.to(dtype).double()
+        if _is_closer(measured, rounded, frequencies):
+            name = str(dtype).removeprefix("torch.")
+            text = f"Its frequencies are rounded to {name}: the model was cast to it, "
+            return f"{text}with its rotary tables, and cast back."
     base = _base_of(measured)
     if base is not None:
         own = _base_of(frequencies)
@@ -142,6 +148,11 @@ def _frequencies_sentence(angles: Tensor, places: Tensor, frequencies: Tensor) -
         return f"It is rotated by {float(ratio.mean()):.3g} times the right angles."
     low, high = float(ratio.min()), float(ratio.max())
     return f"It is rotated by other frequencies, {low:.3g} to {high:.3g} times the right ones."
+
+
+def _is_closer(measured: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Whether measured frequencies are those of `one`, as far as they can be told from `other`."""
+    return float((measured - one).abs().max()) < 0.1 * float((one - other).abs().max())
 
 
 def _base_of(frequencies: Tensor) -> float | None:

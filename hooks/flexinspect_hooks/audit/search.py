@@ -123,7 +123,7 @@ class Search:
 
     def find(self, hypotheses: Sequence[Hypothesis]) -> SearchResult:
         """Return the best explanation: one fault, else two faults together."""
-        edits = list(edits_of(hypotheses, self._probe))
+        edits = sorted(edits_of(hypotheses, self._probe), key=self._is_unlikely)
         tried: dict[str, None] = {}
         best: Explanation | None = None
         if self._at.point[0] in _UP_TO_HEADS and self._at.point[1] is not None:
@@ -153,6 +153,11 @@ class Search:
             best, cut = self._combine(best, edits)
             return SearchResult(best, tuple(tried), n, is_cut=cut)
         return SearchResult(best, tuple(tried), n, is_cut=False, heads=self._heads)
+
+    def _is_unlikely(self, edit: ForwardEdit) -> bool:
+        """Whether a fault acts elsewhere than where the first difference is; it is tried later."""
+        is_rotated = self._at.point[0] in (QUERY, KEY)
+        return is_rotated and edit.rope is None and edit.positions is None
 
     def _with_ties(self, best: Explanation, edits: Sequence[ForwardEdit]) -> Explanation:
         """Look for other faults that explain as much, for as long as the first one took."""

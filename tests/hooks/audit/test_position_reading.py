@@ -82,3 +82,12 @@ def test_channels_that_are_left_out_and_neighbours_that_are_paired_are_named() -
     angles = PLACES.double()[:, None] * frequencies()
     turned = even * torch.polar(torch.ones_like(angles), angles)[:, None]
     assert "pairs channel 0 with 8" in read(torch.view_as_real(turned).flatten(-2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_frequencies_that_were_cast_and_cast_back_are_no_other_base(dtype: torch.dtype) -> None:
+    far = PLACES + 5000
+    sentence = read(rotated(far, frequencies().to(dtype).double()), first=5000)
+    name = str(dtype).removeprefix("torch.")
+    assert sentence.startswith(f"Its frequencies are rounded to {name}: the model was cast to it")
+    assert "RoPE of base 9990" in read(rotated(far, frequencies(9990.0)), first=5000)
