@@ -121,7 +121,8 @@ def _narrowed(part: ComparedTensors) -> Iterator[tuple[ComparedTensors, _Tests]]
 
 
 def _rows_text(compared: ComparedTensors, rows: Tensor) -> str:
-    n, places = len(compared.positions), [compared.positions[k] for k in rows.tolist()]
+    n = len(set(compared.positions))
+    places = list(dict.fromkeys(compared.positions[k] for k in rows.tolist()))
     if len(places) == n:
         return ""
     if n - len(places) == 1 and compared.positions[0] == 0 and 0 not in places:

@@ -71,7 +71,7 @@ def compare_modules(
     with unrecorded():
         for name, (given, right) in pairs.items():
             with suppress(Exception):  # code of the program may need a state that is gone
-                alone = _run_spans(theirs[name], given, right, spans)
+                alone = _run_spans(theirs[name], given, right, spans, len(ids))
                 compared = _compared(alone.output, alone.right, limit, alone.positions)
                 if compared.distance <= limit:
                     agreeing.append(name)
@@ -110,7 +110,8 @@ def _router_shape(module: nn.Module, compared: ComparedTensors) -> list[str]:
 class _Alone(Struct, frozen=True):
     """What a module gave alone, for `given`, beside what is `right`, of rows at `positions`.
 
-    `inner` are the first inputs of the modules in it.
+    A norm of heads has a row per head, one after another, at the same position. `inner` are the
+    first inputs of the modules in it.
     """
 
     given: Tensor
@@ -121,25 +122,38 @@ class _Alone(Struct, frozen=True):
 
 
 def _run_spans(
-    module: nn.Module, given: Tensor, right: Tensor, spans: Sequence[tuple[int, int]]
+    module: nn.Module,
+    given: Tensor,
+    right: Tensor,
+    spans: Sequence[tuple[int, int]],
+    n_rows: int,
 ) -> _Alone:
-    """Run a module on the rows of each forward of the program."""
+    """Run a module on the rows of each forward of the program, of `n_rows` rows of the text."""
     parts, outputs, rights = list[Tensor](), list[Tensor](), list[Tensor]()
     inside: Mapping[str, Tensor] = {}
+    of_given, of_right = _rows_dim(given, n_rows), _rows_dim(right, n_rows)
     for first, stop in spans:
-        rows = slice(first, stop)
-        parts.append(given[:, rows] if given.dim() == 3 else given[rows])
-        rights.append(right[:, rows] if right.dim() == 3 else right[rows])
+        parts.append(given.narrow(of_given, first, stop - first))
+        rights.append(right.narrow(of_right, first, stop - first))
         output, inner = _run_alone(module, parts[-1])
         outputs.append(output)
         inside = inside or inner
     if any(one.shape != two.shape for one, two in zip(outputs, rights, strict=True)):
         raise ValueError("The module gives another shape.")
+    sides = ((parts, of_given), (outputs, of_right), (rights, of_right))
     tables = [
-        torch.cat([one.flatten(0, -2) for one in those]) for those in (parts, outputs, rights)
+        torch.cat([one.movedim(dim, 0).flatten(0, -2) for one in those]) for those, dim in sides
     ]
     places = [place for first, stop in spans for place in range(first, stop)]
+    n_heads = len(tables[1]) // max(len(places), 1)
+    places = [place for place in places for _ in range(n_heads)]
     return _Alone(tables[0], tables[1], tables[2], inside, places)
+
+
+def _rows_dim(tensor: Tensor, n_rows: int) -> int:
+    """Return the dimension of the text: the heads of a norm may come before it, or after."""
+    dims = [dim for dim in range(tensor.dim() - 1) if tensor.shape[dim] == n_rows]
+    return dims[0] if dims else max(tensor.dim() - 2, 0)
 
 
 def _run_alone(module: nn.Module, given: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -62,6 +62,36 @@ def test_a_module_with_another_forward_is_named_with_what_it_computes(
     assert f"{forward.__name__} at test_module_swap.py:" in finding.sentence
 
 
+def test_a_norm_of_heads_with_another_forward_is_named(audit: Audit) -> None:
+    model = make_model("qwen3")
+    module = model.model.layers[1].self_attn.q_norm
+    module.forward = MethodType(_mean_subtracted, module)
+    _, (finding,), _ = audit(model, lambda: decode(model))
+    assert "Alone, on the right input, model.layers.1.self_attn.q_norm (" in finding.sentence
+    assert "is that of a LayerNorm (the mean is subtracted)" in finding.sentence
+
+
+class _NormOfWeight(nn.Module):
+    """Multiplies by its weight, where the norms of Gemma multiply by 1 + weight."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.rms_norm(rows, rows.shape[-1:], self.weight, self.eps)
+
+
+def test_both_norms_of_heads_without_their_1_are_named_together(audit: Audit) -> None:
+    model = make_model("gemma3_text")
+    attention = model.model.layers[1].self_attn
+    for norm in (attention.q_norm, attention.k_norm):
+        nn.init.normal_(norm.weight, 0.4, 0.2)
+    attention.q_norm, attention.k_norm = map(_NormOfWeight, (attention.q_norm, attention.k_norm))
+    _, (finding,), _ = audit(model, lambda: decode(model))
+    assert "q_norm and k_norm multiply by their weights, not by 1 + weight" in finding.sentence
+
+
 def test_a_hook_that_does_nothing_any_more_is_named_where_all_modules_are_right(
     audit: Audit,
 ) -> None:

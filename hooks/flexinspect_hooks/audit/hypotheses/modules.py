@@ -13,6 +13,7 @@ from flexinspect_hooks.audit.probe import FaultProbe
 from flexinspect_hooks.audit.weights import numbers_of
 
 Edits = Iterator[ForwardEdit]
+_HEAD_NORMS = ("q_norm", "k_norm")
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")
 
 
@@ -52,15 +53,24 @@ def norm_skipped(probe: FaultProbe) -> Edits:
     def without_one(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
         return unweighted(module, inputs, output, before) * module.weight
 
-    for name, module in modules.items():
-        if not is_norm(module):
-            continue
-        yield ForwardEdit(name="norm.skipped", sentence=f"without {name}", modules={name: _skip})
-        sentence = f"in which {name} does not use its weight"
-        yield ForwardEdit(name="norm.skipped", sentence=sentence, modules={name: unweighted})
-        if "gemma" in type(module).__name__.lower():
-            sentence = f"in which {name} multiplies by its weight, not by 1 + weight"
-            yield ForwardEdit(name="norm.weight", sentence=sentence, modules={name: without_one})
+    norms = {name: module for name, module in modules.items() if is_norm(module)}
+    groups: list[tuple[str, ...]] = [(name,) for name in norms]
+    if {*_HEAD_NORMS} <= norms.keys():  # a patch mostly replaces both
+        groups.append(_HEAD_NORMS)
+    for names in groups:
+        those, do, their = " and ".join(names), "does", "its weight"
+        if len(names) > 1:
+            do, their = "do", "their weights"
+        edits: list[tuple[str, str, ModuleEdit]] = [
+            ("norm.skipped", f"without {those}", _skip),
+            ("norm.skipped", f"in which {those} {do} not use {their}", unweighted),
+        ]
+        if "gemma" in type(norms[names[0]]).__name__.lower():
+            multiply = "multiplies" if len(names) == 1 else "multiply"
+            sentence = f"in which {those} {multiply} by {their}, not by 1 + weight"
+            edits.append(("norm.weight", sentence, without_one))
+        for kind, sentence, edit in edits:
+            yield ForwardEdit(name=kind, sentence=sentence, modules=dict.fromkeys(names, edit))
 
 
 def epsilon_of(module: Any) -> float:
