@@ -103,6 +103,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "windows": "flexinspect.rules.masks.declared_vs_executed:SlidingWindowRule",
         "audit": "flexinspect.rules.numerics.audit_findings:AuditRule",
         "changed_weights": "flexinspect.rules.numerics.changed_weights:ChangedWeightsRule",
+        "unmet_configuration": (
+            "flexinspect.rules.numerics.unmet_configuration:UnmetConfigurationRule"
+        ),
         "choice_pattern": "flexinspect.rules.text.choice_pattern:ChoicePatternRule",
         "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",

@@ -31,6 +31,7 @@ from flexinspect.records.step import EventRecord, TokenRecord
 from flexinspect.rules.cache.kv_cache import CACHED_PROMPT_EVENT
 from flexinspect.rules.masks.unused_window import UNUSED_WINDOW_EVENT
 from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT
+from flexinspect.rules.numerics.unmet_configuration import UNMET_EVENT
 from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
 from flexinspect.rules.text.processor_rows import PROCESSOR_EVENT
@@ -52,6 +53,7 @@ from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, Gener
 from flexinspect_hooks.user_code.processor_trials import ProcessorRows, own_processors
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
+from flexinspect_hooks.user_code.unmet_configuration import unmet_settings
 from flexinspect_hooks.user_code.wished_window import unused_window
 
 THREAD_OVERLAP = (
@@ -115,6 +117,7 @@ class WatchSession(CaptureSession):
         self._printed: set[str] = set()
         self.recorded_error: BaseException | None = None
         """The last exception that is in the trace."""
+        self._told_unmet = False
         self._is_broken = self._is_followed = self._is_leaving_generate = False
         self.is_compiled_call = False
         """Whether a call of the compiled model runs, whose step begins and ends around it."""
@@ -227,6 +230,10 @@ class WatchSession(CaptureSession):
         if (window := unused_window(self._model)) is not None:
             text = "A sliding window of the configuration is in no layer."
             step.events.append((UNUSED_WINDOW_EVENT, text, window))
+        for unmet in () if self._told_unmet else unmet_settings(self._model):
+            text = "The model does not follow a setting of its configuration."
+            step.events.append((UNMET_EVENT, text, unmet))
+        self._told_unmet = True
         if (weights := self.initialised_weights()) is not None:
             text = "Weights that no checkpoint had were initialised."
             step.events.append((INITIALISED_EVENT, text, weights))
