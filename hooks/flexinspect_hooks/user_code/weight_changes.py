@@ -19,6 +19,8 @@ from flexinspect_hooks.python_internals.live_objects import live_objects
 _MAX_PAIRS = 4096
 _MIN_ROWS = 0.5
 """The part of the rows of a table that an adapter changes at least."""
+_MIN_CHANGED, _MAX_CHANGED = 8, 64
+"""Rows of a table whose rank is measured."""
 _SIMILAR = 0.999
 """The cosine of two deltas that are the same but for a factor and rounding."""
 
@@ -96,11 +98,28 @@ def _tied_changes(model: nn.Module, deltas: Mapping[str, Delta]) -> Iterator[dic
         names.setdefault(id(one), []).append(name)
     for same in names.values():
         changed = next((name for name in same if name in deltas), None)
-        if len(same) < 2 or changed is None or not deltas[changed].rank:
+        if len(same) < 2 or changed is None:
             continue
+        rank = deltas[changed].rank
         # A few rows, such as that of the padding, are set on purpose, and have a low rank as well.
-        if deltas[changed].gap.any(1).float().mean() > _MIN_ROWS:
-            yield {"names": same, "rank": deltas[changed].rank}
+        if not rank or deltas[changed].gap.any(1).float().mean() <= _MIN_ROWS:
+            rank = _rank_of_rows(deltas[changed].gap)
+        if rank:
+            yield {"names": same, "rank": rank}
+
+
+def _rank_of_rows(gap: Tensor) -> int:
+    """Return the rank of a change of some rows; 0 if it is as high as that of rows set one by one.
+
+    An adapter of a head may be for a part of the vocabulary. A vector that is added to rows, which
+    has rank 1, is meant.
+    """
+    rows = gap[gap.any(1)][:_MAX_CHANGED].double()
+    if len(rows) < _MIN_CHANGED:
+        return 0
+    values = torch.linalg.svdvals(rows)
+    rank = int((values > 1e-4 * values[0]).sum())
+    return rank if 1 < rank <= min(rows.shape) // 2 else 0
 
 
 # -- adapters --------------------------------------------------------------------------------------

@@ -85,6 +85,24 @@ def test_an_adapter_that_is_merged_into_a_tied_head_is_reported(
     assert names == ([["model.embed_tokens.weight", "lm_head.weight"]] if is_tied else [])
 
 
+@pytest.mark.parametrize(
+    ("rank", "is_named"), [(4, True), (0, False), (1, False)], ids=["adapter", "rows", "vector"]
+)
+def test_an_adapter_of_a_part_of_the_vocabulary_is_told_from_rows_that_are_set(
+    made: MadeWeights, rank: int, is_named: bool
+) -> None:
+    model = make_model("llama", tie_word_embeddings=True)
+    torch.manual_seed(0)
+    weight = model.lm_head.weight
+    n_rows, width = len(weight) // 4, weight.shape[1]
+    change = torch.randn(n_rows, rank) @ torch.randn(rank, width) if rank > 1 else None
+    if change is None:
+        change = torch.randn(n_rows if rank == 0 else 1, width).expand(n_rows, -1)
+    with torch.no_grad():
+        weight[-n_rows:] += change
+    assert bool(facts_of(made, model).get("tied")) is is_named
+
+
 @pytest.mark.parametrize("broken", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_transposed_delta_of_a_square_matrix_is_told_from_a_right_one(
