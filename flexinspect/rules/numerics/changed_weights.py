@@ -131,6 +131,8 @@ def _flipped(facts: Mapping[str, Any]) -> str:
 
 def _misplaced(facts: Mapping[str, Any]) -> str:
     layers = facts["layers"]
+    if facts["order"] == "part":
+        return _misplaced_part(facts)
     text = (
         f"The change of {printable(facts['name'])} of layer {layers[0]} is the product of the "
         f"adapter named {printable(facts['adapter'])}, not of {printable(facts['own'])}"
@@ -142,6 +144,17 @@ def _misplaced(facts: Mapping[str, Any]) -> str:
         got = ", ".join(map(str, facts["taken"][1:]))
         text += f"; {others} got {got}"
     return f"{text}. {_ORDERS.get(facts['order'], 'The order of the names is another one.')}"
+
+
+def _misplaced_part(facts: Mapping[str, Any]) -> str:
+    layers, axis = facts["layers"], facts["axis"]
+    also = f" {format_layers(layers[1:], 1 << 20).capitalize()} likewise." if layers[1:] else ""
+    return (
+        f"The adapter named {printable(facts['adapter'])} was added to {axis} {facts['outputs']} "
+        f"of {printable(facts['name'])} of layer {layers[0]}, which are those of "
+        f"{' and '.join(facts['hit'])}: the {axis} of {facts['own']} are {facts['own_outputs']}, "
+        f"where its product is missing.{also}"
+    )
 
 
 _ORDERS = {

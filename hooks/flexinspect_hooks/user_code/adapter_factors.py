@@ -107,8 +107,9 @@ class AdapterFactors:
                 groups.setdefault(key, []).append((path, tensor))
         found: dict[tuple[int, int, Path, int], Pair] = {}
         for key, those in groups.items():
-            if len(those) == 2 and (pair := _pair(key, *those)):
-                found[id(those[0][1]), id(those[1][1]), pair.series, pair.number] = pair
+            for first, second in _twos(those):
+                if (pair := _pair(key, first, second)) is not None:
+                    found[id(first[1]), id(second[1]), pair.series, pair.number] = pair
         return list(found.values())
 
     def _read(self, path: Path, value: Any, depth: int) -> None:
@@ -175,6 +176,19 @@ def _is_own_class(kind: Any) -> bool:
 
 
 # -- names -----------------------------------------------------------------------------------------
+
+
+def _twos(those: list[tuple[Path, Tensor]]) -> Iterator[list[tuple[Path, Tensor]]]:
+    """Yield the tensors of one name by twos: all, or those of one dtype, if some were cast.
+
+    Yields nothing where it is not clear which belong together.
+    """
+    if len(those) == 2:
+        yield those
+        return
+    for dtype in dict.fromkeys(one.dtype for _, one in those):
+        if len(same := [one for one in those if one[1].dtype is dtype]) == 2:
+            yield same
 
 
 def _parts(key: Any) -> Iterator[str]:

@@ -16,7 +16,8 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.user_code.adapter_factors import Pair, layer_name
-from flexinspect_hooks.user_code.weight_changes import Delta
+from flexinspect_hooks.user_code.part_places import misplaced_parts
+from flexinspect_hooks.user_code.weight_changes import Delta, rows_of
 
 _SAME, _OTHER = 0.9, 0.5
 """Cosines: a change above the first is that of a pair; below the second it is not. Between them is
@@ -46,8 +47,13 @@ def place_facts(
     model: nn.Module, deltas: Mapping[str, Delta], pairs: Sequence[Pair]
 ) -> dict[str, Any]:
     """Return what is wrong with merged adapters, as entries of an event's data."""
-    flipped = list(_flipped(model, deltas, pairs))
-    found = {"misplaced": list(misplaced_adapters(model, deltas, pairs)), "flipped": flipped}
+    found = {
+        "misplaced": [
+            *misplaced_adapters(model, deltas, pairs),
+            *misplaced_parts(model, deltas, pairs),
+        ],
+        "flipped": list(_flipped(model, deltas, pairs)),
+    }
     return {name: facts for name, facts in found.items() if facts}
 
 
@@ -108,11 +114,6 @@ def _cosine(left: Tensor, right: Tensor, delta: Delta) -> float:
     return float((one * delta.gap).sum().abs() / scale.clamp_min(1e-30))
 
 
-def rows_of(tensor: Tensor, places: Tensor) -> Tensor:
-    """Return rows of a matrix, float32 on the CPU."""
-    return tensor.detach()[places.to(tensor.device)].to("cpu", torch.float32)
-
-
 # -- what is compared ------------------------------------------------------------------------------
 
 
@@ -149,7 +150,7 @@ def _groups(model: nn.Module, deltas: Mapping[str, Delta]) -> Iterator[_Group]:
 
 
 def _few(n: int) -> Tensor:
-    return torch.linspace(0, n - 1, min(n, _SIDE)).round().long()
+    return torch.linspace(0, n - 1, min(n, _SIDE), dtype=torch.float64).round().long()
 
 
 def _products(group: _Group, series: Series) -> Iterator[Tensor]:

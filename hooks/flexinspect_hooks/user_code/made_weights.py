@@ -221,7 +221,8 @@ def _spaced(tensor: Tensor, side: int) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _places(n: int, side: int, device: torch.device) -> Tensor:
     count = min(n, side)
-    return torch.linspace(0, n - 1, count, device=device).round().long()
+    # While a model in bfloat16 is made that is the default dtype, which has too few digits.
+    return torch.linspace(0, n - 1, count, dtype=torch.float64).round().long().to(device)
 
 
 def _versions(named: dict[str, nn.Parameter]) -> dict[str, int]:

@@ -35,6 +35,11 @@ class Delta(Struct, frozen=True):
     shape: tuple[int, ...]
 
 
+def rows_of(tensor: Tensor, places: Tensor) -> Tensor:
+    """Return rows of a matrix, float32 on the CPU."""
+    return tensor.detach()[places.to(tensor.device)].to("cpu", torch.float32)
+
+
 def change_facts(
     model: nn.Module, deltas: Mapping[str, Delta], factors: Sequence[Tensor] = ()
 ) -> dict[str, Any]:

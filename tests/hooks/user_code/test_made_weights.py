@@ -51,6 +51,15 @@ def test_a_merge_has_its_layers_and_its_rank_and_is_reported_once(made: MadeWeig
     assert made.changed(model) is None
 
 
+def test_large_weights_of_a_model_in_bfloat16_are_kept(made: MadeWeights) -> None:
+    model = make_model("llama", vocab_size=4096, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    facts = made.changed(model)
+    assert facts is not None
+    assert [one["name"] for one in facts["groups"]] == ["lm_head.weight"]
+
+
 def test_a_layer_that_is_merged_twice_is_uneven(made: MadeWeights) -> None:
     model = make_model("llama")
     merge(model, (0, 1, 1, 2))
