@@ -26,6 +26,7 @@ _SHOWN_FINDINGS = 5
 NO_NOTES = (
     *("phase", "error", "source", "recompute-check", "audit", "evaluation", "training-check"),
     *(CALLS_EVENT, PARAMETERS_EVENT, "generate", "kernel-options"),
+    *("kept-state", "processor-rows", "stopping-rows"),
 )
 """Kinds of events that are no notes of a summary."""
 _MAX_FINDINGS = 200

@@ -110,6 +110,8 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "recompute": "flexinspect.rules.numerics.recompute_checks:RecomputeRule",
         "same_prompt": "flexinspect.rules.text.same_prompt:SamePromptRule",
         "generated_length": "flexinspect.rules.text.generated_length:GeneratedLengthRule",
+        "kept_state": "flexinspect.rules.text.kept_state:KeptStateRule",
+        "stopping_rows": "flexinspect.rules.text.stopping_rows:StoppingRowsRule",
         "processor_rows": "flexinspect.rules.text.processor_rows:ProcessorRowsRule",
         "training_steps": "flexinspect.rules.training.training_steps:TrainingRule",
         "invariants": "flexinspect.rules.training.invariants:InvariantRule",

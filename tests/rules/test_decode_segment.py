@@ -99,6 +99,53 @@ def test_a_mask_without_isolated_segments_is_clean(prompt: BoolArray) -> None:
     assert look(prompt, row_of(0)) == []
 
 
+LABEL = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 9, 9, 9])
+"""A system prompt, two paraphrases, and a header that reads all of them."""
+SHARED = CAUSAL & ((LABEL[:, None] == LABEL[None]) | (LABEL[None] == 0) | (LABEL[:, None] == 9))
+
+
+def keys_row(*keys: int) -> BoolArray:
+    return np.array([[*np.isin(np.arange(N), keys), True]])
+
+
+def test_a_row_with_the_segment_of_the_system_prompt_is_reported() -> None:
+    (finding,) = look(SHARED, keys_row(0, 1, 2), position=N)
+    assert (finding.id, finding.layers, finding.positions) == (
+        *("decode.other-segment", (0, 1), (12,)),
+    )
+    assert finding.evidence == {"like": 2, "missed": [3, 12], "n_missed": 9}
+    assert "none of the keys 3-11, of which the last row of the prompt sees 9" in finding.sentence
+    assert "filled up with 0 for new tokens" in finding.sentence
+
+
+def test_a_row_with_the_segment_of_a_paraphrase_is_reported() -> None:
+    (finding,) = look(SHARED, keys_row(0, 1, 2, 3, 4), position=N)
+    assert finding.sentence.endswith("It has the segment of position 4.")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "newest"),
+    [
+        (SHARED, keys_row(*range(N))),
+        (SHARED, keys_row(0, 1, 2, 9, 10, 11)),
+        (SHARED, keys_row()),
+        # Chunks that see the first two keys of each earlier one.
+        (CAUSAL & ((ROW // 4 == KEY // 4) | (KEY % 4 < 2)), keys_row(0, 1, 4, 5, 8, 9)),
+        (CAUSAL & ((ROW - KEY) % 4 == 0), keys_row(0, 4, 8)),
+        (CAUSAL & ((ROW - KEY < 1) | (KEY < 2)), keys_row(0, 1)),
+    ],
+    ids=["reads all", "as the header", "only itself", "summaries", "dilated", "sinks"],
+)
+def test_rows_of_masks_with_shared_segments_that_are_meant_are_clean(
+    prompt: BoolArray, newest: BoolArray
+) -> None:
+    assert look(prompt, newest, position=N) == []
+
+
+def test_a_row_that_goes_on_behind_the_system_prompt_by_its_position_is_meant_to() -> None:
+    assert look(SHARED, keys_row(0, 1, 2), position=3) == []
+
+
 def test_heads_that_differ_are_not_compared() -> None:
     assert find_spans(np.stack((PACKED, CAUSAL))) == ()
     assert len(find_spans(np.stack((PACKED, PACKED)))) == 3

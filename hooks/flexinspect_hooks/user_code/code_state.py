@@ -48,10 +48,55 @@ def state_of(called: Any) -> Any:
     return state, reader.read(own, 0) if isinstance(own, FunctionType) else None
 
 
+def code_state_of(called: Any) -> Any:
+    """Return a value that is equal as long as all that the code of a callable names is.
+
+    This is the part of its state that a copy shares with it: globals, defaults, and what methods
+    close over. Raises `UnknownStateError` as `state_of` does.
+    """
+    found = _read_all(called)
+    # Read anew, so that what the callable itself holds is not left out as seen.
+    shared = _Reader()
+    return [
+        *(shared.read_shared(one, is_copied=is_copied) for one, is_copied in found.functions()),
+        *(shared.read(value, 0) for value in found.class_values),
+    ]
+
+
+def _read_all(called: Any) -> _Reader:
+    found = _Reader()
+    found.read(called, 0)
+    return found
+
+
+def names_of(called: Any) -> frozenset[str]:
+    """Return the names that the code of a callable uses, that of its own helpers included."""
+    functions = _read_all(called).functions()
+    codes = (code for function, _ in functions for code in _codes(function.__code__))
+    return frozenset(name for code in codes for name in code.co_names)
+
+
 class _Reader:
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._n_items = 0
+        self._functions: list[FunctionType] = []
+        self.class_values: list[Any] = []
+        """Values that classes of the program hold, and their instances share."""
+        self._n_outer = 0  # methods and functions through whose names the reading came here
+        self._shared: set[int] = set()  # ids of functions that a copy of the callable does not copy
+
+    def functions(self) -> list[tuple[FunctionType, bool]]:
+        """Return the functions of the program that were read, and whether a copy has its own."""
+        return [(one, id(one) not in self._shared) for one in self._functions]
+
+    def read_shared(self, function: FunctionType, *, is_copied: bool) -> Any:
+        """Read what a function names, and what it closes over unless it is copied with that."""
+        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        held = list(_named(function, names))
+        if not is_copied:
+            held += [cell.cell_contents for cell in function.__closure__ or ()]
+        return id(function.__code__), [self.read(one, 1) for one in held]
 
     def read(self, value: Any, depth: int) -> Any:
         if isinstance(value, _PLAIN):
@@ -69,7 +114,10 @@ class _Reader:
         if isinstance(value, FunctionType):
             return self._function(value, depth)
         if isinstance(value, MethodType):
-            return self.read(value.__func__, depth + 1), self.read(value.__self__, depth + 1)
+            self._n_outer += 1  # a copy of a method has the same function
+            function = self.read(value.__func__, depth + 1)
+            self._n_outer -= 1
+            return function, self.read(value.__self__, depth + 1)
         return self._items(value, depth)
 
     def _items(self, value: Any, depth: int) -> Any:
@@ -102,7 +150,12 @@ class _Reader:
             for name, member in vars(one).items():
                 function = getattr(member, "__func__", member)
                 if isinstance(function, FunctionType) and name != "__init__":
+                    self._n_outer += 1
                     found.append(self.read(function, depth + 1))
+                    self._n_outer -= 1
+                elif isinstance(member, dict | list | set | deque | Tensor):
+                    self.class_values.append(member)
+                    found.append(self.read(member, depth + 1))
         return found
 
     def _function(self, function: FunctionType, depth: int) -> Any:
@@ -113,11 +166,21 @@ class _Reader:
             names.update(code.co_names)
         if names & _EFFECTS:
             raise UnknownStateError
-        space = function.__globals__
-        held = [cell.cell_contents for cell in function.__closure__ or ()]
-        held += [space[name] for name in sorted(names) if name in space]
-        held += [function.__defaults__, function.__kwdefaults__]
-        return id(function.__code__), [self.read(one, depth + 1) for one in held]
+        self._functions.append(function)
+        if self._n_outer:
+            self._shared.add(id(function))
+        closed = [self.read(cell.cell_contents, depth + 1) for cell in function.__closure__ or ()]
+        self._n_outer += 1
+        named = [self.read(one, depth + 1) for one in _named(function, names)]
+        self._n_outer -= 1
+        return id(function.__code__), closed, named
+
+
+def _named(function: FunctionType, names: set[str]) -> Iterator[Any]:
+    """Yield what a function finds by name outside of its closure, and its defaults."""
+    space = function.__globals__
+    yield from (space[name] for name in sorted(names) if name in space)
+    yield from (function.__defaults__, function.__kwdefaults__, function.__dict__)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.user_code.code_state import UnknownStateError, state_of
+from flexinspect_hooks.user_code.kept_state import KeptProcessor
 
 MAX_STEPS = 4
 """Calls of a processor that are looked at."""
@@ -48,11 +49,26 @@ def _module_of(processor: Any) -> str:
     return str(getattr(owner, "__module__", ""))
 
 
-class ProcessorRows:
-    """Checks the processors of one call of `generate`; `found` has a dictionary for each fault."""
+def name_and_place(called: Any) -> tuple[str, str]:
+    """Return the name of a function, or of the class of an instance, and file and line of it."""
+    is_function = hasattr(called, "__code__")
+    named = called if is_function else type(called)
+    code = (called if is_function else type(called).__call__).__code__
+    name = getattr(named, "__qualname__", type(called).__name__)
+    return str(name), f"{code.co_filename}:{code.co_firstlineno}"
 
-    def __init__(self, processors: Sequence[Any]) -> None:
+
+class ProcessorRows:
+    """Checks the processors of one call of `generate`; `found` has a dictionary for each fault.
+
+    `kept` looks at those that begin the call with what an earlier one left.
+    """
+
+    def __init__(
+        self, processors: Sequence[Any], kept: Mapping[int, KeptProcessor] | None = None
+    ) -> None:
         self._left = {id(one): MAX_STEPS for one in processors}
+        self._kept = kept or {}
         self.found: dict[int, dict[str, Any]] = {}
 
     @contextmanager
@@ -68,12 +84,29 @@ class ProcessorRows:
 
     def is_open(self) -> bool:
         """Whether any processor is still looked at."""
-        return any(self._left.values())
+        return any(self._left.values()) or any(one.is_open for one in self._kept.values())
 
     def call(
         self, processor: Any, run: Callable[..., Tensor], ids: Tensor, scores: Tensor
     ) -> Tensor:
-        """Call a processor of a list, and look at its rows."""
+        """Call a processor of a list, and look at it."""
+        kept = self._kept.get(id(processor))
+        if kept is None or not kept.is_open:
+            return self._call(processor, run, ids, scores)
+        given = ids.clone(), scores.clone()
+        started = time.perf_counter()
+        result = self._call(processor, run, ids, scores)
+        if time.perf_counter() - started > MAX_SECONDS:
+            kept.is_open = False
+        else:
+            with kept_state(), torch.no_grad():
+                kept.compare(*given, result)
+        return result
+
+    def _call(
+        self, processor: Any, run: Callable[..., Tensor], ids: Tensor, scores: Tensor
+    ) -> Tensor:
+        """Call a processor, and look at its rows."""
         left = self._left.get(id(processor), 0)
         if not left or scores.dim() != 2 or len(scores) < 2 or len(ids) != len(scores):
             return run(ids, scores)
@@ -89,7 +122,7 @@ class ProcessorRows:
         try:
             if is_slow or not torch.equal(ids, given[0]) or state_of(processor) != before:
                 return result
-            with _kept_state(), torch.no_grad():
+            with kept_state(), torch.no_grad():
                 rows = _TriedRows(run, *given, result)
                 is_sure = rows.is_repeatable()
                 found = rows.find() if is_sure else None
@@ -102,12 +135,10 @@ class ProcessorRows:
         return result
 
     def _keep(self, processor: Any, source: int, rows: list[int], *, step: int) -> None:
-        is_function = hasattr(processor, "__code__")
-        named = processor if is_function else type(processor)
-        code = (processor if is_function else type(processor).__call__).__code__
+        name, place = name_and_place(processor)
         facts = {
-            "processor": getattr(named, "__qualname__", type(processor).__name__),
-            "place": f"{code.co_filename}:{code.co_firstlineno}",
+            "processor": name,
+            "place": place,
             "source": source,
             "rows": rows,
             "step": step,
@@ -162,7 +193,7 @@ class _TriedRows:
 
 
 @contextmanager
-def _kept_state() -> Iterator[None]:
+def kept_state() -> Iterator[None]:
     """Leave all random numbers as they are, and stop at no breakpoint."""
     numpy: Any = sys.modules.get("numpy")
     plain, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None

@@ -34,7 +34,6 @@ from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT
 from flexinspect.rules.numerics.unmet_configuration import UNMET_EVENT
 from flexinspect.rules.text.generate_options import GENERATE_EVENT, INITIALISED_EVENT
 from flexinspect.rules.text.generated_length import LENGTH_EVENT
-from flexinspect.rules.text.processor_rows import PROCESSOR_EVENT
 from flexinspect.trace.file.writer import TraceWriter
 from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.failure_facts import failure_facts
@@ -49,8 +48,10 @@ from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
 from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw_embedding_facts
 from flexinspect_hooks.user_code.generate_call import generate_facts
+from flexinspect_hooks.user_code.generate_checks import GenerateChecks
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
-from flexinspect_hooks.user_code.processor_trials import ProcessorRows, own_processors
+from flexinspect_hooks.user_code.kept_state import KeptStates
+from flexinspect_hooks.user_code.processor_trials import own_processors
 from flexinspect_hooks.user_code.program import strip_own_frames
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
 from flexinspect_hooks.user_code.unmet_configuration import unmet_settings
@@ -126,6 +127,7 @@ class WatchSession(CaptureSession):
         self._prompt: Tensor | None = None
         self._told: dict[str, Any] | None = None  # of the call of `generate`
         self._recorded_place: tuple[int | None, int | None] = (None, None)  # of `recorded_error`
+        self._kept_states = KeptStates()
         self._asked: int | None = None
         self._n_prompt = 0
 
@@ -422,19 +424,23 @@ class WatchSession(CaptureSession):
                 self._begin_generate(args, kwargs)
         if not is_recorded:
             return generate(*args, **kwargs)
-        own = own_processors(kwargs.get("logits_processor")) if self.level != "basic" else []
-        rows = ProcessorRows(own) if own else None
+        states = self._kept_states if self._is_followed else None
+        checks = GenerateChecks(kwargs, states) if self._has_own_code(kwargs) else None
         try:
-            with rows.watch() if rows is not None else nullcontext():
+            with checks.watch() if checks is not None else nullcontext():
                 result = generate(*args, **kwargs)
         except BaseException as error:
             self._end_generate(None, error)
             raise
-        for facts in rows.found.values() if rows is not None else ():
-            text = "A logits processor judges rows of a batch by another row."
-            self._event(PROCESSOR_EVENT, text, None, facts)
+        for event in checks.events(self._prompt, result) if checks is not None else ():
+            self._event(event.kind, event.text, None, event.facts)
         self._end_generate(result, None)
         return result
+
+    def _has_own_code(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of `generate` has processors or criteria that are looked at."""
+        names = ("logits_processor", "stopping_criteria")
+        return self.level != "basic" and any(own_processors(kwargs.get(name)) for name in names)
 
     def _begin_generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.generate_depth += 1
