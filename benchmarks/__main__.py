@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    audit_trace,
     capture,
     control,
     distributed,
@@ -66,6 +67,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "rewind": rewind.measure,
     "export-formats": export_formats.measure,
     "html-report": html_report.measure,
+    "audit-trace": audit_trace.measure,
     "doctor": doctor.measure,
     "masks": masks.measure,
     "lab": lab.measure,

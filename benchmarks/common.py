@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -240,6 +241,12 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def milliseconds(values: Sequence[float]) -> float:
     """Return the median in milliseconds."""
     return round(statistics.median(values) * 1e3, 3)
+
+
+def cpu_of_commands() -> float:
+    """Return the CPU time of all commands that have ended, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ The traces are those of the demo model with random weights, which does not stop 
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import cpu_of_commands
 
 STEPS, SHORT_STEPS = 500, 100
 LEVELS = ("advanced", "extreme")
@@ -46,21 +47,15 @@ def _record(trace: Path, level: str, steps: int) -> None:
     _flexinspect("findings", str(trace), "--fail-on", "never")  # so that no rule is timed below
 
 
-def _cpu_of_commands() -> float:
-    """Return the CPU time of all commands that have ended, in seconds."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 def _report(trace: Path) -> dict[str, Any]:
     target = trace.with_suffix(".html")
     seconds, cpu = [], []
     facts: dict[str, Any] = {}
     for _ in range(ROUNDS):
-        started, used = time.perf_counter(), _cpu_of_commands()
+        started, used = time.perf_counter(), cpu_of_commands()
         answer = _flexinspect("report", str(trace), "-o", str(target), "--overwrite", "--json")
         seconds.append(time.perf_counter() - started)
-        cpu.append(_cpu_of_commands() - used)
+        cpu.append(cpu_of_commands() - used)
         facts = json.loads(answer)
     return {
         "s": round(statistics.median(seconds), 2),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    audit_trace,
     capture,
     distributed,
     export_formats,
@@ -313,6 +314,16 @@ QUESTIONS: Sequence[Question] = (
         "html-report",
         "html-report",
         html_report_table,
+    ),
+    Question(
+        "How long does the audit of a trace take?",
+        "`flexinspect audit TRACE` as a whole command on an answer of 20 tokens of the demo model, "
+        "in turns with processes that only import. The audit needs the class of the model, and "
+        "switches garbage collection off for the imports, so the row without it is the floor. "
+        "Other programs used the machine: the CPU time tells more than the clock.",
+        "audit-trace",
+        "audit-trace",
+        audit_trace.table,
     ),
     Question(
         "How soon does the doctor answer?",

@@ -7,7 +7,6 @@ one of 100 000 steps and on one with a mask of 32 768 tokens, in turns within on
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import repaint, synthetic
+from benchmarks.common import cpu_of_commands
 from benchmarks.terminal import Terminal
 from flexinspect.analysis.offline_rules import review
 from flexinspect.trace.reader import open_trace
@@ -125,10 +125,9 @@ def _cpu_of_start(args: list[str], **options: Any) -> tuple[float, float]:
 
 
 def _cpu_of(args: list[str]) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = cpu_of_commands()
     subprocess.run([sys.executable, *args], stdout=subprocess.DEVNULL, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_of_commands() - before
 
 
 def first_screen(path: Path) -> dict[str, float]:

@@ -135,11 +135,13 @@ def _judge_trace(args: argparse.Namespace, path: Path) -> Any:
     """Judge the steps of a trace by its digests, with progress on stderr."""
     from flexinspect.cli.live_run import ExperimentProgress
     from flexinspect.core import plugins
+    from flexinspect.core.garbage_collection import no_garbage_collection
 
     progress = ExperimentProgress(quiet=args.json)
     with progress.shown:
         progress.show_phase("importing torch", {})
-        audit = plugins.load(plugins.CAPTURE, "audit-trace")
+        with no_garbage_collection():
+            audit = plugins.load(plugins.CAPTURE, "audit-trace")
         options = {"seconds": args.seconds, "dtype": args.reference_dtype}
         return audit(path, model=args.weights_of_trace, report=progress.report, **options)
 

@@ -8,7 +8,6 @@ from typing import Any
 from flexinspect.analysis.isolation_verdict import judge_isolation
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.inputs.model_sizes import human_bytes, human_count
-from flexinspect.panels.base import Missing
 from flexinspect.trace.query_results import StepRow
 from flexinspect.trace.reader import TraceReader
 
@@ -47,6 +46,8 @@ def step_lines(step: StepRow, reader: TraceReader) -> list[str]:
 
 def mask_lines(step: StepRow, reader: TraceReader, width: int) -> Iterator[str]:
     """Yield the picture of the mask that ran in a step, in characters, and the verdict on it."""
+    from flexinspect.panels.base import Missing  # loads Textual
+
     try:
         yield from (f"    {line}".rstrip() for line in _mask_picture(step, reader, width - 4))
     except (FlexInspectError, Missing) as error:

@@ -53,7 +53,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 def test_help_and_import_load_neither_torch_nor_textual() -> None:
     code = (
-        "import sys, flexinspect\n"
+        "import sys, flexinspect, flexinspect.cli.live_run\n"
         "from flexinspect.cli.main import main\n"
         "commands = ('run', 'open', 'show', 'dump')\n"
         "for words in (['--help'], *([name, '--help'] for name in commands)):\n"

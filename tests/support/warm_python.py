@@ -59,6 +59,7 @@ IMPORTS = (
     "flexinspect.cli.live_run",
     "flexinspect.cli.main",
     "flexinspect.cli.run",
+    "flexinspect.panels.base",
     "flexinspect.trace.replay",
     "flexinspect_hooks.control.http_app",
     "flexinspect_hooks.ensemble.capture_process",

@@ -6,7 +6,6 @@ opened before torch is imported, so that the viewer shows the progress from the 
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from flexinspect.core.errors import (
     is_out_of_memory,
     summarize_error,
 )
+from flexinspect.core.garbage_collection import no_garbage_collection
 from flexinspect.core.text import print_message
 from flexinspect.inputs import model_names
 from flexinspect.inputs.config import load_config
@@ -310,20 +310,6 @@ class CaptureRun(CapturedRun):
         if is_new or now - last >= REPORT_EVERY_S:
             self._last_report = (now, phase)
             self.record_event("phase", phase, **data)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in the body, and leave what it creates out of later collections.
-
-    Imports create a million objects that stay: searching them takes a fifth of the imports' time.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def load_model(job: Job, source: ModelSource, report: OnLoadProgress) -> LoadedModel:

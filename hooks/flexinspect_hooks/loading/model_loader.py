@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from flexinspect.core.errors import FlexInspectError, ModelError, is_out_of_memory
+from flexinspect.core.garbage_collection import no_garbage_collection
 from flexinspect.core.signals import as_interrupt
 from flexinspect.inputs import hub_download, model_sizes
 from flexinspect.inputs.hub_download import OnLoadProgress
@@ -151,8 +152,9 @@ def load_tokenizer(
 
 
 def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
-    config = _load_config(request)
-    require_causal_lm(config, request.source)
+    with no_garbage_collection():  # the class of the model brings most of transformers with it
+        config = _load_config(request)
+        require_causal_lm(config, request.source)
     requested = request.source.dtype if dtype == "auto" and request.source.dtype else dtype
     chosen = placement.choose_dtype(requested, request.device, config.to_dict())
     _check_memory(request, config, chosen, n_tokens)

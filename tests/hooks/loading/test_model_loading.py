@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Mapping
@@ -73,6 +74,16 @@ def test_a_folder_loads_its_model(tiny_llama: Path) -> None:
     assert loaded.config["num_key_value_heads"] == 2
     with pytest.raises(AttributeError):
         loaded.device = "cuda"  # type: ignore[misc]
+
+
+def test_garbage_is_collected_again_after_loading_also_the_model(tiny_llama: Path) -> None:
+    loaded = load_cpu(resolve(str(tiny_llama)))
+    assert gc.isenabled()
+    assert gc.is_tracked(loaded.model)
+    assert any(one is loaded.model for one in gc.get_objects())  # it has no frozen objects
+    with pytest.raises(ModelError):
+        load_cpu(replace(resolve(str(tiny_llama)), path=tiny_llama / "missing"))
+    assert gc.isenabled()
 
 
 def test_nothing_is_printed_and_phases_are_reported_in_order(
