@@ -193,10 +193,7 @@ class ChoiceReader(Struct, frozen=True):
         """Return why the first token alone is not the best one: of which row it is."""
         sequence = self.comparison.sequence
         known = _counted([choice], [choice])
-        step = self.comparison.steps[0]
-        padding = step.evidence.padding
-        if padding is not None and step.row < len(padding) and not bool(padding[step.row, -1]):
-            n = int((padding[step.row].flip(0) != 0).long().argmax())
+        if n := self._padding_after(choice):
             return known | {"pattern": "padding", "columns": n, "row": choice.position}
         if choice.token == sequence.ids[choice.position]:
             return known | {"pattern": "again", "tokens": 1, "total": 1}
@@ -210,6 +207,19 @@ class ChoiceReader(Struct, frozen=True):
             if int(table.argmax()) == choice.token:
                 return known | {"pattern": "row", "back": choice.position - row, "row": row}
         return None
+
+    def _padding_after(self, choice: ChosenToken) -> int:
+        """Return the columns of padding after a prompt if the token is the best one after these.
+
+        Any other token may be a sample.
+        """
+        step = self.comparison.steps[0]
+        padding, best = step.evidence.padding, step.evidence.newest_best
+        if padding is None or best is None or step.row >= min(len(padding), len(best)):
+            return 0
+        if int(best[step.row]) != choice.token:
+            return 0
+        return int((padding[step.row].flip(0) != 0).long().argmax())
 
     def _proposals(
         self, choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]
