@@ -81,12 +81,15 @@ def by_generate(case: Case, model: Any, seed: int) -> None:
     options = _options(case)
     if case.cache == "paged":
         settings = GenerationConfig(**options, max_new_tokens=N_NEW, eos_token_id=-1)
-        model.generate_batch(
+        outputs = model.generate_batch(
             inputs=ids.tolist(),
             generation_config=settings,
             continuous_batching_config=ContinuousBatchingConfig(**PAGED),
             progress_bar=False,
         )
+        # transformers catches what a model without paged attention raises, such as Falcon.
+        if failed := [one.error for one in outputs.values() if one.error is not None]:
+            raise RuntimeError(failed[0])
         return
     if case.mask != "none":
         options["attention_mask"] = mask

@@ -16,6 +16,7 @@ CHOICE = "audit.choice"
 _MEANT = (
     "maybe-again",
     "maybe-proposals",
+    "maybe-rank",
     "avoids-text",
     "banned",
     "unrelated",
@@ -151,6 +152,9 @@ _PATTERNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "last": lambda data: "Each of {total} tokens is the least likely one (argmin, not argmax).",
     "rank": lambda data: f"Each of {{total}} tokens is the {_rank(data)} one of its step.",
+    "maybe-rank": lambda data: (
+        f"Each of {{total}} tokens is the {_rank(data)} one of its step. So few may be samples."
+    ),
     "steps": lambda data: (
         f"The {_rank(data)} token is chosen in "
         + (

@@ -12,6 +12,7 @@ from support.tiny import ids, make_model
 from torch import Tensor
 
 from flexinspect.records.finding import Severity
+from flexinspect_hooks.audit.token_choice import ChosenToken, rule_of
 
 Choose = Callable[[int, Tensor, Tensor], Tensor]
 """Takes step, logits (1, rows, vocabulary) and the text (1, tokens); returns ids (1, 1)."""
@@ -82,6 +83,39 @@ def test_the_rule_of_the_choices_is_named(audit: Audit, name: str) -> None:
     program = loop(choose)
     _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
     assert [(words in one.sentence, one.severity) for one in findings] == [(True, severity)]
+
+
+def test_few_tokens_that_are_the_second_best_ones_are_a_note_because_samples_may_be(
+    audit: Audit,
+) -> None:
+    program = loop(lambda step, logits, text: logits[:, -1].topk(2).indices[:, 1:], 6)
+    _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
+    assert [one.severity for one in findings] == [Severity.NOTE]
+    assert "Each of 5 tokens is the second best one of its step" in findings[0].sentence
+
+
+@pytest.mark.parametrize("n_kept", [2, 5, 300])
+@pytest.mark.parametrize("n", [4, 7])
+def test_no_short_sample_is_taken_for_a_rule_that_is_a_fault(n_kept: int, n: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    found = {str(rule_of(*samples(n, n_kept, random)).get("pattern")) for _ in range(300)}
+    assert found <= {"None", "steps", "banned", "avoids-text", "maybe-rank"}
+
+
+def samples(
+    n: int, n_kept: int, random: torch.Generator
+) -> tuple[list[ChosenToken], dict[int, set[int]]]:
+    """Return n samples of a text that repeats itself, each of the `n_kept` best tokens."""
+    topic, text = torch.randn(300, generator=random), list(range(0, 300, 5))
+    choices, texts = list[ChosenToken](), dict[int, set[int]]()
+    for step in range(n):
+        logits = 2 * topic + torch.randn(300, generator=random)
+        best = logits.topk(n_kept)
+        index = int(torch.multinomial(best.values.softmax(-1), 1, generator=random))
+        choices.append(ChosenToken(0, step, len(text) - 1, logits, int(best.indices[index])))
+        texts[step] = set(text)
+        text.append(choices[-1].token)
+    return choices, texts
 
 
 def test_greedy_choices_are_not_reported(audit: Audit) -> None:
