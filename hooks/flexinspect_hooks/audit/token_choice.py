@@ -194,11 +194,11 @@ class ChoiceReader(Struct, frozen=True):
         """Return why the first token alone is not the best one: of which row it is."""
         sequence = self.comparison.sequence
         known = _counted([choice], [choice])
+        maybe = "maybe-" if choice.rank < _MIN_ROW_RANK else ""
         if n := self._padding_after(choice):
-            return known | {"pattern": "padding", "columns": n, "row": choice.position}
+            return known | {"pattern": f"{maybe}padding", "columns": n, "row": choice.position}
         if choice.token == sequence.ids[choice.position]:
-            pattern = "maybe-again" if choice.rank < _MIN_ROW_RANK else "again"
-            return known | {"pattern": pattern, "tokens": 1, "total": 1}
+            return known | {"pattern": f"{maybe}again", "tokens": 1, "total": 1}
         if choice.rank < _MIN_ROW_RANK:
             return None
         rows = [row for row in range(choice.position - _ROWS_BEFORE, choice.position) if row >= 0]
@@ -211,16 +211,22 @@ class ChoiceReader(Struct, frozen=True):
         return None
 
     def _padding_after(self, choice: ChosenToken) -> int:
-        """Return the columns of padding after a prompt if the token is the best one after these.
+        """Return the columns of padding after a prompt, if the token is the best one after these.
 
-        Any other token may be a sample.
+        Any other token may be a sample. What takes the newest column does so in all batch rows.
         """
         step = self.comparison.steps[0]
         padding, best = step.evidence.padding, step.evidence.newest_best
-        if padding is None or best is None or step.row >= min(len(padding), len(best)):
+        if padding is None or best is None or len(padding) != len(best):
             return 0
-        if int(best[step.row]) != choice.token:
+        is_padded = padding[:, -1] == 0
+        if not bool(is_padded[step.row]) or int(best[step.row]) != choice.token:
             return 0
+        fed = next((one.evidence.ids for one in self.comparison.steps[1:2]), None)
+        if fed is not None and fed.shape == (len(best), 1):
+            is_other = (fed[:, 0] != best).to(is_padded.device)
+            if bool((is_padded & is_other).any()):
+                return 0
         return int((padding[step.row].flip(0) != 0).long().argmax())
 
     def _proposals(

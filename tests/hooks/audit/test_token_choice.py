@@ -171,28 +171,56 @@ def test_cache_rows_in_another_order_than_the_tokens_are_named(audit: Audit) -> 
 
 
 @pytest.mark.parametrize(
-    ("column", "rank", "is_wrong"), [(6, 0, False), (6, 1, False), (9, 0, True)]
+    ("columns", "rank", "is_wrong"),
+    [
+        ((6, 6), 0, False),
+        ((6, 6), 1, False),  # a sample of the right logits
+        ((9, 9), 0, True),
+        ((9, 6), 0, False),  # a sample: the other row has the right column
+    ],
 )
 def test_the_first_token_of_a_row_that_is_padded_on_the_right_is_judged(
-    audit: Audit, column: int, rank: int, is_wrong: bool
+    audit: Audit, columns: tuple[int, int], rank: int, is_wrong: bool
 ) -> None:
-    """A sample of the right logits, such as their second best token, is no fault."""
     model = make_model("llama")
 
     def program() -> None:
-        text, mask = torch.tensor([ids(10, 3), ids(10, 4)]), torch.ones(2, 10, dtype=torch.long)
-        text[1, 7:], mask[1, 7:] = 0, 0
+        text, mask = torch.tensor([ids(10, n) for n in (3, 4, 5)]), torch.ones(3, 10).long()
+        text[1:, 7:], mask[1:, 7:] = 0, 0
         output = model(text, attention_mask=mask, use_cache=True)
-        ranked = output.logits[[0, 1], [9, column]].argsort(-1, descending=True)
-        chosen = ranked[[0, 1], [0, rank]][:, None]
-        mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), 1)
-        places = torch.tensor([[10], [7]])
+        ranked = output.logits[[0, 1, 2], [9, *columns]].argsort(-1, descending=True)
+        chosen = ranked[[0, 1, 2], [0, rank, 0]][:, None]
+        mask = torch.cat((mask, torch.ones(3, 1, dtype=torch.long)), 1)
+        places = torch.tensor([[10], [7], [7]])
         cache = output.past_key_values
         model(chosen, attention_mask=mask, position_ids=places, past_key_values=cache)
 
     _, findings, _ = audit(model, program)
-    expected = [True] if is_wrong else []
-    assert ["3 columns of padding follow" in one.sentence for one in findings] == expected
+    assert all("3 columns of padding follow" in one.sentence for one in findings)
+    assert [one.severity for one in findings] == ([Severity.WARNING] if is_wrong else [])
+
+
+def test_one_of_the_best_tokens_that_is_also_the_best_one_after_the_padding_is_a_note(
+    audit: Audit,
+) -> None:
+    model = make_model("llama")
+    texts, mask = torch.tensor([ids(10, n) for n in range(1000)]), torch.ones(1000, 10).long()
+    texts[:, 7:], mask[:, 7:] = 0, 0
+    with torch.no_grad():
+        logits = model(texts, attention_mask=mask).logits
+    best = logits[:, -1].argmax(-1, keepdim=True)
+    rank = (logits[:, 6] > logits[:, 6].gather(1, best)).sum(1)
+    row = int((rank == 1).nonzero()[0])
+
+    def program() -> None:
+        output = model(texts[[row]], attention_mask=mask[:1], use_cache=True)
+        longer = torch.cat((mask[:1], torch.ones(1, 1).long()), 1)
+        places, cache = torch.tensor([[7]]), output.past_key_values
+        model(best[[row]], attention_mask=longer, position_ids=places, past_key_values=cache)
+
+    _, findings, _ = audit(model, program)
+    assert [one.severity for one in findings] == [Severity.NOTE]
+    assert "It may be a sample; a greedy loop uses the wrong column" in findings[0].sentence
 
 
 @pytest.mark.parametrize(
