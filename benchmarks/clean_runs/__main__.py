@@ -15,7 +15,8 @@ LOG = RESULTS / "clean-runs.log"
 def main() -> int:
     """Run the seeds; return 1 if something fired."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clean_runs", description=__doc__)
-    parser.add_argument("--runs", type=int, default=1000, help="seeds 0 to RUNS - 1 (%(default)s)")
+    parser.add_argument("--runs", type=int, default=1000, help="how many seeds (%(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first one (%(default)s)")
     parser.add_argument("--seed", type=int, help="run only this seed, and print what fired")
     parser.add_argument("--attempt", type=int, default=0, help="of --seed (%(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (%(default)s)")
@@ -30,8 +31,9 @@ def main() -> int:
     if args.again:
         args.log.unlink(missing_ok=True)
     args.log.parent.mkdir(parents=True, exist_ok=True)
-    facts = summary(run_seeds(range(args.runs), args.log, jobs=args.jobs))
-    if facts["runs"] == args.runs:
+    seeds = range(args.first_seed, args.first_seed + args.runs)
+    facts = summary(run_seeds(seeds, args.log, jobs=args.jobs))
+    if facts["runs"] == args.runs and not args.first_seed:
         save("clean-runs", {"case": "clean-runs", "machine": machine("cpu"), **facts})
     print(table(facts))
     for one in facts["alarms"]:

@@ -14,6 +14,7 @@ import importlib
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -188,17 +189,29 @@ def run_case(seed: int, attempt: int) -> Outcome | None:
         )
         before = _cpu_seconds()
         with errors.open("wb") as file:
-            wait(fork_capture(job, errors=file.fileno()), PATIENCE_S)
+            code = wait(fork_capture(job, errors=file.fileno()), PATIENCE_S)
         outcome = _judge(Outcome(seed=seed, attempt=attempt, case=case), out)
         if outcome.failed:
             if wait(fork_plainly(job), PATIENCE_S) != 0:
                 return None
             last = errors.read_text("utf-8", "replace").strip().splitlines()[-1:]
-            outcome = msgspec.structs.replace(outcome, failed=" ".join((outcome.failed, *last)))
+            why = " ".join((outcome.failed, *_what_killed(code), *last))
+            outcome = msgspec.structs.replace(outcome, failed=why)
         seconds = round(_cpu_seconds() - before, 2)
         return msgspec.structs.replace(outcome, seconds=seconds)
     finally:
         shutil.rmtree(folder)
+
+
+def _what_killed(code: int | None) -> tuple[str, ...]:
+    """Say what ended a run that did not end itself, by the exit code that `wait` returned."""
+    if code is None:
+        return (f"it was killed after {PATIENCE_S} s;",)
+    if code >= 0:
+        return ()
+    name = signal.Signals(-code).name
+    hint = ", as the kernel does when no memory is left" if name == "SIGKILL" else ""
+    return (f"{name} ended it{hint};",)
 
 
 def _cpu_seconds() -> float:

@@ -36,19 +36,43 @@ warm_up()
 for seed in map(int, sys.argv[1:]):
     print(msgspec.json.encode(run_case(seed, 0)).decode(), flush=True)
 """
+KILLED_UNDER_CAPTURE = """
+import os, signal, threading
+if any(one.name == "flexinspect-control" for one in threading.enumerate()):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+RUN_ANOTHER_PROGRAM = """
+import sys
+from pathlib import Path
+from benchmarks.clean_runs import runner
+runner.PROGRAM = Path(sys.argv[1])
+print(runner.run_case(0, 0).failed)
+"""
+PEAK_MEMORY = """
+import resource, sys
+from benchmarks.clean_runs.program import main
+main(int(sys.argv[1]), 0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
 
 
 def run_first_cases(seeds: Sequence[int]) -> list[Outcome | None]:
     """Run the first case of each seed; None stands for one that transformers refuses."""
+    lines = run_python(SCRIPT, *map(str, seeds))
+    return [msgspec.json.decode(line, type=Outcome | None) for line in lines]
+
+
+def run_python(code: str, *args: str) -> list[str]:
+    """Run Python code in a process of its own; return the lines that it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, seeds)],
+        [sys.executable, "-c", code, *args],
         cwd=TESTS.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
-    return [msgspec.json.decode(line, type=Outcome | None) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
 def test_the_sample_holds_every_value_of_every_axis() -> None:
@@ -90,3 +114,16 @@ def test_a_log_that_was_cut_off_goes_on_and_the_summary_counts_by_axis(tmp_path:
     family = alarm.case.family
     assert facts["axes"]["family"][family]["false_alarms"] == 1
     assert f"| family | {family} |" in table(facts)
+
+
+def test_a_run_that_was_killed_under_capture_alone_says_so(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(KILLED_UNDER_CAPTURE)
+    (failed,) = run_python(RUN_ANOTHER_PROGRAM, str(program))
+    assert failed.startswith("the run ended as recording; SIGKILL ended it")
+
+
+@pytest.mark.slow
+def test_a_paged_cache_is_not_sized_for_the_memory_of_the_machine() -> None:
+    seed = next(seed for seed in SEEDS if draw(seed).cache == "paged")
+    assert int(run_python(PEAK_MEMORY, str(seed))[-1]) < 2000  # MB; 7,500 of a machine of 24 GB

@@ -15,7 +15,9 @@ from flexinspect.rules.numerics.audit_findings import CHOICE_EVENT
 CHOICE = "audit.choice"
 _MEANT = (
     "maybe-again",
+    "maybe-padding",
     "maybe-proposals",
+    "maybe-rank",
     "avoids-text",
     "banned",
     "unrelated",
@@ -78,6 +80,14 @@ def _padding(data: Mapping[str, Any], place: Place) -> str:
     )
 
 
+def _maybe_padding(data: Mapping[str, Any], place: Place) -> str:
+    return (
+        f"the text ends at column {int(data['row'])}, and {plural(int(data['columns']), 'column')} "
+        "of padding follow: the next token is the best one after the padding, and one of the best "
+        "after the text. It may be a sample; a greedy loop uses the wrong column (logits[:, -1])."
+    )
+
+
 def _again(data: Mapping[str, Any], place: Place) -> str:
     n = int(data["tokens"])
     what = "the last token" if n == 1 else f"the last {n} tokens"
@@ -108,6 +118,7 @@ def _crossed(data: Mapping[str, Any], place: Place) -> str:
 _SINGLE: dict[str, Callable[[Mapping[str, Any], Place], str]] = {
     "row": _row,
     "padding": _padding,
+    "maybe-padding": _maybe_padding,
     "again": _again,
     "maybe-again": _again,
     "crossed": _crossed,
@@ -151,6 +162,9 @@ _PATTERNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "last": lambda data: "Each of {total} tokens is the least likely one (argmin, not argmax).",
     "rank": lambda data: f"Each of {{total}} tokens is the {_rank(data)} one of its step.",
+    "maybe-rank": lambda data: (
+        f"Each of {{total}} tokens is the {_rank(data)} one of its step. So few may be samples."
+    ),
     "steps": lambda data: (
         f"The {_rank(data)} token is chosen in "
         + (

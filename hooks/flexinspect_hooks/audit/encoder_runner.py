@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from flexinspect.core.errors import FlexInspectError
 from flexinspect_hooks.audit.encoder_inputs import EncoderInput, states_of
@@ -33,6 +32,9 @@ class EncoderRunner:
 
         Raises `FlexInspectError` if the run does not say what the encoder read.
         """
+        # Not with this module, which may be imported in the middle of an import of transformers.
+        from transformers.modeling_outputs import BaseModelOutput
+
         given = run.encoder
         if given is None:
             raise FlexInspectError("What the encoder read was not recorded.")

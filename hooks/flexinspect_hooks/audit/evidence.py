@@ -74,7 +74,8 @@ class StepEvidence(Struct):
     first call, if it has more than there are tokens. Of a batch, `keys_before` and `keys_after` are
     the newest keys in the cache at the beginning and the end, see `beams`. `encoder` is that of a
     model with an encoder. `cached` is what each layer read. `hooks` are the program's own, as of
-    the first steps of the generation.
+    the first steps of the generation. `newest_best` (batch,) are the best tokens after the newest
+    column of a prompt with an attention mask, which is padding in some batches.
 
     Of a trace, `dtype` is that of the program's hidden states, of which there are digests only,
     (batch, rows, sums), and `logit_ids` are the tokens whose logits are known.
@@ -104,6 +105,7 @@ class StepEvidence(Struct):
     encoder: EncoderInput | None = None
     cached: dict[int, CachedLayer] = field(default_factory=dict)
     hooks: tuple[ProgramHook, ...] = ()
+    newest_best: Tensor | None = None
 
 
 class EvidenceStore:
@@ -368,6 +370,8 @@ class EvidenceHook(Hook):
                 pending.values[name, layer] = newest[:MAX_BATCH].index_select(1, pending.rows)
         if step.logits is not None:
             pending.values[LOGITS, None] = _own_row(step.logits)
+        if pending.padding is not None and pending.q_len > 1:
+            pending.newest_best = _newest_best(step.output)
         store.keep(pending, self._context.model)
 
     def _keep_encoder(self, pending: StepEvidence, output: Any) -> None:
@@ -393,6 +397,13 @@ def _own_row(row: Tensor) -> Tensor:
     row = row.detach()
     is_part = row.untyped_storage().nbytes() > row.nbytes
     return (row.clone() if is_part else row)[None, None]
+
+
+def _newest_best(output: Any) -> Tensor | None:
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.numel():
+        return None
+    return logits[:, -1].detach().argmax(-1)
 
 
 def real_tokens(mask: Any, n_rows: int, n_before: int) -> Tensor | None:

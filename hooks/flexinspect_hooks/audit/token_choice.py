@@ -6,7 +6,8 @@ logits of another row or of the step before, the k-th best token, or samples of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,8 @@ _IMPROBABLE = 0.01
 """How often a sample, of all choices of a sequence, may look as improbable as a kept proposal."""
 _FAIR_ODDS = 0.3
 """A proposal with this part of the best token's probability is kept by any rule that samples."""
+_BY_CHANCE = 1e-3
+"""Choices that samples give with this probability, or a larger one, follow no certain rule."""
 _RARE_SHARE = 4
 """Chosen tokens are rare if all are in the last part of the ranks, of so many parts."""
 
@@ -114,10 +117,8 @@ class ChoiceReader(Struct, frozen=True):
             return found
         ids = self.comparison.sequence.ids
         texts = {one.step: set(ids[: one.position + 1]) for one in choices}
-        for test in _TESTS:
-            if len(choices) >= MIN_CHOICES and (found := test(choices, wrong, texts)):
-                return _counted(choices, wrong) | found
-        return None
+        found = rule_of(choices, texts)
+        return _counted(choices, wrong) | found if found else None
 
     def choices(self) -> list[ChosenToken]:
         """Return the choices of all steps that are judged; of proposals those that were kept."""
@@ -193,13 +194,11 @@ class ChoiceReader(Struct, frozen=True):
         """Return why the first token alone is not the best one: of which row it is."""
         sequence = self.comparison.sequence
         known = _counted([choice], [choice])
-        step = self.comparison.steps[0]
-        padding = step.evidence.padding
-        if padding is not None and step.row < len(padding) and not bool(padding[step.row, -1]):
-            n = int((padding[step.row].flip(0) != 0).long().argmax())
-            return known | {"pattern": "padding", "columns": n, "row": choice.position}
+        maybe = "maybe-" if choice.rank < _MIN_ROW_RANK else ""
+        if n := self._padding_after(choice):
+            return known | {"pattern": f"{maybe}padding", "columns": n, "row": choice.position}
         if choice.token == sequence.ids[choice.position]:
-            return known | {"pattern": "again", "tokens": 1, "total": 1}
+            return known | {"pattern": f"{maybe}again", "tokens": 1, "total": 1}
         if choice.rank < _MIN_ROW_RANK:
             return None
         rows = [row for row in range(choice.position - _ROWS_BEFORE, choice.position) if row >= 0]
@@ -210,6 +209,25 @@ class ChoiceReader(Struct, frozen=True):
             if int(table.argmax()) == choice.token:
                 return known | {"pattern": "row", "back": choice.position - row, "row": row}
         return None
+
+    def _padding_after(self, choice: ChosenToken) -> int:
+        """Return the columns of padding after a prompt, if the token is the best one after these.
+
+        Any other token may be a sample. What takes the newest column does so in all batch rows.
+        """
+        step = self.comparison.steps[0]
+        padding, best = step.evidence.padding, step.evidence.newest_best
+        if padding is None or best is None or len(padding) != len(best):
+            return 0
+        is_padded = padding[:, -1] == 0
+        if not bool(is_padded[step.row]) or int(best[step.row]) != choice.token:
+            return 0
+        fed = next((one.evidence.ids for one in self.comparison.steps[1:2]), None)
+        if fed is not None and fed.shape == (len(best), 1):
+            is_other = (fed[:, 0] != best).to(is_padded.device)
+            if bool((is_padded & is_other).any()):
+                return 0
+        return int((padding[step.row].flip(0) != 0).long().argmax())
 
     def _proposals(
         self, choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]
@@ -248,6 +266,18 @@ def _proposes(sequence: FedSequence) -> bool:
     decode = [one.evidence for one in sequence.steps[1:]]
     several = [one for one in decode if 1 < one.q_len <= MAX_PROPOSED and one.kv_before]
     return bool(sequence.crops) and len(several) > max(1, _PROPOSING_SHARE * len(decode))
+
+
+def rule_of(choices: Sequence[ChosenToken], texts: Mapping[int, Collection[int]]) -> dict[str, Any]:
+    """Return the rule that all choices follow, empty if none is known.
+
+    `texts` has the tokens before the choice of each step.
+    """
+    wrong = [one for one in choices if one.rank]
+    if len(choices) < MIN_CHOICES or not wrong:
+        return {}
+    found = (test(choices, wrong, texts) for test in _TESTS)
+    return next((one for one in found if one), {})
 
 
 def _counted(choices: Sequence[ChosenToken], wrong: Sequence[ChosenToken]) -> dict[str, Any]:
@@ -292,7 +322,16 @@ def _rank_of(logits: Tensor, token: int) -> int:
 
 # -- rules of all choices --------------------------------------------------------------------------
 
-_Texts = Mapping[int, set[int]]
+_Texts = Mapping[int, Collection[int]]
+
+
+def _may_be_samples(choices: Sequence[ChosenToken]) -> bool:
+    """Whether samples may have these ranks by chance.
+
+    At any temperature, and from any number of best tokens, the token of rank r (from 0) has at most
+    the probability 1 / (r + 1), because r tokens are as probable as it or more.
+    """
+    return math.prod(1 / (one.rank + 1) for one in choices) >= _BY_CHANCE
 
 
 def _late(
@@ -302,7 +341,7 @@ def _late(
     pairs = list(pairwise(choices))
     late = [now for before, now in pairs if now.token == before.best]
     is_all = len(late) == len(pairs) and all(one in late for one in wrong if one is not choices[0])
-    return {"pattern": "late"} if is_all else {}
+    return {"pattern": "late"} if is_all and not _may_be_samples(wrong) else {}
 
 
 def _ranked(
@@ -313,6 +352,8 @@ def _ranked(
     if len(ranks) != 1:
         return {}
     rank, size = ranks.pop(), len(choices[0].logits)
+    if _may_be_samples(choices):
+        return {"pattern": "maybe-rank", "rank": rank}
     return {"pattern": "last" if rank == size - 1 else "rank", "rank": rank}
 
 
@@ -350,8 +391,12 @@ def _repeats(
     if len(wrong) < 3:
         return {}
     if all(one.token in texts[one.step] for one in wrong):
-        best_in_text = [_best_of(one, texts[one.step]) == one.token for one in wrong]
-        if all(best_in_text) and not all(one.best in texts[one.step] for one in wrong):
+        # What prefers the text also keeps the best token where that is in the text.
+        is_preferred = [
+            one.best not in texts[one.step] and _best_of(one, texts[one.step]) == one.token
+            for one in wrong
+        ]
+        if all(is_preferred) and not _may_be_samples(wrong):
             return {"pattern": "prefers-text"}
     if all(one.best in texts[one.step] for one in wrong):
         others = [one.token not in texts[one.step] for one in wrong]
@@ -360,7 +405,7 @@ def _repeats(
     return {}
 
 
-def _best_of(choice: ChosenToken, tokens: set[int]) -> int:
+def _best_of(choice: ChosenToken, tokens: Collection[int]) -> int:
     known = [token for token in tokens if token < len(choice.logits)]
     return max(known, key=lambda token: float(choice.logits[token]))
 

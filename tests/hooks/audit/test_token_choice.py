@@ -12,6 +12,7 @@ from support.tiny import ids, make_model
 from torch import Tensor
 
 from flexinspect.records.finding import Severity
+from flexinspect_hooks.audit.token_choice import ChosenToken, rule_of
 
 Choose = Callable[[int, Tensor, Tensor], Tensor]
 """Takes step, logits (1, rows, vocabulary) and the text (1, tokens); returns ids (1, 1)."""
@@ -84,6 +85,39 @@ def test_the_rule_of_the_choices_is_named(audit: Audit, name: str) -> None:
     assert [(words in one.sentence, one.severity) for one in findings] == [(True, severity)]
 
 
+def test_few_tokens_that_are_the_second_best_ones_are_a_note_because_samples_may_be(
+    audit: Audit,
+) -> None:
+    program = loop(lambda step, logits, text: logits[:, -1].topk(2).indices[:, 1:], 6)
+    _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
+    assert [one.severity for one in findings] == [Severity.NOTE]
+    assert "Each of 5 tokens is the second best one of its step" in findings[0].sentence
+
+
+@pytest.mark.parametrize("n_kept", [2, 5, 300])
+@pytest.mark.parametrize("n", [4, 7])
+def test_no_short_sample_is_taken_for_a_rule_that_is_a_fault(n_kept: int, n: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    found = {str(rule_of(*samples(n, n_kept, random)).get("pattern")) for _ in range(300)}
+    assert found <= {"None", "steps", "banned", "avoids-text", "maybe-rank"}
+
+
+def samples(
+    n: int, n_kept: int, random: torch.Generator
+) -> tuple[list[ChosenToken], dict[int, set[int]]]:
+    """Return n samples of a text that repeats itself, each of the `n_kept` best tokens."""
+    topic, text = torch.randn(300, generator=random), list(range(0, 300, 5))
+    choices, texts = list[ChosenToken](), dict[int, set[int]]()
+    for step in range(n):
+        logits = 2 * topic + torch.randn(300, generator=random)
+        best = logits.topk(n_kept)
+        index = int(torch.multinomial(best.values.softmax(-1), 1, generator=random))
+        choices.append(ChosenToken(0, step, len(text) - 1, logits, int(best.indices[index])))
+        texts[step] = set(text)
+        text.append(choices[-1].token)
+    return choices, texts
+
+
 def test_greedy_choices_are_not_reported(audit: Audit) -> None:
     program = loop(lambda step, logits, text: best(logits))
     _, findings, _ = audit(program.model, program)  # type: ignore[attr-defined]
@@ -136,25 +170,57 @@ def test_cache_rows_in_another_order_than_the_tokens_are_named(audit: Audit) -> 
     assert "row 1 a token of row 0, row 2 a token of row 1" in findings[0].sentence
 
 
-@pytest.mark.parametrize(("column", "is_wrong"), [(6, False), (9, True)])
+@pytest.mark.parametrize(
+    ("columns", "rank", "is_wrong"),
+    [
+        ((6, 6), 0, False),
+        ((6, 6), 1, False),  # a sample of the right logits
+        ((9, 9), 0, True),
+        ((9, 6), 0, False),  # a sample: the other row has the right column
+    ],
+)
 def test_the_first_token_of_a_row_that_is_padded_on_the_right_is_judged(
-    audit: Audit, column: int, is_wrong: bool
+    audit: Audit, columns: tuple[int, int], rank: int, is_wrong: bool
 ) -> None:
     model = make_model("llama")
 
     def program() -> None:
-        text, mask = torch.tensor([ids(10, 3), ids(10, 4)]), torch.ones(2, 10, dtype=torch.long)
-        text[1, 7:], mask[1, 7:] = 0, 0
+        text, mask = torch.tensor([ids(10, n) for n in (3, 4, 5)]), torch.ones(3, 10).long()
+        text[1:, 7:], mask[1:, 7:] = 0, 0
         output = model(text, attention_mask=mask, use_cache=True)
-        chosen = output.logits[[0, 1], [9, column]].argmax(-1, keepdim=True)
-        mask = torch.cat((mask, torch.ones(2, 1, dtype=torch.long)), 1)
-        places = torch.tensor([[10], [7]])
+        ranked = output.logits[[0, 1, 2], [9, *columns]].argsort(-1, descending=True)
+        chosen = ranked[[0, 1, 2], [0, rank, 0]][:, None]
+        mask = torch.cat((mask, torch.ones(3, 1, dtype=torch.long)), 1)
+        places = torch.tensor([[10], [7], [7]])
         cache = output.past_key_values
         model(chosen, attention_mask=mask, position_ids=places, past_key_values=cache)
 
     _, findings, _ = audit(model, program)
-    expected = [True] if is_wrong else []
-    assert ["3 columns of padding follow" in one.sentence for one in findings] == expected
+    assert all("3 columns of padding follow" in one.sentence for one in findings)
+    assert [one.severity for one in findings] == ([Severity.WARNING] if is_wrong else [])
+
+
+def test_one_of_the_best_tokens_that_is_also_the_best_one_after_the_padding_is_a_note(
+    audit: Audit,
+) -> None:
+    model = make_model("llama")
+    texts, mask = torch.tensor([ids(10, n) for n in range(1000)]), torch.ones(1000, 10).long()
+    texts[:, 7:], mask[:, 7:] = 0, 0
+    with torch.no_grad():
+        logits = model(texts, attention_mask=mask).logits
+    best = logits[:, -1].argmax(-1, keepdim=True)
+    rank = (logits[:, 6] > logits[:, 6].gather(1, best)).sum(1)
+    row = int((rank == 1).nonzero()[0])
+
+    def program() -> None:
+        output = model(texts[[row]], attention_mask=mask[:1], use_cache=True)
+        longer = torch.cat((mask[:1], torch.ones(1, 1).long()), 1)
+        places, cache = torch.tensor([[7]]), output.past_key_values
+        model(best[[row]], attention_mask=longer, position_ids=places, past_key_values=cache)
+
+    _, findings, _ = audit(model, program)
+    assert [one.severity for one in findings] == [Severity.NOTE]
+    assert "It may be a sample; a greedy loop uses the wrong column" in findings[0].sentence
 
 
 @pytest.mark.parametrize(

@@ -348,3 +348,26 @@ def test_watch_within_a_program_records_into_its_own_trace_too(fails: Ran) -> No
             assert [len(reader.calls(0, step)) for step in range(2)] == [3, 3]
         ids = [[token.token_id for token in reader.tokens(0)] for reader in (inner, outer)]
         assert ids[0] == ids[1]
+
+
+IN_THE_MIDDLE = """
+import sys
+class Early:
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformers.configuration_utils":  # which cache_utils imports first
+            import torch.nn.attention.flex_attention
+sys.meta_path.insert(0, Early())
+import transformers.cache_utils
+"""
+
+
+def test_flex_attention_that_is_imported_in_the_middle_of_transformers_is_recorded(
+    tmp_path: Path,
+) -> None:
+    """As by HQQ, which transformers imports, where it is installed, from its module of caches."""
+    (tmp_path / "script.py").write_text(IN_THE_MIDDLE, "utf-8")
+    command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    assert done(begun(tmp_path, *command, "script.py", begin=subprocess.Popen)).returncode == 0
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        texts = [row.event.text for row in reader.events() if row.event.kind == "not-recorded"]
+    assert not [text for text in texts if "flex_attention" in text and "Error" in text]
