@@ -67,7 +67,10 @@ class ChangedWeightsRule(Rule):
             id_, describe = _REPLACED[facts["what"]]
             layers = tuple(facts["layers"])
             text = describe(facts)
-            yield self.finding(event, id_, text, layers, dict(facts), series=text)
+            # Factors of a module of the program may have been learned.
+            severity = None if facts.get("is_sure", True) else Severity.NOTE
+            data = dict(facts)
+            yield self.finding(event, id_, text, layers, data, severity=severity, series=text)
         if event.kind == SCALES_EVENT:
             facts = event.data
             name, found = printable(facts["module"]), re.search(r"\.(\d+)\.", facts["module"])

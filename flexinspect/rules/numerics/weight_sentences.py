@@ -75,11 +75,15 @@ def describe_wrapped(facts: Mapping[str, Any]) -> str:
 def describe_scaled(facts: Mapping[str, Any]) -> str:
     """Say by which factors a module's weight differs from the one in whose place it is."""
     low, high = (f"{facts[one]:.3g}" for one in ("low", "high"))
-    one = "the" if facts["axis"] in ("outputs", "inputs") else ""
-    axis = f"each of {one} {facts['axis']}".replace("  ", " ")
+    axis = f"each of the {facts['axis']}"
     how = "times a factor" if facts["kind"] == "factor" else "plus a value"
+    cause = (
+        "nothing else in the layer takes them back, as is right only for factors that were learned"
+    )
+    if facts["is_sure"]:
+        cause = "the integers are right, their scales, zero points or signs are those of others"
     return (
         f"{printable(facts['name'])} was replaced by a {printable(facts['class'])} that multiplies "
-        f"by the weight that was made {how} for {axis}, from {low} to {high}, and a small error: "
-        "the integers are right, their scales or zero points are those of others."
+        f"by the weight that was made {how} for {axis}, from {low} to {high}, and a small "
+        f"error: {cause}."
     )

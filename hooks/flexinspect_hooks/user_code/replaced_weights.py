@@ -136,8 +136,8 @@ def replaced_facts(
         if module is None or block.dim() != 2 or time.perf_counter() > deadline:
             continue
         library = type(module).__module__.partition(".")[0]
-        if library in _LIBRARIES or any(map(is_followed, module.parameters())):
-            continue  # the second is an adapter, which has the weight itself
+        if library in _LIBRARIES or _has_weight(module, is_followed):
+            continue
         with suppress(Exception):  # a module of the program may be of any kind
             rows, columns = made.shapes[name]
             sides, shape = (block, (rows, columns))
@@ -163,6 +163,11 @@ def replaced_facts(
     for name, facts in _scaled(model, whole, found, changed).items():
         base = {"name": name, "class": found[name].kind, "layers": layers_of(name)}
         yield "scaled", base | facts
+
+
+def _has_weight(module: nn.Module, is_followed: Callable[[Tensor], bool]) -> bool:
+    """Whether a module has a matrix that was made with the model, as an adapter has."""
+    return any(one.dim() > 1 and is_followed(one) for one in module.parameters())
 
 
 def _seen_module(

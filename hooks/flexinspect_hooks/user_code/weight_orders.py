@@ -68,7 +68,8 @@ def order_facts(model: nn.Module, weights: Weights) -> list[dict[str, Any]]:
                 if (facts := _unlike(kind, sides)) is not None:
                     found.append({"path": path, "layers": layers_of(path), **facts})
     with suppress(Exception):
-        for kind, sides in (("tokens", _vocabulary(model, weights, hidden)), ("channels", hidden)):
+        tokens = ("tokens", _vocabulary(model, weights, hidden))
+        for kind, sides in (tokens, *(("channels", one) for one in _by_stack(hidden))):
             if (facts := _unlike(kind, sides)) is not None:
                 found.append({"path": "", "layers": _channel_layers(facts), **facts})
     return found[:_MAX_FACTS]
@@ -241,6 +242,18 @@ def _vocabulary(model: Any, weights: Weights, hidden: Sides) -> Sides:
         return []
     hidden += [(f"the columns of {one}", weights.inputs(one)) for one in those]
     return [(one, weights.outputs(one)) for one in those]
+
+
+def _by_stack(hidden: Sides) -> Iterator[Sides]:
+    """Yield the sides of each stack of layers, with those of the embeddings and the head."""
+    stacks: dict[tuple[str, int], Sides] = {}
+    outer = [one for one in hidden if not layers_of(one[0])]
+    for label, order in hidden:
+        if order is not None and (layers := layers_of(label)):
+            stem = label.split(" of ")[1].partition(f".{layers[0]}.")[0]
+            stacks.setdefault((stem, order.n), []).append((label, order))
+    for (_, n), those in stacks.items():
+        yield [*those, *(one for one in outer if one[1] is not None and one[1].n == n)]
 
 
 # -- judgement -------------------------------------------------------------------------------------

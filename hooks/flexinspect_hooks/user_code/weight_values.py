@@ -76,7 +76,9 @@ def scale_facts(before: Tensor, now: Tensor, *, is_whole: bool) -> dict[str, Any
     """Return the facts of a weight (outputs, inputs) that is the old one but for some factors.
 
     There is a factor, or an added value, for each output, input, or group of inputs of an output.
-    None if it is as near to the old one without them, as after a quantisation.
+    None if it is as near to the old one without them, as after a quantisation. `is_sure` if they
+    are signs, or what gives each cell the range, or the lowest value, of another one: so scales or
+    zero points were exchanged. Others may have been learned, as in IA3 or DoRA.
     """
     if before.dim() != 2 or before.shape != now.shape or min(before.shape) < 8:
         return None
@@ -90,14 +92,30 @@ def scale_facts(before: Tensor, now: Tensor, *, is_whole: bool) -> dict[str, Any
         factors = (one * other).sum(-1) / (one * one).sum(-1).clamp_min(1e-30)
         left = float((other - factors[..., None] * one).norm())
         if left <= _FIT * float(now.norm()) and without > _BETTER * left + _LEFT * float(norm):
-            low, high = float(factors.min()), float(factors.max())
-            return {"kind": "factor", "axis": axis, "low": low, "high": high}
+            ranges = one.abs().amax(-1)
+            is_sure = _are_signs(factors) or _same_values(ranges, ranges * factors)
+            return _scaled("factor", axis, factors, is_sure=is_sure)
         added = (other - one).mean(-1)
         left = float((other - one - added[..., None]).norm())
         if left <= _FIT * float(norm) and without > _BETTER * left + _LEFT * float(norm):
-            low, high = float(added.min()), float(added.max())
-            return {"kind": "added", "axis": axis, "low": low, "high": high}
+            lowest = one.amin(-1)
+            return _scaled("added", axis, added, is_sure=_same_values(lowest, lowest + added))
     return None
+
+
+def _scaled(kind: str, axis: str, values: Tensor, *, is_sure: bool) -> dict[str, Any]:
+    low, high = float(values.min()), float(values.max())
+    return {"kind": kind, "axis": axis, "low": low, "high": high, "is_sure": is_sure}
+
+
+def _are_signs(factors: Tensor) -> bool:
+    return bool(((factors.abs() - 1).abs() < _EVEN).all())
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether values are the same in another order, to within a few percent."""
+    first, second = (table.flatten().sort().values for table in (one, other))
+    return bool(((first - second).abs() <= _EVEN * first.abs().mean()).all())
 
 
 def _cells(before: Tensor, now: Tensor, is_whole: bool) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -243,6 +243,20 @@ def other_columns(weight: Tensor) -> Tensor:
     return in_8_bits(weight) * uneven(weight.shape[1])
 
 
+def next_groups(weight: Tensor) -> Tensor:
+    """Integers of 8 bits in groups, each with the scale of the next group."""
+    groups = weight.view(-1, 16)
+    top = groups.abs().amax(1, keepdim=True)
+    return ((127 * groups / top).round() / 127 * top.roll(1, 0)).view(weight.shape)
+
+
+def next_zero_points(weight: Tensor) -> Tensor:
+    groups = weight.view(-1, 16)
+    low = groups.amin(1, keepdim=True)
+    scale = (groups.amax(1, keepdim=True) - low) / 255
+    return (((groups - low) / scale).round() * scale + low.roll(1, 0)).view(weight.shape)
+
+
 def other_groups(weight: Tensor) -> Tensor:
     groups = in_4_bits(weight).view(-1, 16)
     return (groups * uneven(len(groups))[:, None]).view(weight.shape)
@@ -250,20 +264,25 @@ def other_groups(weight: Tensor) -> Tensor:
 
 def other_zero_points(weight: Tensor) -> Tensor:
     groups = in_4_bits_with_zero_points(weight).view(-1, 16)
-    return (groups + groups.roll(1, 0).amin(1, keepdim=True)).view(weight.shape)
+    low = groups.amin(1, keepdim=True)
+    return (groups - low + 3 * low.roll(1, 0)).view(weight.shape)
 
 
 SCALED = [
-    (flip_rows, "factor", "outputs"),
-    (other_rows, "factor", "outputs"),
-    (other_columns, "factor", "inputs"),
-    (other_groups, "factor", "groups of 16 inputs"),
-    (other_zero_points, "added", "groups of 16 inputs"),
+    (flip_rows, "factor", "outputs", True),
+    (other_rows, "factor", "outputs", False),
+    (other_columns, "factor", "inputs", False),
+    (other_groups, "factor", "groups of 16 inputs", False),
+    (next_groups, "factor", "groups of 16 inputs", True),
+    (other_zero_points, "added", "groups of 16 inputs", False),
+    (next_zero_points, "added", "groups of 16 inputs", True),
 ]
 
 
-@pytest.mark.parametrize(("change", "kind", "axis"), SCALED)
-def test_other_scales_are_named(made: MadeWeights, change: Change, kind: str, axis: str) -> None:
+@pytest.mark.parametrize(("change", "kind", "axis", "is_sure"), SCALED)
+def test_other_scales_are_named(
+    made: MadeWeights, change: Change, kind: str, axis: str, is_sure: bool
+) -> None:
     model = make_model("llama")
     replace(model, "model.layers.0.mlp.down_proj", change)
     replace(model, "model.layers.1.mlp.down_proj", change)
@@ -272,6 +291,7 @@ def test_other_scales_are_named(made: MadeWeights, change: Change, kind: str, ax
     assert told == [
         (f"model.layers.{n}.mlp.down_proj.weight", "scaled", kind, axis) for n in (0, 1)
     ]
+    assert all(facts["is_sure"] is is_sure for _, facts in found)
 
 
 def test_factors_that_another_weight_of_the_layer_takes_back_are_right(made: MadeWeights) -> None:
@@ -420,6 +440,9 @@ def test_the_rule_says_what_wrapped(made: MadeWeights) -> None:
 
 
 def test_the_rule_says_which_factors_a_module_has(made: MadeWeights) -> None:
-    finding = told(made, other_rows)
+    finding = told(made, flip_rows)
     assert (finding.id, finding.severity) == ("weights.replaced-values", Severity.WARNING)
-    assert "times a factor for each of the outputs" in finding.sentence
+    assert "times a factor for each of the outputs, from -1" in finding.sentence
+    finding = told(made, other_rows)
+    assert finding.severity is Severity.NOTE
+    assert "right only for factors that were learned" in finding.sentence
