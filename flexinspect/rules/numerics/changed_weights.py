@@ -12,14 +12,23 @@ from flexinspect.records import imported
 from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kinds
+from flexinspect.rules.numerics.weight_sentences import (
+    describe_orders,
+    describe_scaled,
+    describe_wrapped,
+)
 
 CHANGED_EVENT = "weights-changed"
 """The event of a first step: parameters that changed since the model was made or loaded."""
 SCALES_EVENT = "quantized-scales"
 """The event of a module with integer weights whose scales multiply the other axis."""
+REPLACED_EVENT = "replaced-weights"
+"""The event of a program's module that is unlike the weight that was in its place."""
 UNEVEN = "weights.uneven-change"
 NORM_GAIN, TIED, TRANSPOSED = "weights.norm-gain", "weights.tied-change", "weights.transposed-delta"
 MISPLACED, SCALES = "weights.misplaced-adapter", "weights.quantization-axis"
+ORDER, WRAPPED = "weights.order", "weights.quantization-overflow"
+REPLACED = "weights.replaced-values"
 
 _SPREAD = 1.25
 """The others must be within this factor of each other, else layers differ anyway."""
@@ -41,7 +50,9 @@ class ChangedWeightsRule(Rule):
 
     name = "changed_weights"
     needs = (imported.EVENTS,)
-    findings = finding_kinds(UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED, SCALES)
+    findings = finding_kinds(
+        UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED, SCALES, ORDER, WRAPPED, REPLACED
+    )
 
     def on_step(self, step: StepRecord) -> Findings:
         """Look for the event."""
@@ -50,7 +61,16 @@ class ChangedWeightsRule(Rule):
                 yield from self._judge(step, event.data)
 
     def on_event(self, event: EventRecord) -> Findings:
-        """Report a module whose scales are on the wrong axis."""
+        """Report a module whose scales are on the wrong axis, or whose weight is another one."""
+        if event.kind == REPLACED_EVENT:
+            facts = event.data
+            id_, describe = _REPLACED[facts["what"]]
+            layers = tuple(facts["layers"])
+            text = describe(facts)
+            # Factors of a module of the program may have been learned.
+            severity = None if facts.get("is_sure", True) else Severity.NOTE
+            data = dict(facts)
+            yield self.finding(event, id_, text, layers, data, severity=severity, series=text)
         if event.kind == SCALES_EVENT:
             facts = event.data
             name, found = printable(facts["module"]), re.search(r"\.(\d+)\.", facts["module"])
@@ -168,8 +188,16 @@ _MISTAKES = (
     (TRANSPOSED, "transposed", _transposed),
     (TRANSPOSED, "flipped", _flipped),
     (MISPLACED, "misplaced", _misplaced),
+    (ORDER, "orders", describe_orders),
+    (WRAPPED, "wrapped", describe_wrapped),
 )
 """Findings, the entries of the event's data that have their facts, and their sentences."""
+_REPLACED = {
+    "orders": (ORDER, describe_orders),
+    "wrapped": (WRAPPED, describe_wrapped),
+    "scaled": (REPLACED, describe_scaled),
+}
+"""Findings of modules in the place of weights by what they do, and their sentences."""
 
 
 def uneven_layer(parameters: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:

@@ -118,6 +118,9 @@ class EvidenceStore:
         self.pools: dict[int, Tensor] = {}
         """By generation, the newest `pool` of its steps."""
         self.weights = HeldWeights()
+        self.replaced_weights: Callable[[nn.Module], Iterable[tuple[str, dict[str, Any]]]]
+        self.replaced_weights = lambda root: ()
+        """Yields what modules in the place of weights do wrong, if it is known what was made."""
         self.problem = ""
         """Why no step of this model can be judged."""
         self._max_bytes, self.n_bytes = max_bytes, 0

@@ -22,7 +22,7 @@ from flexinspect.rules.numerics.audit_findings import (
     AUDITED_EVENT,
     CHOICE_EVENT,
 )
-from flexinspect.rules.numerics.changed_weights import SCALES_EVENT
+from flexinspect.rules.numerics.changed_weights import REPLACED_EVENT, SCALES_EVENT
 from flexinspect.trace.reader import open_trace
 from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.forward_run import LOGITS
@@ -105,6 +105,13 @@ def audit_session(
             for facts in wrong_scales(store.weights.of(max(store.steps)).root()):
                 text = "A quantised module uses its scales for another axis."
                 put(SCALES_EVENT, text, first, None, facts)
+        with suppress(Exception), torch.random.fork_rng(devices=[]):
+            held = store.weights.of(max(store.steps))
+            root: Any = held.root()
+            root.config = held.config
+            for what, facts in store.replaced_weights(root):
+                text = "A module of the program is unlike the weight that was in its place."
+                put(REPLACED_EVENT, text, first, None, {"what": what, **facts})
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)

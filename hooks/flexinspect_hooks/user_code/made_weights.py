@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +23,14 @@ from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.user_code.adapter_factors import AdapterFactors
 from flexinspect_hooks.user_code.adapter_places import place_facts
 from flexinspect_hooks.user_code.parameter_writes import ParameterWrites
+from flexinspect_hooks.user_code.replaced_weights import (
+    is_conv,
+    replaced_facts,
+    weights_of,
+    wrapped_weights,
+)
 from flexinspect_hooks.user_code.weight_changes import Delta, change_facts
+from flexinspect_hooks.user_code.weight_orders import Weights, order_facts
 
 _SIDE = 64
 """Rows and columns of a block."""
@@ -40,19 +47,36 @@ _MAX_UNCHANGED = 3
 """After how many comparisons without a change the factors of adapters are dropped."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
+ReplacedFacts = tuple[str, dict[str, Any]]
+
 
 class _Made(Struct):
     """The blocks and shapes of a model's parameters by name, and how often each was written to.
 
-    `owners` are the parameters themselves: an adapter may hold one under another name.
+    `owners` are the parameters themselves: an adapter may hold one under another name. `flipped`
+    are the weights that are (inputs, outputs).
     """
 
     blocks: dict[str, Tensor]
     shapes: dict[str, torch.Size]
     versions: dict[str, int]
     owners: dict[int, tuple[weakref.ref[nn.Parameter], str]]
+    flipped: set[str]
     n_compared: int = 0
     reported: str = ""
+
+
+class _Changes(Struct, frozen=True):
+    """The data of an event, by how much matrices changed, the parameters that still have their
+    shape, and which of those changed."""
+
+    facts: dict[str, Any]
+    deltas: dict[str, Delta]
+    same: dict[str, nn.Parameter]
+    changed: set[str]
+
+    def weights(self, model: nn.Module, made: _Made) -> Weights:
+        return weights_of(model, self.same, made.blocks, self.changed, block_places)
 
 
 class MadeWeights:
@@ -103,7 +127,11 @@ class MadeWeights:
         if named and not any(one.is_meta for one in named.values()):
             owners = {id(one): (weakref.ref(one), name) for name, one in named.items()}
             shapes = {name: one.shape for name, one in named.items()}
-            self._made[model] = _Made(_blocks(named), shapes, _versions(named), owners)
+            flipped = {
+                f"{name}.weight" for name, module in model.named_modules() if is_conv(module)
+            }
+            versions = _versions(named)
+            self._made[model] = _Made(_blocks(named), shapes, versions, owners, flipped)
             self._writes.follow(model)
 
     def changed(self, model: nn.Module) -> dict[str, Any] | None:
@@ -117,19 +145,43 @@ class MadeWeights:
         made.n_compared += 1
         facts: dict[str, Any] = {}
         with suppress(Exception), torch.no_grad():
-            facts, deltas = _facts(made, model)
+            changes = _changes(made, model)
+            facts = changes.facts
             if str(facts) == made.reported:
                 facts = {}
             elif facts:
                 made.reported = str(facts)
-                self._judge(model, deltas, facts)
+                self._judge(model, made, changes)
         self._n_unchanged = 0 if facts else self._n_unchanged + 1
         if facts or self._n_unchanged > _MAX_UNCHANGED:  # else they may be for another model
             self._factors.clear()
         return facts or None
 
-    def _judge(self, model: nn.Module, deltas: dict[str, Delta], facts: dict[str, Any]) -> None:
+    def replaced_of(self, model: nn.Module) -> Callable[[nn.Module], Iterator[ReplacedFacts]]:
+        """Return a function that yields what is wrong with modules in the place of weights.
+
+        See `replaced_facts`. It takes a module with the children of the model, which may be gone,
+        and its configuration. It calls modules, so the program must be over.
+        """
+        made = self._made.get(model)
+
+        def replaced(root: nn.Module) -> Iterator[ReplacedFacts]:
+            if made is not None:
+                changes, followed = _changes(made, root), self._writes.is_followed
+                weights = changes.weights(root, made)
+                yield from replaced_facts(
+                    root, weights, made, changes.changed, followed, block_places
+                )
+
+        return replaced
+
+    def _judge(self, model: nn.Module, made: _Made, changes: _Changes) -> None:
         """Add what is wrong with the changes."""
+        facts, deltas = changes.facts, changes.deltas
+        with suppress(Exception):
+            weights = changes.weights(model, made)
+            facts["orders"] = order_facts(model, weights)
+            facts["wrapped"] = list(wrapped_weights(weights, changes.same, made.blocks))
         with suppress(Exception):  # modules of the program may be of any kind
             self._factors.read_callers()
             facts |= change_facts(model, deltas, self._factors.matrices())
@@ -144,8 +196,8 @@ class MadeWeights:
         self._factors.clear()
 
 
-def _facts(made: _Made, model: nn.Module) -> tuple[dict[str, Any], dict[str, Delta]]:
-    """Return which parameters changed, empty if none did, and by how much matrices did."""
+def _changes(made: _Made, model: nn.Module) -> _Changes:
+    """Return which parameters changed, and by how much matrices did."""
     named, same = dict(model.named_parameters()), {}
     for name, one in named.items():
         owner, known = made.owners.get(id(one), (None, name))
@@ -157,13 +209,14 @@ def _facts(made: _Made, model: nn.Module) -> tuple[dict[str, Any], dict[str, Del
             same[known] = one
     blocks, versions = _blocks(same), _versions(same)
     groups: dict[str, list[dict[str, Any]]] = {}
-    deltas = dict[str, Delta]()
+    deltas, changed = dict[str, Delta](), set[str]()
     for name, now in blocks.items():
         before = made.blocks[name]
         if before.shape != now.shape or torch.equal(before, now):
             continue
+        changed.add(name)
         gap, rank = now - before, _rank(now - before)
-        if gap.dim() == 2 and name in named:
+        if name in named and gap.dim() == named[name].dim() == 2:
             deltas[name] = _delta(gap, rank, named[name])
         found = _LAYER.search(name)
         key = name if found is None else f"{name[: found.start(1)]}*{name[found.end(1) :]}"
@@ -176,12 +229,12 @@ def _facts(made: _Made, model: nn.Module) -> tuple[dict[str, Any], dict[str, Del
                 "writes": versions[name] - made.versions[name],
             }
         )
-    n_changed = sum(map(len, groups.values()))
-    if not n_changed:
-        return {}, {}
+    kept = {name: one for name, one in same.items() if named.get(name) is one}
+    if not changed:
+        return _Changes({}, {}, kept, changed)
     listed = [{"name": key, "parameters": those} for key, those in groups.items()]
-    facts = {"groups": listed[:_MAX_LISTED], "changed": n_changed, "total": len(blocks)}
-    return facts, deltas
+    facts = {"groups": listed[:_MAX_LISTED], "changed": len(changed), "total": len(blocks)}
+    return _Changes(facts, deltas, kept, changed & kept.keys())
 
 
 def _delta(gap: Tensor, rank: int, whole: Tensor) -> Delta:
@@ -192,7 +245,7 @@ def _delta(gap: Tensor, rank: int, whole: Tensor) -> Delta:
 
 def _rank(gap: Tensor) -> int:
     """Return the rank of a block's change; 0 for vectors, and where it is full."""
-    if gap.dim() < 2 or min(gap.shape) < 4:
+    if gap.dim() < 2 or min(gap.shape) < 4 or not bool(gap.isfinite().all()):
         return 0
     gap = _spaced(gap, _RANK_SIDE).double()
     values = torch.linalg.svdvals(gap)
@@ -216,6 +269,11 @@ def _spaced(tensor: Tensor, side: int) -> Tensor:
         places = _places(tensor.shape[dim], side, tensor.device)
         tensor = tensor.index_select(dim, places)
     return tensor.flatten(2)[..., 0] if tensor.dim() > 2 else tensor
+
+
+def block_places(n: int) -> Tensor:
+    """Return which of n rows, or columns, a block has."""
+    return _places(n, _SIDE, torch.device("cpu"))
 
 
 @functools.lru_cache(maxsize=256)

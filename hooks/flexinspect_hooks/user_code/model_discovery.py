@@ -397,6 +397,7 @@ class FoundSession(WatchSession):
         if finder.audits is not None:
             store = self.context.evidence = EvidenceStore()
             store.weights.find_model = self._model_ref
+            store.replaced_weights = finder.made.replaced_of(model)
 
     def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Otherwise the model is a part of another model.
