@@ -687,6 +687,7 @@ class ProgramAudit:
             counts_padding=counts_padding,
             slots=masks.slots,
             encoder=sequence.encoder,
+            row=found.row,
         )
 
     def _generation_of(self, sequence: FedSequence) -> int:
