@@ -198,7 +198,9 @@ class ChoiceReader(Struct, frozen=True):
         if padding is not None and step.row < len(padding) and not bool(padding[step.row, -1]):
             n = int((padding[step.row].flip(0) != 0).long().argmax())
             return known | {"pattern": "padding", "columns": n, "row": choice.position}
-        if choice.token == sequence.ids[choice.position]:
+        following = self.comparison.steps[1:2]
+        is_cached = bool(following) and bool(following[0].evidence.kv_before)
+        if choice.token == sequence.ids[choice.position] and is_cached:
             return known | {"pattern": "again", "tokens": 1, "total": 1}
         if choice.rank < _MIN_ROW_RANK:
             return None
