@@ -28,6 +28,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
 CACHED_PROMPT_EVENT = "cached-prompt"  # has the prompt tokens that a caller assumes to be cached
 
+_MANY_FORWARDS = 4
 _MAX_GENERATIONS = 16  # earlier generations whose tokens are compared with a filled cache
 _MIN_ANSWER = 2  # decode steps that make an answer
 _MIN_COMMON_PREFIX = 8  # equal tokens of a repeated text; templates have a few in common
@@ -148,7 +149,9 @@ class CacheRule(Rule):
             f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
             f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}."
         )
-        severity = Severity.NOTE if self._is_cache_off else None
+        # A few forwards without a cache are usual, for proposals of a draft for example.
+        is_short = len(steps) < _MANY_FORWARDS
+        severity = Severity.NOTE if self._is_cache_off or is_short else None
         evidence = {"steps": len(steps), "rows": rows, "needed": needed, "first": first}
         evidence["last"] = last
         found = self.finding(None, "cache.not-used", sentence, severity=severity, evidence=evidence)

@@ -60,8 +60,16 @@ class AuditRule(Rule):
             return as_consequence(found, causes[0])
         if follows := data.get("follows"):
             return as_consequence(found, follows["id"], f" of batch row {follows['batch']}")
-        adapter = (data.get("facts") or {}).get("adapter")
-        return replace(found, severity=Severity.NOTE) if adapter else found
+        if (data.get("facts") or {}).get("adapter"):
+            return replace(found, severity=Severity.NOTE)
+        explanation = data.get("explanation") or {}
+        names = explanation.get("names", ())
+        if names == [PROMPT_WINDOW]:
+            # A sparse attention of prompts alone may be meant, but seldom is.
+            return replace(found, severity=Severity.WARNING)
+        if names == [OWN_WINDOW] and _is_certain(explanation):
+            return replace(found, severity=Severity.NOTE, sentence=found.sentence + _IS_OWN)
+        return found
 
     def _finding(self, event: EventRecord) -> Finding:
         data, facts, id_ = event.data, event.data.get("facts") or {}, finding_id(event.data)
@@ -243,6 +251,16 @@ def _module_text(group: Sequence[Mapping[str, Any]], agreeing: Sequence[str]) ->
     return f"{text}."
 
 
+def _is_certain(explanation: Mapping[str, Any]) -> bool:
+    """Whether everything that was compared in the step and in later ones agrees."""
+    is_later = explanation["later"] == explanation["n_later"]
+    return bool(explanation["agree"] == explanation["total"] and is_later)
+
+
+OWN_WINDOW, PROMPT_WINDOW = "mask.own-window", "mask.prompt-window"
+"""Names of faults of an attention function of the program: a window that the configuration has
+not, in all rows, and in those of the prompt alone."""
+_IS_OWN = " The configuration has no such window, so the program's attention may mean it."
 AND_THERE = ", and there "
 _BETWEEN = {
     "query": "the code between the projections and the attention (reshaping, norms, RoPE)",

@@ -47,7 +47,10 @@ class PositionsRule(Rule):
     name = "positions"
     needs = (imported.POSITIONS,)
     streams = ("inputs.mask", "inputs.positions")
-    findings = finding_kinds("positions.*")
+    findings = finding_kinds(
+        *("positions.duplicate", "positions.jump", "positions.not-reset", "positions.padding"),
+        "positions.restart",
+    )
 
     def reset(self) -> None:
         self._segment_starts = [segment.start for segment in self.context.segments]

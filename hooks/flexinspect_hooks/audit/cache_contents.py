@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,6 +17,10 @@ from flexinspect_hooks.audit.fed_sequence import row_order
 
 _EXACT = 1e-6
 _MAX_LISTED = 8
+_MIN_ROWS = 3
+_MULTIPLIED = "were multiplied by "
+_FACTOR_ERROR = 1e-5
+"""The largest difference of a multiplied table, relative to its norm."""
 
 
 class CacheChange(Struct, frozen=True):
@@ -40,18 +45,29 @@ def cache_changes(steps: Sequence[StepEvidence]) -> list[CacheChange]:
             if before is not None and step.kv_before:
                 text = _layer_change(before[0], now, min(before[1], step.kv_before))
                 if text:
-                    by_step.setdefault(step.step, {}).setdefault(text, []).append(layer)
+                    changes = by_step.setdefault(step.step, {})
+                    changes.setdefault(_like(text, changes), []).append(layer)
             before = now, step.kv_before + step.q_len
     found = []
     for step_number, changes in sorted(by_step.items()):
         for text, where in list(changes.items())[:2]:
             is_order = text.startswith(_ORDER) and len(where) == len(layers)
             which = "all layers" if len(where) == len(layers) else format_layers(where, 1 << 20)
+            text += f" (numbers of layer {where[0]})" if _MULTIPLIED in text and where[1:] else ""
             whole = f"Before step {step_number} the cache of {which} was changed: {text}."
             found.append(CacheChange(step_number, whole, is_order))
     return found
 
 
+def _like(text: str, known: Mapping[str, list[int]]) -> str:
+    """Return a known change that differs by the factors only, else the change itself."""
+    if _MULTIPLIED not in text:
+        return text
+    plain = _NUMBERS.sub("", text)
+    return next((one for one in known if _NUMBERS.sub("", one) == plain), text)
+
+
+_NUMBERS = re.compile(r"[\d.]+")
 _ORDER = "its batch rows"
 OTHER_ROW = "it is that of batch row"
 """Begins what `mask_change` says of a mask that another batch row had."""
@@ -103,10 +119,35 @@ def _content(before: Tensor, now: Tensor) -> str:
     for row in range(len(now)):
         if torch.equal(before[row], now[row]):
             continue
-        shape = _shape(_table(now[row]), _table(before[row]), range(now.shape[2]), now.shape[1])
         where = f" in batch row {row}" if len(now) > 1 else ""
+        if factors := _factors(before[row].double().cpu(), now[row].double().cpu()):
+            return f"{_MULTIPLIED}{factors}{where}, as codes are that get the scale of newer rows"
+        shape = _shape(_table(now[row]), _table(before[row]), range(now.shape[2]), now.shape[1])
         return f"changed{where} (the table {shape})" if shape else f"changed{where}"
     return "stayed"
+
+
+def _factors(before: Tensor, now: Tensor) -> str:
+    """Return the factor of each head, or of its channels, by which a table was multiplied.
+
+    Both are (heads, rows, size); empty if there are no such factors.
+    """
+    if before.shape[1] < _MIN_ROWS:
+        return ""
+    for dims, what in (((1, 2), "by head"), ((1,), "by channel, in each head")):
+        square = before.square().sum(dims, keepdim=True)
+        factor = (before * now).sum(dims, keepdim=True) / square.clamp_min(1e-30)
+        gap = (now - factor * before).square().sum(dims, keepdim=True)
+        fits = gap <= _FACTOR_ERROR**2 * now.square().sum(dims, keepdim=True).clamp_min(1e-30)
+        if bool(fits.all()) and bool((square > 0).all()) and bool((factor > 0).all()):
+            values = factor.flatten().tolist()
+            numbers = [f"{one:.3g}" for one in values]
+            if len({*numbers}) == 1:
+                return ""  # its shape says so
+            if len(numbers) > _MAX_LISTED:
+                return f"{min(values):.3g} to {max(values):.3g} ({what})"
+            return f"{', '.join(numbers)} ({what})"
+    return ""
 
 
 def _table(tensor: Tensor) -> Tensor:

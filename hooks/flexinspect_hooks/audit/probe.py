@@ -17,11 +17,11 @@ class FaultProbe(Struct):
     """A divergence that is to be explained.
 
     `ids` are the committed tokens and `n_prompt` those of the prompt; `first_row` is the first row
-    of the diverging step. `positions` (1, rows) are the position ids that the program passed, None
-    if they are 0, 1, 2 … ; with `counts_padding` it passed none, and they are those that the model
-    made, which count padding before the text. `masks` are the keys of each row under which the
-    reference ran, where they are not the architecture's own, and `executed` those that the
-    program's layers applied.
+    of the diverging step, and `row` the one where it begins. `positions` (1, rows) are the position
+    ids that the program passed, None if they are 0, 1, 2 … ; with `counts_padding` it passed none,
+    and they are those that the model made, which count padding before the text. `masks` are the
+    keys of each row under which the reference ran, where they are not the architecture's own, and
+    `executed` those that the program's layers applied.
     `padding` are ids before the text that the attention should not read. `score_mods` are those of
     the step's layers, and `has_bias` says whether the reference adds those of the prompt. `slots`
     are those of a paged cache, None if keys are in the order of positions. `encoder` is what the
@@ -46,6 +46,7 @@ class FaultProbe(Struct):
     counts_padding: bool = False
     slots: SlotLayout | None = None
     encoder: EncoderInput | None = None
+    row: int = 0
 
     @property
     def config(self) -> Any:

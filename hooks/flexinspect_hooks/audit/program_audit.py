@@ -479,6 +479,8 @@ class ProgramAudit:
         choices += [(undeclared, None)] if undeclared is not None else []
         if own is not None:
             choices += [(one, own) for one, _ in list(choices)]
+        elif undeclared is not None and (depths := _depth_positions(sequence, undeclared)):
+            choices.append((undeclared, depths[0]))
         best: tuple[_Attempt, GenerationMasks, torch.Tensor | None] | None = None
         for chosen, positions in choices:
             now = self._attempt(
@@ -491,7 +493,8 @@ class ProgramAudit:
                 break
         assert best is not None
         if best[2] is not None:
-            text = "the position ids that the program passed with the prompt are taken as they are"
+            which = "with the prompt" if own is not None else "with proposals in the form of a tree"
+            text = f"the position ids that the program passed {which} are taken as they are"
             verdict.notes.append(text)
         return best[0], best[1]
 
@@ -687,6 +690,7 @@ class ProgramAudit:
             counts_padding=counts_padding,
             slots=masks.slots,
             encoder=sequence.encoder,
+            row=found.row,
         )
 
     def _generation_of(self, sequence: FedSequence) -> int:
@@ -726,6 +730,21 @@ def _dropout(source: Snapshot) -> float:
         )
     )
     return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
+
+
+def _depth_positions(sequence: FedSequence, masks: GenerationMasks) -> tuple[torch.Tensor, ...]:
+    """Return the passed position ids (1, rows) if they count the keys that each row sees.
+
+    Those of a tree of proposals do; nothing is returned if they do not, or are 0, 1, 2 …
+    """
+    passed = sequence.passed_positions()
+    if passed is None:
+        return ()
+    for cells in masks.executed.values() if masks.executed else masks.base.values():
+        n_seen = cells.sum(-1).cpu()
+        if n_seen.shape[-1] != passed.shape[1] or not bool((n_seen - 1 == passed).all()):
+            return ()
+    return (passed,)
 
 
 def _n_rows(steps: Sequence[FedStep]) -> int:

@@ -240,11 +240,13 @@ class Search:
             return [self._scope(None), *(self._scope((one,)) for one in self._suspects)]
         if edit.whole_model or layer is None:
             return [self._scope(None)]
+        others = [self._scope(numbers[numbers.index(layer) :: 2])]  # every other layer
+        others = others if edit.name.startswith("mask.") else []
         if layer == numbers[0]:
-            return [self._scope(None), self._scope((layer,))]
+            return [self._scope(None), self._scope((layer,)), *others]
         later = tuple(number for number in numbers if number >= layer)
         kinds = getattr(self._reference.config, "layer_types", None)
-        scopes = [self._scope((layer,)), self._scope(later)]
+        scopes = [self._scope((layer,)), self._scope(later), *others]
         if kinds is not None:
             same = tuple(n for n in numbers if n < len(kinds) and kinds[n] == kinds[layer])
             scopes.append(self._scope(same))

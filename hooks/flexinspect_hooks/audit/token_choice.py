@@ -197,7 +197,9 @@ class ChoiceReader(Struct, frozen=True):
         maybe = "maybe-" if choice.rank < _MIN_ROW_RANK else ""
         if n := self._padding_after(choice):
             return known | {"pattern": f"{maybe}padding", "columns": n, "row": choice.position}
-        if choice.token == sequence.ids[choice.position]:
+        following = self.comparison.steps[1:2]
+        is_cached = bool(following) and bool(following[0].evidence.kv_before)
+        if choice.token == sequence.ids[choice.position] and is_cached:
             return known | {"pattern": f"{maybe}again", "tokens": 1, "total": 1}
         if choice.rank < _MIN_ROW_RANK:
             return None

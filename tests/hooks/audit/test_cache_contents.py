@@ -55,6 +55,34 @@ def test_batch_rows_that_changed_places_are_an_order() -> None:
     assert "its batch rows are now those of the rows 1, 0" in found.text
 
 
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [
+        (torch.tensor([0.5, 0.25])[:, None, None], "were multiplied by 0.5, 0.25 (by head)"),
+        (
+            torch.linspace(0.5, 2, 2 * SIZE).reshape(2, 1, SIZE),
+            "0.5, 0.714, 0.929, 1.14, 1.36, 1.57, 1.79, 2 (by channel",
+        ),
+    ],
+)
+def test_keys_that_were_multiplied_have_their_factors(factor: Tensor, text: str) -> None:
+    old, new = keys(1), keys(1, n=N + 1)
+    new[:, :, :N] *= factor
+    changes = cache_changes([step(0, old, keys(1, seed=1)), step(1, new, keys(1, n=N + 1, seed=1))])
+    (found,) = changes
+    assert text in found.text
+    assert "as codes are that get the scale of newer rows" in found.text
+
+
+def test_keys_of_other_values_have_no_factors() -> None:
+    new = keys(1, n=N + 1)
+    new[:, :, :N] += 0.1
+    changes = cache_changes(
+        [step(0, keys(1), keys(1, seed=1)), step(1, new, keys(1, n=N + 1, seed=1))]
+    )
+    assert "multiplied" not in changes[0].text
+
+
 def test_keys_that_moved_without_their_values_are_no_order() -> None:
     moved = keys(n=N + 1)[[1, 0]]
     (found,) = cache_changes([step(0, keys(), keys(seed=1)), step(1, moved, keys(n=N + 1, seed=1))])

@@ -8,8 +8,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from flexinspect.rules.numerics.audit_findings import OWN_WINDOW, PROMPT_WINDOW
 from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
-from flexinspect_hooks.audit.forward_run import window_mask
+from flexinspect_hooks.audit.forward_run import HEADS, window_mask
 from flexinspect_hooks.audit.probe import FaultProbe
 
 Edits = Iterator[ForwardEdit]
@@ -153,6 +154,43 @@ def window_of_layer(probe: FaultProbe) -> Edits:
             yield mask_edit("mask.window", sentence, change)
 
 
+_SINKS = (0, 1, 2, 4, 8)
+
+
+def own_window(probe: FaultProbe) -> Edits:
+    """A sliding window, with sinks or without, where the architecture has none.
+
+    Its size follows from the first row that differs: the first one that does not see all keys.
+    """
+    reference = probe.reference
+    has_window = any(reference.layer_window(layer) is not None for layer in reference.blocks)
+    if probe.is_decode or probe.quantity != HEADS or probe.masks or has_window:
+        return
+    for sinks in _SINKS:
+        size = probe.row - sinks
+        if size < 1:
+            return
+
+        def window(call: AttentionInput, size: int = size, sinks: int = sinks) -> Tensor:
+            n = call.allowed.shape[-1]
+            seen = window_mask(n, size, call.allowed.device)
+            seen[:, :sinks] = True
+            return call.allowed & seen
+
+        def prompt(
+            call: AttentionInput, window: Callable[[AttentionInput], Tensor] = window
+        ) -> Tensor:
+            seen = window(call)
+            seen[..., probe.n_prompt :, :] = call.allowed[..., probe.n_prompt :, :]
+            return seen
+
+        kept = f" that keeps the first {sinks}" if sinks > 1 else " that keeps the first one"
+        what = f"with a sliding window of {size} keys{kept if sinks else ''}"
+        where = f"{what} in the rows of the prompt, but not in those of decode steps"
+        yield mask_edit(OWN_WINDOW, what, window)
+        yield mask_edit(PROMPT_WINDOW, where, prompt)
+
+
 def bool_added(probe: FaultProbe) -> Edits:
     """A bool mask is added to the scores, +1 where it is open, and closes nothing."""
 
@@ -180,6 +218,7 @@ HYPOTHESES = (
     padding_attended,
     mask_dropped,
     window_of_layer,
+    own_window,
     mask_shifted,
     mask_decode_row,
     mask_transposed,
