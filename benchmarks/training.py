@@ -60,6 +60,7 @@ SIZES = {
         hidden=512, layers=8, vocabulary=4096, batch=2, length=96, steps=11, clips=True
     ),
     "usual": Size(hidden=256, layers=6, vocabulary=2048, batch=4, length=128, steps=11),
+    "short": Size(hidden=256, layers=6, vocabulary=2048, batch=2, length=64, steps=21),
 }
 
 
