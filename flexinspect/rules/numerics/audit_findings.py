@@ -60,7 +60,8 @@ class AuditRule(Rule):
             return as_consequence(found, causes[0])
         if follows := data.get("follows"):
             return as_consequence(found, follows["id"], f" of batch row {follows['batch']}")
-        if (data.get("facts") or {}).get("adapter"):
+        facts = data.get("facts") or {}
+        if facts.get("adapter") or (facts.get("quantized") and not data.get("explanation")):
             return replace(found, severity=Severity.NOTE)
         explanation = data.get("explanation") or {}
         names = explanation.get("names", ())
@@ -181,6 +182,11 @@ class AuditRule(Rule):
         sentence += _modules_text(data, facts) if graph is None else _graph_text(graph)
         if replaced := facts.get("replaced"):
             sentence += f" The program replaced {', '.join(replaced)}."
+        if facts.get("quantized"):
+            sentence += (
+                " That is all: each value is the nearest step, as a quantized cache has it. What "
+                "follows from the rounding is not judged."
+            )
         if facts.get("adapter"):
             sentence += " Its own hooks on these modules add that, as those of an adapter do."
         if hooks := facts.get("hooks"):

@@ -394,6 +394,20 @@ def _grid(compared: ComparedTensors) -> str:
     return ""
 
 
+def is_quantized(compared: ComparedTensors) -> bool:
+    """Whether the values are the right ones, rounded to the nearest multiple of a step."""
+    right = replace(compared, ours=compared.theirs)
+    for (_, table), (_, wanted) in zip(_groups(compared), _groups(right), strict=True):
+        step = _step_of(table)
+        if step is not None:
+            return bool(((table - wanted).abs() <= _HALF_STEP * step).all())
+    return False
+
+
+_HALF_STEP = 0.51
+"""The largest rounding in steps, with some room for the rounding of floats."""
+
+
 def _groups(compared: ComparedTensors) -> list[tuple[str, Tensor]]:
     """Return the values in groups (groups, values) that may have a step in common."""
     ours, heads = compared.ours, compared.heads

@@ -21,6 +21,7 @@ from flexinspect_hooks.audit.difference_shape import (
     MIN_ROWS,
     ComparedTensors,
     describe_difference,
+    is_quantized,
     split_last,
 )
 from flexinspect_hooks.audit.fed_sequence import FedStep
@@ -110,6 +111,7 @@ class Unexplained(Struct, frozen=True):
             "function": self._attention_function(),
             "hooks": hooks,
             "adapter": not replaced and _is_adapter(swapped, hooks),
+            "quantized": self._is_quantized(),
         }
 
     # -- the quantity ------------------------------------------------------------------------------
@@ -122,6 +124,19 @@ class Unexplained(Struct, frozen=True):
             if shape:
                 return shape
         return []
+
+    def _is_quantized(self) -> bool:
+        """Whether keys or values of the first layer are only rounded, and stay so in the cache."""
+        name, layer = self.found.point
+        if name not in (KEY, VALUE) or layer != min(self.reference.blocks):
+            return False
+        steps = self.comparison.steps
+        if any(not one.is_order for one in cache_changes([one.evidence for one in steps])):
+            return False
+        first = steps.index(self.comparison.step_of(self.found))
+        # Of later steps no keys are kept.
+        tables = [one for step in steps[first:] if (one := self._compared([step])) is not None]
+        return len(tables) >= min(2, len(steps) - first) and all(map(is_quantized, tables))
 
     def _spans(self) -> list[list[FedStep]]:
         """Return the diverging step, and all from it on; a step of one row shows little alone."""
