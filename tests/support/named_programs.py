@@ -186,6 +186,35 @@ for sizes, seed in (((5, 5), 3), ((SECOND), 5)):
 """
 
 OPTIONS = {
+    "a quantised module unpacks its columns in another order": Program(
+        """
+class Packed(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.abs().amax(1, keepdim=True) / 7
+        codes = (linear.weight / scale).round().add(8).to(torch.uint8)
+        self.register_buffer("packed", codes[:, ::2] | codes[:, 1::2] << 4)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        both = [self.packed & 15, self.packed >> 4]
+        codes = torch.stack(both[::-1] if BROKEN else both, 2).flatten(1)
+        return torch.nn.functional.linear(x, (codes.to(x.dtype) - 8) * self.scale)
+
+def main():
+    model = make_model("llama")
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = Packed(mlp.down_proj)
+    generate(model)
+
+main()
+""",
+        "weights.order",
+        (
+            "The inputs of model.layers.1.mlp.down_proj.weight have the neurons in the order 1, 0",
+            "model.layers.1.mlp.down_proj is the program's Packed",
+        ),
+    ),
     "the generation config samples": Program(
         """
 model = make_model("llama")

@@ -14,6 +14,8 @@ from torch import Tensor
 
 _CLOSE = 0.35
 """Of the norm: how far a row may be from what it was, as after quantisation to a few bits."""
+_SAME = 0.1
+"""Of the norm: rows that are nearer to what was in their place are not looked for elsewhere."""
 _CLEAR = 2.0
 """How many times farther all other rows must be."""
 _MIN_WIDTH, _MIN_FOUND, _MIN_COMMON = 8, 0.9, 4
@@ -115,11 +117,14 @@ def find_order(before: Tensor, now: Tensor, places: Sequence[int] | Tensor) -> O
     """
     if before.dim() != 2 or before.shape[1] < _MIN_WIDTH or not len(before):
         return None
-    before, now = before.double(), now.double()
     norms, places = before.norm(dim=1), torch.as_tensor(places)
     is_full = norms > _EMPTY * norms.mean()
     if not is_full.any() or not bool(now.isfinite().all()):
         return None
+    moved = (now[places] - before).norm(dim=1)
+    if bool((moved[is_full] < _SAME * norms[is_full]).all()):
+        return Order(places, places, len(now))
+    before, now = before.double(), now.double()
     full = torch.where(is_full)[0]
     tried = full[:: max(1, len(full) // _N_TRIED)]
     if not _nearest(before[tried], now)[0].any():
