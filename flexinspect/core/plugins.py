@@ -88,6 +88,7 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
         "caches": "flexinspect.rules.cache.kv_cache:CacheRule",
         "positions": "flexinspect.rules.prompt.position_ids:PositionsRule",
         "tree_positions": "flexinspect.rules.prompt.tree_positions:TreePositionsRule",
+        "shrinking_prefix": "flexinspect.rules.cache.shrinking_prefix:ShrinkingPrefixRule",
         "raw_embeddings": "flexinspect.rules.prompt.raw_embeddings:RawEmbeddingsRule",
         "unread_keys": "flexinspect.rules.masks.unread_keys:UnreadKeysRule",
         "decoding": "flexinspect.rules.masks.decode_rows:DecodingRule",

@@ -120,7 +120,7 @@ _NEW_RULES = (
     *("kernel_options", "late_binding", "other_prompt", "padding_as_text", "recompute"),
     *("training_checks", "text_as_padding", "logits_changed", "decode_segment", "raw_embeddings"),
     *("changed_weights", "choice_pattern", "processor_rows", "unused_window", "cut_rows"),
-    *("kept_state", "stopping_rows", "tree_positions", "unmet_configuration"),
+    *("kept_state", "shrinking_prefix", "stopping_rows", "tree_positions", "unmet_configuration"),
 )
 """Rules that did not exist when the traces were recorded."""
 
