@@ -17,6 +17,7 @@ from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session
 from flexinspect_hooks.capture.new_trace import create_trace
 from flexinspect_hooks.loading.tokenizers import IdAdapter
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
+from flexinspect_hooks.user_code.made_weights import MadeWeights
 from flexinspect_hooks.user_code.watch_session import WatchSession
 from support.tiny import ids
 
@@ -29,13 +30,18 @@ def make_audit(folder: Path) -> Audit:
     """Return a function that runs code that calls a model, and audits its steps afterwards."""
 
     def run(
-        model: Any, program: Callable[[], object], after: Callable[[], object] = lambda: None
+        model: Any,
+        program: Callable[[], object],
+        after: Callable[[], object] = lambda: None,
+        made: MadeWeights | None = None,
     ) -> tuple[list[Verdict], list[Finding], list[str]]:
         path = folder / "t.flextrace"
         writer = create_trace(path, (), "advanced", None)
         session = WatchSession(model, writer, DeclaredPrompt(IdAdapter()), level="advanced")
         store = session.context.evidence = EvidenceStore()
         store.weights.find_model = lambda: model
+        if made is not None:
+            store.weights.moved_of = made.moved_of(model)
         with session, torch.no_grad():
             program()
             session.close("finished", None)

@@ -66,6 +66,8 @@ class HeldWeights:
         self._first_known = 0
         self.find_model: Callable[[], nn.Module | None] = lambda: None
         """Returns the model if it is alive, for weights that are too large to be held."""
+        self.moved_of: Callable[[nn.Module], dict[str, nn.Parameter]] = lambda model: {}
+        """Returns the parameters that modules of the program hold, by the names that they had."""
 
     def note(self, generation: int, model: nn.Module) -> None:
         """Hold the weights of a generation that began, if they are not those of the one before."""
@@ -82,7 +84,7 @@ class HeldWeights:
         new = [one for one in parameters if id(one) not in known]
         replaced = sum(one.n_bytes for one in self._states if one.held and new)
         if replaced + n_bytes <= MAX_HELD_SHARE * free_bytes(parameters[0].device):
-            state.held = snapshot(model)
+            state.held = snapshot(model, self.moved_of(model))
         self._states.append(state)
 
     def hold(self, held: Snapshot) -> None:
@@ -107,7 +109,7 @@ class HeldWeights:
                 raise FlexInspectError(_DELETED)
             if not state.is_of(list(model.parameters())):
                 raise FlexInspectError(MODIFIED)
-            state.held = snapshot(model)
+            state.held = snapshot(model, self.moved_of(model))
         elif not state.is_intact(state.held.parameters):
             raise FlexInspectError(MODIFIED)
         return state.held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +51,13 @@ class Snapshot(Struct):
         return sum(one.nbytes for one in self.parameters)
 
 
-def snapshot(model: nn.Module) -> Snapshot:
-    """Return the weights of a model, without copying them."""
+def snapshot(model: nn.Module, moved: Mapping[str, Tensor] | None = None) -> Snapshot:
+    """Return the weights of a model, without copying them.
+
+    `moved` are parameters that a module of the program holds, by the names that they had.
+    """
     parameters = list(model.parameters())
-    tensors = dict(model.state_dict(keep_vars=True).items())
+    tensors = dict(moved or {}) | dict(model.state_dict(keep_vars=True).items())
     grafts = {
         name: module for name, module in model.named_modules() if name and _is_foreign_leaf(module)
     }

@@ -18,6 +18,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
+from flexinspect_hooks.audit.given_modules import is_of_program, own_tensors
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.user_code.adapter_factors import AdapterFactors
@@ -50,6 +51,9 @@ _LAYER = re.compile(r"\.(\d+)\.")
 ReplacedFacts = tuple[str, dict[str, Any]]
 
 
+_Owners = dict[int, tuple[weakref.ref[nn.Parameter], str]]
+
+
 class _Made(Struct):
     """The blocks and shapes of a model's parameters by name, and how often each was written to.
 
@@ -60,7 +64,7 @@ class _Made(Struct):
     blocks: dict[str, Tensor]
     shapes: dict[str, torch.Size]
     versions: dict[str, int]
-    owners: dict[int, tuple[weakref.ref[nn.Parameter], str]]
+    owners: _Owners
     flipped: set[str]
     n_compared: int = 0
     reported: str = ""
@@ -156,6 +160,17 @@ class MadeWeights:
         if facts or self._n_unchanged > _MAX_UNCHANGED:  # else they may be for another model
             self._factors.clear()
         return facts or None
+
+    def moved_of(self, model: nn.Module) -> Callable[[nn.Module], dict[str, nn.Parameter]]:
+        """Return a function that returns parameters by the names with which they were made.
+
+        It takes the model, or a proxy of it. Only parameters of modules of the program that have no
+        other floating-point tensors are returned: then such a module computes what the one in whose
+        place it is does, from the same weights.
+        """
+        made = self._made.get(model)
+        owners = {} if made is None else made.owners
+        return lambda now: _moved(owners, now)
 
     def replaced_of(self, model: nn.Module) -> Callable[[nn.Module], Iterator[ReplacedFacts]]:
         """Return a function that yields what is wrong with modules in the place of weights.
@@ -285,3 +300,14 @@ def _places(n: int, side: int, device: torch.device) -> Tensor:
 
 def _versions(named: dict[str, nn.Parameter]) -> dict[str, int]:
     return {name: tensor_version(one) or 0 for name, one in named.items()}
+
+
+def _moved(owners: _Owners, model: nn.Module) -> dict[str, nn.Parameter]:
+    names = {key: name for key, (owner, name) in owners.items() if id(owner()) == key}
+    moved = dict[str, nn.Parameter]()
+    for module in model.modules() if names else ():
+        if is_of_program(module):
+            own = [one for one in own_tensors(module) if one.is_floating_point()]
+            if all(id(one) in names for one in own):
+                moved |= {names[id(one)]: one for one in own if isinstance(one, nn.Parameter)}
+    return moved

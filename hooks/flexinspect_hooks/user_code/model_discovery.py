@@ -397,6 +397,7 @@ class FoundSession(WatchSession):
         if finder.audits is not None:
             store = self.context.evidence = EvidenceStore()
             store.weights.find_model = self._model_ref
+            store.weights.moved_of = finder.made.moved_of(model)
             store.replaced_weights = finder.made.replaced_of(model)
 
     def _on_forward_start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
