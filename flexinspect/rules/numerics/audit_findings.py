@@ -172,6 +172,11 @@ class AuditRule(Rule):
             )
         reading = facts.get("reading", "")
         sentence += f" {reading}" if reading else _shape_text(data, facts)
+        if part := data.get("part"):
+            sentence += (
+                f" The queries, keys and values are those of a forward {part}; the attention over "
+                "them differs, too."
+            )
         if heads := data.get("heads"):
             sentence += _heads_text(heads)
         if facts.get("mask_change"):

@@ -806,6 +806,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
             "cut": verdict.search.is_cut,
         }
         found, heads = verdict.search.explanation, verdict.search.heads
+        if found is None and verdict.search.part:
+            data["part"] = verdict.search.part
         if found is None and heads is not None:
             data["heads"] = {
                 "sentence": heads.sentence,

@@ -8,7 +8,7 @@ counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ MIN_GAIN = 10
 _MIN_TIE_SECONDS = 0.5
 _ROUNDING = 1e-7
 
-_UP_TO_HEADS = (QUERY, KEY, VALUE, HEADS)
+_BEFORE_HEADS = (QUERY, KEY, VALUE)
+_UP_TO_HEADS = (*_BEFORE_HEADS, HEADS)
 
 Report = Callable[[str, float | None], None]
 
@@ -84,7 +85,8 @@ class AgreeingHeads(Struct, frozen=True):
 class SearchResult(Struct, frozen=True):
     """The explanation, if any, and what was tried: names and number of forwards' edits.
 
-    `heads` are set where most heads of the diverging attention agree with a forward.
+    `heads` are set where most heads of the diverging attention agree with a forward. `part` is the
+    sentence of a fault that gives the queries, keys and values, but not the attention over them.
     """
 
     explanation: Explanation | None
@@ -92,6 +94,7 @@ class SearchResult(Struct, frozen=True):
     n_tried: int
     is_cut: bool
     heads: AgreeingHeads | None = None
+    part: str = ""
 
 
 class Search:
@@ -117,6 +120,7 @@ class Search:
         steps = comparison.steps
         self._later = steps[steps.index(self._step) + 1 :]
         self._heads: AgreeingHeads | None = None
+        self._part = ""
         self._n_inside, self._started = 0, time.perf_counter()
         self._suspects: tuple[int, ...] = ()
         """The layers in which the fault may be, where they were not seen."""
@@ -138,7 +142,7 @@ class Search:
         n = 0
         for n, edit in enumerate(edits, 1):
             if time.perf_counter() > self._deadline:
-                return SearchResult(best, tuple(tried), n - 1, is_cut=True, heads=self._heads)
+                return self._result(best, tried, n - 1, is_cut=True)
             self._report(f"trying {edit.name}", n / len(edits))
             tried.setdefault(edit.name)
             found = self._try((edit,))
@@ -152,7 +156,12 @@ class Search:
         if best is not None and not best.is_complete:
             best, cut = self._combine(best, edits)
             return SearchResult(best, tuple(tried), n, is_cut=cut)
-        return SearchResult(best, tuple(tried), n, is_cut=False, heads=self._heads)
+        return self._result(best, tried, n, is_cut=False)
+
+    def _result(
+        self, best: Explanation | None, tried: Iterable[str], n_tried: int, *, is_cut: bool
+    ) -> SearchResult:
+        return SearchResult(best, tuple(tried), n_tried, is_cut, self._heads, self._part)
 
     def _is_unlikely(self, edit: ForwardEdit) -> bool:
         """Whether a fault acts elsewhere than where the first difference is; it is tried later."""
@@ -225,6 +234,8 @@ class Search:
             if not self._agrees(values, layer) and not self._agrees_before_experts(values, layer):
                 if self._at.point[0] in _UP_TO_HEADS:
                     self._count_heads(edit.sentence, values)
+                if not self._part and self._agrees_before_heads(values, layer):
+                    self._part = edit.sentence
                 return None
         for scope in self._scopes(edit):
             found = self._judge(edits, [(edit, scope)], scope.layers)
@@ -290,6 +301,15 @@ class Search:
         # Where the rounding of what follows is large, the gain shows in the quantity itself.
         closest = min(worst, self._difference_there(values))
         return 0 < total == agree and closest * MIN_GAIN <= self._at.difference
+
+    def _agrees_before_heads(self, values: dict[Point, Tensor], layer: int) -> bool:
+        """Whether the diverging queries, keys or values of a layer agree."""
+        if self._at.point[0] not in _BEFORE_HEADS or not values:
+            return False
+        rest = self._comparison.first(values)
+        is_later = rest is None or rest.step > self._at.step
+        is_later = is_later or (rest is not None and rest.point == (HEADS, layer))
+        return is_later and self._difference_there(values) * MIN_GAIN <= self._at.difference
 
     def _agrees_before_experts(self, values: dict[Point, Tensor], layer: int) -> bool:
         """Whether the layer agrees up to its experts, among which rounding may decide."""

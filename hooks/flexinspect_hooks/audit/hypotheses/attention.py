@@ -64,6 +64,35 @@ def soft_cap_missing(probe: FaultProbe) -> Edits:
         )
 
 
+def soft_cap_over_mask(probe: FaultProbe) -> Edits:
+    """The scores are capped after the mask is added, so that closed keys keep a weight."""
+    if getattr(probe.config, "attn_logit_softcapping", None):
+        output = partial(_capped_over_mask, n_prompt=probe.n_prompt)
+        yield ForwardEdit(
+            name="soft-cap.over-mask",
+            sentence="whose scores are capped after the mask is added, so that closed keys count",
+            attention=lambda call: replace(call, output=output),
+        )
+
+
+def _capped_over_mask(call: AttentionInput, n_prompt: int) -> Tensor:
+    """Return attention whose mask is capped with the scores, (1, rows, heads, size).
+
+    Rows of the prompt ran beside its keys only. Those of later steps have hardly a closed key.
+    """
+    groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (one.repeat_interleave(groups, 1) for one in (call.key, call.value))
+    factor = call.query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
+    is_there = call.allowed.clone()
+    is_there[..., :n_prompt, :n_prompt] = True
+    scores = (call.query @ key.mT * factor).masked_fill(~call.allowed, -math.inf)
+    cap = call.options["softcap"]
+    scores = ((scores / cap).tanh() * cap).masked_fill(~is_there, -math.inf)
+    weights = scores.softmax(-1)
+    output: Tensor = (weights @ value).transpose(1, 2)
+    return output
+
+
 def sinks_missing(probe: FaultProbe) -> Edits:
     """The learned attention sinks are not part of the softmax."""
 
@@ -226,6 +255,7 @@ HYPOTHESES = (
     score_mod_changed,
     scale,
     soft_cap_missing,
+    soft_cap_over_mask,
     sinks_missing,
     heads_tiled,
     heads_first,

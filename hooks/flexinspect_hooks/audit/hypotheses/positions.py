@@ -78,6 +78,12 @@ def rope_turned(probe: FaultProbe) -> Edits:
     sentence = "with RoPE that pairs neighbouring dimensions"
     yield ForwardEdit(name=name, sentence=sentence, rope=neighbours)
 
+    def mixed(turn: Rotation) -> tuple[Tensor, Tensor]:
+        return _mixed(turn.query, turn), _mixed(turn.key, turn)
+
+    sentence += ", by the angles of halves"
+    yield ForwardEdit(name=name, sentence=sentence, rope=mixed)
+
 
 def _interleaved(states: Tensor, turn: Rotation) -> Tensor:
     half = turn.cos.shape[-1] // 2
@@ -85,6 +91,14 @@ def _interleaved(states: Tensor, turn: Rotation) -> Tensor:
     even, odd = states[..., : 2 * half : 2], states[..., 1 : 2 * half : 2]
     pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
     return torch.cat((pairs, states[..., 2 * half :]), -1)
+
+
+def _mixed(states: Tensor, turn: Rotation) -> Tensor:
+    """Return states whose neighbours are exchanged, where cos and sin are laid out in halves."""
+    size = turn.cos.shape[-1]
+    own, rest = states[..., :size], states[..., size:]
+    turned = torch.stack((-own[..., 1::2], own[..., ::2]), -1).flatten(-2)
+    return torch.cat((own * turn.cos[:, None] + turned * turn.sin[:, None], rest), -1)
 
 
 def rope_of_other_layers(probe: FaultProbe) -> Edits:
