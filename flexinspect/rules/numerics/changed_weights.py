@@ -15,6 +15,7 @@ from flexinspect.rules.engine import Findings, Rule, as_consequence, finding_kin
 from flexinspect.rules.numerics.weight_sentences import (
     describe_orders,
     describe_scaled,
+    describe_twice,
     describe_wrapped,
 )
 
@@ -28,7 +29,7 @@ UNEVEN = "weights.uneven-change"
 NORM_GAIN, TIED, TRANSPOSED = "weights.norm-gain", "weights.tied-change", "weights.transposed-delta"
 MISPLACED, SCALES = "weights.misplaced-adapter", "weights.quantization-axis"
 ORDER, WRAPPED = "weights.order", "weights.quantization-overflow"
-REPLACED = "weights.replaced-values"
+REPLACED, TWICE = "weights.replaced-values", "weights.adapter-twice"
 
 _SPREAD = 1.25
 """The others must be within this factor of each other, else layers differ anyway."""
@@ -51,7 +52,7 @@ class ChangedWeightsRule(Rule):
     name = "changed_weights"
     needs = (imported.EVENTS,)
     findings = finding_kinds(
-        UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED, SCALES, ORDER, WRAPPED, REPLACED
+        UNEVEN, NORM_GAIN, TIED, TRANSPOSED, MISPLACED, SCALES, ORDER, WRAPPED, REPLACED, TWICE
     )
 
     def on_step(self, step: StepRecord) -> Findings:
@@ -190,6 +191,7 @@ _MISTAKES = (
     (MISPLACED, "misplaced", _misplaced),
     (ORDER, "orders", describe_orders),
     (WRAPPED, "wrapped", describe_wrapped),
+    (TWICE, "twice", describe_twice),
 )
 """Findings, the entries of the event's data that have their facts, and their sentences."""
 _REPLACED = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from flexinspect.core.text import printable
+from flexinspect.core.text import format_layers, printable
 
 _MAX_NAMES = 3
 _KINDS = {
@@ -69,6 +69,15 @@ def describe_wrapped(facts: Mapping[str, Any]) -> str:
         f"rows, among the largest of their rows, have the other sign: {facts['was']:.3g} became "
         f"{facts['is']:.3g}. Integers that exceed their range wrap around, as 128 becomes -128 in "
         "int8: the scale is too small, or a clamp is missing."
+    )
+
+
+def describe_twice(facts: Mapping[str, Any]) -> str:
+    """Say which adapters are merged and still active."""
+    where = f" of {format_layers(facts['layers'], 1 << 20)}" if facts["layers"] else ""
+    return (
+        f"{printable(facts['name'])} ({printable(facts['class'])}){where} still adds its adapter, "
+        "whose product was merged into its base weight: the adapter counts twice."
     )
 
 

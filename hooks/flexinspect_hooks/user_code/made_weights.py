@@ -23,6 +23,7 @@ from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import tensor_version
 from flexinspect_hooks.user_code.adapter_factors import AdapterFactors
 from flexinspect_hooks.user_code.adapter_places import place_facts
+from flexinspect_hooks.user_code.merged_adapters import MovedChange, adapters_twice
 from flexinspect_hooks.user_code.parameter_writes import ParameterWrites
 from flexinspect_hooks.user_code.replaced_weights import (
     is_conv,
@@ -72,12 +73,13 @@ class _Made(Struct):
 
 class _Changes(Struct, frozen=True):
     """The data of an event, by how much matrices changed, the parameters that still have their
-    shape, and which of those changed."""
+    shape, and which of those changed. `moved` are matrices that changed and have another name."""
 
     facts: dict[str, Any]
     deltas: dict[str, Delta]
     same: dict[str, nn.Parameter]
     changed: set[str]
+    moved: dict[str, MovedChange]
 
     def weights(self, model: nn.Module, made: _Made) -> Weights:
         return weights_of(model, self.same, made.blocks, self.changed, block_places)
@@ -196,6 +198,7 @@ class MadeWeights:
         with suppress(Exception):
             weights = changes.weights(model, made)
             facts["orders"] = order_facts(model, weights)
+            facts["twice"] = adapters_twice(model, changes.moved)
             facts["wrapped"] = list(wrapped_weights(weights, changes.same, made.blocks))
         with suppress(Exception):  # modules of the program may be of any kind
             self._factors.read_callers()
@@ -224,7 +227,7 @@ def _changes(made: _Made, model: nn.Module) -> _Changes:
             same[known] = one
     blocks, versions = _blocks(same), _versions(same)
     groups: dict[str, list[dict[str, Any]]] = {}
-    deltas, changed = dict[str, Delta](), set[str]()
+    deltas, changed, moved = dict[str, Delta](), set[str](), dict[str, MovedChange]()
     for name, now in blocks.items():
         before = made.blocks[name]
         if before.shape != now.shape or torch.equal(before, now):
@@ -233,6 +236,8 @@ def _changes(made: _Made, model: nn.Module) -> _Changes:
         gap, rank = now - before, _rank(now - before)
         if name in named and gap.dim() == named[name].dim() == 2:
             deltas[name] = _delta(gap, rank, named[name])
+        elif rank and gap.dim() == same[name].dim() == 2:
+            moved[name] = MovedChange(same[name], _delta(gap, rank, same[name]))
         found = _LAYER.search(name)
         key = name if found is None else f"{name[: found.start(1)]}*{name[found.end(1) :]}"
         groups.setdefault(key, []).append(
@@ -246,10 +251,10 @@ def _changes(made: _Made, model: nn.Module) -> _Changes:
         )
     kept = {name: one for name, one in same.items() if named.get(name) is one}
     if not changed:
-        return _Changes({}, {}, kept, changed)
+        return _Changes({}, {}, kept, changed, moved)
     listed = [{"name": key, "parameters": those} for key, those in groups.items()]
     facts = {"groups": listed[:_MAX_LISTED], "changed": len(changed), "total": len(blocks)}
-    return _Changes(facts, deltas, kept, changed & kept.keys())
+    return _Changes(facts, deltas, kept, changed & kept.keys(), moved)
 
 
 def _delta(gap: Tensor, rank: int, whole: Tensor) -> Delta:

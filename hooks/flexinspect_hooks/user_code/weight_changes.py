@@ -166,12 +166,13 @@ def _reads_out_first(
             if (left.shape[0], right.shape[1]) != delta.shape:
                 continue
             product = left.index_select(0, delta.rows) @ right.index_select(1, delta.columns)
-            if _is_similar(product, delta.gap):
+            if is_similar(product, delta.gap):
                 return is_flipped is is_transposed
     return None
 
 
-def _is_similar(one: Tensor, other: Tensor) -> bool:
+def is_similar(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same but for a factor and rounding."""
     scale = one.norm() * other.norm()
     return bool((one * other).sum().abs() > _SIMILAR * scale.clamp_min(1e-30))
 
