@@ -28,7 +28,7 @@ from flexinspect.rules.engine import Findings, Rule, finding_kinds
 NO_CACHE_EVENT = "cache-disabled"  # event of a generation with use_cache=False
 CACHED_PROMPT_EVENT = "cached-prompt"  # has the prompt tokens that a caller assumes to be cached
 
-_MANY_FORWARDS = 4
+_MANY_FORWARDS = 6
 _MAX_GENERATIONS = 16  # earlier generations whose tokens are compared with a filled cache
 _MIN_ANSWER = 2  # decode steps that make an answer
 _MIN_COMMON_PREFIX = 8  # equal tokens of a repeated text; templates have a few in common
