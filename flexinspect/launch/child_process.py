@@ -384,8 +384,10 @@ class ScriptProcess(Capture):
                 selector.register(getattr(self._process, name), selectors.EVENT_READ, name)
             selector.register(self._control, selectors.EVENT_READ, "control")
             while selector.get_map():
+                # Before the wait: a program that ends after it has printed more meanwhile.
+                has_ended = self._process.poll() is not None
                 events = selector.select(LINGER_S)
-                if not events and self._process.poll() is not None:
+                if not events and has_ended:
                     return
                 # Streams before messages: what was printed before a message is read before it.
                 for key, _ in sorted(events, key=lambda event: event[0].data == "control"):
