@@ -220,6 +220,7 @@ def _changes(made: _Made, model: nn.Module) -> _Changes:
     for name, one in named.items():
         owner, known = made.owners.get(id(one), (None, name))
         is_own = owner is not None and owner() is one
+        known = known if is_own else name  # a new parameter may have the id of one that is gone
         # A vector of another module, such as a norm of another class, may mean something else.
         # A table that was resized has other rows in its block.
         has_block = known in made.blocks and one.shape == made.shapes[known] and not one.is_meta

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -155,3 +157,18 @@ def test_an_adapter_changes_most_rows_of_a_tied_table(made: MadeWeights, rows: l
     facts = made.changed(model)
     assert facts is not None
     assert bool(facts.get("tied")) is (len(rows) > 1)
+
+
+def test_a_new_parameter_with_the_id_of_one_that_is_gone_is_not_taken_for_it(
+    made: MadeWeights,
+) -> None:
+    model = make_model("llama")
+    projection = model.model.layers[1].self_attn.q_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach() + 1)
+    gone = weakref.ref(torch.nn.Parameter(torch.ones(1)))
+    owners: Any = made._made[model].owners
+    owners[id(projection.weight)] = gone, "model.layers.0.self_attn.q_proj.weight"
+    facts = made.changed(model)
+    assert facts is not None
+    (group,) = facts["groups"]
+    assert [one["layer"] for one in group["parameters"]] == [1]
