@@ -97,7 +97,7 @@ _MAX_CACHED_LINES = 2_000
 """Lines that a palette caches; then the cache is cleared."""
 
 
-class _Cells(dict[int, Segment]):
+class _SingleCells(dict[int, Segment]):
     """One cell per key of a palette, made when it is first drawn."""
 
     def __init__(self, palette: Palette) -> None:
@@ -131,7 +131,7 @@ class Palette:
         self.ramp = ramp
         self.centre = centre
         self._runs: dict[tuple[int, int], Segment] = {}
-        self._cells = _Cells(self)
+        self._cells = _SingleCells(self)
         self._lines: dict[bytes, Strip] = {}
 
     @property

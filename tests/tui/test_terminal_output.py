@@ -168,6 +168,6 @@ def test_pictures_of_which_no_two_cells_are_alike_are_shown(output: Output) -> N
     for _ in range(3):
         levels = random.integers(0, CIVIDIS.size, (2, 40)).astype(np.uint8)
         (picture,) = heat(levels, CIVIDIS, theme)
-        output.write(*picture)
+        assert "▀" in output.write(*picture)
     output.write(Segment("é", RED), *picture)
     output.write(Segment("日", RED), *picture)  # two cells wide

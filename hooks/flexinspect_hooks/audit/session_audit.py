@@ -101,17 +101,8 @@ def audit_session(
     try:
         with suppress(Exception), torch.random.fork_rng(devices=[]):
             explain_nonfinite(store, recorder)
-        with suppress(Exception), torch.random.fork_rng(devices=[]):
-            for facts in wrong_scales(store.weights.of(max(store.steps)).root()):
-                text = "A quantised module uses its scales for another axis."
-                put(SCALES_EVENT, text, first, None, facts)
-        with suppress(Exception), torch.random.fork_rng(devices=[]):
-            held = store.weights.of(max(store.steps))
-            root: Any = held.root()
-            root.config = held.config
-            for what, facts in store.replaced_weights(root):
-                text = "A module of the program is unlike the weight that was in its place."
-                put(REPLACED_EVENT, text, first, None, {"what": what, **facts})
+        for kind, text, data in _wrong_modules(store):
+            put(kind, text, first, None, data)
         if store.problem:
             raise FlexInspectError(store.problem)
         verdicts = _verdicts(store, recorder, budget, report)
@@ -139,6 +130,20 @@ def audit_session(
         store.clear()
         store.is_busy = False
     return verdicts
+
+
+def _wrong_modules(store: EvidenceStore) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield kind, text and data of an event for each module that is unlike what it replaces."""
+    with suppress(Exception), torch.random.fork_rng(devices=[]):
+        for facts in wrong_scales(store.weights.of(max(store.steps)).root()):
+            yield SCALES_EVENT, "A quantised module uses its scales for another axis.", facts
+    with suppress(Exception), torch.random.fork_rng(devices=[]):
+        held = store.weights.of(max(store.steps))
+        root: Any = held.root()
+        root.config = held.config
+        for what, facts in store.replaced_weights(root):
+            text = "A module of the program is unlike the weight that was in its place."
+            yield REPLACED_EVENT, text, {"what": what, **facts}
 
 
 def _verdicts(

@@ -71,7 +71,7 @@ class _Made(Struct):
     reported: str = ""
 
 
-class _Changes(Struct, frozen=True):
+class _WeightChanges(Struct, frozen=True):
     """The data of an event, by how much matrices changed, the parameters that still have their
     shape, and which of those changed. `moved` are matrices that changed and have another name."""
 
@@ -192,7 +192,7 @@ class MadeWeights:
 
         return replaced
 
-    def _judge(self, model: nn.Module, made: _Made, changes: _Changes) -> None:
+    def _judge(self, model: nn.Module, made: _Made, changes: _WeightChanges) -> None:
         """Add what is wrong with the changes."""
         facts, deltas = changes.facts, changes.deltas
         with suppress(Exception):
@@ -214,7 +214,7 @@ class MadeWeights:
         self._factors.clear()
 
 
-def _changes(made: _Made, model: nn.Module) -> _Changes:
+def _changes(made: _Made, model: nn.Module) -> _WeightChanges:
     """Return which parameters changed, and by how much matrices did."""
     named, same = dict(model.named_parameters()), {}
     for name, one in named.items():
@@ -252,10 +252,10 @@ def _changes(made: _Made, model: nn.Module) -> _Changes:
         )
     kept = {name: one for name, one in same.items() if named.get(name) is one}
     if not changed:
-        return _Changes({}, {}, kept, changed, moved)
+        return _WeightChanges({}, {}, kept, changed, moved)
     listed = [{"name": key, "parameters": those} for key, those in groups.items()]
     facts = {"groups": listed[:_MAX_LISTED], "changed": len(changed), "total": len(blocks)}
-    return _Changes(facts, deltas, kept, changed & kept.keys(), moved)
+    return _WeightChanges(facts, deltas, kept, changed & kept.keys(), moved)
 
 
 def _delta(gap: Tensor, rank: int, whole: Tensor) -> Delta:

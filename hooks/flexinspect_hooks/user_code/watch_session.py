@@ -50,11 +50,11 @@ from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw
 from flexinspect_hooks.user_code.generate_call import generate_facts
 from flexinspect_hooks.user_code.generate_checks import GenerateChecks
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
-from flexinspect_hooks.user_code.kept_state import KeptStates
 from flexinspect_hooks.user_code.processor_trials import own_processors
 from flexinspect_hooks.user_code.program import strip_own_frames
+from flexinspect_hooks.user_code.state_between_calls import KeptStates
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
-from flexinspect_hooks.user_code.unmet_configuration import unmet_settings
+from flexinspect_hooks.user_code.unread_settings import unmet_settings
 from flexinspect_hooks.user_code.wished_window import unused_window
 
 THREAD_OVERLAP = (

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.audits import Audit, make_audit
+from support.weight_fixtures import made
+
+__all__ = ["made"]
 
 
 @pytest.fixture

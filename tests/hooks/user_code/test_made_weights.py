@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,6 @@ from torch import nn
 
 from flexinspect.rules.numerics.changed_weights import uneven_layer
 from flexinspect_hooks.user_code.made_weights import MadeWeights
-
-
-@pytest.fixture
-def made() -> Iterator[MadeWeights]:
-    weights = MadeWeights()
-    stop = weights.watch()
-    yield weights
-    stop()
 
 
 def merge(model: nn.Module, layers: tuple[int, ...]) -> None:

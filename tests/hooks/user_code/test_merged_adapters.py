@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from support.tiny import make_model
 from torch import Tensor, nn
 
 from flexinspect.rules.numerics.weight_sentences import describe_twice
 from flexinspect_hooks.user_code.made_weights import MadeWeights
-
-
-@pytest.fixture
-def made() -> Iterator[MadeWeights]:
-    weights = MadeWeights()
-    stop = weights.watch()
-    yield weights
-    stop()
 
 
 class Adapted(nn.Module):

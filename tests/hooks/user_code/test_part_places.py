@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -25,14 +25,6 @@ QKV = {
     "falcon": ("transformer.h.{}.self_attention.query_key_value.weight", 48, 24),
 }
 FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "num_hidden_layers": 3}
-
-
-@pytest.fixture
-def made() -> Iterator[MadeWeights]:
-    weights = MadeWeights()
-    stop = weights.watch()
-    yield weights
-    stop()
 
 
 def family_model(family: str, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,14 +23,6 @@ WIDE = {
     "num_hidden_layers": 2,
 }
 Change = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture
-def made() -> Iterator[MadeWeights]:
-    weights = MadeWeights()
-    stop = weights.watch()
-    yield weights
-    stop()
 
 
 class Given(nn.Module):

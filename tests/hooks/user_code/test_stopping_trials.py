@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from flexinspect.records.finding import Severity
-from flexinspect_hooks.user_code.kept_state import ObjectStart
+from flexinspect_hooks.user_code.state_between_calls import ObjectStart
 from flexinspect_hooks.user_code.stopping_trials import StoppingCalls
 
 N_PROMPT = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,6 @@ from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT, ChangedWeightsRule
 from flexinspect_hooks.user_code.made_weights import MadeWeights
-
-
-@pytest.fixture
-def made() -> Iterator[MadeWeights]:
-    weights = MadeWeights()
-    stop = weights.watch()
-    yield weights
-    stop()
 
 
 def facts_of(made: MadeWeights, model: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +19,6 @@ WIDE = {
     "num_attention_heads": 16,
     "num_hidden_layers": 2,
 }
-
-
-@pytest.fixture
-def made() -> Iterator[MadeWeights]:
-    weights = MadeWeights()
-    stop = weights.watch()
-    yield weights
-    stop()
 
 
 def shuffled(n: int) -> Tensor:

@@ -203,7 +203,7 @@ def test_state_that_an_earlier_call_left_is_reported(
     (one,) = found(tmp_path, make())
     assert text in one.sentence
     assert "begins call 2 of generate" in one.sentence
-    assert "test_kept_state.py:" in one.sentence
+    assert "test_state_between_calls.py:" in one.sentence
     assert one.severity is Severity.WARNING
 
 

@@ -12,7 +12,7 @@ from support.planting import of, planted
 from support.tiny import ids, make_model
 from torch import nn
 
-from flexinspect_hooks.user_code.unmet_configuration import unmet_settings
+from flexinspect_hooks.user_code.unread_settings import unmet_settings
 
 
 def tied(family: str = "llama", **options: Any) -> Any:
