@@ -21,13 +21,17 @@ ONE_EARLY = blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)
 
 
 async def reviewed(pilot: Pilot[None], *texts: str) -> list[str]:
-    """Wait until the card shows all texts; return its lines."""
-    for _ in range(400):
+    """Wait until the card has the height of a finding and shows all texts; return its lines.
+
+    A finding is drawn first in the lines that the card had before, with less of the text.
+    """
+    for _ in range(3000):
         await settle(pilot)
-        card = pilot.app.screen.query_one(DiagnosisCard).region
-        lines = screen_lines(pilot.app)[card.y : card.bottom]
+        card = pilot.app.screen.query_one(DiagnosisCard)
+        lines = screen_lines(pilot.app)[card.region.y : card.region.bottom]
         shown = " ".join(" ".join(lines).split())
-        if all(text in shown for text in texts):
+        is_laid_out = len(card.strips) == card.size.height == card_height(pilot.app.size.height)
+        if is_laid_out and all(text in shown for text in texts):
             return lines
         await pilot.pause(0.02)
     raise AssertionError(lines)
@@ -37,7 +41,6 @@ async def reviewed(pilot: Pilot[None], *texts: str) -> list[str]:
 async def test_the_card_shows_the_finding_its_fix_and_the_cells_around_it(tmp_path: Path) -> None:
     path = write(tmp_path / "run.flextrace", ONE_EARLY)
     async with InspectorApp(path).run_test(size=(120, 40)) as pilot:
-        # The first text is drawn before the card has the height of a finding.
         lines = await reviewed(pilot, "1 token early", "i reads on", "·")
         assert lines[0].startswith("● ")
         assert any("Fix: " in line for line in lines)
