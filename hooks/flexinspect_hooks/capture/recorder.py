@@ -105,6 +105,7 @@ class Recorder:
         self.writer_s = 0.0
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
+        self._failed_hooks: list[Hook] = []
         self.evaluator: Any = None
         """The `BreakpointEvaluator` of what was written, in this thread; None without one."""
         self.size_limit: SizeLimit | None = None
@@ -338,6 +339,8 @@ class Recorder:
             for item in items:
                 # In order, because later hooks read the records of earlier ones.
                 for hook, kept in item.kept[number : number + 1]:
+                    if self._failed_hooks and hook in self._failed_hooks:
+                        continue  # it failed at an earlier step, after this one was queued
                     try:
                         hook.record(item.context, kept, item.values, item.draft)
                     except Exception as error:
@@ -364,6 +367,7 @@ class Recorder:
         item.values = item.buffer.values(report)
 
     def _report_hook_error(self, hook: Hook, error: Exception, step: StepContext) -> None:
+        self._failed_hooks.append(hook)
         for report in tuple(self.hook_errors):
             report(hook, error, step)
 

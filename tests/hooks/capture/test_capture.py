@@ -520,6 +520,24 @@ def test_a_failing_hook_is_recorded_and_switched_off(
     assert faulty.n_failures == 1  # it is not called again
 
 
+class Slow(Faulty):
+    """A hook that fails in the writer thread while further steps are queued."""
+
+    def record(self, step: Any, kept: Any, values: Any, draft: Any) -> None:
+        time.sleep(0.2)
+        self._maybe("record")
+
+
+def test_a_hook_that_failed_is_not_called_for_steps_that_were_queued_before(
+    llama: Any, prompt: Prompt
+) -> None:
+    others, _ = built_in_hooks()
+    slow = Slow("record")
+    sink, _ = capture(llama, prompt, hooks=[slow, *others])
+    assert len(sink.steps) == NEW
+    assert slow.n_failures == 1
+
+
 class Deferring(Faulty):
     """A hook whose deferred work fails in the writer thread."""
 
