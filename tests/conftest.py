@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -59,6 +60,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return folder not in SLOW_FOLDERS and item.path.name not in SLOW_FILES
 
     items.sort(key=is_quick)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Search no garbage in the hundred thousands of objects of torch and of all test files.
+
+    Of the time of a worker, garbage collection would take a third before the first test (where no
+    bytecode of the tests is cached yet), and a tenth in the tests.
+    """
+    gc.disable()
+    yield
+    _freeze_objects()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Report what the garbage of the tests raises; pytest searches for more of it five times."""
+    _freeze_objects()
+
+
+def _freeze_objects() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
