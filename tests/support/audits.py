@@ -15,9 +15,9 @@ from flexinspect_hooks.audit.evidence import EvidenceStore
 from flexinspect_hooks.audit.program_audit import AuditOptions, Verdict
 from flexinspect_hooks.audit.session_audit import AuditBudget, audit_session
 from flexinspect_hooks.capture.new_trace import create_trace
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 from flexinspect_hooks.loading.tokenizers import IdAdapter
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt
-from flexinspect_hooks.user_code.made_weights import MadeWeights
 from flexinspect_hooks.user_code.watch_session import WatchSession
 from support.tiny import ids
 

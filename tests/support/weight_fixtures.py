@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 
 @pytest.fixture

@@ -35,17 +35,18 @@ from flexinspect_hooks.capture.model_layers import attention_layers, model_facts
 from flexinspect_hooks.capture.rank_facts import parallel_facts
 from flexinspect_hooks.capture.recorder import Recorder
 from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 from flexinspect_hooks.control.control_protocols import chosen_layers
+from flexinspect_hooks.generate_calls.generate_call import LoadingReports
 from flexinspect_hooks.loading.tokenizers import IdAdapter, SafeAdapter
 from flexinspect_hooks.observers.inputs_hook import InputRows
 from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.python_internals.own_frames import strip_own_frames
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.sessions.capture_session import capture_cost
 from flexinspect_hooks.user_code.compiled_hooks import CompiledHooks
-from flexinspect_hooks.user_code.generate_call import LoadingReports
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, parse_segments
-from flexinspect_hooks.user_code.made_weights import MadeWeights
-from flexinspect_hooks.user_code.program import end_state, strip_own_frames
+from flexinspect_hooks.user_code.program import end_state
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 from flexinspect_hooks.user_code.watch_session import HOOKS_REMOVED, WatchSession
 

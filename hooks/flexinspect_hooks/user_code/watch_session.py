@@ -39,20 +39,20 @@ from flexinspect_hooks.capture.buffer import StepBuffer
 from flexinspect_hooks.capture.failure_facts import failure_facts
 from flexinspect_hooks.capture.recorder import FinishedStep, Recorder
 from flexinspect_hooks.capture.step_clock import StepContext, cached_length, off_cpu_s, query_length
+from flexinspect_hooks.generate_calls.generate_call import generate_facts
+from flexinspect_hooks.generate_calls.generate_checks import GenerateChecks
+from flexinspect_hooks.generate_calls.processor_trials import own_processors
+from flexinspect_hooks.generate_calls.state_between_calls import KeptStates
 from flexinspect_hooks.observers.attention.attention_hook import UNSEEN_LAYERS
 from flexinspect_hooks.observers.attention.kernel_calls import set_unrecorded
 from flexinspect_hooks.observers.inputs_hook import ArgumentNames, InputRows
 from flexinspect_hooks.observers.logits_hook import reduce_chosen
+from flexinspect_hooks.python_internals.own_frames import strip_own_frames
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.torch_private import is_hook_installed
 from flexinspect_hooks.sessions.capture_session import CaptureSession, newest_logits_row
 from flexinspect_hooks.user_code.embedding_rows import RAW_EMBEDDINGS_EVENT, raw_embedding_facts
-from flexinspect_hooks.user_code.generate_call import generate_facts
-from flexinspect_hooks.user_code.generate_checks import GenerateChecks
 from flexinspect_hooks.user_code.generation_builder import DeclaredPrompt, GenerationBuilder
-from flexinspect_hooks.user_code.processor_trials import own_processors
-from flexinspect_hooks.user_code.program import strip_own_frames
-from flexinspect_hooks.user_code.state_between_calls import KeptStates
 from flexinspect_hooks.user_code.step_tracking import CacheOwners, StepPlace, StepTracker
 from flexinspect_hooks.user_code.unread_settings import unmet_settings
 from flexinspect_hooks.user_code.wished_window import unused_window

@@ -9,7 +9,7 @@ from support.audits import Audit, decode
 from support.tiny import make_model
 from torch import Tensor, nn
 
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 
 class OwnMlp(nn.Module):

@@ -30,7 +30,7 @@ from flexinspect.records.step import OutputRecord
 from flexinspect_hooks.breakpoints.actions import StoppedAtBreakpointError
 from flexinspect_hooks.capture.new_trace import package_versions
 from flexinspect_hooks.debugger.debugger_session import DebuggerSession
-from flexinspect_hooks.python_internals import torch_private
+from flexinspect_hooks.python_internals import own_frames, torch_private
 from flexinspect_hooks.python_internals.patching import patch
 from flexinspect_hooks.python_internals.post_import_hooks import PostImportHooks
 from flexinspect_hooks.python_internals.threads import background_thread
@@ -104,7 +104,7 @@ class ProgramCapture(CapturedRun):
             self._on_program_error(error)
             if isinstance(error, KeyboardInterrupt):
                 self._exit_if_stopped()
-            program.hide_own_frames_at_exit(error)
+            own_frames.hide_own_frames_at_exit(error)
             raise
         self._exit_if_stopped()
 
@@ -235,7 +235,7 @@ class ProgramCapture(CapturedRun):
 
     def _on_program_error(self, error: BaseException) -> None:
         self._error = error
-        program.strip_own_frames(error)
+        own_frames.strip_own_frames(error)
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._debugging.post_mortem(error)
         if self._finder is not None:

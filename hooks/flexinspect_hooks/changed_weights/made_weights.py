@@ -19,20 +19,20 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.given_modules import is_of_program, own_tensors
-from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.python_internals.torch_private import tensor_version
-from flexinspect_hooks.user_code.adapter_factors import AdapterFactors
-from flexinspect_hooks.user_code.adapter_places import place_facts
-from flexinspect_hooks.user_code.merged_adapters import MovedChange, adapters_twice
-from flexinspect_hooks.user_code.parameter_writes import ParameterWrites
-from flexinspect_hooks.user_code.replaced_weights import (
+from flexinspect_hooks.changed_weights.adapter_factors import AdapterFactors
+from flexinspect_hooks.changed_weights.adapter_places import place_facts
+from flexinspect_hooks.changed_weights.merged_adapters import MovedChange, adapters_twice
+from flexinspect_hooks.changed_weights.parameter_writes import ParameterWrites
+from flexinspect_hooks.changed_weights.replaced_weights import (
     is_conv,
     replaced_facts,
     weights_of,
     wrapped_weights,
 )
-from flexinspect_hooks.user_code.weight_changes import Delta, change_facts
-from flexinspect_hooks.user_code.weight_orders import Weights, order_facts
+from flexinspect_hooks.changed_weights.weight_changes import Delta, change_facts
+from flexinspect_hooks.changed_weights.weight_orders import Weights, order_facts
+from flexinspect_hooks.python_internals.patching import patch
+from flexinspect_hooks.python_internals.torch_private import tensor_version
 
 _SIDE = 64
 """Rows and columns of a block."""

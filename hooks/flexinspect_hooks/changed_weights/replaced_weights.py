@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect_hooks.capture.quiet_modules import quiet_module
-from flexinspect_hooks.user_code.weight_matches import Seen
-from flexinspect_hooks.user_code.weight_orders import (
+from flexinspect_hooks.changed_weights.weight_matches import Seen
+from flexinspect_hooks.changed_weights.weight_orders import (
     Weights,
     has_other_forward,
     is_plain,
     layers_of,
     order_facts,
 )
-from flexinspect_hooks.user_code.weight_values import scale_facts, wrapped_facts
+from flexinspect_hooks.changed_weights.weight_values import scale_facts, wrapped_facts
 
 _LIBRARIES = ("torch", "transformers")
 _SECONDS = 1.0

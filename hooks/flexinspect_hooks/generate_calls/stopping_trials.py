@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexinspect_hooks.generate_calls.processor_trials import kept_state, name_and_place
+from flexinspect_hooks.generate_calls.state_between_calls import ObjectStart
+from flexinspect_hooks.generate_calls.state_copies import attributes_of, copy_of, differing
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.user_code.processor_trials import kept_state, name_and_place
-from flexinspect_hooks.user_code.state_between_calls import ObjectStart
-from flexinspect_hooks.user_code.state_copies import attributes_of, copy_of, differing
 
 _MAX_ROWS, _MAX_SECONDS = 8, 0.4
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, equal, nn
 
-from flexinspect_hooks.user_code.code_state import UnknownStateError
+from flexinspect_hooks.generate_calls.code_state import UnknownStateError
 
 _MAX_DEPTH, _MAX_ITEMS, _MAX_BYTES = 8, 1 << 14, 16 << 20
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), range, slice, Enum)

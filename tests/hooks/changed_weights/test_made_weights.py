@@ -11,7 +11,7 @@ from support.tiny import make_model
 from torch import nn
 
 from flexinspect.rules.numerics.changed_weights import uneven_layer
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 
 def merge(model: nn.Module, layers: tuple[int, ...]) -> None:

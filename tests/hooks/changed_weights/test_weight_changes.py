@@ -12,7 +12,7 @@ from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT, ChangedWeightsRule
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 
 def facts_of(made: MadeWeights, model: Any) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.capture.quiet_modules import may_change
+from flexinspect_hooks.changed_weights.fused_parts import K, Q, V, fused_parts, head_sizes
+from flexinspect_hooks.changed_weights.weight_matches import Order, Seen, find_order, same_order
 from flexinspect_hooks.python_internals.torch_private import MODULE_HOOKS
-from flexinspect_hooks.user_code.fused_parts import K, Q, V, fused_parts, head_sizes
-from flexinspect_hooks.user_code.weight_matches import Order, Seen, find_order, same_order
 
 _UP = ("gate_proj", "up_proj", "gate_up_proj", "c_fc", "dense_h_to_4h", "fc1", "fc_in")
 _DOWN = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out")

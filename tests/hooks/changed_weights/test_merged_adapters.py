@@ -9,7 +9,7 @@ from support.tiny import make_model
 from torch import Tensor, nn
 
 from flexinspect.rules.numerics.weight_sentences import describe_twice
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 
 class Adapted(nn.Module):

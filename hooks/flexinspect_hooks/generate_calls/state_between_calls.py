@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.user_code.code_state import (
+from flexinspect_hooks.generate_calls.code_state import (
     UnknownStateError,
     code_state_of,
     names_of,
 )
-from flexinspect_hooks.user_code.state_copies import (
+from flexinspect_hooks.generate_calls.state_copies import (
     attributes_of,
     copy_of,
     differing,

@@ -15,14 +15,14 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.user_code.adapter_factors import Pair, layer_name
-from flexinspect_hooks.user_code.fused_parts import (
+from flexinspect_hooks.changed_weights.adapter_factors import Pair, layer_name
+from flexinspect_hooks.changed_weights.fused_parts import (
     format_ranges,
     fused_parts,
     head_sizes,
     part_of,
 )
-from flexinspect_hooks.user_code.weight_changes import Delta, rows_of
+from flexinspect_hooks.changed_weights.weight_changes import Delta, rows_of
 
 _SAME, _OTHER = 0.95, 0.5
 """Cosines of a factor and of what is left at some outputs: it is there; it is not."""

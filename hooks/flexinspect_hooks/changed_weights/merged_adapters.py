@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flexinspect_hooks.audit.weights import is_low_rank
 from flexinspect_hooks.capture.quiet_modules import quiet_module
-from flexinspect_hooks.user_code.weight_changes import Delta, is_similar
+from flexinspect_hooks.changed_weights.weight_changes import Delta, is_similar
 
 _ROWS = 16
 _LAYER = re.compile(r"\.(\d+)\.")

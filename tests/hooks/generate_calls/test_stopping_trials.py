@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from flexinspect.records.finding import Severity
-from flexinspect_hooks.user_code.state_between_calls import ObjectStart
-from flexinspect_hooks.user_code.stopping_trials import StoppingCalls
+from flexinspect_hooks.generate_calls.state_between_calls import ObjectStart
+from flexinspect_hooks.generate_calls.stopping_trials import StoppingCalls
 
 N_PROMPT = 3
 END = 9

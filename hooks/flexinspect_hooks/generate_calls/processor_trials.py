@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
+from flexinspect_hooks.generate_calls.code_state import UnknownStateError, state_of
+from flexinspect_hooks.generate_calls.state_between_calls import KeptProcessor
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.user_code.code_state import UnknownStateError, state_of
-from flexinspect_hooks.user_code.state_between_calls import KeptProcessor
 
 MAX_STEPS = 4
 """Calls of a processor that are looked at."""

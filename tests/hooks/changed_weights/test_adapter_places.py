@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT, ChangedWeightsRule
-from flexinspect_hooks.user_code import adapter_factors
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights import adapter_factors
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 LAYERS = 11
 

@@ -11,13 +11,17 @@ from torch import Tensor
 from flexinspect.rules.text.kept_state import KEPT_EVENT
 from flexinspect.rules.text.processor_rows import PROCESSOR_EVENT
 from flexinspect.rules.text.stopping_rows import STOPPING_EVENT
-from flexinspect_hooks.user_code.processor_trials import (
+from flexinspect_hooks.generate_calls.processor_trials import (
     ProcessorRows,
     name_and_place,
     own_processors,
 )
-from flexinspect_hooks.user_code.state_between_calls import KeptProcessor, KeptStates, ObjectStart
-from flexinspect_hooks.user_code.stopping_trials import StoppingCalls
+from flexinspect_hooks.generate_calls.state_between_calls import (
+    KeptProcessor,
+    KeptStates,
+    ObjectStart,
+)
+from flexinspect_hooks.generate_calls.stopping_trials import StoppingCalls
 
 
 class GenerateEvent(NamedTuple):

@@ -14,7 +14,7 @@ from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord, GenerationRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.numerics.changed_weights import REPLACED_EVENT, ChangedWeightsRule
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 WIDE = {
     "hidden_size": 320,

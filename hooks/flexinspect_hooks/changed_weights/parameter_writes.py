@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from flexinspect_hooks.python_internals.own_frames import strip_own_frames
 from flexinspect_hooks.python_internals.patching import patch
-from flexinspect_hooks.user_code.program import strip_own_frames
 
 _WRITES = ("__iadd__", "__isub__", "__setitem__", "add_", "sub_", "copy_", "addmm_")
 

@@ -15,9 +15,9 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.user_code.adapter_factors import Pair, layer_name
-from flexinspect_hooks.user_code.part_places import misplaced_parts
-from flexinspect_hooks.user_code.weight_changes import Delta, rows_of
+from flexinspect_hooks.changed_weights.adapter_factors import Pair, layer_name
+from flexinspect_hooks.changed_weights.part_places import misplaced_parts
+from flexinspect_hooks.changed_weights.weight_changes import Delta, rows_of
 
 _SAME, _OTHER = 0.9, 0.5
 """Cosines: a change above the first is that of a pair; below the second it is not. Between them is

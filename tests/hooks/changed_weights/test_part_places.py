@@ -15,8 +15,8 @@ from flexinspect.records.finding import Severity
 from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT, ChangedWeightsRule
-from flexinspect_hooks.user_code.fused_parts import format_ranges, fused_parts
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.fused_parts import format_ranges, fused_parts
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 QKV = {
     "phi3": ("model.layers.{}.self_attn.qkv_proj.weight", 48, 24),

@@ -15,7 +15,7 @@ from support.tiny import ids, make_model
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from flexinspect_hooks.user_code.processor_trials import ProcessorRows
+from flexinspect_hooks.generate_calls.processor_trials import ProcessorRows
 
 BATCH = torch.tensor([ids(7, 1), (5, 9, 5, 9, 6, 5, 9), (8, 4, 8, 7, 8, 4, 8)])
 SEEN: list[int] = []

@@ -10,7 +10,7 @@ import torch
 from support.tiny import make_model
 from torch import Tensor
 
-from flexinspect_hooks.user_code.made_weights import MadeWeights
+from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 WIDE = {
