@@ -10,10 +10,10 @@ from msgspec import Struct
 from torch import Tensor
 
 from flexinspect.core.text import format_layers
+from flexinspect_hooks.audit.audited_sequence import row_order
 from flexinspect_hooks.audit.cached_layers import CachedLayer
 from flexinspect_hooks.audit.difference_shape import ComparedTensors, describe_difference
 from flexinspect_hooks.audit.evidence import StepEvidence
-from flexinspect_hooks.audit.fed_sequence import row_order
 
 _EXACT = 1e-6
 _MAX_LISTED = 8

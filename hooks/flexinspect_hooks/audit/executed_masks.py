@@ -13,7 +13,7 @@ from flexinspect.masks import algebra
 from flexinspect.records.step import OWN_FUNCTION
 from flexinspect.rules.masks.mask_findings import find_empty_rows
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.audit.fed_sequence import FedSequence
+from flexinspect_hooks.audit.audited_sequence import AuditedSequence
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.slot_layout import SlotLayout, read_layout
 
@@ -46,7 +46,7 @@ class GenerationMasks(Struct):
 def read_masks(
     reader: TraceReader | None,
     generation: int,
-    sequence: FedSequence,
+    sequence: AuditedSequence,
     reference: ReferenceModel,
     slot_of: Tensor | None = None,
 ) -> GenerationMasks:
@@ -93,7 +93,7 @@ def read_masks(
 def _paged_masks(
     reader: TraceReader,
     generation: int,
-    sequence: FedSequence,
+    sequence: AuditedSequence,
     reference: ReferenceModel,
     slot_of: Tensor,
 ) -> GenerationMasks:
@@ -133,7 +133,7 @@ def _free_keys(reader: TraceReader, generation: int, columns: Any) -> Any:
     return find_empty_rows(spec, int(columns[-1]) + 1)[columns]
 
 
-def _executed(reader: TraceReader, sequence: FedSequence, columns: Any) -> dict[int, Any]:
+def _executed(reader: TraceReader, sequence: AuditedSequence, columns: Any) -> dict[int, Any]:
     """Return the executed cells of each layer; rows whose cells are not recorded are causal."""
     n_columns = int(columns[-1]) + 1
     cells: dict[int, Any] = {}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from torch import Tensor
 
-from flexinspect_hooks.audit.fed_sequence import FedStep
+from flexinspect_hooks.audit.audited_sequence import AuditedStep
 from flexinspect_hooks.audit.forward_run import HIDDEN, KEY, LOGITS, VALUE, Point
 from flexinspect_hooks.audit.row_comparison import RowComparison
 
@@ -27,7 +27,7 @@ class GraphStep(Struct, frozen=True):
     suspects: tuple[int, ...]
 
 
-def is_graph_step(step: FedStep) -> bool:
+def is_graph_step(step: AuditedStep) -> bool:
     """Whether nothing but logits and cached rows is known of a step of a program."""
     evidence = step.evidence
     is_known = (LOGITS, None) in evidence.values and evidence.logit_ids is None
@@ -35,7 +35,10 @@ def is_graph_step(step: FedStep) -> bool:
 
 
 def read_graph_step(
-    comparison: RowComparison, step: FedStep, clean: Mapping[Point, Tensor], layers: Sequence[int]
+    comparison: RowComparison,
+    step: AuditedStep,
+    clean: Mapping[Point, Tensor],
+    layers: Sequence[int],
 ) -> GraphStep | None:
     """Return what the cache says of a step, None if its layers were seen."""
     if not is_graph_step(step):

@@ -90,10 +90,10 @@ def _mechanism(verdict: Verdict) -> tuple[Any, ...]:
     if explanation is not None:
         return *place, tuple(edit.name for edit in explanation.edits), explanation.layers
     heads = verdict.search.heads if verdict.search is not None else None
-    return *place, None if heads is None else heads.agree, _look(facts)
+    return *place, None if heads is None else heads.agree, _signature(facts)
 
 
-def _look(facts: Mapping[str, Any]) -> str:
+def _signature(facts: Mapping[str, Any]) -> str:
     """Return the facts of an unexplained divergence that do not depend on the row."""
     modules = [(one["name"], one["shape"]) for one in facts.get("modules") or ()]
     names = ("shape", "agreeing", "replaced", "function", "hooks", "training")

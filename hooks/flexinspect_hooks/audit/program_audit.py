@@ -17,16 +17,16 @@ from msgspec import Struct, field, to_builtins
 from flexinspect.core.errors import FlexInspectError
 from flexinspect.rules.text.generate_options import GENERATE_EVENT
 from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.audit.audited_sequence import (
+    AuditedSequence,
+    AuditedStep,
+    has_equal_prompts,
+    read_sequence,
+)
 from flexinspect_hooks.audit.cache_contents import OTHER_ROW, mask_change
 from flexinspect_hooks.audit.evidence import EvidenceStore, StepEvidence
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.expert_routing import describe_other, router_noise, settle
-from flexinspect_hooks.audit.fed_sequence import (
-    FedSequence,
-    FedStep,
-    has_equal_prompts,
-    read_sequence,
-)
 from flexinspect_hooks.audit.forward_run import Point, Run
 from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
 from flexinspect_hooks.audit.held_weights import MAX_HELD_SHARE, free_bytes
@@ -306,7 +306,7 @@ class ProgramAudit:
         self._compare(reference, sequence, masks, biases, verdict)
         return verdict
 
-    def _read_encoder(self, sequence: FedSequence, verdict: Verdict) -> bool:
+    def _read_encoder(self, sequence: AuditedSequence, verdict: Verdict) -> bool:
         """Set what the encoder of a sequence reads; return whether it is known."""
         first = sequence.steps[0]
         given = first.evidence.encoder
@@ -322,7 +322,7 @@ class ProgramAudit:
         return True
 
     def _biases(
-        self, reference: ReferenceModel, sequence: FedSequence, verdict: Verdict
+        self, reference: ReferenceModel, sequence: AuditedSequence, verdict: Verdict
     ) -> dict[int, torch.Tensor]:
         """Return what the program's score_mods add to the scores of each layer."""
         heads = getattr(reference.config, "num_attention_heads", 1)
@@ -345,7 +345,7 @@ class ProgramAudit:
     def _compare(
         self,
         reference: ReferenceModel,
-        sequence: FedSequence,
+        sequence: AuditedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
         verdict: Verdict,
@@ -384,7 +384,7 @@ class ProgramAudit:
     def _look_for_rejected(
         self,
         reference: ReferenceModel,
-        sequence: FedSequence,
+        sequence: AuditedSequence,
         masks: GenerationMasks,
         first: _Attempt,
         verdict: Verdict,
@@ -438,7 +438,7 @@ class ProgramAudit:
             verdict.facts |= unexplained.facts()
 
     def _judge_choices(
-        self, choices: ChoiceReader, sequence: FedSequence, verdict: Verdict
+        self, choices: ChoiceReader, sequence: AuditedSequence, verdict: Verdict
     ) -> None:
         """Judge how the program chose its tokens, at the end of each cache."""
         generation = verdict.generation
@@ -463,7 +463,7 @@ class ProgramAudit:
     def _best_attempt(
         self,
         reference: ReferenceModel,
-        sequence: FedSequence,
+        sequence: AuditedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
         verdict: Verdict,
@@ -501,7 +501,7 @@ class ProgramAudit:
     def _attempt(
         self,
         reference: ReferenceModel,
-        sequence: FedSequence,
+        sequence: AuditedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
         generation: int,
@@ -539,7 +539,7 @@ class ProgramAudit:
     def _with_hooks(
         self,
         reference: ReferenceModel,
-        sequence: FedSequence,
+        sequence: AuditedSequence,
         masks: GenerationMasks,
         biases: dict[int, torch.Tensor],
         first: _Attempt,
@@ -662,7 +662,7 @@ class ProgramAudit:
     def _probe(
         self,
         reference: ReferenceModel,
-        sequence: FedSequence,
+        sequence: AuditedSequence,
         masks: GenerationMasks,
         comparison: RowComparison,
         found: Divergence,
@@ -693,16 +693,16 @@ class ProgramAudit:
             row=found.row,
         )
 
-    def _generation_of(self, sequence: FedSequence) -> int:
+    def _generation_of(self, sequence: AuditedSequence) -> int:
         return sequence.steps[0].evidence.generation
 
-    def _mask_change(self, sequence: FedSequence, found: Divergence) -> str:
+    def _mask_change(self, sequence: AuditedSequence, found: Divergence) -> str:
         """Return how the attention mask of the diverging row changed, empty if it did not."""
         steps = [one for one in sequence.steps if one.evidence.generation == self._now]
         at = next(one for one in steps if one.evidence.step == found.step)
         return mask_change([one.evidence for one in steps], at.evidence, at.row)
 
-    def _facts(self, sequence: FedSequence, found: Divergence) -> dict[str, Any]:
+    def _facts(self, sequence: AuditedSequence, found: Divergence) -> dict[str, Any]:
         """Return circumstances that belong to a divergence without an explanation."""
         steps = (one for one in sequence.steps if one.evidence.generation == self._now)
         evidence = next(one.evidence for one in steps if one.evidence.step == found.step)
@@ -732,7 +732,7 @@ def _dropout(source: Snapshot) -> float:
     return max((float(one) for one in values if isinstance(one, int | float)), default=0.0)
 
 
-def _depth_positions(sequence: FedSequence, masks: GenerationMasks) -> tuple[torch.Tensor, ...]:
+def _depth_positions(sequence: AuditedSequence, masks: GenerationMasks) -> tuple[torch.Tensor, ...]:
     """Return the passed position ids (1, rows) if they count the keys that each row sees.
 
     Those of a tree of proposals do; nothing is returned if they do not, or are 0, 1, 2 …
@@ -747,11 +747,13 @@ def _depth_positions(sequence: FedSequence, masks: GenerationMasks) -> tuple[tor
     return (passed,)
 
 
-def _n_rows(steps: Sequence[FedStep]) -> int:
+def _n_rows(steps: Sequence[AuditedStep]) -> int:
     return sum(len(step.positions) for step in steps)
 
 
-def _crop_before(sequence: FedSequence, generation: int, found: Divergence | None) -> int | None:
+def _crop_before(
+    sequence: AuditedSequence, generation: int, found: Divergence | None
+) -> int | None:
     """Return the step of a shorter cache that a divergence comes after, if there is one."""
     if found is None:
         return None

@@ -280,7 +280,7 @@ def _first_tensor(returned: Any, given: Tensor) -> Tensor:
 
 
 def hook_spans(steps: Sequence[Any], hook: ProgramHook) -> Iterator[HookSpan]:
-    """Yield the rows of each step (`FedStep`) in which a hook was on its module.
+    """Yield the rows of each step (`AuditedStep`) in which a hook was on its module.
 
     Raises `ValueError` if rows between the first and the last one of a step are not of the text.
     """

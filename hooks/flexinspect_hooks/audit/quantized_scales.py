@@ -17,7 +17,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.given_modules import is_of_program, own_dtype, own_tensors
+from flexinspect_hooks.audit.program_modules import is_of_program, own_dtype, own_tensors
 from flexinspect_hooks.capture.quiet_modules import quiet_module
 
 _TOP = (7, 127)

@@ -36,7 +36,7 @@ from flexinspect_hooks.audit.forward_run import (
     set_active_run,
     window_mask,
 )
-from flexinspect_hooks.audit.given_modules import given_module, own_tensors
+from flexinspect_hooks.audit.program_modules import own_tensors, program_module
 from flexinspect_hooks.audit.weights import Snapshot, is_pure
 from flexinspect_hooks.capture.model_layers import (
     attention_layers,
@@ -105,7 +105,7 @@ class ReferenceModel:
             kinds = sorted({type(one).__name__ for one in source.grafts.values()})
             self.notes.append(f"modules of other libraries are used as they are: {kinds}")
         self._use_low_rank(source)
-        self._use_given(source)
+        self._use_program_modules(source)
         for name, tensor in list(self.model.named_parameters(remove_duplicate=False)):
             if tensor.is_meta:
                 held = source.tensors.get(name)
@@ -132,7 +132,7 @@ class ReferenceModel:
                 f"low-rank adapters of the program are used as they are: {sorted(used)}"
             )
 
-    def _use_given(self, source: Snapshot) -> None:
+    def _use_program_modules(self, source: Snapshot) -> None:
         """Use modules that the program made, and whose weights are not those of the architecture.
 
         A norm without a weight of its own has the initial one, and is judged.
@@ -146,7 +146,7 @@ class ReferenceModel:
                 continue
             if last != "weight" or (self._is_norm(owner) and not self._has_tensors(root, owner)):
                 continue
-            if (found := given_module(self.model, root, owner)) is not None:
+            if (found := program_module(self.model, root, owner)) is not None:
                 place, module = found
                 parent, _, leaf = place.rpartition(".")
                 setattr(self.model.get_submodule(parent), leaf, module)

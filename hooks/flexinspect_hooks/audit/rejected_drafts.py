@@ -14,7 +14,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
+from flexinspect_hooks.audit.audited_sequence import AuditedSequence, AuditedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -29,10 +29,10 @@ class _Rejected(Struct, frozen=True):
 
     start: int
     stop: int
-    following: FedStep
+    following: AuditedStep
 
 
-def rows_of_proposals(sequence: FedSequence) -> list[int]:
+def rows_of_proposals(sequence: AuditedSequence) -> list[int]:
     """Return the positions whose best tokens must be known to judge the proposals."""
     return [
         row

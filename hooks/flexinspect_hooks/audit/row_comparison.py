@@ -16,8 +16,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from flexinspect_hooks.audit.audited_sequence import AuditedSequence, AuditedStep
 from flexinspect_hooks.audit.evidence import StepEvidence
-from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
 from flexinspect_hooks.audit.forward_run import (
     EMBEDDING,
     ENCODER,
@@ -124,19 +124,19 @@ class RowComparison(Struct):
     `generation` are judged; earlier ones may have filled its cache.
     """
 
-    sequence: FedSequence
+    sequence: AuditedSequence
     limits: Mapping[Point, float]
     logit_rows: Sequence[int]
     generation: int
 
     @property
-    def steps(self) -> list[FedStep]:
+    def steps(self) -> list[AuditedStep]:
         """The steps that are judged: those with values."""
         steps = (s for s in self.sequence.steps if s.evidence.generation == self.generation)
         return [step for step in steps if step.evidence.values]
 
     def differences(
-        self, step: FedStep, values: Mapping[Point, Tensor]
+        self, step: AuditedStep, values: Mapping[Point, Tensor]
     ) -> Iterator[tuple[Point, Tensor, Tensor]]:
         """Yield point, relative difference and position of the rows of a step, in forward order."""
         evidence, b = step.evidence, step.row
@@ -176,7 +176,7 @@ class RowComparison(Struct):
         return None if encoder is None or encoder.mask is None else encoder.mask[0]
 
     def agreeing_heads(
-        self, step: FedStep, values: Mapping[Point, Tensor], layer: int | None, n_heads: int
+        self, step: AuditedStep, values: Mapping[Point, Tensor], layer: int | None, n_heads: int
     ) -> tuple[int, ...]:
         """Return the heads whose attention agrees in all rows of a step.
 
@@ -196,7 +196,7 @@ class RowComparison(Struct):
         return tuple(head for head, worst in enumerate(differences) if worst <= limit)
 
     def agreement_inside(
-        self, step: FedStep, values: Mapping[Point, Tensor], layers_up_to: int
+        self, step: AuditedStep, values: Mapping[Point, Tensor], layers_up_to: int
     ) -> tuple[int, int]:
         """Return how many queries, keys and values of the layers up to one agree, of how many."""
         agree = total = 0
@@ -206,7 +206,7 @@ class RowComparison(Struct):
                 agree += float(differences.max()) <= self.limits.get(point, 0.0)
         return agree, total
 
-    def _has_own_positions(self, step: FedStep) -> bool:
+    def _has_own_positions(self, step: AuditedStep) -> bool:
         """Whether rotated rows can be compared: not if padding moves all positions."""
         return not self.sequence.is_padded
 
@@ -239,12 +239,12 @@ class RowComparison(Struct):
         points = {point for step in steps for point, *_ in self.differences(step, values)}
         return tuple(dict.fromkeys(point[0] for point in sorted(points, key=forward_order)))
 
-    def step_of(self, divergence: Divergence) -> FedStep:
+    def step_of(self, divergence: Divergence) -> AuditedStep:
         """Return the step of a divergence."""
         return next(s for s in self.steps if s.evidence.step == divergence.step)
 
     def agreement(
-        self, values: Mapping[Point, Tensor], steps: Sequence[FedStep], layers_up_to: int | None
+        self, values: Mapping[Point, Tensor], steps: Sequence[AuditedStep], layers_up_to: int | None
     ) -> tuple[float, int, int]:
         """Return the largest difference, and how many points agree, of how many.
 
@@ -278,7 +278,7 @@ def forward_order(point: Point) -> tuple[int, int]:
     return (-1 if layer is None else layer), QUANTITIES.index(name)
 
 
-def dtype_of(steps: Sequence[FedStep]) -> torch.dtype:
+def dtype_of(steps: Sequence[AuditedStep]) -> torch.dtype:
     """Return the dtype of the program's hidden states."""
     for step in steps:
         if step.evidence.dtype is not None:

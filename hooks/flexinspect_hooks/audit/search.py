@@ -16,8 +16,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
+from flexinspect_hooks.audit.audited_sequence import AuditedStep
 from flexinspect_hooks.audit.expert_routing import settle
-from flexinspect_hooks.audit.fed_sequence import FedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 from flexinspect_hooks.audit.forward_run import HEADS, HIDDEN, KEY, LOGITS, QUERY, VALUE, Point, Run
 from flexinspect_hooks.audit.graph_steps import is_graph_step, read_graph_step
@@ -353,7 +353,7 @@ class Search:
         those = (float(one.max()) for point, one, _ in differences if point == self._at.point)
         return next(those, float("inf"))
 
-    def _is_explained(self, values: dict[Point, Tensor], step: FedStep) -> bool:
+    def _is_explained(self, values: dict[Point, Tensor], step: AuditedStep) -> bool:
         _, agree, total = self._comparison.agreement(values, [step], None)
         return agree == total
 

@@ -12,7 +12,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from flexinspect_hooks.audit.fed_sequence import FedSequence
+from flexinspect_hooks.audit.audited_sequence import AuditedSequence
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Scope
 from flexinspect_hooks.audit.forward_run import HIDDEN, Run
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -62,7 +62,7 @@ def explain_shortened(
 
 
 def _masks(
-    reference: ReferenceModel, sequence: FedSequence, first: int, left: int, before: int
+    reference: ReferenceModel, sequence: AuditedSequence, first: int, left: int, before: int
 ) -> dict[int, Tensor]:
     n = len(sequence.ids)
     masks = {}
@@ -103,7 +103,7 @@ def _run(
     return Run(torch.arange(n, device=reference.device)[None], masks=masks, edits=edits)
 
 
-def _edit(sequence: FedSequence, positions: Tensor, before: int) -> ForwardEdit:
+def _edit(sequence: AuditedSequence, positions: Tensor, before: int) -> ForwardEdit:
     first = int(positions[0, before])
     whose = "that the program passed"
     if sequence.has_default_positions:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.audit.fed_sequence import FedSequence
+from flexinspect_hooks.audit.audited_sequence import AuditedSequence
 from flexinspect_hooks.audit.forward_edits import AttentionInput
 from flexinspect_hooks.audit.forward_run import KEY, VALUE, Run
 from flexinspect_hooks.audit.reference_model import ReferenceModel
@@ -68,7 +68,7 @@ class SlotLayout(Struct):
 
 
 def find_slots(
-    reference: ReferenceModel, sequence: FedSequence, pool: Tensor | None
+    reference: ReferenceModel, sequence: AuditedSequence, pool: Tensor | None
 ) -> Tensor | None:
     """Return the slot of each position (rows,); None if they are in order, or not found.
 
@@ -90,7 +90,9 @@ def find_slots(
     return slot_of
 
 
-def read_layout(reader: TraceReader, sequence: FedSequence, slot_of: Tensor) -> SlotLayout | None:
+def read_layout(
+    reader: TraceReader, sequence: AuditedSequence, slot_of: Tensor
+) -> SlotLayout | None:
     """Return the layout with the executed masks of a sequence; None if one is not recorded.
 
     The keys and values of the steps are no longer compared: which rows they are is not known.

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from flexinspect_hooks.audit.fed_sequence import FedSequence, FedStep
+from flexinspect_hooks.audit.audited_sequence import AuditedSequence, AuditedStep
 from flexinspect_hooks.audit.forward_run import LOGITS, Point, Run
 from flexinspect_hooks.audit.reference_model import ReferenceModel
 from flexinspect_hooks.audit.row_comparison import RowComparison
@@ -104,7 +104,7 @@ class ChoiceReader(Struct, frozen=True):
 
         None as well if all tokens are the best ones of their steps.
         """
-        if found := self._fed_again():
+        if found := self._repeated_input():
             return found
         choices = self.choices()
         wrong = [one for one in choices if one.rank]
@@ -139,7 +139,7 @@ class ChoiceReader(Struct, frozen=True):
                     found.append(choice)
         return found
 
-    def _logits(self, step: FedStep, position: int) -> Tensor | None:
+    def _logits(self, step: AuditedStep, position: int) -> Tensor | None:
         evidence, last = step.evidence, int(step.positions[-1])
         kept = evidence.values.get((LOGITS, None))
         is_newest = int(step.kept[-1]) == evidence.q_len - 1 or evidence.q_len == 1
@@ -156,14 +156,14 @@ class ChoiceReader(Struct, frozen=True):
 
     # -- single steps ------------------------------------------------------------------------------
 
-    def _fed_again(self) -> dict[str, Any] | None:
+    def _repeated_input(self) -> dict[str, Any] | None:
         """Find forwards that begin with tokens that end the cached text, so that it has them twice.
 
         A single token may be the same by chance. A text that repeats itself goes on with the token
         that the step before chose.
         """
         ids, found = self.comparison.sequence.ids, list[tuple[int, int]]()
-        before: FedStep | None = None
+        before: AuditedStep | None = None
         for step in self.comparison.steps:
             first, n = int(step.positions[0]), len(step.positions)
             chosen = None if before is None else self._logits(before, first - 1)
@@ -263,7 +263,7 @@ class ChoiceReader(Struct, frozen=True):
         }
 
 
-def _proposes(sequence: FedSequence) -> bool:
+def _proposes(sequence: AuditedSequence) -> bool:
     """Whether decode steps feed some rows at once, as proposals, some of which were rejected."""
     decode = [one.evidence for one in sequence.steps[1:]]
     several = [one for one in decode if 1 < one.q_len <= MAX_PROPOSED and one.kv_before]

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from flexinspect_hooks.audit.attention_reading import HeadOutputs, read_attention
+from flexinspect_hooks.audit.audited_sequence import AuditedStep
 from flexinspect_hooks.audit.bias_reading import describe_biases, head_biases, read_bias
 from flexinspect_hooks.audit.cache_contents import cache_beside_text, cache_changes
 from flexinspect_hooks.audit.clean_classes import architecture_class, replaced_names
@@ -24,7 +25,6 @@ from flexinspect_hooks.audit.difference_shape import (
     is_quantized,
     split_last,
 )
-from flexinspect_hooks.audit.fed_sequence import FedStep
 from flexinspect_hooks.audit.forward_edits import ForwardEdit, Rotation, Scope
 from flexinspect_hooks.audit.forward_run import (
     HEADS,
@@ -138,14 +138,14 @@ class Unexplained(Struct, frozen=True):
         tables = [one for step in steps[first:] if (one := self._compared([step])) is not None]
         return len(tables) >= min(2, len(steps) - first) and all(map(is_quantized, tables))
 
-    def _spans(self) -> list[list[FedStep]]:
+    def _spans(self) -> list[list[AuditedStep]]:
         """Return the diverging step, and all from it on; a step of one row shows little alone."""
         steps = self.comparison.steps
         first = steps.index(self.comparison.step_of(self.found))
         spans = [steps[first : first + 1], steps[first:]]
         return spans if len(steps[first].positions) >= MIN_ROWS else spans[::-1]
 
-    def _compared(self, steps: Sequence[FedStep]) -> ComparedTensors | None:
+    def _compared(self, steps: Sequence[AuditedStep]) -> ComparedTensors | None:
         point, ours, theirs, places = self.found.point, [], [], list[int]()
         right = self.clean.get(point)
         if right is None:
@@ -167,7 +167,7 @@ class Unexplained(Struct, frozen=True):
             parts = {}
         return ComparedTensors(torch.cat(ours), table, self.found.limit, places, heads, parts)
 
-    def _rows(self, step: FedStep, right: Tensor) -> tuple[Tensor, Tensor, list[int]] | None:
+    def _rows(self, step: AuditedStep, right: Tensor) -> tuple[Tensor, Tensor, list[int]] | None:
         """Return the rows of a step, those of the reference, and their positions."""
         evidence, point = step.evidence, self.found.point
         kept = evidence.values.get(point)

@@ -14,8 +14,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from flexinspect_hooks.audit.audited_sequence import row_order
 from flexinspect_hooks.audit.evidence import StepEvidence
-from flexinspect_hooks.audit.fed_sequence import row_order
 from flexinspect_hooks.audit.forward_edits import ForwardEdit
 from flexinspect_hooks.audit.forward_run import HIDDEN, LOGITS, Point, Run
 from flexinspect_hooks.audit.reference_model import ReferenceModel

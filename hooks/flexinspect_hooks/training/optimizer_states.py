@@ -34,7 +34,7 @@ SAMPLE_SIZE = 64  # values of a tensor that are compared
 Key = tuple["weakref.ref[Tensor]", int | None]
 
 
-class StateLook(Struct, frozen=True):
+class StateSnapshot(Struct, frozen=True):
     """The state of one parameter at one moment."""
 
     moments: Mapping[str, Key]
@@ -47,7 +47,9 @@ class StateLook(Struct, frozen=True):
     """Samples of the moments, of the parameter ("parameter") and of the gradient ("gradient")."""
 
     @classmethod
-    def at(cls, optimizer: Optimizer, one: nn.Parameter, *, with_values: bool) -> StateLook | None:
+    def at(
+        cls, optimizer: Optimizer, one: nn.Parameter, *, with_values: bool
+    ) -> StateSnapshot | None:
         """Look at the state of a parameter; None if it has none that is known."""
         moments: dict[str, Key] = {}
         count = None
@@ -67,7 +69,7 @@ class StateLook(Struct, frozen=True):
         values |= {name: sample(state[name]).clone() for name in moments}
         return cls(moments, count, version_of(one), values)
 
-    def same_moments(self, other: StateLook) -> set[str]:
+    def same_moments(self, other: StateSnapshot) -> set[str]:
         """Names of moments that are the same tensor in the same version as in another look."""
         same = set()
         for name, (ref, version) in self.moments.items():

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from flexinspect.core.text import plural
 from flexinspect_hooks.training.gradient_statistics import NamedParameters, local_part
 from flexinspect_hooks.training.model_checks import Failure
-from flexinspect_hooks.training.optimizer_states import StateLook, sample, state_of, version_of
+from flexinspect_hooks.training.optimizer_states import StateSnapshot, sample, state_of, version_of
 
 N_IN_SUCCESSION = 3  # steps that must fail
 N_WATCHED = 1  # parameter that is looked at in each step
 MAX_SWEPT = 64  # parameters that are looked at in the steps of a sweep
 SWEEP_INTERVAL, SWEEP_BEGIN, SWEEP_END = 1000, 3, 9  # steps from one sweep to the next
-MAX_VALUE_LOOKS = 8  # steps in which values of a parameter are compared, until the next sweep
+MAX_VALUE_SNAPSHOTS = 8  # steps in which values of a parameter are compared, until the next sweep
 MAX_COMPARED = 8  # parameters whose values are compared at a time
 MIN_GRADIENT = 1e-12  # below it, a second moment in float32 may be 0
 MIN_STEPS_TO_LOSE = 3  # that a state must have counted or seen, to be reported as lost
@@ -37,12 +37,12 @@ class _Watched(Struct, eq=False):
     name: str
     parameter: nn.Parameter
     group: int
-    start: StateLook | None = None
-    end: StateLook | None = None
+    start: StateSnapshot | None = None
+    end: StateSnapshot | None = None
     restart: str = ""  # how the state started anew before the step, "" if it did not
     is_changed_outside: bool = False  # the weights were changed before the step, too
-    n_looks: int = 0  # with values, that remain
-    may_look: bool = True
+    n_snapshots: int = 0  # with values, that remain
+    may_copy: bool = True
     n_seen: int = 0
     n_restarts: int = 0
     n_still: int = 0
@@ -53,8 +53,8 @@ class _Watched(Struct, eq=False):
 
     def suspect(self) -> None:
         """Compare values in the next steps."""
-        if self.may_look:
-            self.may_look, self.n_looks = False, MAX_VALUE_LOOKS
+        if self.may_copy:
+            self.may_copy, self.n_snapshots = False, MAX_VALUE_SNAPSHOTS
 
 
 class StateCheck:
@@ -72,7 +72,7 @@ class StateCheck:
             return
         self._has_begun = True
         for one in self._watched:
-            start = self._look(one)
+            start = self._snapshot(one)
             one.restart, one.is_changed_outside = "", False
             if one.end is not None:
                 one.restart = self._restart(one, start)
@@ -86,11 +86,11 @@ class StateCheck:
         has_begun, self._has_begun = self._has_begun, False
         if self._optimizer is None or not has_begun:
             return []
-        ends = [self._look(one) for one in self._watched]
+        ends = [self._snapshot(one) for one in self._watched]
         failures = [] if is_skipped else self._judge(number, ends)
         for one, end in zip(self._watched, ends, strict=True):
             one.end = end
-            one.n_looks = max(one.n_looks - 1, 0)
+            one.n_snapshots = max(one.n_snapshots - 1, 0)
         self._choose(number, trained)
         return failures
 
@@ -117,7 +117,7 @@ class StateCheck:
                 chosen.setdefault(key, one)
         self._watched = [*chosen.values()]
         for one in self._watched:
-            one.end = one.end or self._look(one)
+            one.end = one.end or self._snapshot(one)
 
     def _groups(self) -> dict[int, int]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
@@ -132,14 +132,14 @@ class StateCheck:
     def _is_failing(one: _Watched) -> bool:
         return max(one.n_restarts, one.n_still, one.n_left, one.n_stuck) > 0
 
-    def _look(self, one: _Watched) -> StateLook | None:
+    def _snapshot(self, one: _Watched) -> StateSnapshot | None:
         if self._optimizer is None:
             return None
-        return StateLook.at(self._optimizer, one.parameter, with_values=one.n_looks > 0)
+        return StateSnapshot.at(self._optimizer, one.parameter, with_values=one.n_snapshots > 0)
 
     # -- between two steps -------------------------------------------------------------------------
 
-    def _restart(self, one: _Watched, start: StateLook | None) -> str:
+    def _restart(self, one: _Watched, start: StateSnapshot | None) -> str:
         """How the state of a parameter was put back since the last step, "" if it was not."""
         end, before = one.end, one.start
         if end is None:
@@ -174,12 +174,12 @@ class StateCheck:
         return all(_is_zero(local_part(state[name])) for name in names if name in state)
 
     def _suspect(self, one: _Watched) -> None:
-        if sum(other.n_looks > 0 for other in self._watched) < MAX_COMPARED:
+        if sum(other.n_snapshots > 0 for other in self._watched) < MAX_COMPARED:
             one.suspect()
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _judge(self, number: int, ends: Sequence[StateLook | None]) -> list[Failure]:
+    def _judge(self, number: int, ends: Sequence[StateSnapshot | None]) -> list[Failure]:
         is_any_moved = False
         for one, end in zip(self._watched, ends, strict=True):
             one.is_lost = False
@@ -216,7 +216,7 @@ class StateCheck:
         one.n_restarts = 0
 
     @staticmethod
-    def _count_stuck(one: _Watched, end: StateLook) -> None:
+    def _count_stuck(one: _Watched, end: StateSnapshot) -> None:
         last, start = one.end, one.start
         is_stuck = (
             last is not None
@@ -227,7 +227,7 @@ class StateCheck:
         )
         one.n_stuck = one.n_stuck + 1 if is_stuck else 0
 
-    def _is_still(self, one: _Watched, end: StateLook) -> bool | None:
+    def _is_still(self, one: _Watched, end: StateSnapshot) -> bool | None:
         """Whether a step left all moments as they were; None if that is unknown."""
         start = one.start
         if start is None or not end.moments or end.moments.keys() != start.moments.keys():
@@ -295,7 +295,7 @@ class StateCheck:
         text += "rate are not 0, and change other parameters"
         return [("state-left", text, _facts(failed, is_uncertain=not self._is_of_torch()))]
 
-    def _stuck(self, number: int, ends: Sequence[StateLook | None]) -> list[Failure]:
+    def _stuck(self, number: int, ends: Sequence[StateSnapshot | None]) -> list[Failure]:
         each = zip(self._watched, ends, strict=True)
         counts = [(o, end.count) for o, end in each if end and o.n_stuck >= N_IN_SUCCESSION]
         is_of_torch = self._is_of_torch()
@@ -312,7 +312,7 @@ class StateCheck:
         """Find moments that are still 0 after several steps, by the values of some parameters."""
         failed: list[tuple[_Watched, list[str]]] = []
         for one in self._watched[:MAX_COMPARED]:
-            if _has_moved(one.start, self._look(one)) and (names := self._zero_moments(one)):
+            if _has_moved(one.start, self._snapshot(one)) and (names := self._zero_moments(one)):
                 failed.append((one, names))
         if not failed:
             return []
@@ -357,7 +357,7 @@ def _may_stay_zero(name: str, group: Any) -> bool:
     return name == "exp_avg" and isinstance(betas, (tuple, list)) and not betas[0]
 
 
-def _has_moved(start: StateLook | None, end: StateLook | None) -> bool | None:
+def _has_moved(start: StateSnapshot | None, end: StateSnapshot | None) -> bool | None:
     """Whether a step changed the parameter; None if that is unknown."""
     if start is None or end is None or start.version != end.version:
         return start is not None and end is not None

@@ -14,7 +14,7 @@ from support.audits import Audit, decode
 from support.tiny import make_model
 from torch import Tensor, nn
 
-from flexinspect_hooks.audit.given_modules import given_module
+from flexinspect_hooks.audit.program_modules import program_module
 from flexinspect_hooks.audit.quantized_scales import wrong_scales
 from flexinspect_hooks.audit.weights import is_pure
 from flexinspect_hooks.capture.quiet_modules import may_change, quiet_module
@@ -45,8 +45,8 @@ class Noticing(nn.Module):
         return out
 
 
-def _use_given(module: nn.Module) -> None:
-    found = given_module(
+def _use_program_modules(module: nn.Module) -> None:
+    found = program_module(
         nn.ModuleDict({"one": nn.Linear(N, N, device="meta")}), _root(module), "one"
     )
     assert found is not None  # in evaluation mode it is a function of each row
@@ -58,7 +58,7 @@ def _root(module: nn.Module) -> nn.Module:
 
 
 CALLS: dict[str, Callable[[nn.Module], object]] = {
-    "a module that is used as it is": _use_given,
+    "a module that is used as it is": _use_program_modules,
     "integer weights": lambda module: list(wrong_scales(_root(module))),
 }
 
@@ -89,7 +89,7 @@ def test_a_module_that_draws_random_numbers_in_any_mode_is_not_used_as_it_is() -
             return super().forward(x) + torch.randn(x.shape)
 
     reference = nn.ModuleDict({"one": nn.Linear(N, N)})
-    assert given_module(reference, _root(Noisy()), "one") is None
+    assert program_module(reference, _root(Noisy()), "one") is None
 
 
 def test_an_adapter_is_tried_in_its_own_mode_and_without_its_hooks() -> None:

@@ -20,7 +20,7 @@ _CLOSE = 1e-3
 """How far a row may move, of its norm, when other rows are beside it: by rounding only."""
 
 
-class GivenModule(nn.Module):
+class ProgramModule(nn.Module):
     """Calls a module of the program, in the dtype of its own tensors.
 
     The module is not a child, so nothing is installed in it.
@@ -60,9 +60,9 @@ def is_of_program(module: nn.Module) -> bool:
     return not f"{type(module).__module__}.".startswith(_LIBRARIES)
 
 
-def given_module(
+def program_module(
     reference: nn.Module, root: nn.Module, name: str
-) -> tuple[str, GivenModule] | None:
+) -> tuple[str, ProgramModule] | None:
     """Return what the program has in the place of a reference's module, and the name of the place.
 
     It is the module `name`, or the innermost one around it of which the program has another class.
@@ -79,7 +79,7 @@ def given_module(
                 or not is_of_program(other)
             ):
                 return None
-            given = GivenModule(other)
+            given = ProgramModule(other)
             return (name, given) if _is_of_rows(given, other, _width(own)) else None
         name = name.rpartition(".")[0]
     return None
@@ -94,7 +94,7 @@ def _width(own: nn.Module) -> int:
     return int(weight.shape[0]) if isinstance(weight, Tensor) else 0  # of a Conv1D, or a norm
 
 
-def _is_of_rows(given: GivenModule, module: nn.Module, width: int) -> bool:
+def _is_of_rows(given: ProgramModule, module: nn.Module, width: int) -> bool:
     device = next((one.device for one in own_tensors(module)), torch.device("cpu"))
     if not width or device.type == "meta":
         return False

@@ -15,7 +15,7 @@ from flexinspect_hooks.audit.encoder_inputs import EncoderInput
 from flexinspect_hooks.audit.evidence import StepEvidence
 
 
-class FedStep(Struct):
+class AuditedStep(Struct):
     """One forward: `kept` indexes the rows of its evidence, which stand at `positions`.
 
     `row` is the batch row of the sequence in this step; a beam search reorders rows.
@@ -32,7 +32,7 @@ class FedStep(Struct):
         return int(self.positions[0])
 
 
-class FedSequence(Struct):
+class AuditedSequence(Struct):
     """The tokens of one batch row without padding, and the steps that processed them.
 
     `padding` are ids before the text that the program did not mask. `input_rows` are the input
@@ -47,7 +47,7 @@ class FedSequence(Struct):
 
     batch: int
     ids: tuple[int, ...] = ()
-    steps: list[FedStep] = field(default_factory=list)
+    steps: list[AuditedStep] = field(default_factory=list)
     padding: tuple[int, ...] = ()
     input_rows: tuple[int, ...] = ()
     passed: tuple[int, ...] | None = None
@@ -96,7 +96,7 @@ class FedSequence(Struct):
 
 def read_sequence(
     steps: Sequence[StepEvidence], batch: int, config: Any, *, keeps_rows: bool = False
-) -> FedSequence:
+) -> AuditedSequence:
     """Return the sequence of one batch row; it ends where the inputs do not continue it.
 
     Where the cache has become shorter, its newest rows are dropped; `keeps_rows` keeps them.
@@ -104,7 +104,7 @@ def read_sequence(
     columns: list[int] = []
     is_real: list[bool] = []
     passed: list[int] | None = []
-    sequence = FedSequence(batch)
+    sequence = AuditedSequence(batch)
     placed: list[tuple[StepEvidence, int, int, int]] = []
     steps, order, rows = _follow_row(steps, batch)
     for evidence, known, batch in zip(steps, order, rows, strict=True):
@@ -237,7 +237,7 @@ def _placed_step(
     stop: int,
     is_real: list[bool],
     position: Tensor,
-) -> FedStep | None:
+) -> AuditedStep | None:
     assert evidence.rows is not None
     begin = evidence.q_len - n_new  # the first new row of this forward
     pairs = [
@@ -248,7 +248,7 @@ def _placed_step(
     if not pairs:
         return None
     kept, positions = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    return FedStep(evidence, kept, positions)
+    return AuditedStep(evidence, kept, positions)
 
 
 def _new_rows(evidence: StepEvidence, batch: int, known: Sequence[int]) -> tuple[int, str]:
