@@ -39,8 +39,8 @@ class AuditedSequence(Struct):
     columns of the tokens. `passed` are the position ids that the program passed, one per token,
     None if it passed none. `stopped` says why later steps are not judged. `crops` are steps before
     which the cache had become shorter; its newest rows are taken to be the ones that are missing.
-    With `lost`, (step, keys that are left, tokens before it), its rows are all kept instead, and
-    some of the keys before the newest ones are missing. `has_default_positions` says that the
+    With `losses`, (step, keys that are left, tokens before it) in order, its rows are all kept
+    instead, and some of the keys before the newest ones are missing. `has_default_positions` says that the
     program passed no position ids, so that the model made them from the length of the cache.
     `encoder` is what the encoder of the model reads.
     """
@@ -53,7 +53,7 @@ class AuditedSequence(Struct):
     passed: tuple[int, ...] | None = None
     stopped: str = ""
     crops: list[tuple[int, int]] = field(default_factory=list)
-    lost: tuple[int, int, int] | None = None
+    losses: list[tuple[int, int, int]] = field(default_factory=list)
     has_default_positions: bool = True
     encoder: EncoderInput | None = None
 
@@ -113,18 +113,16 @@ def read_sequence(
             is_unordered = len(placed) > 1 and known is None
             reason = _unfollowed(steps[0], evidence, is_unordered=is_unordered) or reason
         n_cached, n_lost = evidence.kv_before, 0
-        if keeps_rows and sequence.lost is not None:
-            n_lost = sequence.lost[2] - sequence.lost[1]
+        if sequence.losses:
+            n_lost = sequence.losses[-1][2] - sequence.losses[-1][1]
         if not reason and 0 < n_cached < len(columns) - n_lost:
             if keeps_rows:
-                sequence.lost = (evidence.step, n_cached, len(columns))
+                sequence.losses.append((evidence.step, n_cached, len(columns)))
             else:
                 # The cache was cropped, as after rejected proposals: the newest rows are gone.
                 columns, is_real = columns[:n_cached], is_real[:n_cached]
                 passed = None if passed is None else passed[:n_cached]
             sequence.crops.append((evidence.generation, evidence.step))
-            if keeps_rows and len(sequence.crops) > 1:
-                reason = "the cache became shorter again"
         if reason:
             sequence.stopped = f"from step {evidence.step} on: {reason}"
             break

@@ -1,7 +1,8 @@
 """Judges steps that read a cache whose older keys were dropped, such as with attention sinks.
 
-Which keys are left is not known. Usual are some at the beginning and the newest ones: each such
-choice is tried, with the positions of the text, and with those that the program's forward had.
+Which keys are left is not known. Usual are some at the beginning and the newest ones, once or
+before each step (StreamingLLM, arXiv 2309.17453): each such choice is tried, with the positions of
+the text, and with those that the program's forward had.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ def explain_shortened(
     Steps before the loss must agree as well.
     """
     sequence = comparison.sequence
-    if sequence.lost is None or sequence.padding or sequence.is_padded or sequence.stopped:
+    if not sequence.losses or sequence.padding or sequence.is_padded or sequence.stopped:
         return None
-    _, left, before = sequence.lost
+    before = sequence.losses[0][2]
+    least = min(left for _, left, _ in sequence.losses)
     passed = sequence.passed_positions()
     tries: list[Tensor | None] = [None] if passed is None else [None, passed.to(reference.device)]
-    for first in sorted(range(left + 1), key=lambda n: (n not in (4, 0, 1), n))[:MAX_CHOICES]:
-        masks = _masks(reference, sequence, first, left, before)
+    for first in sorted(range(least + 1), key=lambda n: (n not in (4, 0, 1), n))[:MAX_CHOICES]:
+        masks = _masks(reference, sequence, first)
         for positions in tries:
             if time.perf_counter() > deadline:
                 return None
@@ -54,21 +56,28 @@ def explain_shortened(
             if result is None:
                 continue
             worst, scope_row = result
-            kept = f"the cache kept its first {first} and newest {left - first} of {before} keys"
+            kept = _kept(sequence, first)
             if positions is None:
                 return ShortenedResult(kept, worst)
             return _positions_fault(reference, comparison, masks, positions, worst, kept, scope_row)
     return None
 
 
-def _masks(
-    reference: ReferenceModel, sequence: AuditedSequence, first: int, left: int, before: int
-) -> dict[int, Tensor]:
+def _kept(sequence: AuditedSequence, first: int) -> str:
+    step, left, before = sequence.losses[0]
+    if len(sequence.losses) == 1:
+        return f"the cache kept its first {first} and newest {left - first} of {before} keys"
+    times = f"{len(sequence.losses)} times from step {step} on"
+    return f"{times}, the cache kept its first {first} and its newest keys"
+
+
+def _masks(reference: ReferenceModel, sequence: AuditedSequence, first: int) -> dict[int, Tensor]:
     n = len(sequence.ids)
     masks = {}
     for layer in reference.blocks:
         mask = reference.own_mask(layer, n).clone()
-        mask[:, before:, first : before - (left - first)] = False
+        for _, left, before in sequence.losses:
+            mask[:, before:, first : before - (left - first)] = False
         masks[layer] = mask
     return masks
 

@@ -238,6 +238,11 @@ class InputRows:
         """Return the position ids, None if the model computes them itself."""
         return self._read().get("position_ids")
 
+    def newest_position(self) -> int | None:
+        """Return the position id of the newest row, None if the model computes it itself."""
+        positions = self.position_ids()
+        return positions[-1] if positions else None
+
     def n_pads(self) -> int:
         """Return the number of padding rows at the beginning."""
         mask = self._read().get("attention_mask", [])

@@ -2,7 +2,9 @@
 
 Nothing else is known about the user's loop. A forward on an empty cache begins a generation, unless
 it repeats the whole sequence with one more token. A forward whose cache is as long as the sequence
-so far continues the generation, unless that cache is known to belong to another generation.
+so far continues the generation, unless that cache is known to belong to another generation. So does
+one token on the generation's own cache of which the program removed keys (StreamingLLM, H2O, SnapKV
+and others do): in a call of `generate`, or if its position id lies beyond the keys that are left.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from flexinspect_hooks.observers.inputs_hook import InputRows
 SEVERAL_ROWS = "chunked-input"
 UNKNOWN_CACHE = "unknown-cache"
 OTHER_CACHE = "cache-switched"
+KEYS_REMOVED = "keys-removed"
 
 
 _EVENT_TEXTS = {
@@ -33,10 +36,13 @@ _EVENT_TEXTS = {
     "before: a new generation begins, and its first {cached} tokens are not known.",
     OTHER_CACHE: "The cache belongs to generation {owner}, and another generation ran meanwhile: "
     "the continuation is recorded as a new generation, which begins after {cached} keys.",
+    KEYS_REMOVED: "The cache holds {cached} keys for {pos} tokens: keys of earlier tokens were "
+    "removed. The forward continues the generation.",
 }
 
 
 ReadIds = Callable[[], Sequence[int] | None]
+ReadPosition = Callable[[], int | None]
 
 
 class StepPlace(Struct, frozen=True):
@@ -44,8 +50,9 @@ class StepPlace(Struct, frozen=True):
 
     Its last `n_new` input rows are new tokens, at the positions from `pos` on. With `is_chosen`
     there is one new token, and the step before chose it; otherwise they are input. `note` is
-    SEVERAL_ROWS or UNKNOWN_CACHE for an ambiguous input, and OTHER_CACHE for a forward that
-    continues generation `owner` after another one has begun.
+    SEVERAL_ROWS or UNKNOWN_CACHE for an ambiguous input, OTHER_CACHE for a forward that continues
+    generation `owner` after another one has begun, and KEYS_REMOVED for the first token after keys
+    were removed from the cache.
     """
 
     generation: int
@@ -62,6 +69,7 @@ class StepPlace(Struct, frozen=True):
         events: list[StepEvent] = []
         if self.note:
             facts = {"n": step.q_len, "cached": step.kv_before, "owner": self.owner}
+            facts["pos"] = self.pos
             events.append((self.note, _EVENT_TEXTS[self.note].format(**facts)))
         if not self.begins_generation:
             return events
@@ -75,13 +83,17 @@ class StepPlace(Struct, frozen=True):
 
 
 class _TrackerState(Struct, frozen=True):
-    """The open generation: keys cached after the last forward, and the sequence if passed whole."""
+    """The open generation: the tokens so far, and the sequence if passed whole.
+
+    The cache holds `n_removed` keys fewer than there are tokens.
+    """
 
     generation: int = -1
     step: int = -1
     length: int = 0
     whole: tuple[int, ...] | None = None
     is_open: bool = False
+    n_removed: int = 0
 
 
 class StepTracker:
@@ -115,18 +127,31 @@ class StepTracker:
         """Undo the last `locate`, because the forward did not return; it may be tried again."""
         self._state = self._before
 
-    def locate(self, n_rows: int, cached: int, ids: ReadIds, owner: int | None = None) -> StepPlace:
+    def locate(
+        self,
+        n_rows: int,
+        cached: int,
+        ids: ReadIds,
+        owner: int | None = None,
+        position: ReadPosition = lambda: None,
+    ) -> StepPlace:
         """Return the place of a forward of `n_rows` rows; the next one is placed after it.
 
         `cached` keys are in its cache already, which generation `owner` filled (None if not known).
         `ids` returns the row's token ids, None for embeddings. It is called only for forwards on an
-        empty cache: for others it may have to wait for the device.
+        empty cache: for others it may have to wait for the device. `position` returns the position
+        id of the newest row, None if the program passed none; it is called only where keys were
+        removed from the cache, once for each generation.
         """
         state = self._state
         row = None if cached else ids()
         whole = None if row is None else tuple(row)
         is_other = owner is not None and owner != state.generation
-        place = self._next_step(n_rows, cached, whole, is_other) if state.is_open else None
+        place = None
+        if state.is_open:
+            place = self._next_step(n_rows, cached, whole, is_other)
+            if place is None and n_rows == 1 and owner == state.generation:
+                place = self._after_removal(cached, position)
         if place is None:
             note = (OTHER_CACHE if is_other else UNKNOWN_CACHE) if cached else ""
             owner = owner if note == OTHER_CACHE else None
@@ -134,7 +159,12 @@ class StepTracker:
         is_whole = place.begins_generation or state.whole is not None
         self._before = state
         known, length = whole if is_whole else None, cached + n_rows
-        self._state = _TrackerState(place.generation, place.step, length, known, is_open=True)
+        n_removed = 0
+        if not place.begins_generation and place.n_new == n_rows and place.pos > cached > 0:
+            length, n_removed = place.pos + n_rows, place.pos - cached
+        self._state = _TrackerState(
+            place.generation, place.step, length, known, is_open=True, n_removed=n_removed
+        )
         return place
 
     def _next_step(
@@ -150,11 +180,27 @@ class StepTracker:
             if whole is None or known is None or whole[:-1] != known:
                 return None
             return step(pos=len(known), n_new=1, is_chosen=True)
-        if cached != state.length or is_other:
+        if cached != state.length - state.n_removed or is_other:
             return None
-        if n_rows == 1 and cached >= self._n_prompt:
-            return step(pos=cached, n_new=1, is_chosen=True)
-        return step(pos=cached, n_new=n_rows, note=SEVERAL_ROWS)
+        pos = state.length
+        if n_rows == 1 and pos >= self._n_prompt:
+            return step(pos=pos, n_new=1, is_chosen=True)
+        return step(pos=pos, n_new=n_rows, note=SEVERAL_ROWS)
+
+    def _after_removal(self, cached: int, position: ReadPosition) -> StepPlace | None:
+        """Return the place of one token on the generation's own cache, whose length is another one.
+
+        It is None if the program went back in the sequence, or if that cannot be told.
+        """
+        state = self._state
+        if not 0 < cached < state.length:
+            return None
+        is_known = state.n_removed > 0
+        if not is_known and not self._n_prompt and (position() or 0) <= cached:
+            return None
+        note = "" if is_known else KEYS_REMOVED
+        step = StepPlace(state.generation, state.step + 1, False, state.length, 1, note=note)
+        return replace(step, is_chosen=True)
 
 
 class CacheOwners:

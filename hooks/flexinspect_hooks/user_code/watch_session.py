@@ -193,7 +193,7 @@ class WatchSession(CaptureSession):
         cached, owner = cached_length(cache), self._owners.owner_of(cache)
         buffer = StepBuffer(self._device, self._stream)
         rows = InputRows(arguments, n_rows, with_mask=not cached, buffer=buffer)
-        place = self._tracker.locate(n_rows, cached, rows.token_ids, owner)
+        place = self._tracker.locate(n_rows, cached, rows.token_ids, owner, rows.newest_position)
         self._owners.set_owner(cache, place.generation)
         if place.begins_generation:
             self._finish_generation()

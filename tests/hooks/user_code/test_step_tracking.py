@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flexinspect_hooks.user_code.step_tracking import (
+    KEYS_REMOVED,
     OTHER_CACHE,
     SEVERAL_ROWS,
     UNKNOWN_CACHE,
@@ -104,6 +105,45 @@ def test_a_cache_of_another_length_begins_a_generation_with_a_note() -> None:
     assert where(found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
     assert [place.note for place in found] == ["", UNKNOWN_CACHE, "", UNKNOWN_CACHE]
     assert (found[1].pos, found[3].pos) == (9, 1)
+
+
+def test_a_token_behind_the_keys_of_its_own_shortened_cache_continues_the_generation() -> None:
+    """A program removes keys before each token, or once."""
+    each, once = StepTracker(), StepTracker()
+    for following in (each, once):
+        following.locate(*forward_input([5, 6, 7, 8]))
+    found = [each.locate(1, 3, never, 0, lambda: 4)]
+    found += [each.locate(1, 3, never, 0) for _ in range(2)]
+    found += [each.locate(1, 2, never, 0), each.locate(2, 3, never, 0)]
+    assert where(found) == [(0, step) for step in range(1, 6)]
+    assert [(p.pos, p.n_new, p.is_chosen) for p in found] == [
+        *((pos, 1, True) for pos in range(4, 8)),
+        (8, 2, False),
+    ]
+    assert [place.note for place in found] == [KEYS_REMOVED, "", "", "", SEVERAL_ROWS]
+    later = [once.locate(1, cached, never, 0, lambda: 4) for cached in (2, 3, 4)]
+    assert [(p.generation, p.pos, p.note) for p in later] == [
+        (0, 4, KEYS_REMOVED),
+        (0, 5, ""),
+        (0, 6, ""),
+    ]
+
+
+@pytest.mark.parametrize("position", [None, 2, 1], ids=["no position", "back", "with padding"])
+def test_a_token_after_a_step_back_begins_a_generation(position: int | None) -> None:
+    following = StepTracker()
+    following.locate(*forward_input([5, 6, 7, 8]))
+    place = following.locate(1, 2, never, 0, lambda: position)
+    assert (place.generation, place.note) == (1, UNKNOWN_CACHE)
+
+
+def test_keys_that_a_call_of_generate_removes_need_no_position() -> None:
+    following = StepTracker()
+    following.begin_generate(4)
+    following.locate(*forward_input([5, 6, 7, 8]))
+    place = following.locate(1, 2, never, 0)
+    assert (place.generation, place.pos, place.is_chosen) == (0, 4, True)
+    assert place.note == KEYS_REMOVED
 
 
 def test_two_caches_of_one_length_are_distinguished() -> None:
