@@ -40,9 +40,9 @@ class AuditedSequence(Struct):
     None if it passed none. `stopped` says why later steps are not judged. `crops` are steps before
     which the cache had become shorter; its newest rows are taken to be the ones that are missing.
     With `losses`, (step, keys that are left, tokens before it) in order, its rows are all kept
-    instead, and some of the keys before the newest ones are missing. `has_default_positions` says that the
-    program passed no position ids, so that the model made them from the length of the cache.
-    `encoder` is what the encoder of the model reads.
+    instead, and some of the keys before the newest ones are missing. `has_default_positions` says
+    that the program passed no position ids, so that the model made them from the length of the
+    cache. `encoder` is what the encoder of the model reads.
     """
 
     batch: int
