@@ -12,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -340,10 +340,19 @@ def _stack_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def _contiguous_norms(tensors: Sequence[Tensor]) -> list[float]:
-    # Takes a fifth less time than `_foreach_norm`, and is nearer to the norm in float64: BLAS reads
-    # at the speed of the memory, and sums in several lanes.
-    flat = [one if one.dim() == 1 else one.view(-1) for one in tensors]
-    return [math.sqrt(torch.dot(one, one).item()) for one in flat]
+    # A dot product of BLAS is as fast, but may wait for its other threads: beside two busy
+    # processes on two cores, it took 100 ms instead of 1 for 22 MB.
+    flat = [one.view(-1) for one in tensors]
+    if max(map(Tensor.numel, flat)) <= _PIECE:
+        norms: list[float] = torch.stack(torch._foreach_norm(flat)).tolist()
+        return norms
+    pieces = [torch.split(one, _PIECE) if one.numel() > _PIECE else (one,) for one in flat]
+    each = iter(torch.stack(torch._foreach_norm([*chain.from_iterable(pieces)])).tolist())
+    return [math.hypot(*islice(each, len(one))) for one in pieces]
+
+
+_PIECE = 1 << 19
+"""Values whose norm torch sums in float32 with an error of 4e-6; of 4 million it is 1e-4."""
 
 
 def stack_foreach_norms(tensors: list[Tensor]) -> Tensor:

@@ -162,6 +162,17 @@ def test_norms_are_those_in_float64_for_any_layout_and_mixture(dtype: torch.dtyp
         assert tensor_norms(tensors) == pytest.approx(exact, rel=1e-5)
 
 
+def test_norms_of_millions_of_values_are_summed_in_pieces() -> None:
+    """torch's own norm of 3 million values in float32 is off by 5e-5."""
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randn(3_000_001, generator=generator)
+    infinite = torch.zeros(1 << 20)
+    infinite[0], infinite[-1] = torch.inf, torch.nan
+    norms = tensor_norms([large, torch.ones(4), infinite])
+    assert norms[:2] == pytest.approx([float(large.double().norm()), 2.0], rel=1e-5)
+    assert not math.isfinite(norms[2])
+
+
 def test_a_parameter_list_does_not_keep_the_model_alive() -> None:
     model, known = nn.Linear(2, 2), ParameterList()
     weight = weakref.ref(known.trainable_of(model)[0].parameter)
