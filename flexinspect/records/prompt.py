@@ -157,6 +157,14 @@ class DeclaredSegment(Struct, frozen=True):
     ids: tuple[int, ...] = ()
 
 
+class PromptPart(Struct, frozen=True):
+    """A list of token ids that the program holds as `name`, and where it is in the prompt."""
+
+    name: str
+    start: int
+    stop: int
+
+
 class TokenizerFacts(Struct, frozen=True, omit_defaults=True):
     """The special tokens of a tokenizer, or of the model's configuration.
 
@@ -174,7 +182,7 @@ class TokenizerFacts(Struct, frozen=True, omit_defaults=True):
     special: Mapping[str, int] = field(default_factory=dict)
 
 
-DECLARED_SEGMENT_KEYS = ("segments", "tokenizer")
+DECLARED_SEGMENT_KEYS = ("segments", "tokenizer", "parts")
 """The keys of `GenerationRecord.declared` that do not describe a mask."""
 
 
@@ -201,6 +209,11 @@ def declared_segments(declared: Mapping[str, Any]) -> tuple[DeclaredSegment, ...
 def declared_tokenizer(declared: Mapping[str, Any]) -> TokenizerFacts:
     """Return the tokenizer facts of a declaration."""
     return convert(declared.get("tokenizer", {}), TokenizerFacts)
+
+
+def prompt_parts(declared: Mapping[str, Any]) -> tuple[PromptPart, ...]:
+    """Return the lists of the program that are parts of the prompt, by position."""
+    return convert(declared.get("parts", ()), tuple[PromptPart, ...])
 
 
 def find_id_spans(ids: Sequence[int], within: Sequence[int], after: int = 0) -> Iterator[Span]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,46 @@ def look(
     rule.on_generation_start(context)
     context.add_step(step)
     return [*rule.on_step(step), *rule.on_step(step)]
+
+
+def parts(*edges: int) -> dict[str, Any]:
+    """Return lists of the program, one from each of these positions to the next one."""
+    spans = enumerate(pairwise(edges))
+    return {"parts": [{"name": f"texts[{n}]", "start": a, "stop": b} for n, (a, b) in spans]}
+
+
+def test_borders_that_divide_lists_of_the_program_at_one_distance_are_a_warning() -> None:
+    """Without a tokenizer no text tells where a segment begins."""
+    edges = parts(1, SECOND, THIRD, len(TEXTS))
+    cells = blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1)
+    finding = one(look(cells, declared={"tokenizer": {}, **edges}), SUSPECT)
+    assert finding.severity is Severity.WARNING
+    assert "1 token early" in finding.sentence
+    assert "begins a segment instead of" in finding.sentence
+    assert "(the beginning of texts[1])" in finding.sentence
+    assert finding.sentence.endswith("these lists of token ids are variables of your program.")
+    assert finding.evidence["shift"] == 1
+
+
+def test_borders_at_edges_of_lists_are_right_whatever_the_text_says() -> None:
+    edges = parts(1, SECOND + 2, THIRD + 1, len(TEXTS))
+    finding = one(look(blocks([SECOND + 2, THIRD + 1], reader=THIRD + 1), declared=edges), INFERRED)
+    assert finding.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [
+        (1, len(TEXTS)),  # one list: its borders may be anywhere
+        (SECOND, THIRD, len(TEXTS)),  # a border before all lists
+        (1, SECOND, THIRD + 1, len(TEXTS)),  # two distances
+    ],
+    ids=["one list", "outside", "two distances"],
+)
+def test_lists_that_do_not_fit_all_borders_say_nothing(edges: tuple[int, ...]) -> None:
+    declared = {"tokenizer": {}, **parts(*edges)}
+    found = look(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1), declared=declared)
+    assert one(found, INFERRED).severity is Severity.NOTE
 
 
 def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:

@@ -2,7 +2,8 @@
 
 The rows at which another set of keys begins are the borders (see `segment_borders`). The text on
 both sides of a border says whether it may be a mistake: lines, sentences, turns of a chat, special
-tokens, separators and repeated wordings begin a segment; the middle of a word does not.
+tokens, separators and repeated wordings begin a segment; the middle of a word does not, nor does
+that of a list of ids which the program holds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from flexinspect.core.text import capitalize, join_labels, plural, printable, truncate
 from flexinspect.records import imported
-from flexinspect.records.finding import Finding
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
@@ -35,6 +36,7 @@ INFERRED, SUSPECT = "segments.inferred", "segments.suspect-border"
 _MAX_SHIFT = 4  # tokens; borders farther away from a line are not meant to be at one
 _MAX_QUOTED_CHARACTERS = 28
 _GUESS = "You declared no segments, so this is a guess from the mask and the text."
+_BY_PARTS = "You declared no segments; these lists of token ids are variables of your program."
 _SEGMENTS_ONLY = "You declared segments but no mask, so the cells were not compared one by one."
 _FIX_BY_MOVE = (
     "Count positions in the input ids, with the BOS and the padding. To compare every cell with "
@@ -64,8 +66,9 @@ class InferredSegments(NamedTuple):
 
     `borders` are the first positions of all segments but the first. All of them are at a landmark
     after a move by `shift` tokens; 0 if they already are, or if no small move achieves that;
-    `landmark` is its name. `in_words` and `before_breaks` are borders inside a word and just before
-    a line break, if they do not have a shift in common.
+    `landmark` is its name, and `is_cut` says that they divide lists of the program. `in_words` and
+    `before_breaks` are borders inside a word and just before a line break, if they do not have a
+    shift in common.
     """
 
     borders: Borders
@@ -73,6 +76,7 @@ class InferredSegments(NamedTuple):
     in_words: Borders = ()
     before_breaks: Borders = ()
     landmark: str = ""
+    is_cut: bool = False
 
     @property
     def is_suspect(self) -> bool:
@@ -117,6 +121,8 @@ def first_text_position(prompt: PromptTokens, start: int = 0) -> int:
 
 def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
     """Return the segments that borders cut a prompt into, with what is odd about the borders."""
+    if (divided := _divided_parts(borders, prompt)) is not None:
+        return divided
     if not prompt.has_text:
         return InferredSegments(borders)
     landmarks = [*_landmarks(prompt, len(borders))]
@@ -139,6 +145,30 @@ def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
         in_words=tuple(b for b, (before, after) in texts.items() if _is_in_word(before, after)),
         before_breaks=tuple(b for b, (_, after) in texts.items() if after.startswith("\n")),
     )
+
+
+def _divided_parts(borders: Borders, prompt: PromptTokens) -> InferredSegments | None:
+    """Return the segments if each border is an edge of a list, or all divide one at one distance.
+
+    A border that divides a list is so many tokens before its end, or after its beginning.
+    """
+    parts = prompt.parts
+    begins, ends = {p.start: p for p in parts}, {p.stop: p for p in parts}
+    if len(parts) < 2 or not borders:
+        return None
+    if {*borders} <= begins.keys() | ends.keys():
+        return InferredSegments(borders)
+    divided = [next((p for p in parts if p.start < b < p.stop), None) for b in borders]
+    largest = 1 if len(borders) == 1 else max(_MAX_SHIFT, prompt.n_pads + 1)
+    for n in prompt_facts.candidate_shifts(prompt):
+        edges = [None if p is None else (p.stop if n > 0 else p.start) for p in divided]
+        if abs(n) <= largest and edges == [border + n for border in borders]:
+            first = borders[0] + n
+            name = f"the end of {ends[first].name}" if first in ends else ""
+            if first in begins:
+                name = f"the beginning of {begins[first].name}"
+            return InferredSegments(borders, n, landmark=name, is_cut=True)
+    return None
 
 
 def _landmarks(prompt: PromptTokens, n_borders: int) -> Iterator[Landmark]:
@@ -243,7 +273,8 @@ class InferredSegmentsRule(Rule):
         else:
             quoted = [f'"{text}"' if self._prompt.has_text else text for text in texts]
             sentence = f"In {where} {cut}: {join_labels(limit_names(quoted))}."
-        sentence += f" {_SEGMENTS_ONLY if self._has_segments else _GUESS}"
+        guess = _BY_PARTS if segments.is_cut else _GUESS
+        sentence += f" {_SEGMENTS_ONLY if self._has_segments else guess}"
         evidence = {
             "borders": list(segments.borders),
             "segments": [[*span, text] for span, text in zip(spans, texts, strict=True)],
@@ -259,6 +290,7 @@ class InferredSegmentsRule(Rule):
             evidence,
             positions=sorted(odd),
             series=f"borders {segments.borders}",
+            severity=Severity.WARNING if segments.is_cut and len(segments.borders) > 1 else None,
         )
         return replace(found, fix=self._describe_fix(segments.shift))
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from flexinspect.records import prompt as records
-from flexinspect.records.prompt import DeclaredSegment, SegmentKind, Span
+from flexinspect.records.prompt import DeclaredSegment, PromptPart, SegmentKind, Span
 from flexinspect.records.step import TokenRecord
 from flexinspect.rules.context import RuleContext
 
@@ -46,13 +46,15 @@ class PromptTokens:
     special tokens are `SPECIAL_MARK`, which no declared text has. `has_text` says whether there was
     a tokenizer, `has_bos` whether the first token after `n_pads` padding tokens is a BOS. `pad_id`
     is None if it is also the BOS or an EOS. `spans` are the pieces declared as spans, and
-    `paraphrases` the segments that should be isolated from each other, by position.
+    `paraphrases` the segments that should be isolated from each other, by position. `parts` are the
+    lists of ids that the program has of the prompt, without those that another one divides.
     """
 
     def __init__(self, context: RuleContext, later: Sequence[TokenRecord] = ()) -> None:
         declared = context.generation.declared
         self.tokens = tokens = (*context.generation.tokens, *later)
         self.pieces = records.declared_segments(declared)
+        self.parts = _undivided(records.prompt_parts(declared))
         self.tokenizer = facts = records.declared_tokenizer(declared)
         self.start, self.stop = (tokens[0].pos, tokens[-1].pos + 1) if tokens else (0, 0)
         self.ids = [token.token_id for token in tokens]
@@ -184,6 +186,12 @@ def find_shift(prompt: PromptTokens) -> SpanShift | None:
         if n is not None:
             return SpanShift((n,) * len(spans), source) if n else None
     return None
+
+
+def _undivided(parts: Sequence[PromptPart]) -> tuple[PromptPart, ...]:
+    edges = sorted({edge for part in parts for edge in (part.start, part.stop)})
+    follows = dict(pairwise(edges))
+    return tuple(part for part in parts if follows.get(part.start) == part.stop)
 
 
 def candidate_shifts(prompt: PromptTokens) -> list[int]:

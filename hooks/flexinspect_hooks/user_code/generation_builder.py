@@ -12,17 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.masks import algebra
 from flexinspect.masks.algebra import MaskSpec
 from flexinspect.records import prompt as prompt_records
-from flexinspect.records.prompt import DeclaredSegment, Segment, SegmentKind, TokenizerFacts
+from flexinspect.records.prompt import (
+    DeclaredSegment,
+    PromptPart,
+    Segment,
+    SegmentKind,
+    TokenizerFacts,
+)
 from flexinspect.records.step import GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.loading.tokenizers import TokenizerAdapter, special_ids, token_record
 from flexinspect_hooks.observers.inputs_hook import InputRows
+from flexinspect_hooks.user_code.prompt_parts import prompt_parts
 from flexinspect_hooks.user_code.step_tracking import StepPlace
 
 # -- what the user declared ------------------------------------------------------------------------
@@ -290,6 +297,9 @@ class GenerationBuilder:
         self._n_tokens = prompt.stop
         special = keep_written_special(facts, ids, texts)
         is_contiguous = all(b - a == 1 for a, b in pairwise(positions[n_pads:]))
+        parts: Sequence[PromptPart] = ()
+        if mask is None and not specs and not place.pos:
+            parts = prompt_parts(ids, n_pads)
         self.record = GenerationRecord(
             generation=place.generation,
             sample_id=f"forward {place.generation}",
@@ -303,6 +313,7 @@ class GenerationBuilder:
             declared={
                 **declared_prompt.mask_entries(segments),
                 **prompt_records.declaration_entries(specs, special),
+                **({"parts": to_builtins(parts)} if parts else {}),
             },
             started_at=time.time(),
             model=model,
