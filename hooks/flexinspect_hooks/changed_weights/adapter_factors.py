@@ -18,6 +18,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from flexinspect_hooks.capture.failure_facts import is_library_file
+from flexinspect_hooks.python_internals.frame_variables import variables_of
 
 Path = tuple[str, ...]
 
@@ -83,7 +84,7 @@ class AdapterFactors:
         while caller is not None and n_left:
             if not _is_library(caller.f_code.co_filename):
                 n_left -= 1
-                for name, value in list(caller.f_locals.items()):
+                for name, value in variables_of(caller):
                     self._read((name,), value, 0)
             caller = caller.f_back
         self._spent_s += time.thread_time() - started

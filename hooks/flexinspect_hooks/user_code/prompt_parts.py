@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flexinspect.records.prompt import PromptPart
 from flexinspect_hooks.debugger.frames import is_user_frame
+from flexinspect_hooks.python_internals.frame_variables import variables_of
 
 MIN_IDS = 3
 """A shorter list may be in a prompt by chance."""
@@ -65,7 +66,7 @@ def _variables(n_ids: int, deadline: float) -> Iterator[tuple[str, list[int]]]:
     while caller is not None and n_left:
         if is_user_frame(caller):
             n_left -= 1
-            for name, value in list(caller.f_locals.items()):
+            for name, value in variables_of(caller):
                 if name.startswith("__"):
                     continue
                 yield from _lists(name, value, n_ids, deadline, 0)
