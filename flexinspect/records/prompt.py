@@ -211,7 +211,7 @@ def declared_tokenizer(declared: Mapping[str, Any]) -> TokenizerFacts:
     return convert(declared.get("tokenizer", {}), TokenizerFacts)
 
 
-def prompt_parts(declared: Mapping[str, Any]) -> tuple[PromptPart, ...]:
+def declared_parts(declared: Mapping[str, Any]) -> tuple[PromptPart, ...]:
     """Return the lists of the program that are parts of the prompt, by position."""
     return convert(declared.get("parts", ()), tuple[PromptPart, ...])
 

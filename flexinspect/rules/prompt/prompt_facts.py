@@ -54,7 +54,7 @@ class PromptTokens:
         declared = context.generation.declared
         self.tokens = tokens = (*context.generation.tokens, *later)
         self.pieces = records.declared_segments(declared)
-        self.parts = _undivided(records.prompt_parts(declared))
+        self.parts = _undivided(records.declared_parts(declared))
         self.tokenizer = facts = records.declared_tokenizer(declared)
         self.start, self.stop = (tokens[0].pos, tokens[-1].pos + 1) if tokens else (0, 0)
         self.ids = [token.token_id for token in tokens]

@@ -58,6 +58,14 @@ class AuditedSequence(Struct):
     encoder: EncoderInput | None = None
 
     @property
+    def n_lost(self) -> int:
+        """How many keys fewer than tokens there were at the last of the `losses`."""
+        if not self.losses:
+            return 0
+        _, left, before = self.losses[-1]
+        return before - left
+
+    @property
     def n_prompt(self) -> int:
         """The tokens that the first forward processed."""
         first = self.steps[0]
@@ -112,10 +120,8 @@ def read_sequence(
         if placed:
             is_unordered = len(placed) > 1 and known is None
             reason = _unfollowed(steps[0], evidence, is_unordered=is_unordered) or reason
-        n_cached, n_lost = evidence.kv_before, 0
-        if sequence.losses:
-            n_lost = sequence.losses[-1][2] - sequence.losses[-1][1]
-        if not reason and 0 < n_cached < len(columns) - n_lost:
+        n_cached = evidence.kv_before
+        if not reason and 0 < n_cached < len(columns) - sequence.n_lost:
             if keeps_rows:
                 sequence.losses.append((evidence.step, n_cached, len(columns)))
             else:

@@ -193,14 +193,14 @@ class StepTracker:
         It is None if the program went back in the sequence, or if that cannot be told.
         """
         state = self._state
-        if not 0 < cached < state.length:
+        if not 0 < cached < state.length or state.length < self._n_prompt:
             return None
         is_known = state.n_removed > 0
         if not is_known and not self._n_prompt and (position() or 0) <= cached:
             return None
         note = "" if is_known else KEYS_REMOVED
-        step = StepPlace(state.generation, state.step + 1, False, state.length, 1, note=note)
-        return replace(step, is_chosen=True)
+        pos, step = state.length, state.step + 1
+        return StepPlace(state.generation, step, False, pos, 1, is_chosen=True, note=note)
 
 
 class CacheOwners:

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from support.tiny import make_model
+from support.weight_fixtures import misplaced_finding
 from torch import Tensor, nn
 
-from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT, ChangedWeightsRule
 from flexinspect_hooks.changed_weights import adapter_factors
 from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
@@ -331,12 +328,7 @@ def test_the_rule_says_which_adapter_a_layer_got() -> None:
         "order": "text",
     }
     data = {"groups": [], "changed": 3, "total": 3, "misplaced": [facts]}
-    step = StepRecord(0, 0, "prefill", 9, 0, 1, 0.0, 10.0, 0.1)
-    step = replace(step, events=(EventRecord(CHANGED_EVENT, "", 0.0, data=data),))
-    context, rule = RuleContext(), ChangedWeightsRule()
-    context.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
-    rule.on_generation_start(context)
-    (finding,) = (one for one in rule.on_step(step) if one.id.startswith("weights.mis"))
+    finding = misplaced_finding(data)
     assert "adapter named layers.10.self_attn.q_proj, not of layers.2" in finding.sentence
     assert "sorted as text" in finding.sentence
     assert finding.layers == (2, 3, 4)

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from support.tiny import make_model
+from support.weight_fixtures import misplaced_finding
 from torch import Tensor, nn
 
 from flexinspect.records.finding import Severity
-from flexinspect.records.step import EventRecord, GenerationRecord, StepRecord
-from flexinspect.rules.context import RuleContext
-from flexinspect.rules.numerics.changed_weights import CHANGED_EVENT, ChangedWeightsRule
 from flexinspect_hooks.changed_weights.fused_parts import format_ranges, fused_parts
 from flexinspect_hooks.changed_weights.made_weights import MadeWeights
 
@@ -189,12 +186,7 @@ def test_the_rule_says_which_rows_got_an_adapter() -> None:
         "own_outputs": "96:128",
     }
     data = {"groups": [], "changed": 2, "total": 9, "misplaced": [facts]}
-    step = StepRecord(0, 0, "prefill", 9, 0, 1, 0.0, 10.0, 0.1)
-    step = replace(step, events=(EventRecord(CHANGED_EVENT, "", 0.0, data=data),))
-    context, rule = RuleContext(), ChangedWeightsRule()
-    context.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
-    rule.on_generation_start(context)
-    (finding,) = (one for one in rule.on_step(step) if one.id.startswith("weights.mis"))
+    finding = misplaced_finding(data)
     assert finding.severity is Severity.ERROR
     assert finding.layers == (1, 3)
     assert "1.v_proj was added to rows 64:96" in finding.sentence
