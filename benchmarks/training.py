@@ -43,24 +43,27 @@ WANTED = {"basic": 1.02, "advanced": 1.10, "extreme": 1.25}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A Llama, its batch, and the steps of a block, of which the first is not timed."""
+    """A Llama, its batch, and the steps of a block.
+
+    The steps before, in which a recorded training measures everything, are not timed.
+    """
 
     hidden: int
     layers: int
     vocabulary: int
     batch: int
     length: int
-    steps: int
     clips: bool = False
 
 
+N_BEFORE = 32  # steps before those that are timed; at "basic" less is measured after the first 12
+N_STEPS = 32  # steps of a block: a period of what "basic" measures
+
 SIZES = {
-    "wide": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96, steps=4),
-    "clipping": Size(
-        hidden=512, layers=8, vocabulary=4096, batch=2, length=96, steps=11, clips=True
-    ),
-    "usual": Size(hidden=256, layers=6, vocabulary=2048, batch=4, length=128, steps=11),
-    "short": Size(hidden=256, layers=6, vocabulary=2048, batch=2, length=64, steps=21),
+    "wide": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96),
+    "clipping": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96, clips=True),
+    "usual": Size(hidden=256, layers=6, vocabulary=2048, batch=4, length=128),
+    "short": Size(hidden=256, layers=6, vocabulary=2048, batch=2, length=64),
 }
 
 
@@ -83,10 +86,11 @@ class Training:
         self.model = LlamaForCausalLM(config).to(device).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._ids = torch.randint(0, size.vocabulary, (size.batch, size.length), device=device)
-        self._device, self._steps, self._clips = device, size.steps, size.clips
+        self._device, self._clips = device, size.clips
 
     def plain(self) -> Block:
         """Train without capture."""
+        self._step()  # warms up
         return self._block(None)
 
     def watched(self, level: str) -> Block:
@@ -96,14 +100,15 @@ class Training:
             with watch_training(
                 self.model, self._optimizer, out=path, level=level, quiet=True
             ) as trace:
+                for _ in range(N_BEFORE):
+                    self._step()
                 return self._block(trace)
 
     def _block(self, trace: TrainingWatch | None) -> Block:
-        self._step()  # the first one learns the order, and warms up
         self._wait()
         spent, total = _stated(trace)
         wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(self._steps - 1):
+        for _ in range(N_STEPS):
             self._step()
         self._wait()
         wall = time.perf_counter() - wall
@@ -150,7 +155,7 @@ def _measure(size: Size, device: str, seconds: float) -> dict[str, Any]:
         "parameters": sum(one.numel() for one in training.model.parameters()),
         "tokens_per_step": size.batch * size.length,
         "clips": size.clips,
-        "step_ms_without": _step_ms(blocks, size.steps - 1),
+        "step_ms_without": _step_ms(blocks, N_STEPS),
         "levels": {level: clocks(blocks[level]) for level in LEVELS},
     }
 

@@ -187,9 +187,9 @@ def step_facts(data: TrainingData) -> list[tuple[str, str]]:
 
 
 def _format_norm(step: training_step.TrainingStepRecord) -> str:
-    if step.total_norm is None:
-        return "not measured in this step"
-    norm = format_number(step.total_norm)
+    norm = "not measured in this step"
+    if step.total_norm is not None:
+        norm = format_number(step.total_norm)
     if step.norm_before_clip is None:
         return norm
     before, limit = format_number(step.norm_before_clip), format_number(step.max_norm)

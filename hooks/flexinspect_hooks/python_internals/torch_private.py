@@ -192,6 +192,8 @@ def optimizer_step_depth(optimizer: Any) -> int:
     The `step` of a subclass that calls `super().step()` runs the hooks of both. If torch names its
     wrapper of `step` otherwise, each counts as the first.
     """
+    if not _may_nest(type(optimizer)):  # type: ignore[arg-type]  # types are hashable
+        return 1
     file, n = sys.modules["torch.optim.optimizer"].__file__, 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -200,6 +202,12 @@ def optimizer_step_depth(optimizer: Any) -> int:
             n += frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return n
+
+
+@functools.cache
+def _may_nest(optimizer: type) -> bool:
+    """Whether more than one class of an optimizer has a `step`, that of the base class aside."""
+    return sum("step" in one.__dict__ for one in optimizer.__mro__) > 2
 
 
 def default_store() -> Any:

@@ -7,26 +7,35 @@ from collections import deque
 from msgspec import Struct
 
 from flexinspect.core.errors import UsageError
+from flexinspect_hooks.training.state_checks import SWEEP_END, SWEEP_INTERVAL
 
 WINDOW = 10  # steps over which the cost is averaged
 RECOVERY_STEPS = 50  # steps within the band after which more detail is tried again
+MEASURED_IN_SUCCESSION = 4  # steps: a check of states needs three, and the end of the one before
 
 
 class Detail(Struct, frozen=True):
-    """How much is measured, and how often, counted in steps; 0 means never."""
+    """How much is measured, and how often, counted in steps; 0 means never.
+
+    Of each `period` the first steps are measured. With `is_screened`, a few values of the gradients
+    of the others are looked at, and a step is measured if they stand out.
+    """
 
     name: str
     text: str  # a phrase for what is measured
-    gradients_every: int = 1
+    period: int = 1
     rows_every: int = 1
+    is_screened: bool = False
     maxima: bool = False
     ratios_every: int = 0
     watches_leaves: bool = False
     keeps_stats: bool = False
 
     def measures(self, step: int) -> bool:
-        """Whether the gradients of a step are measured."""
-        return step % self.gradients_every == 0
+        """Whether the gradients of a step are measured, and its checks are made."""
+        if self.is_screened and step % SWEEP_INTERVAL < SWEEP_END:
+            return True
+        return step % self.period < MEASURED_IN_SUCCESSION
 
     def compares_weights(self, step: int) -> bool:
         """Whether it is measured how much a step changes the weights."""
@@ -40,23 +49,29 @@ EXTREME = Detail(
 _EVERY_GRADIENT = "gradients of every parameter and every module's output"
 ADVANCED = Detail("advanced", _EVERY_GRADIENT, maxima=True, ratios_every=10, watches_leaves=True)
 BASIC = Detail("basic", "gradients by group and the layers' outputs", 1, 10)
-SPARSE = Detail("sparse", "gradients of every 4th step", 4, 16)
-SPARSEST = Detail("sparse", "gradients of every 16th step", 16, 64)
-DETAIL_LEVELS = (EXTREME, ADVANCED, BASIC, SPARSE, SPARSEST)
+_SOME = f"gradients of {MEASURED_IN_SUCCESSION} of every {{}} steps"
+SCREENED = Detail(
+    "screened", f"{_SOME.format(32)}, and of others that stand out", 32, 32, is_screened=True
+)
+SPARSE = Detail("sparse", _SOME.format(64), 64, 64)
+SPARSEST = Detail("sparse", _SOME.format(256), 256, 256)
+DETAIL_LEVELS = (EXTREME, ADVANCED, BASIC, SCREENED, SPARSE, SPARSEST)
 _LEVEL_INDEX = {"extreme": 0, "advanced": 1, "basic": 2}
+_LIMIT_OF_BASIC = 0.02
 
 
 class Governor:
     """Reduces the detail if the last steps cost more than the band, and restores it later.
 
     `band` is the time of a step with capture relative to one without, for instance 1.02. Without a
-    band the detail is that of the level. Raises `UsageError` for a band outside of (1, 10).
+    band the detail is that of the level, but `basic` becomes `SCREENED` while it costs more than
+    2 %. Raises `UsageError` for a band outside of (1, 10).
     """
 
     def __init__(self, level: str, band: float | None) -> None:
         if band is not None and not (isinstance(band, (int, float)) and 1.0 < band < 10.0):
             raise UsageError(f"band is {band}, but must be a ratio above 1, such as 1.02 for 2 %.")
-        self._limit = None if band is None else band - 1.0
+        self._band_limit = None if band is None else band - 1.0
         self._costs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._known_costs: dict[int, float] = {}
         self._n_within_band = 0
@@ -76,13 +91,16 @@ class Governor:
         times = "once" if self._n_reduced == 1 else f"{self._n_reduced} times"
         least, now = DETAIL_LEVELS[self._lowest_index].text, self.detail.text
         back = f" for a time, now {now}" if self._index < self._lowest_index else " from then on"
-        limit = f"{self._limit:.1%}"
+        limit = f"{self._limit or 0.0:.1%}"
         return f"Above the band of {limit} detail was dropped {times}, down to {least}{back}."
 
     def set_level(self, level: str) -> None:
         """Start again at the detail of a level."""
         self.level = level
         self._level_index = self._index = _LEVEL_INDEX[level]
+        self._limit, self._last_index = self._band_limit, len(DETAIL_LEVELS) - 1
+        if self._limit is None and level == "basic":
+            self._limit, self._last_index = _LIMIT_OF_BASIC, DETAIL_LEVELS.index(SCREENED)
         self._costs.clear()
 
     def on_step(self, own_s: float, wall_s: float) -> tuple[str, str] | None:
@@ -99,7 +117,7 @@ class Governor:
         is_above = cost > self._limit
         self._n_within_band = 0 if is_above else self._n_within_band + 1
         dropped, limit = self.detail.text, f"{self._limit:.1%}"
-        if is_above and self._index < len(DETAIL_LEVELS) - 1:
+        if is_above and self._index < self._last_index:
             self._set_index(self._index + 1)
             self._n_reduced += 1
             self._lowest_index = max(self._lowest_index, self._index)

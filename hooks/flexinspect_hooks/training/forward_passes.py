@@ -259,9 +259,11 @@ class ForwardWatch:
         kind = main.device.type
         if torch.is_autocast_enabled(kind):
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        value: Any = math.nan
         if loss is not None:
             # Its current value, because the program may change it later.
-            forward.losses.append(loss.detach().clone() if is_remote(loss) else loss.item())
+            value = loss.detach().clone() if is_remote(loss) else loss.item()
+            forward.losses.append(value)
         if main.requires_grad and not main.is_leaf:  # hooks on a parameter would accumulate
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -272,7 +274,9 @@ class ForwardWatch:
             forward.stats = output_stats(self._outputs)
         if is_remote(main):
             forward.extremes.append(self._extremes(output, loss, main.device))
-        elif not all(map(is_finite, dense_tensors(output) if loss is None else (loss,))):
+        elif not (
+            all(map(is_finite, dense_tensors(output))) if loss is None else math.isfinite(value)
+        ):
             forward.producer = self._extremes(output, loss, main.device).producer()
 
     def _extremes(self, output: Any, loss: Tensor | None, device: torch.device) -> Extremes:

@@ -247,7 +247,7 @@ def real_values(grad: Tensor) -> Tensor:
 
 def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     """The Euclidean norms of tensors, computed in at least float32."""
-    if _are_plain(tensors) and all(map(Tensor.is_contiguous, tensors)):
+    if is_plain(tensors) and all(map(Tensor.is_contiguous, tensors)):
         return _contiguous_norms(tensors)
     return reduce_batched(tensors, _stack_norms)
 
@@ -261,7 +261,7 @@ def gradient_facts(
     if not all(has_grad):
         named = [*compress(named, has_grad)]
     grads = [one for one in given if one is not None]
-    if not _are_plain(grads):
+    if not is_plain(grads):
         grads = [*map(real_values, grads)]
     norms = norms_of(grads)
     counts = {} if all(map(math.isfinite, norms)) else _count_nonfinite_of(grads, norms)
@@ -280,7 +280,7 @@ def _count_nonfinite_of(grads: Sequence[Tensor], norms: list[float]) -> dict[int
     return counts
 
 
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
+def is_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors are of float32 or of float64, dense, without a graph, and on the CPU."""
     # Sets of C functions: a look at each tensor in Python takes longer than reading small ones.
     return (

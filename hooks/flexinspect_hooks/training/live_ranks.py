@@ -68,6 +68,10 @@ class LiveRanks:
             self._rank, size = dist.get_rank(), dist.get_world_size()
             self._others = range(1, size) if self._rank == 0 else (0,)
 
+    def compares(self, step: int) -> bool:
+        """Whether a step is one that the ranks compare, so that each of them measures it."""
+        return self._store is not None and (step < N_FIRST_STEPS or step % INTERVAL == 0)
+
     def compare(
         self, step: int, record: TrainingStepRecord, weights: Sequence[int] = ()
     ) -> Found | None:
@@ -77,7 +81,7 @@ class LiveRanks:
         """
         if self._store is None or record.total_norm is None or record.is_skipped:
             return None
-        if step >= N_FIRST_STEPS and step % INTERVAL:
+        if not self.compares(step):
             return self.finish() if self._pending else None  # what the others wrote since
         before = record.norm_before_clip
         facts: Facts = {

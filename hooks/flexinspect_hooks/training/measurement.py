@@ -268,14 +268,12 @@ class GradientMeter:
 
     def measure(
         self, step: int, detail: Detail, scale: float, is_warming: bool, norms: ClippingNorms | None
-    ) -> training_step.TrainingStepRecord | None:
-        """The gradients as the optimizer receives them, None in a step that is not measured.
+    ) -> training_step.TrainingStepRecord:
+        """The gradients as the optimizer receives them.
 
         `scale` is the loss scale that they still contain, `norms` are those known from clipping.
         While a learning rate `is_warming`, no gradient counts as vanishing: some start small.
         """
-        if not detail.measures(step):
-            return None
         norms_of = partial(self._norm_source.norms, step, norms)
         gradients = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
         if scale != 1.0:

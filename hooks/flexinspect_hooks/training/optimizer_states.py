@@ -45,6 +45,16 @@ class StateSnapshot(Struct, frozen=True):
     """Of the parameter."""
     values: Mapping[str, Tensor] | None = None
     """Samples of the moments, of the parameter ("parameter") and of the gradient ("gradient")."""
+    is_brief: bool = False
+    """Whether the moments were not looked at."""
+
+    @classmethod
+    def brief(cls, optimizer: Optimizer, one: nn.Parameter) -> StateSnapshot | None:
+        """Look at the count of a parameter's state alone; None if it has no state."""
+        state = state_of(optimizer, one)
+        if not state:
+            return None
+        return cls({}, _count(state.get(COUNTER)), version_of(one), is_brief=True)
 
     @classmethod
     def at(

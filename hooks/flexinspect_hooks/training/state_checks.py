@@ -66,13 +66,13 @@ class StateCheck:
         self._trained: NamedParameters = ()
         self._has_begun = self._is_swept = False
 
-    def before_step(self) -> None:
-        """The optimizer is about to step."""
+    def before_step(self, *, is_brief: bool = False) -> None:
+        """The optimizer is about to step; `is_brief` looks at the counts of the state alone."""
         if self._optimizer is None:
             return
         self._has_begun = True
         for one in self._watched:
-            start = self._snapshot(one)
+            start = self._snapshot(one, is_brief)
             one.restart, one.is_changed_outside = "", False
             if one.end is not None:
                 one.restart = self._restart(one, start)
@@ -80,18 +80,20 @@ class StateCheck:
             one.start = start
 
     def after_step(
-        self, number: int, trained: NamedParameters, *, is_skipped: bool
+        self, number: int, trained: NamedParameters, *, is_skipped: bool, is_brief: bool = False
     ) -> list[Failure]:
         """The step has ended; returns what was found in it and in those before."""
         has_begun, self._has_begun = self._has_begun, False
         if self._optimizer is None or not has_begun:
             return []
-        ends = [self._snapshot(one) for one in self._watched]
-        failures = [] if is_skipped else self._judge(number, ends)
+        ends = [self._snapshot(one, is_brief) for one in self._watched]
+        judge = self._judge_restarts if is_brief else self._judge
+        failures = [] if is_skipped else judge(number, ends)
         for one, end in zip(self._watched, ends, strict=True):
             one.end = end
             one.n_snapshots = max(one.n_snapshots - 1, 0)
-        self._choose(number, trained)
+        if not is_brief:
+            self._choose(number, trained)
         return failures
 
     # -- which parameters are watched --------------------------------------------------------------
@@ -132,9 +134,11 @@ class StateCheck:
     def _is_failing(one: _Watched) -> bool:
         return max(one.n_restarts, one.n_still, one.n_left, one.n_stuck) > 0
 
-    def _snapshot(self, one: _Watched) -> StateSnapshot | None:
+    def _snapshot(self, one: _Watched, is_brief: bool = False) -> StateSnapshot | None:
         if self._optimizer is None:
             return None
+        if is_brief:
+            return StateSnapshot.brief(self._optimizer, one.parameter)
         return StateSnapshot.at(self._optimizer, one.parameter, with_values=one.n_snapshots > 0)
 
     # -- between two steps -------------------------------------------------------------------------
@@ -144,12 +148,14 @@ class StateCheck:
         end, before = one.end, one.start
         if end is None:
             return ""
-        if start is None or end.moments.keys() - start.moments.keys():
+        if start is None:
+            return "is emptied"
+        if not start.is_brief and end.moments.keys() - start.moments.keys():
             return "is emptied"
         if start.count is not None and end.count is not None and start.count < end.count:
             return f"goes back from step {end.count:g} to step {start.count:g}"
         names = end.moments.keys() - start.same_moments(end)
-        if not names or len(names) < len(end.moments):
+        if start.is_brief or not names or len(names) < len(end.moments):
             return ""
         self._suspect(one)
         if start.values is None or end.values is None:
@@ -178,6 +184,17 @@ class StateCheck:
             one.suspect()
 
     # -- a step ------------------------------------------------------------------------------------
+
+    def _judge_restarts(self, number: int, ends: Sequence[StateSnapshot | None]) -> list[Failure]:
+        for one, end in zip(self._watched, ends, strict=True):
+            one.is_lost = False
+            one.n_still = one.n_left = one.n_stuck = 0
+            if one.parameter.grad is None or end is None:
+                one.n_restarts = 0
+                continue
+            self._count_restarts(one)
+            one.n_seen += 1
+        return [*self._restarts(number), *self._losses(number)]
 
     def _judge(self, number: int, ends: Sequence[StateSnapshot | None]) -> list[Failure]:
         is_any_moved = False

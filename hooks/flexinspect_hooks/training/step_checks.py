@@ -300,16 +300,26 @@ class StepChecks:
             self.report(check_optimizer(model, self._optimizer))
             self.report(check_unregistered(model, self._optimizer))
 
-    def before_step(self) -> None:
+    def before_step(self, *, is_measured: bool) -> None:
         """The optimizer is about to step."""
-        self._states.before_step()
+        self._states.before_step(is_brief=not is_measured)
 
-    def after_step(self, number: int, *, is_skipped: bool) -> None:
-        """A step has ended."""
+    def after_step(self, number: int, *, is_skipped: bool, is_measured: bool) -> None:
+        """A step has ended; `on_gradients` was called if it `is_measured`."""
         self._is_unscaled = False
-        self.report(self._states.after_step(number, self._trained, is_skipped=is_skipped))
-        self._clearing.after_step()
         self._check_micro_batches(number)
+        self._check_modes(number)
+        failures = self._states.after_step(
+            number, self._trained, is_skipped=is_skipped, is_brief=not is_measured
+        )
+        self.report(failures)
+        if is_measured:
+            self._after_measured(number, is_skipped=is_skipped)
+        else:
+            self._outside.forget()
+
+    def _after_measured(self, number: int, *, is_skipped: bool) -> None:
+        self._clearing.after_step()
         self.report(self._rounding.after(number))
         self._outside.after_step(self._trained)
         if self._optimizer is not None and self._updates.is_still() and not is_skipped:
@@ -317,6 +327,8 @@ class StepChecks:
             text = f"Step {number} of {name} changed none of the parameters that were compared, "
             text += "although their gradients and a learning rate are not 0"
             self._fail("no-update", text, optimizer=name)
+
+    def _check_modes(self, number: int) -> None:
         modes, self._modes = self._modes, set()
         has_changed = modes == {False} and self._was_in_training_mode
         self._was_in_training_mode |= modes == {True}

@@ -59,6 +59,8 @@ class TrainingStepDraft(StepPasses):
     """The data of one step until it is complete; the program passed `reported_loss` to `step`."""
 
     number: int = 0
+    is_measured: bool = True
+    """Whether its gradients are measured, and its checks made."""
     started: float = 0.0
     started_at: float = 0.0
     measured: training_step.TrainingStepRecord | None = None

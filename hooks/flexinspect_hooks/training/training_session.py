@@ -38,9 +38,10 @@ from flexinspect_hooks.python_internals.torch_private import (
 )
 from flexinspect_hooks.training import torch_calls
 from flexinspect_hooks.training.call_order import CallOrder, parameter_note
-from flexinspect_hooks.training.cost_governor import Governor
+from flexinspect_hooks.training.cost_governor import MEASURED_IN_SUCCESSION, Governor
 from flexinspect_hooks.training.evaluation_passes import EvaluationPasses
 from flexinspect_hooks.training.forward_passes import ForwardWatch, ModuleOutputs
+from flexinspect_hooks.training.gradient_screen import GradientScreen
 from flexinspect_hooks.training.gradient_statistics import learning_rates
 from flexinspect_hooks.training.live_ranks import LiveRanks
 from flexinspect_hooks.training.loop_calls import LoadedBatch
@@ -92,7 +93,8 @@ class TrainingSession:
         self.own_s = self.total_s = 0.0
         self._optimizer = optimizer
         self._governor = governor
-        self._meter = GradientMeter(model)
+        self._meter, self._screen = GradientMeter(model), GradientScreen()
+        self._measured_until = 0
         self._current = TrainingStepDraft()
         self._forwards = ModelParts(model, self._watch_part)
         self._evaluations = EvaluationPasses()
@@ -277,9 +279,9 @@ class TrainingSession:
             scale = getattr(optimizer, "grad_scale", None)
             # A fused optimizer divides by the loss scale itself.
             self._measure(1.0 if scale is None else float(scale))
-        if self._governor.detail.compares_weights(now.number):
+        if now.is_measured and self._governor.detail.compares_weights(now.number):
             self._meter.copy_weights()
-        self._checks.before_step()
+        self._checks.before_step(is_measured=now.is_measured)
         self._passes_before_s = self._passes_s()
         now.optimizer_started = time.perf_counter()
         self._step_own_s += now.optimizer_started - started
@@ -443,25 +445,34 @@ class TrainingSession:
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._current, self._governor.detail
         self._forwards.count_pending()
+        is_rising = training_step.is_warming_up(self._rates_before, now.learning_rates)
+        if not now.is_skipped:
+            self._rates_before = now.learning_rates
+        norms, self._clip_norms = self._clip_norms, None
+        if not now.is_measured and not self._stands_out(now):
+            return
         if (change := self._meter.refresh()) is not None:
             now.notes.append(("parameters-changed", change, {"groups": [*self._meter.groups]}))
         if change is not None or now.number == 0:
             facts = {"outputs": self._order.output_dtypes}
             now.notes.append(parameter_note(self._meter.model, self._optimizer, facts))
-        if detail.measures(now.number):
-            self._synchronize()
-            # Read the results of the device, before the optimizer gives it more work.
-            now.reported_loss, self._reported_loss = self._reported_loss, None
-            now.read()
-            self._write()
-        is_rising = training_step.is_warming_up(self._rates_before, now.learning_rates)
-        if not now.is_skipped:
-            self._rates_before = now.learning_rates
-        norms, self._clip_norms = self._clip_norms, None
+        self._synchronize()
+        # Read the results of the device, before the optimizer gives it more work.
+        now.reported_loss, self._reported_loss = self._reported_loss, None
+        now.read()
+        self._write()
         now.measured = self._meter.measure(now.number, detail, scale, is_rising, norms)
         is_before = now.optimizer_started is None  # with a closure they are complete only after it
         rates = now.learning_rates
         self._checks.on_gradients(now.number, now.measured, rates, is_before=is_before)
+
+    def _stands_out(self, now: TrainingStepDraft) -> bool:
+        """Whether a step that was not to be measured is, with those after it."""
+        is_screened = self._governor.detail.is_screened
+        if is_screened and self._screen.stands_out(self._meter.named, now.number):
+            now.is_measured = True
+            self._measured_until = now.number + MEASURED_IN_SUCCESSION
+        return now.is_measured
 
     def _synchronize(self) -> None:
         """Wait for the device; its work belongs to the program and is not a cost of capture."""
@@ -479,16 +490,17 @@ class TrainingSession:
             text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
             facts = {"names": names[:100], "n": len(names)}
             now.notes.append(("parameters-without-gradient", text, facts))
-        self._checks.after_step(now.number, is_skipped=now.is_skipped)
+        is_measured = now.is_measured
+        self._checks.after_step(now.number, is_skipped=now.is_skipped, is_measured=is_measured)
         self._checks.on_evaluated(self._evaluations.n_losses_in_training_mode)
         self._order.add("step skipped" if now.is_skipped else "optimizer.step")
         now.notes += [*self._checks.take(), *self._evaluations.take(), *self._order.take()]
         now.detail, now.device = self._governor.detail.name, now.device or str(self._device)
-        now.memory = self._memory.read()
+        now.memory = self._memory.read() if is_measured else None
         if self._collectives is not None:
             now.collectives = self._collectives.take()
             detail = self._governor.detail
-            if detail.measures(now.number):
+            if is_measured:
                 now.weights[WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=True)
             if now.number % detail.rows_every == 0:
                 now.weights[ALL_WEIGHTS_STREAM] = self._meter.sum_weight_bits(sampled=False)
@@ -504,8 +516,14 @@ class TrainingSession:
         self._check_overhead(now)
         self._reported_loss, self._step_started = None, ended
         self._step_own_s = 0.0
-        self._awaiting_loss, self._current = now, TrainingStepDraft(number=now.number + 1)
+        self._awaiting_loss, self._current = now, self._draft(now.number + 1)
         self._forwards.begin_step(self._current)
+
+    def _draft(self, number: int) -> TrainingStepDraft:
+        is_measured = self._governor.detail.measures(number) or number < self._measured_until
+        return TrainingStepDraft(
+            number=number, is_measured=is_measured or self._ranks.compares(number)
+        )
 
     def _check_overhead(self, now: TrainingStepDraft) -> None:
         writer_s = self._writer_s

@@ -103,6 +103,10 @@ class OutsideCheck:
         # By identity: tensors compare by value.
         self._held_elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    def forget(self) -> None:
+        """A step has ended whose versions are not noted."""
+        self._known = []
+
     def after_step(self, trained: NamedParameters) -> None:
         """Note the versions of some parameters at the end of a step."""
         if self._has_failed:

@@ -32,12 +32,12 @@ def test_above_the_band_detail_is_reduced_step_by_step_and_reported() -> None:
         in changes[0][1]
     )
     assert "instead of everything" in changes[0][1]
-    changes_after(governor, 0.05, 4 * WINDOW)
-    assert governor.detail.gradients_every == 16
+    changes_after(governor, 0.05, 5 * WINDOW)
+    assert governor.detail.period == 256
     assert (
         changes_after(governor, 0.05, 2 * (WINDOW + RECOVERY_STEPS)) == []
     )  # there is no less, and it is no calm
-    assert governor.detail.gradients_every == 16
+    assert governor.detail.period == 256
 
 
 def test_one_expensive_step_among_long_ones_changes_nothing() -> None:
@@ -78,6 +78,20 @@ def test_detail_is_restored_after_cheap_steps_and_less_often_if_it_was_too_expen
 def test_it_never_goes_above_the_level() -> None:
     governor = Governor("basic", 1.02)
     assert changes_after(governor, 0.0, 500) == []
+
+
+def test_basic_measures_some_steps_while_all_of_them_cost_more_than_two_per_cent() -> None:
+    governor = Governor("basic", None)
+    assert changes_after(governor, 0.019, 100) == []
+    ((kind, text),) = changes_after(governor, 0.05, 10 * WINDOW)
+    assert kind == "detail-reduced"
+    assert "above the band of 2.0%: from now on gradients of 4 of every 32 steps" in text
+    measured = [step for step in range(32, 96) if governor.detail.measures(step)]
+    assert measured == [32, 33, 34, 35, 64, 65, 66, 67]
+    changes_after(governor, 0.001, WINDOW + RECOVERY_STEPS)
+    assert governor.detail.name == "basic"
+    governor.set_level("advanced")
+    assert changes_after(governor, 0.5, 100) == []
 
 
 @pytest.mark.parametrize(("level", "name"), [("basic", "basic"), ("extreme", "extreme")])
