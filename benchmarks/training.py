@@ -56,7 +56,7 @@ class Size:
     clips: bool = False
 
 
-N_BEFORE = 32  # steps before those that are timed; at "basic" less is measured after the first 12
+N_BEFORE = 14  # steps before those that are timed; at "basic" less is measured after the first 12
 N_STEPS = 32  # steps of a block: a period of what "basic" measures
 
 SIZES = {
