@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from flexinspect.masks import algebra
+from flexinspect.masks import presets
 from flexinspect.records.prompt import Prompt, PromptTokenIds, compose_prompt
 from flexinspect_hooks.generation.decoding import Choice, generate
 from flexinspect_hooks.generation.flex_patch import FlexPatch
@@ -103,7 +103,7 @@ class Timing(Struct, frozen=True):
 
 def flex_source(prompt: Prompt, device: str, *, compiled: bool) -> SpecMaskSource:
     """Return the segment-isolation mask of a prompt."""
-    spec = algebra.preset("segment-isolation", prompt.segments)
+    spec = presets.preset("segment-isolation", prompt.segments)
     length = prompt.segments[-1].stop
     return SpecMaskSource(spec, length=length, device=torch.device(device), compiled=compiled)
 

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect import __version__
-from flexinspect.masks import algebra
+from flexinspect.masks import key_blocks, presets
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import (
     Prompt,
@@ -200,25 +200,25 @@ class _Made:
             return ()
         return _attention(len(self.prompt.segments), step % 64)
 
-    def _spec(self) -> algebra.MaskSpec:
-        return algebra.preset("segment-isolation", self.prompt.segments)
+    def _spec(self) -> presets.MaskSpec:
+        return presets.preset("segment-isolation", self.prompt.segments)
 
     def _prefill_mask(self) -> MaskRecord:
         spec, n = self._spec(), self.n_prompt
         name = "flexinspect_hooks.generation.mask_source.arithmetic_mask_mod.<locals>.mask_mod"
         if n * n > MOST_CELLS:
-            tables = algebra.block_tables(spec, n, n)
+            tables = key_blocks.block_tables(spec, n, n)
             return _mask(name, n, n, 0, None, tables.partial[None], tables.full[None])
         cells = np.empty((1, n, n), np.bool_)
-        for start, stop in algebra.row_chunks(n):
+        for start, stop in key_blocks.row_chunks(n):
             cells[0, start:stop] = spec.dense(stop - start, n, q_offset=start)
-        rows = (cells[0, start:stop] for start, stop in algebra.row_chunks(n))
-        tables = algebra.stack_block_rows(rows)
+        rows = (cells[0, start:stop] for start, stop in key_blocks.row_chunks(n))
+        tables = key_blocks.stack_block_rows(rows)
         return _mask(name, n, n, 0, cells, tables.partial[None], tables.full[None])
 
     def _decode_mask(self, n_kv: int) -> MaskRecord:
         cells = np.ones((1, 1, n_kv), np.bool_)
-        partial = np.ones((1, 1, -(-n_kv // algebra.BLOCK_SIZE)), np.bool_)
+        partial = np.ones((1, 1, -(-n_kv // key_blocks.BLOCK_SIZE)), np.bool_)
         name = "flexinspect_hooks.generation.mask_source._causal_mask_mod.<locals>.mask_mod"
         return _mask(name, 1, n_kv, n_kv - 1, cells, partial, None)
 
@@ -314,7 +314,18 @@ def _mask(
 ) -> MaskRecord:
     name = hashlib.blake2b(f"{mask_mod} {q_len} {kv_len}".encode(), digest_size=8).hexdigest()
     return MaskRecord(
-        *(name, "block", 1, 1, q_len, kv_len, q_offset, 0, algebra.BLOCK_SIZE, algebra.BLOCK_SIZE),
+        *(
+            name,
+            "block",
+            1,
+            1,
+            q_len,
+            kv_len,
+            q_offset,
+            0,
+            key_blocks.BLOCK_SIZE,
+            key_blocks.BLOCK_SIZE,
+        ),
         *(mask_mod, "maskmods.py:55", False),
         cells=cells,
         partial=partial,

@@ -21,9 +21,8 @@ from flexinspect.drawing.heatmap import Levels, heat
 from flexinspect.drawing.text_lines import Pen, join_strips
 from flexinspect.drawing.theme import Theme
 from flexinspect.figures.mask_figure import FigureStyle
-from flexinspect.masks.algebra import Segments
 from flexinspect.masks.census import Report
-from flexinspect.masks.elementary import dense
+from flexinspect.masks.known_masks import dense
 from flexinspect.masks.mask_analysis import MaskAnalysis, analyse_mask
 from flexinspect.masks.mask_picture import MaskPicture
 from flexinspect.masks.mask_reduction import reduce_mask, reduce_phases
@@ -37,6 +36,7 @@ from flexinspect.masks.picture_text import (
     row_names,
     size_line,
 )
+from flexinspect.masks.presets import Segments
 from flexinspect.masks.viewport import CLOSED, N_STATES, OPEN
 from flexinspect.panels.mask.mask_pixels import (
     EVEN,

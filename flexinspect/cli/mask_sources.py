@@ -18,11 +18,10 @@ from flexinspect.core import plugins
 from flexinspect.core.errors import MaskError, UsageError
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import did_you_mean
-from flexinspect.masks.algebra import Segments
 from flexinspect.masks.attention_row import Floats
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import Report
-from flexinspect.masks.elementary import ArrayMask
+from flexinspect.masks.known_masks import ArrayMask
 from flexinspect.masks.mask_config import (
     MAX_DISPLAY,
     MAX_POSITIONS,
@@ -33,6 +32,7 @@ from flexinspect.masks.mask_config import (
     read_config,
 )
 from flexinspect.masks.mask_expressions import mask_names, parse_mask
+from flexinspect.masks.presets import Segments
 from flexinspect.records.prompt import Segment
 
 DEFAULT_MASK = "segment-isolation"

@@ -27,9 +27,9 @@ from flexinspect.figures.sheet import (
     typesetter,
 )
 from flexinspect.figures.themes import THEMES, FigureTheme, mix_colors, sign_color
-from flexinspect.masks.algebra import Segments
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.mask_analysis import MaskAnalysis, PhaseFacts
+from flexinspect.masks.presets import Segments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

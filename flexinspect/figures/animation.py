@@ -33,8 +33,8 @@ from flexinspect.figures.sheet import (
     typesetter,
 )
 from flexinspect.figures.themes import FigureTheme, mix_colors
-from flexinspect.masks.algebra import BoolArray
 from flexinspect.masks.mask_picture import MaskPicture
+from flexinspect.masks.presets import BoolArray
 from flexinspect.masks.viewport import OPEN
 
 if TYPE_CHECKING:

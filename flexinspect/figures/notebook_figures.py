@@ -13,10 +13,10 @@ from flexinspect.figures.flowchart_figure import draw_flowchart_figure
 from flexinspect.figures.mask_figure import DEFAULT_WIDTH, draw_mask_figure
 from flexinspect.figures.sheet import require_matplotlib
 from flexinspect.figures.themes import find_theme
-from flexinspect.masks.algebra import BoolArray, IntArray
-from flexinspect.masks.elementary import preset_mask
+from flexinspect.masks.known_masks import preset_mask
 from flexinspect.masks.mask_config import checked_config
 from flexinspect.masks.mask_reduction import reduce_mask
+from flexinspect.masks.presets import BoolArray, IntArray
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

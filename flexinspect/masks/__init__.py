@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from flexinspect.masks.algebra import BoolArray, IntArray
     from flexinspect.masks.mask_analysis import analyse_mask
     from flexinspect.masks.mask_config import MaskConfig
     from flexinspect.masks.mask_expressions import parse_mask
     from flexinspect.masks.mask_reduction import reduce_mask
+    from flexinspect.masks.presets import BoolArray, IntArray
     from flexinspect.masks.verification import verify_mask
 
 __all__ = [

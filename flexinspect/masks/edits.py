@@ -17,7 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from flexinspect.core.errors import MaskError
-from flexinspect.masks.algebra import UNREACHABLE, BoolArray, MaskSpec, Segments, preset, row_chunks
+from flexinspect.masks.key_blocks import row_chunks
+from flexinspect.masks.presets import UNREACHABLE, BoolArray, MaskSpec, Segments, preset
 from flexinspect.records.prompt import SegmentKind
 
 OPEN_END = UNREACHABLE  # a `stop` beyond every position

@@ -11,7 +11,6 @@ from rich.cells import cell_len
 
 from flexinspect.core.errors import MaskError
 from flexinspect.core.text import MAX_LISTED_POSITIONS, format_ranges
-from flexinspect.masks.algebra import BLOCK_SIZE, IntArray, Segments
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import (
     MAX_TABLE,
@@ -25,8 +24,10 @@ from flexinspect.masks.census import (
     take_census,
 )
 from flexinspect.masks.counting import Counts
-from flexinspect.masks.elementary import NegatedMask, causal
+from flexinspect.masks.key_blocks import BLOCK_SIZE
+from flexinspect.masks.known_masks import NegatedMask, causal
 from flexinspect.masks.picture_text import Places
+from flexinspect.masks.presets import IntArray, Segments
 from flexinspect.masks.verification import other_segments
 from flexinspect.records.prompt import SegmentKind, generated_start
 

@@ -15,9 +15,8 @@ from msgspec import Struct
 
 from flexinspect.core.errors import MaskError
 from flexinspect.core.text import did_you_mean, printable, truncate
-from flexinspect.masks.algebra import PRESETS, UNREACHABLE, Segments
 from flexinspect.masks.cell_mask import CellMask
-from flexinspect.masks.elementary import (
+from flexinspect.masks.known_masks import (
     ELEMENTARY,
     CombinedMask,
     NegatedMask,
@@ -25,6 +24,7 @@ from flexinspect.masks.elementary import (
     ShiftedMask,
     preset_mask,
 )
+from flexinspect.masks.presets import PRESETS, UNREACHABLE, Segments
 
 _MAX_LENGTH = 2000
 _PRESETS = {

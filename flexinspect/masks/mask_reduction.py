@@ -16,12 +16,12 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from flexinspect.masks.algebra import BoolArray, IntArray
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import Report, map_bands, part_of, take_census, tiles
 from flexinspect.masks.counting import Counts
-from flexinspect.masks.elementary import CombinedMask, ShiftedMask, difference_masks
+from flexinspect.masks.known_masks import CombinedMask, ShiftedMask, difference_masks
 from flexinspect.masks.mask_picture import MaskPicture
+from flexinspect.masks.presets import BoolArray, IntArray
 from flexinspect.masks.viewport import PixelCounts
 from flexinspect.records.prompt import Segment, generated_start
 

@@ -12,11 +12,11 @@ from rich.cells import cell_len
 
 from flexinspect.core.languages import Labels
 from flexinspect.core.text import printable, truncate
-from flexinspect.masks.algebra import IntArray, Segments
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import past_cells, take_census
 from flexinspect.masks.counting import Counts
 from flexinspect.masks.mask_picture import MaskPicture
+from flexinspect.masks.presets import IntArray, Segments
 from flexinspect.masks.viewport import BOTH, CLOSED, LEAKED, LOST, OPEN, UNKNOWN
 from flexinspect.records.prompt import Segment, SegmentKind, generated_start, segment_index
 

@@ -16,7 +16,6 @@ from msgspec.structs import asdict
 
 from flexinspect.core.errors import MaskError
 from flexinspect.core.text import MAX_LISTED_POSITIONS, did_you_mean, format_ranges
-from flexinspect.masks.algebra import BoolArray, IntArray, Segments
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.census import (
     BAND_ROWS,
@@ -28,8 +27,9 @@ from flexinspect.masks.census import (
     take_census,
     tiles,
 )
-from flexinspect.masks.elementary import ArrayMask, NegatedMask, RuleMask, causal
+from flexinspect.masks.known_masks import ArrayMask, NegatedMask, RuleMask, causal
 from flexinspect.masks.picture_text import Places
+from flexinspect.masks.presets import BoolArray, IntArray, Segments
 from flexinspect.records.prompt import SegmentKind, generated_start
 
 CHECKS = ("causal", "isolation", "fusion", "rows", "keys", "declared")

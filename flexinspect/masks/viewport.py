@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from flexinspect.masks.algebra import IntArray
 from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask, Tiles
+from flexinspect.masks.presets import IntArray
 
 States = npt.NDArray[np.uint8]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import synthetic
-from flexinspect.masks import algebra
+from flexinspect.masks import key_blocks, presets
 from flexinspect.trace.reader import TraceReader, open_trace
 
 
@@ -87,9 +87,9 @@ def test_the_mask_of_a_wide_trace_is_segment_isolation(wide: TraceReader) -> Non
     assert mask.cells is not None
     assert mask.partial is not None
     assert mask.full is not None
-    spec = algebra.preset("segment-isolation", wide.segments(0))
+    spec = presets.preset("segment-isolation", wide.segments(0))
     assert np.array_equal(mask.cells, spec.dense(600)[None])
-    tables = algebra.block_tables(spec, 600, 600)
+    tables = key_blocks.block_tables(spec, 600, 600)
     assert np.array_equal(mask.partial[0], tables.partial)
     assert np.array_equal(mask.full[0], tables.full)
 

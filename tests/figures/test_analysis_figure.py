@@ -11,7 +11,7 @@ from support.mask_pictures import paraphrase_segments
 from flexinspect.core.languages import load_labels
 from flexinspect.figures.analysis_figure import draw_analysis_figure, percent
 from flexinspect.figures.themes import THEMES
-from flexinspect.masks.elementary import full, preset_mask
+from flexinspect.masks.known_masks import full, preset_mask
 from flexinspect.masks.mask_analysis import analyse_mask
 
 ENGLISH = load_labels("en")

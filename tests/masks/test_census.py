@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flexinspect.core.errors import MaskError
 from flexinspect.masks import census
 from flexinspect.masks.census import Probe, fold_table, full_edges, map_bands, take_census
-from flexinspect.masks.elementary import ArrayMask
+from flexinspect.masks.known_masks import ArrayMask
 from flexinspect.masks.mask_expressions import parse_mask
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinspect.masks import viewport
-from flexinspect.masks.algebra import MaskSpec, preset
 from flexinspect.masks.counting import (
     MaskCounts,
     PositionGroups,
@@ -19,6 +18,7 @@ from flexinspect.masks.counting import (
     pack_spec,
     shift_keys,
 )
+from flexinspect.masks.presets import MaskSpec, preset
 from flexinspect.masks.viewport import (
     APPLIED,
     BOTH,

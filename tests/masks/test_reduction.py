@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexinspect.masks.elementary import ArrayMask, dense
+from flexinspect.masks.known_masks import ArrayMask, dense
 from flexinspect.masks.mask_config import PRESET_CONFIGS, MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask
 from flexinspect.masks.mask_picture import MaskPicture

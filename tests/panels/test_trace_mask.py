@@ -10,8 +10,8 @@ from support import mask_trace
 from support.mask_trace import BARE, CAUSAL, HEADS, N_PROMPT, RIGHT, SLIDING, TABLES, WRONG
 
 from flexinspect.core.errors import UsageError
-from flexinspect.masks import algebra
-from flexinspect.masks.elementary import dense
+from flexinspect.masks import presets
+from flexinspect.masks.known_masks import dense
 from flexinspect.masks.verification import verify_mask
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.mask.trace_mask import TraceMask, load_trace_mask
@@ -52,7 +52,7 @@ def test_a_step_shows_the_rows_up_to_it(source: Source) -> None:
 
 def test_the_declared_mask_leaves_out_dropped_keys(source: Source) -> None:
     declared = load(source, RIGHT, "declared").mask
-    spec = algebra.preset("segment-isolation", mask_trace.SEGMENTS)
+    spec = presets.preset("segment-isolation", mask_trace.SEGMENTS)
     assert (dense(declared, N, N) == spec.dense(N)).all()
     sliding = load(source, SLIDING)
     assert verify_mask(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flexinspect.masks.algebra import BlockTables, BoolArray
+from flexinspect.masks.key_blocks import BlockTables
+from flexinspect.masks.presets import BoolArray
 
 
 def expand_blocks(blocks: BoolArray, n_q: int, n_kv: int, size: tuple[int, int]) -> BoolArray:

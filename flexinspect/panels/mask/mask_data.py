@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from flexinspect.drawing.token_cells import TokenCell
 from flexinspect.masks import viewport
-from flexinspect.masks.algebra import declared_spec
 from flexinspect.masks.attention_row import UNCHECKED, LseCheck, recorded_check
 from flexinspect.masks.counting import CHUNK_ROWS, PositionGroups
+from flexinspect.masks.presets import declared_spec
 from flexinspect.masks.viewport import PixelCounts, PixelGrid, States
 from flexinspect.panels.base import Missing, Request, TracePlace, import_hint
 from flexinspect.panels.mask.mask_grid import (

@@ -15,8 +15,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from flexinspect.masks import counting
-from flexinspect.masks.algebra import IntArray, MaskSpec
 from flexinspect.masks.attention_row import Bools
+from flexinspect.masks.presets import IntArray, MaskSpec
 from flexinspect.masks.viewport import BlockLayout
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.panel_source import Source

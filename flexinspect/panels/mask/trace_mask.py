@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from flexinspect.core.errors import UsageError
 from flexinspect.core.languages import DEFAULT_LANGUAGE, Labels, load_labels
-from flexinspect.masks.algebra import BoolArray, IntArray, declared_spec
 from flexinspect.masks.cell_mask import CellMask
 from flexinspect.masks.counting import PositionGroups
-from flexinspect.masks.elementary import CombinedMask, RuleMask, spec_mask
+from flexinspect.masks.known_masks import CombinedMask, RuleMask, spec_mask
+from flexinspect.masks.presets import BoolArray, IntArray, declared_spec
 from flexinspect.panels.base import TracePlace
 from flexinspect.panels.mask.mask_grid import (
     MIN_STEPS,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexinspect.core.text import format_numbers, format_ranges, plural
-from flexinspect.masks.algebra import BoolArray, block_row_states, row_chunks
+from flexinspect.masks.key_blocks import block_row_states, row_chunks
+from flexinspect.masks.presets import BoolArray
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import (

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from flexinspect.core.text import Positions, capitalize, is_or_are, plural, printable
-from flexinspect.masks.algebra import Segments
+from flexinspect.masks.presets import Segments
 from flexinspect.records import imported
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind, declared_tokenizer

@@ -1,6 +1,6 @@
 """Where a patched model gets its block masks: from a `MaskSpec`, or from the user's `mask_mod`.
 
-The `flexinspect.masks.algebra.MaskSpec` is the same object that numpy draws and tests. It has two
+The `flexinspect.masks.presets.MaskSpec` is the same object that numpy draws and tests. It has two
 forms of `mask_mod`. The arithmetic form compares indices with constants: uncompiled flex runs it
 under four nested vmaps, where a gather costs milliseconds and a comparison tens of microseconds.
 The table form gathers from tensors, so that one compiled graph serves all prompts.
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.core.errors import MaskError, summarize_error
-from flexinspect.masks import algebra
-from flexinspect.masks.algebra import BlockTables, BoolArray, MaskSpec, row_chunks
+from flexinspect.masks import key_blocks
+from flexinspect.masks.key_blocks import BlockTables, row_chunks
+from flexinspect.masks.presets import BoolArray, MaskSpec
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.python_internals.mask_mod_identity import mask_mod_identity
 
@@ -73,7 +74,7 @@ class MaskSource:
             self._tables_key = key
         return BlockMask.from_kv_blocks(
             **self._table_tensors,
-            BLOCK_SIZE=algebra.BLOCK_SIZE,
+            BLOCK_SIZE=key_blocks.BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),
             compute_q_blocks=False,
@@ -159,14 +160,14 @@ class UserMaskSource(MaskSource):
 
     def _block_states(
         self, mask_mod: MaskMod, window: ForwardWindow, start: int, stop: int
-    ) -> algebra.BlockStates:
+    ) -> key_blocks.BlockStates:
         """One row of blocks, (heads, key blocks); one head if all heads share it."""
         indices = torch.arange(max(stop, window.kv_len), device=self._device)
         h_idx = torch.arange(window.heads or 2, device=self._device)
         q_idx, kv_idx = indices[start:stop], indices[: window.kv_len]
         groups = head_groups(mask_mod, self._zero, h_idx, q_idx, kv_idx)
-        size = algebra.BLOCK_SIZE
-        states = [algebra.block_row_states(cells.cpu().numpy(), size, size) for cells in groups]
+        size = key_blocks.BLOCK_SIZE
+        states = [key_blocks.block_row_states(cells.cpu().numpy(), size, size) for cells in groups]
         heads = np.concatenate(states)
         if len(heads) > 1 and not window.heads:
             text = f"The mask_mod {self.name} depends on the head, but the model's configuration "
@@ -353,10 +354,10 @@ def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:
     if window.kv_offset:
         whole = spec.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
         kept = whole[:, window.kv_offset :]
-        return algebra.stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
+        return key_blocks.stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
     if window.q_len == 1:
-        return algebra.row_block_tables(spec, window.q_offset, window.kv_len)
-    return algebra.block_tables(spec, window.q_len, window.kv_len, q_offset=window.q_offset)
+        return key_blocks.row_block_tables(spec, window.q_offset, window.kv_len)
+    return key_blocks.block_tables(spec, window.q_len, window.kv_len, q_offset=window.q_offset)
 
 
 def evaluate_mask_mod(mask_mod: MaskMod, *indices: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flexinspect.core import plugins
 from flexinspect.core.errors import DatasetError, MaskError, ModelError
-from flexinspect.masks.elementary import dense
+from flexinspect.masks.known_masks import dense
 from flexinspect.masks.mask_analysis import analyse_mask
 from flexinspect.masks.mask_config import MaskConfig
 from flexinspect.masks.mask_expressions import parse_mask

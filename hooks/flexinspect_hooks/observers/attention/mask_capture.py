@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexinspect.masks import algebra
+from flexinspect.masks import key_blocks
 from flexinspect.records.step import OWN_FUNCTION, MaskRecord
 from flexinspect_hooks.capture.buffer import StepBuffer, Values, with_prefix
 from flexinspect_hooks.capture.hook import StepDraft
@@ -341,7 +341,7 @@ def _mask_mod_cells(
         return mask_mod(zero, zero, q_idx[:, None], kv_idx[None]).expand(1, q_len, kv_len)
     h_idx, rows = indices.upto(heads), []
     with breakpoints_disabled():
-        for start, stop in algebra.row_chunks(q_len):
+        for start, stop in key_blocks.row_chunks(q_len):
             groups = []
             for group in head_groups(mask_mod, zero, h_idx, q_idx[start:stop], kv_idx):
                 if len(group) > 1 and heads * q_len * kv_len > MAX_CELLS:
