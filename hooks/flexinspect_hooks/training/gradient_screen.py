@@ -28,7 +28,7 @@ class GradientScreen:
         self._norms: deque[float] = deque(maxlen=HISTORY)
 
     @torch.no_grad()
-    def stands_out(self, named: NamedParameters, step: int) -> bool:
+    def is_suspicious(self, named: NamedParameters, step: int) -> bool:
         """Whether a step is to be measured."""
         given = (one.parameter.grad for one in named[:: -(-len(named) // MAX_PARAMETERS) or 1])
         gradients = [one for one in given if one is not None and one.numel()]

@@ -449,7 +449,7 @@ class TrainingSession:
         if not now.is_skipped:
             self._rates_before = now.learning_rates
         norms, self._clip_norms = self._clip_norms, None
-        if not now.is_measured and not self._stands_out(now):
+        if not now.is_measured and not self._is_suspicious(now):
             return
         if (change := self._meter.refresh()) is not None:
             now.notes.append(("parameters-changed", change, {"groups": [*self._meter.groups]}))
@@ -466,10 +466,10 @@ class TrainingSession:
         rates = now.learning_rates
         self._checks.on_gradients(now.number, now.measured, rates, is_before=is_before)
 
-    def _stands_out(self, now: TrainingStepDraft) -> bool:
+    def _is_suspicious(self, now: TrainingStepDraft) -> bool:
         """Whether a step that was not to be measured is, with those after it."""
         is_screened = self._governor.detail.is_screened
-        if is_screened and self._screen.stands_out(self._meter.named, now.number):
+        if is_screened and self._screen.is_suspicious(self._meter.named, now.number):
             now.is_measured = True
             self._measured_until = now.number + MEASURED_IN_SUCCESSION
         return now.is_measured

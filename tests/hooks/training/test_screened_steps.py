@@ -151,11 +151,11 @@ def parameters(*gradients: Tensor) -> list[NamedParameter]:
 
 def test_a_screen_compares_a_norm_with_those_before() -> None:
     screen, steady = GradientScreen(), parameters(torch.ones(4, 4), torch.ones(4))
-    assert [screen.stands_out(steady, step) for step in range(6)] == [False] * 6
+    assert [screen.is_suspicious(steady, step) for step in range(6)] == [False] * 6
     larger = parameters(torch.full((4, 4), 9.0), torch.ones(4))
-    assert not screen.stands_out(larger, 6)
-    assert screen.stands_out(parameters(torch.full((4, 4), 1000.0), torch.ones(4)), 7)
-    assert screen.stands_out(parameters(torch.ones(4, 4), torch.full((4,), math.inf)), 8)
+    assert not screen.is_suspicious(larger, 6)
+    assert screen.is_suspicious(parameters(torch.full((4, 4), 1000.0), torch.ones(4)), 7)
+    assert screen.is_suspicious(parameters(torch.ones(4, 4), torch.full((4,), math.inf)), 8)
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_a_screen_compares_a_norm_with_those_before() -> None:
 )
 def test_a_screen_passes_over_gradients_that_it_cannot_read(gradient: Tensor) -> None:
     named: list[Any] = parameters(gradient)
-    assert not GradientScreen().stands_out(named, 0)
-    assert not GradientScreen().stands_out(trainable(network()), 0)  # none has a gradient
+    assert not GradientScreen().is_suspicious(named, 0)
+    assert not GradientScreen().is_suspicious(trainable(network()), 0)  # none has a gradient
