@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flexinspect.rules.text.kept_state import KEPT_EVENT
+from flexinspect.rules.text.penalty_sign import SIGN_EVENT
 from flexinspect.rules.text.processor_rows import PROCESSOR_EVENT
 from flexinspect.rules.text.stopping_rows import STOPPING_EVENT
 from flexinspect_hooks.generate_calls.processor_trials import (
@@ -73,6 +74,9 @@ class GenerateChecks:
         for facts in self._rows.found.values() if self._rows is not None else ():
             text = "A logits processor judges rows of a batch by another row."
             yield GenerateEvent(PROCESSOR_EVENT, text, facts)
+        for facts in self._rows.wrong_signs if self._rows is not None else ():
+            text = "A logits processor scales scores whatever their sign."
+            yield GenerateEvent(SIGN_EVENT, text, facts)
         for kept in self._kept.values():
             if kept.found is not None and kept.start.is_code_unchanged():
                 yield self._kept_event(kept.start, "logits processor", kept.found, prompt)

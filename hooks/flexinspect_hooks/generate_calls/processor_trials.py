@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generate_calls.code_state import UnknownStateError, state_of
+from flexinspect_hooks.generate_calls.penalty_signs import PenaltySign
 from flexinspect_hooks.generate_calls.state_between_calls import KeptProcessor
 from flexinspect_hooks.python_internals.patching import patch
 
@@ -58,16 +59,24 @@ def name_and_place(called: Any) -> tuple[str, str]:
     return str(name), f"{code.co_filename}:{code.co_firstlineno}"
 
 
+def _named(processor: Any) -> dict[str, Any]:
+    name, place = name_and_place(processor)
+    return {"processor": name, "place": place}
+
+
 class ProcessorRows:
     """Checks the processors of one call of `generate`; `found` has a dictionary for each fault.
 
-    `kept` looks at those that begin the call with what an earlier one left.
+    `wrong_signs` has one for each that scales scores whatever their sign. `kept` looks at those
+    that begin the call with what an earlier one left.
     """
 
     def __init__(
         self, processors: Sequence[Any], kept: Mapping[int, KeptProcessor] | None = None
     ) -> None:
         self._left = {id(one): MAX_STEPS for one in processors}
+        self._signs = {id(one): PenaltySign(MAX_STEPS) for one in processors}
+        self._processors = {id(one): one for one in processors}
         self._kept = kept or {}
         self.found: dict[int, dict[str, Any]] = {}
 
@@ -84,12 +93,31 @@ class ProcessorRows:
 
     def is_open(self) -> bool:
         """Whether any processor is still looked at."""
-        return any(self._left.values()) or any(one.is_open for one in self._kept.values())
+        kept = any(one.is_open for one in self._kept.values())
+        return kept or any(self._left.values()) or any(o.is_open for o in self._signs.values())
+
+    @property
+    def wrong_signs(self) -> list[dict[str, Any]]:
+        """The facts about processors that scale scores whatever their sign."""
+        found = {key: one.found for key, one in self._signs.items() if one.found is not None}
+        return [_named(self._processors[key]) | facts for key, facts in found.items()]
 
     def call(
         self, processor: Any, run: Callable[..., Tensor], ids: Tensor, scores: Tensor
     ) -> Tensor:
         """Call a processor of a list, and look at it."""
+        sign = self._signs.get(id(processor))
+        if sign is None or not sign.is_open:
+            return self._call_kept(processor, run, ids, scores)
+        given = scores.clone()
+        result = self._call_kept(processor, run, ids, scores)
+        with suppress(Exception), torch.no_grad():  # scores of another kind are not compared
+            sign.compare(ids, given, result)
+        return result
+
+    def _call_kept(
+        self, processor: Any, run: Callable[..., Tensor], ids: Tensor, scores: Tensor
+    ) -> Tensor:
         kept = self._kept.get(id(processor))
         if kept is None or not kept.is_open:
             return self._call(processor, run, ids, scores)
@@ -135,14 +163,7 @@ class ProcessorRows:
         return result
 
     def _keep(self, processor: Any, source: int, rows: list[int], *, step: int) -> None:
-        name, place = name_and_place(processor)
-        facts = {
-            "processor": name,
-            "place": place,
-            "source": source,
-            "rows": rows,
-            "step": step,
-        }
+        facts = _named(processor) | {"source": source, "rows": rows, "step": step}
         known = self.found.setdefault(id(processor), facts)
         if known["source"] == source:
             known["rows"] = sorted({*known["rows"], *rows})
