@@ -67,6 +67,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.last: int | None = None
         self._pending: int | None = None
+        self._raised: int | None = None
         self._n_deferrals = 0
 
     @contextlib.contextmanager
@@ -102,12 +103,27 @@ class Interrupts:
         finally:
             self._n_deferrals -= 1
         if (number := self._pending) is not None and not self._n_deferrals:
-            self._pending = None
+            self._pending, self._raised = None, number
             raise signals.SignalInterrupt(number)
+
+    def check(self) -> None:
+        """Raise `SignalInterrupt` if one was raised since the last `take` and arrived nowhere.
+
+        Python drops an exception that a signal handler raises within `__del__` or a callback of the
+        garbage collector.
+        """
+        if (number := self._raised) is not None:
+            self._raised = None
+            raise signals.SignalInterrupt(number)
+
+    def take(self) -> None:
+        """An interrupt has arrived."""
+        self._raised = None
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.last = number
         if not self._n_deferrals:
+            self._raised = number
             raise signals.SignalInterrupt(number)
         self._pending = number
 

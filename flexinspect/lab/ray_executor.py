@@ -217,6 +217,7 @@ class WorkerPool(Generic[Result]):
             while self._waiting or self._has_running_job():
                 self._wait()
         except KeyboardInterrupt:
+            self._interrupts.take()
             self._finish_running()
             raise
         if self._left_out:
@@ -265,6 +266,7 @@ class WorkerPool(Generic[Result]):
 
     def _wait(self) -> None:
         """Wait for the next task that ends, and give its worker another job."""
+        self._interrupts.check()
         ended, _ = self._ray.wait([*self._tasks], timeout=REPORT_EVERY_S)
         with self._interrupts.deferred():  # a result is stored whole, and no worker is forgotten
             for task in ended:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +17,16 @@ from support.paths import TESTS
 from support.ray_workers import MakeScripted, Ran
 
 from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.signals import SignalInterrupt
 from flexinspect.inputs.samples import Sample
-from flexinspect.lab.ray_cluster import Connection, RayOptions, WorkerSlots, connected, slots_of
+from flexinspect.lab.ray_cluster import (
+    Connection,
+    Interrupts,
+    RayOptions,
+    WorkerSlots,
+    connected,
+    slots_of,
+)
 from flexinspect.lab.ray_executor import PoolStatus, RayExecutor, RemoteWorker, WorkerPool
 from flexinspect.lab.sample_jobs import SampleJob, jobs_of
 
@@ -195,3 +206,22 @@ def test_one_worker_for_each_gpu_or_for_the_cores_that_it_needs(
 def test_a_gpu_that_the_cluster_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match="the Ray cluster has no GPU"):
         slots_of(cluster(CPU=4), RayOptions(device="cuda"), 1)
+
+
+class Signalling:
+    """Gets Ctrl-C while it is destroyed, where Python drops what the handler raises."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_drops_is_raised_at_the_next_look() -> None:
+    interrupts = Interrupts()
+    with interrupts.handled():
+        interrupts.check()
+        Signalling()
+        with pytest.raises(SignalInterrupt):
+            interrupts.check()
+        interrupts.check()
