@@ -259,7 +259,8 @@ class MaskRecord(Struct, frozen=True):
     """A mask as a layer received it, stored once per fingerprint.
 
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", "none, causal" (no
-    mask, on a path that is causal by itself), or `INFERRED_MASK`. `q_offset` is the position of row
+    mask, on a path that is causal by itself), "score_mod" (no mask, but a score_mod that closes
+    cells, which `mask_mod` names then), or `INFERRED_MASK`. `q_offset` is the position of row
     0 in the sequence, `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys).
     `mask_mod` has its module and qualified name, `mask_mod_source` its file and first line where
     known, and `mask_mod_code` the variables that it reads, see docs/trace-format.md. `heads` is the

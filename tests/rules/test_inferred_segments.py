@@ -26,6 +26,7 @@ from flexinspect.records.prompt import (
     TokenizerFacts,
     declaration_entries,
 )
+from flexinspect.records.step import InputsRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.prompt.inferred_segments import INFERRED, SUSPECT, InferredSegmentsRule
 from flexinspect.trace.reader import open_trace
@@ -37,10 +38,16 @@ Span = tuple[int, int, str]
 
 
 def look(
-    cells: Any, texts: Sequence[str] = TEXTS, *, declared: dict[str, Any] | None = None
+    cells: Any,
+    texts: Sequence[str] = TEXTS,
+    *,
+    declared: dict[str, Any] | None = None,
+    positions: Sequence[tuple[int, int]] = (),
 ) -> list[Finding]:
     """Return the findings in a prefill of two layers that executed the mask."""
     step = prefill(cells)
+    if positions:
+        step = replace(step, inputs=InputsRecord(1, positions=tuple(positions)))
     rule, context = InferredSegmentsRule(), RuleContext()
     context.start_generation(generation(texts, declared))
     rule.on_generation_start(context)
@@ -86,6 +93,52 @@ def test_lists_that_do_not_fit_all_borders_say_nothing(edges: tuple[int, ...]) -
     declared = {"tokenizer": {}, **parts(*edges)}
     found = look(blocks([SECOND - 1, THIRD - 1], reader=THIRD - 1), declared=declared)
     assert one(found, INFERRED).severity is Severity.NOTE
+
+
+SAME_IDS = ((0, SECOND), (1, THIRD - SECOND), (1, len(TEXTS) - THIRD))
+"""Runs of position ids: after the BOS, each line begins with 1."""
+
+
+def test_a_first_segment_without_a_border_is_found_by_the_position_ids() -> None:
+    cells = blocks([SECOND, THIRD])
+    cells |= np.tri(len(TEXTS), dtype=bool) & (np.arange(len(TEXTS)) < SECOND)
+    finding = one(look(cells, declared={"tokenizer": {}}, positions=SAME_IDS), SUSPECT)
+    assert finding.severity is Severity.WARNING
+    assert finding.positions == (1,)
+    assert "By the position ids, position 1" in finding.sentence
+    assert f"later segments attend to 1-{SECOND - 1}" in finding.sentence
+    assert finding.sentence.endswith("those that your program passed.")
+
+
+def test_borders_at_one_distance_from_the_position_ids_are_a_warning() -> None:
+    cells = blocks([SECOND - 1, THIRD - 1])
+    finding = one(look(cells, declared={"tokenizer": {}}, positions=SAME_IDS), SUSPECT)
+    assert finding.severity is Severity.WARNING
+    assert "1 token early" in finding.sentence
+    assert "(where the position ids start again)" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        SAME_IDS,  # as the mask
+        ((0, len(TEXTS)),),  # one run
+        ((0, SECOND), (1, len(TEXTS) - SECOND)),  # only one segment begins again
+        ((0, SECOND), (1, THIRD - SECOND), (3, len(TEXTS) - THIRD)),  # two beginnings
+        ((0, SECOND), (0, THIRD - SECOND), (0, len(TEXTS) - THIRD)),  # documents, from 0 on
+    ],
+)
+def test_position_ids_of_another_structure_say_nothing(
+    positions: tuple[tuple[int, int], ...],
+) -> None:
+    found = look(blocks([1, SECOND, THIRD]), declared={"tokenizer": {}}, positions=positions)
+    assert one(found, INFERRED).severity is Severity.NOTE
+
+
+def test_the_text_is_read_where_mask_and_position_ids_agree() -> None:
+    early = ((0, SECOND - 1), (1, THIRD - SECOND), (1, len(TEXTS) - THIRD + 1))
+    finding = one(look(blocks([SECOND - 1, THIRD - 1]), positions=early), SUSPECT)
+    assert "the beginning of a line" in finding.sentence
 
 
 def test_borders_at_lines_are_reported_as_segments_to_confirm() -> None:

@@ -73,6 +73,7 @@ def _describe_received_mask(mask: MaskRecord, receiver: str) -> str:
 _KIND_NAMES = {
     "block": "a block mask",
     "none": "no mask (every key is open)",
+    "score_mod": "no mask, but a score_mod that closes keys",
     "none, causal": "no mask, on a path that applies a causal mask itself",
     INFERRED_MASK: "no mask; a causal mask reproduces the recorded attention output",
     "bool": "a dense bool mask",

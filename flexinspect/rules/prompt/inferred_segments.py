@@ -3,7 +3,7 @@
 The rows at which another set of keys begins are the borders (see `segment_borders`). The text on
 both sides of a border says whether it may be a mistake: lines, sentences, turns of a chat, special
 tokens, separators and repeated wordings begin a segment; the middle of a word does not, nor does
-that of a list of ids which the program holds.
+that of a list of ids which the program holds. Where position ids start again, a segment begins too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from flexinspect.core.text import capitalize, join_labels, plural, printable, truncate
@@ -37,6 +38,7 @@ _MAX_SHIFT = 4  # tokens; borders farther away from a line are not meant to be a
 _MAX_QUOTED_CHARACTERS = 28
 _GUESS = "You declared no segments, so this is a guess from the mask and the text."
 _BY_PARTS = "You declared no segments; these lists of token ids are variables of your program."
+_BY_IDS = "You declared no segments; these position ids are those that your program passed."
 _SEGMENTS_ONLY = "You declared segments but no mask, so the cells were not compared one by one."
 _FIX_BY_MOVE = (
     "Count positions in the input ids, with the BOS and the padding. To compare every cell with "
@@ -66,9 +68,10 @@ class InferredSegments(NamedTuple):
 
     `borders` are the first positions of all segments but the first. All of them are at a landmark
     after a move by `shift` tokens; 0 if they already are, or if no small move achieves that;
-    `landmark` is its name, and `is_cut` says that they divide lists of the program. `in_words` and
-    `before_breaks` are borders inside a word and just before a line break, if they do not have a
-    shift in common.
+    `landmark` is its name, and `is_cut` says that they divide lists of the program, or `by_ids`
+    what has position ids of its own. `in_words` and `before_breaks` are borders inside a word and
+    just before a line break, if they do not have a shift in common. `without_border` is where the
+    first of segments with the same position ids begins, if the mask has borders at the others only.
     """
 
     borders: Borders
@@ -77,11 +80,14 @@ class InferredSegments(NamedTuple):
     before_breaks: Borders = ()
     landmark: str = ""
     is_cut: bool = False
+    by_ids: bool = False
+    without_border: int | None = None
 
     @property
     def is_suspect(self) -> bool:
         """Whether a border is probably not where it was meant to be."""
-        return bool(self.shift or self.in_words or self.before_breaks)
+        is_odd = self.shift or self.in_words or self.before_breaks
+        return bool(is_odd or self.without_border is not None)
 
     def describe_distance(self) -> str:
         """Return where the borders are if they have a shift: `1 token before ... of a line`."""
@@ -119,8 +125,41 @@ def first_text_position(prompt: PromptTokens, start: int = 0) -> int:
     return start
 
 
-def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
+class ParallelSegments(NamedTuple):
+    """Segments whose position ids all begin with the same number: at `first`, and at `others`.
+
+    `is_first_seen` says that the second one attends to all of the first.
+    """
+
+    first: int
+    others: tuple[int, ...]
+    is_first_seen: bool = False
+
+    def under(self, cells: npt.NDArray[np.bool_]) -> ParallelSegments:
+        """Return them with what a mask (rows, keys) lets the second one see."""
+        second = self.others[0]
+        return self._replace(is_first_seen=bool(cells[second, self.first : second].all()))
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[tuple[int, int]]) -> ParallelSegments | None:
+        """Return those of position ids in runs (first id, count), None for fewer than three.
+
+        The first segment continues the ids of the text before it, so only the others have a run of
+        their own.
+        """
+        starts = np.cumsum([0, *(count for _, count in runs)])
+        ids = [first for first, _ in runs]
+        if len(ids) < 3 or len({*ids[1:]}) > 1 or ids[0] != 0 or not 0 < ids[1] < runs[0][1]:
+            return None
+        return cls(ids[1], tuple(int(start) for start in starts[1:-1]))
+
+
+def infer_segments(
+    borders: Borders, prompt: PromptTokens, parallel: ParallelSegments | None = None
+) -> InferredSegments:
     """Return the segments that borders cut a prompt into, with what is odd about the borders."""
+    if parallel is not None and (numbered := _numbered_parts(borders, prompt, parallel)):
+        return numbered
     if (divided := _divided_parts(borders, prompt)) is not None:
         return divided
     if not prompt.has_text:
@@ -145,6 +184,26 @@ def infer_segments(borders: Borders, prompt: PromptTokens) -> InferredSegments:
         in_words=tuple(b for b, (before, after) in texts.items() if _is_in_word(before, after)),
         before_breaks=tuple(b for b, (_, after) in texts.items() if after.startswith("\n")),
     )
+
+
+def _numbered_parts(
+    borders: Borders, prompt: PromptTokens, parallel: ParallelSegments
+) -> InferredSegments | None:
+    """Return the segments if the first has no border, or all are at one distance from the ids.
+
+    None if the borders are those of the position ids, or have another structure.
+    """
+    begins, others = {parallel.first, *parallel.others}, {*parallel.others}
+    if others <= {*borders}:
+        if not parallel.is_first_seen:
+            return None
+        return InferredSegments(borders, by_ids=True, without_border=parallel.first)
+    for n in prompt_facts.candidate_shifts(prompt):
+        moved = {border + n for border in borders}
+        if n and abs(n) <= max(_MAX_SHIFT, prompt.n_pads + 1) and others <= moved <= begins:
+            name = "where the position ids start again"
+            return InferredSegments(borders, n, landmark=name, by_ids=True)
+    return None
 
 
 def _divided_parts(borders: Borders, prompt: PromptTokens) -> InferredSegments | None:
@@ -239,16 +298,20 @@ class InferredSegmentsRule(Rule):
         if step.q_len == 1 or not self._is_active:
             return
         calls_by_borders: dict[Borders, list[CallRecord]] = {}
+        parallel = None if step.inputs is None else ParallelSegments.of_runs(step.inputs.positions)
+        seen: dict[Borders, ParallelSegments] = {}
         for fingerprint, calls in calls_by_mask(step).items():
             mask = self.context.mask(fingerprint)
             if mask is None or mask.q_offset or mask.q_len < self._prompt.stop:
                 continue
             self._is_active = False
-            for borders in find_segment_borders(mask, self._prompt):
+            for borders, head in find_segment_borders(mask, self._prompt).items():
+                if parallel is not None and mask.cells is not None:
+                    seen.setdefault(borders, parallel.under(mask.cells[head]))
                 if not self._has_segments or self._are_between_segments(mask, borders):
                     calls_by_borders.setdefault(borders, []).extend(calls)
         for borders, calls in calls_by_borders.items():
-            segments = infer_segments(borders, self._prompt)
+            segments = infer_segments(borders, self._prompt, seen.get(borders))
             if segments.is_suspect or not self._has_segments:
                 yield self._make_finding(step, segments, calls)
 
@@ -274,6 +337,7 @@ class InferredSegmentsRule(Rule):
             quoted = [f'"{text}"' if self._prompt.has_text else text for text in texts]
             sentence = f"In {where} {cut}: {join_labels(limit_names(quoted))}."
         guess = _BY_PARTS if segments.is_cut else _GUESS
+        guess = _BY_IDS if segments.by_ids else guess
         sentence += f" {_SEGMENTS_ONLY if self._has_segments else guess}"
         evidence = {
             "borders": list(segments.borders),
@@ -282,6 +346,9 @@ class InferredSegmentsRule(Rule):
         if segments.shift:
             evidence["shift"] = segments.shift
         odd = (*segments.in_words, *segments.before_breaks) or segments.borders
+        if segments.without_border is not None:
+            odd = (segments.without_border,)
+        is_certain = segments.is_cut or segments.by_ids
         found = self.finding(
             step,
             SUSPECT if segments.is_suspect else INFERRED,
@@ -290,7 +357,7 @@ class InferredSegmentsRule(Rule):
             evidence,
             positions=sorted(odd),
             series=f"borders {segments.borders}",
-            severity=Severity.WARNING if segments.is_cut and len(segments.borders) > 1 else None,
+            severity=Severity.WARNING if is_certain and len(segments.borders) > 1 else None,
         )
         return replace(found, fix=self._describe_fix(segments.shift))
 
@@ -302,6 +369,12 @@ class InferredSegmentsRule(Rule):
 
     def _describe_oddity(self, segments: InferredSegments) -> str:
         place, n = self.context.format_position, segments.shift
+        if (first := segments.without_border) is not None:
+            other = next(border for border in segments.borders if border > first)
+            return (
+                f"By the position ids, {place(first)} begins a segment as {place(other)} does, but "
+                f"the mask has no border there: later segments attend to {first}-{other - 1}"
+            )
         if n:
             first = segments.borders[0]
             each = "The segment border" if len(segments.borders) == 1 else "Every segment border"

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexinspect_hooks.observers.attention.score_mod_cells import modified_scores
+
 MAX_ROWS = 1024
 """Tables of longer sequences are not made."""
 
@@ -53,18 +55,3 @@ def heads_of_other_groups(bias: Tensor, n_kv_heads: int) -> list[int]:
 def _evaluate(score_mod: Any, score: float, heads: int, n: int, device: torch.device) -> Tensor:
     scores = torch.full((heads, n, n), score, device=device)
     return modified_scores(score_mod, scores, torch.arange(n, device=device))
-
-
-def modified_scores(score_mod: Any, scores: Tensor, rows: Tensor) -> Tensor:
-    """Return what a score_mod makes of scores (heads, rows, keys) of batch row 0.
-
-    `rows` are the indices that it receives. What it raises is not caught.
-    """
-    zero = torch.zeros((), dtype=torch.long, device=scores.device)
-    heads, _, n_keys = scores.shape
-    head, key = (torch.arange(n, device=scores.device) for n in (heads, n_keys))
-    function = score_mod
-    for dims in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
-        function = torch.vmap(function, in_dims=dims)
-    result: Tensor = function(scores, zero, head, rows, key)
-    return result.expand_as(scores).float()

@@ -356,6 +356,45 @@ def test_a_missing_residual_of_the_mlp_is_named(audit: Audit, family: str) -> No
     assert [words in one.sentence for one in findings] == [True], findings
 
 
+def _norms_after_residuals(which: tuple[str, ...]) -> Any:
+    """Return a forward of a layer of OLMo 2 in which some norms are of the sum."""
+
+    def forward(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        rows, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
+        for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            if name == "post_feedforward_layernorm":
+                rows = self.mlp(hidden_states)
+            norm = getattr(self, name)
+            is_of_sum = name in which
+            total = hidden_states + rows
+            hidden_states = norm(total) if is_of_sum else hidden_states + norm(rows)
+        return hidden_states
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        (("post_attention_layernorm",), "the output of the attention, not"),
+        (("post_feedforward_layernorm",), "the output of the MLP, not"),
+        (
+            ("post_attention_layernorm", "post_feedforward_layernorm"),
+            "the output of the two blocks, not",
+        ),
+    ],
+)
+def test_a_norm_of_the_sum_with_the_residual_is_named(
+    audit: Audit, which: tuple[str, ...], words: str
+) -> None:
+    model = make_model("olmo2")
+    layer = model.model.layers[1]
+    layer.forward = MethodType(_norms_after_residuals(which), layer)
+    _, findings, _ = audit(model, lambda: decode(model, 2))
+    sentence = f"in which {' and '.join(which)} "
+    assert [sentence in o.sentence and words in o.sentence for o in findings] == [True], findings
+
+
 def test_a_number_of_a_module_that_is_not_the_configurations_is_named(audit: Audit) -> None:
     model = make_model("llama")
     model.model.layers[1].post_attention_layernorm.variance_epsilon = 0.1

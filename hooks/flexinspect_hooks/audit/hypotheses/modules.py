@@ -159,6 +159,38 @@ def mlp_residual_skipped(probe: FaultProbe) -> Edits:
     yield ForwardEdit(name="residual.skipped", sentence=sentence, modules=edits)
 
 
+def norm_after_residual(probe: FaultProbe) -> Edits:
+    """The norm of a block's output, which the architecture adds to the residual, is of the sum."""
+    names = layer_modules(probe)
+    attention, feed_forward = "post_attention_layernorm", "post_feedforward_layernorm"
+    if not (is_norm(names.get(attention, probe.reference.model)) and feed_forward in names):
+        return  # without the second, the first is that before the MLP
+    middle: list[Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
+        middle[:] = [before + output]
+        return output
+
+    def of_sum(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
+        changed = module.forward(inputs + before)
+        middle[:] = [changed]
+        return changed - before
+
+    def of_second_sum(module: Any, inputs: Any, output: Tensor, before: Tensor) -> Any:
+        return module.forward(inputs + middle[0]) - middle[0]
+
+    choices: list[tuple[str, dict[str, ModuleEdit]]] = [
+        (attention, {attention: of_sum}),
+        (feed_forward, {attention: keep, feed_forward: of_second_sum}),
+        (f"{attention} and {feed_forward}", {attention: of_sum, feed_forward: of_second_sum}),
+    ]
+    for those, edits in choices:
+        blocks = {attention: "the attention", feed_forward: "the MLP"}.get(those, "the two blocks")
+        sentence = f"in which {those} {'are' if ' and ' in those else 'is'} applied to the sum of "
+        sentence += f"the residual and the output of {blocks}, not to the output alone"
+        yield ForwardEdit(name="norm.after-residual", sentence=sentence, modules=edits)
+
+
 def embedding_scale(probe: FaultProbe) -> Edits:
     """The embeddings are scaled by the root of the hidden size, or not scaled though they are."""
     size = float(getattr(probe.config, "hidden_size", 1)) ** 0.5
@@ -207,6 +239,7 @@ HYPOTHESES = (
     bias_skipped,
     residual_skipped,
     mlp_residual_skipped,
+    norm_after_residual,
     embedding_scale,
     attribute_changed,
 )

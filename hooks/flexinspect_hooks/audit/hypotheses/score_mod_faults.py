@@ -14,7 +14,8 @@ from torch import Tensor
 from flexinspect_hooks.audit.difference_shape import positions_text
 from flexinspect_hooks.audit.forward_edits import AttentionInput, ForwardEdit
 from flexinspect_hooks.audit.probe import FaultProbe
-from flexinspect_hooks.audit.score_mods import MAX_ROWS, modified_scores
+from flexinspect_hooks.audit.score_mods import MAX_ROWS
+from flexinspect_hooks.observers.attention.score_mod_cells import modified_scores
 
 Edits = Iterator[ForwardEdit]
 _SCORES = (0.0, 1.0, -2.5)

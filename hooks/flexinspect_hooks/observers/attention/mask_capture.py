@@ -27,10 +27,11 @@ from flexinspect_hooks.debugger.frames import breakpoints_disabled
 from flexinspect_hooks.generation.mask_source import head_groups
 from flexinspect_hooks.observers.attention.call_references import AttentionCall, CapturedMask
 from flexinspect_hooks.observers.attention.mask_mod_code import MaskModCodes, record_sources
+from flexinspect_hooks.observers.attention.score_mod_cells import CLOSED_SCORE, ScoreModCells
 from flexinspect_hooks.python_internals import mask_mod_identity as mask_mods
 
-CLOSED_BIAS = -5000.0
-"""A bias below this closes its cell: exp(-5000) is 0 in every dtype. Programs use -1e4 and -1e9."""
+SCORE_MOD = "score_mod"
+"""The kind of a mask that no layer received: a score_mod closes cells."""
 
 MAX_CELLS = 1 << 26
 """Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
@@ -45,6 +46,7 @@ class MaskStore:
     def __init__(self, device: torch.device) -> None:
         self._indices = _IndexTensors(device)
         self._codes = MaskModCodes()
+        self._score_mods = ScoreModCells()
         self._stored: set[str] = set()
         self._last_key: tuple[Any, ...] = (None, None, None, None)
         self._last_grids: tuple[_Grid | None, _Grid | None] = (None, None)
@@ -73,6 +75,8 @@ class MaskStore:
         for ref in refs:
             mask = ref.mask
             shared: tuple[Any, ...] = (id(mask), ref.path)
+            if self._score_mods.may_close(score_mod := _score_mod_of(ref)):
+                shared = (*shared, mask_mods.mask_mod_identity(score_mod))
             # A block mask must fit its call exactly, so its identity implies the lengths.
             if not isinstance(mask, BlockMask):
                 shared = (*shared, ref.query.shape[2], ref.key.shape[2])
@@ -95,7 +99,8 @@ class MaskStore:
         self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
     ) -> CapturedMask:
         mask = _describe_mask(ref, number, step)
-        if mask.mask_mod is not None:
+        opened = self._left_open(ref, mask, step)
+        if mask.mask_mod is not None and mask.kind != SCORE_MOD:
             mask.code, mask.new_sources = self._codes.capture(mask.mask_mod, buffer)
         # At level basic a decode row is identified by its mask_mod and lengths; its tables add
         # little information and half the cost of the step's record.
@@ -107,10 +112,28 @@ class MaskStore:
         if step.level == "basic" or mask.q_len * mask.kv_len > MAX_CELLS:
             return mask
         mask.cells = _executed(ref, mask, self._indices)
+        if opened is not None and mask.cells is not None:
+            mask.cells = mask.cells & opened
         for name in ("cells", "averaged", "mask_mod_blocks"):
             if (tensor := getattr(mask, name)) is not None:
                 buffer.put(f"mask.{number}.{name}", tensor)
         return mask
+
+    def _left_open(
+        self, ref: AttentionCall, mask: CapturedMask, step: StepContext
+    ) -> Tensor | None:
+        """Return the cells that the call's score_mod leaves open; None if it closes none."""
+        score_mod, opened = _score_mod_of(ref), None
+        if not self._score_mods.may_close(score_mod):
+            return None
+        if step.level != "basic" or mask.q_len > 1:
+            size = (ref.query.shape[1], mask.q_len, mask.kv_len)
+            opened = self._score_mods.open_cells(score_mod, *size, ref.query.device)
+        if self._score_mods.closes(score_mod):
+            mask.identity += mask_mods.mask_mod_identity(score_mod)
+            if ref.mask is None:
+                mask.kind, mask.mask_mod = SCORE_MOD, score_mod
+        return opened
 
     def _capture_no_mask(
         self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
@@ -170,7 +193,15 @@ def capture_call_mask(ref: AttentionCall, step: StepContext) -> CapturedMask:
     mask = _describe_mask(ref, 0, step)
     if mask.q_len * mask.kv_len <= MAX_CELLS:
         mask.cells = _executed(ref, mask, _IndexTensors(ref.query.device))
+        if mask.cells is not None and (score_mod := _score_mod_of(ref)) is not None:
+            size = (ref.query.shape[1], mask.q_len, mask.kv_len)
+            opened = ScoreModCells().open_cells(score_mod, *size, ref.query.device)
+            mask.cells = mask.cells if opened is None else mask.cells & opened
     return mask
+
+
+def _score_mod_of(ref: AttentionCall) -> Any:
+    return None if ref.kernel is None else ref.kernel.arguments.get("score_mod")
 
 
 def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor | None:
@@ -303,9 +334,9 @@ def _float_cells(tensor: Tensor, mask: CapturedMask) -> Tensor:
     are open as well. A row of -Inf is closed.
     """
     top = tensor.amax(-1, keepdim=True)
-    lowest = (top <= CLOSED_BIAS) & (top > -torch.inf)
+    lowest = (top <= CLOSED_SCORE) & (top > -torch.inf)
     mask.averaged = (lowest & (top * torch.finfo(tensor.dtype).eps <= -1))[..., 0]
-    return (tensor > CLOSED_BIAS) | (lowest & (tensor == top))
+    return (tensor > CLOSED_SCORE) | (lowest & (tensor == top))
 
 
 class _IndexTensors:

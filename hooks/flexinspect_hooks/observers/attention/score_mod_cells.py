@@ -1,0 +1,81 @@
+"""The cells that a score_mod closes: FlexAttention allows a mask as a score_mod that gives -inf.
+
+The score_mod that the kernel received is evaluated for all heads, rows and keys, as the kernel does
+it, on scores of 0. Most score_mods close nothing; those are evaluated once, and recognized by their
+code afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexinspect_hooks.debugger.frames import breakpoints_disabled
+
+CLOSED_SCORE = -5000.0
+"""A score below it closes its cell: exp(-5000) is 0 in every dtype. Programs use -1e4 and -1e9."""
+
+MAX_CELLS = 1 << 22
+"""Cells of all heads together that are evaluated; a score_mod of more counts as closing none."""
+
+
+class ScoreModCells:
+    """Evaluates the score_mods of one generation after the other."""
+
+    def __init__(self) -> None:
+        self._closes: dict[Any, bool] = {}
+
+    def may_close(self, score_mod: Any) -> bool:
+        """Whether a score_mod closes cells, or has not been evaluated yet."""
+        return score_mod is not None and self._closes.get(_code_of(score_mod), True)
+
+    def closes(self, score_mod: Any) -> bool:
+        """Whether a score_mod of this code was seen to close cells."""
+        return score_mod is not None and self._closes.get(_code_of(score_mod), False)
+
+    def open_cells(
+        self, score_mod: Any, heads: int, q_len: int, kv_len: int, device: torch.device
+    ) -> Tensor | None:
+        """Return the cells that it leaves open, bool (1 or heads, q_len, kv_len).
+
+        None if it closes none, cannot be evaluated, or if there are too many cells.
+        """
+        if heads * q_len * kv_len > MAX_CELLS:
+            return None
+        code = _code_of(score_mod)
+        scores = torch.zeros(heads, q_len, kv_len, device=device)
+        try:
+            with breakpoints_disabled():
+                changed = modified_scores(score_mod, scores, torch.arange(q_len, device=device))
+        except Exception:  # code of the user
+            self._closes[code] = False
+            return None
+        cells = ~(changed < CLOSED_SCORE)  # NaN closes nothing
+        closes = not bool(cells.all())
+        if q_len > 1 or closes:
+            self._closes[code] = closes
+        if not closes:
+            return None
+        return cells[:1] if bool((cells == cells[:1]).all()) else cells
+
+
+def _code_of(score_mod: Any) -> Any:
+    function = getattr(score_mod, "func", score_mod)  # of a partial
+    return getattr(function, "__code__", type(function))
+
+
+def modified_scores(score_mod: Any, scores: Tensor, rows: Tensor) -> Tensor:
+    """Return what a score_mod makes of scores (heads, rows, keys) of batch row 0.
+
+    `rows` are the indices that it receives. What it raises is not caught.
+    """
+    zero = torch.zeros((), dtype=torch.long, device=scores.device)
+    heads, _, n_keys = scores.shape
+    head, key = (torch.arange(n, device=scores.device) for n in (heads, n_keys))
+    function = score_mod
+    for dims in ((0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)):
+        function = torch.vmap(function, in_dims=dims)
+    result: Tensor = function(scores, zero, head, rows, key)
+    return result.expand_as(scores).float()
