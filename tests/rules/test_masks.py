@@ -219,6 +219,30 @@ def test_a_layer_with_another_mask_is_named_without_a_declared_mask(tmp_path: Pa
     assert "layers 0, 2 ran" in finding.sentence
 
 
+@pytest.mark.parametrize(
+    ("windows", "severity"),
+    [((3, 6, 12), Severity.NOTE), ((6, 6, 40), Severity.WARNING)],
+    ids=["a scheme", "one layer lost its window"],
+)
+def test_layers_with_windows_of_their_own_are_a_scheme(
+    tmp_path: Path, windows: tuple[int, ...], severity: Severity
+) -> None:
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    for layer, window in zip(model.model.layers, windows, strict=True):
+
+        def forward(*args: Any, own: Any = layer.self_attn.forward, n: int = window, **kw: Any):
+            rows = torch.arange(PROMPT)
+            back = rows[:, None] - rows
+            closed = torch.finfo(torch.float32).min
+            mask = torch.zeros(PROMPT, PROMPT).masked_fill((back < 0) | (back >= n), closed)
+            return own(*args, **{**kw, "attention_mask": mask[None, None]})
+
+        layer.self_attn.forward = forward
+    found = of(planted(tmp_path, model, lambda: model(prompt_ids())), "mask.layers-differ")
+    assert {one.severity for one in found} == {severity}
+
+
 def test_a_plain_model_does_not_isolate_declared_segments(tmp_path: Path) -> None:
     model = make_model("gpt_neox")
     found = planted(tmp_path, model, lambda: generated(model, prompt_ids()), **ISOLATED)

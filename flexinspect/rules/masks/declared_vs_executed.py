@@ -344,9 +344,10 @@ class MasksRule(Rule):
             else:
                 classes.append([group])
         return [
-            self._odd_layers_finding(step, _join_groups(norm), _join_groups(odd))
+            self._odd_layers_finding(step, _join_groups(norm), _join_groups(odd), is_scheme)
             for classes in kinds.values()
             for norm in [max(classes, key=_norm_rank)]
+            for is_scheme in [_is_scheme_of_windows(classes)]
             for odd in classes
             if odd is not norm
         ]
@@ -367,7 +368,9 @@ class MasksRule(Rule):
         differing: BoolArray = (a.cells ^ b.cells) & rows[..., None]
         return differing
 
-    def _odd_layers_finding(self, step: StepRecord, norm: LayerGroup, odd: LayerGroup) -> Finding:
+    def _odd_layers_finding(
+        self, step: StepRecord, norm: LayerGroup, odd: LayerGroup, is_scheme: bool
+    ) -> Finding:
         cells, layers = self._differing_cells(norm, odd), odd.layers
         head, row, key = (int(n) for n in np.argwhere(cells)[0])
         opens = bool(odd.cells[min(head, odd.n_heads - 1), row, key])
@@ -382,7 +385,7 @@ class MasksRule(Rule):
         )
         # The path rule reports a fallback, and several layers are likely a kind by design.
         is_kind = len(layers) > 1 and len(layers) >= _MIN_KIND_SHARE * odd.n_layers
-        is_kind = is_kind or _have_windows(norm, odd)
+        is_kind = is_kind or is_scheme or _have_windows(norm, odd)
         masks = {"mask": odd.mask.fingerprint, "others": norm.mask.fingerprint}
         paths = {"path": odd.call.path, "path_of_others": norm.call.path}
         facts = {**masks, "cells": n_cells, "layers": list(layers), **paths}
@@ -403,6 +406,13 @@ def _have_windows(one: LayerGroup, other: LayerGroup) -> bool:
     """Whether one mask_mod gave two groups of layers sliding windows of different lengths."""
     same = one.call.path == other.call.path and one.mask.mask_mod == other.mask.mask_mod
     return same and one.mask.mask_mod is not None and all(map(_is_window, (one, other)))
+
+
+def _is_scheme_of_windows(classes: Sequence[Sequence[LayerGroup]]) -> bool:
+    """Whether layers have at least three sliding windows, and no length is that of most layers."""
+    sizes = [sum(len(one.layers) for one in those) for those in classes]
+    is_mixed = len(classes) >= MIN_WINDOWS and 2 * max(sizes) <= sum(sizes)
+    return is_mixed and all(_is_window(those[0]) for those in classes)
 
 
 def _is_window(group: LayerGroup) -> bool:
@@ -431,6 +441,7 @@ def _layers_series(layers: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, layers))}"
 
 
+MIN_WINDOWS = 3  # of different lengths, which layers have by design
 _MIN_KIND_SHARE = 0.2  # this share of the layers (two or more) may be a kind by design
 
 

@@ -1,4 +1,4 @@
-"""The rule for masks and score_mods of several layers that share the variable of their loop."""
+"""The rule for masks, score_mods and forwards of layers that share the variable of their loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from flexinspect.rules.context import format_step_layers
 from flexinspect.rules.engine import Findings, Rule, finding_kinds
 
 LATE_BINDING_EVENT = "late-binding"
+_MADE = {"score_mod": ("score_mods", "scores"), "forward": ("forwards", "value")}
+"""What a loop made, and what each layer gets of the last one."""
 
 
 class LateBindingRule(Rule):
@@ -25,8 +27,7 @@ class LateBindingRule(Rule):
                 continue
             layers = [int(layer) for layer in event.data["layers"]]
             name, source = printable(event.data["variable"]), printable(event.data["source"])
-            is_score = event.data.get("of") == "score_mod"
-            what, got = ("score_mods", "scores") if is_score else ("rules", "mask")
+            what, got = _MADE.get(str(event.data.get("of")), ("rules", "mask"))
             sentence = (
                 f"{capitalize(format_step_layers(layers, step))} use {what} that a loop made "
                 f"({source}), and all of them see the loop's last value of `{name}` "

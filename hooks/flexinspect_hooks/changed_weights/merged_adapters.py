@@ -29,10 +29,9 @@ def adapters_twice(model: nn.Module, moved: Mapping[str, MovedChange]) -> list[d
     """Return entries of an event's data, one for all layers with the same module."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for name, module in model.named_modules() if moved else ():
-        if not is_low_rank(module):
-            continue
+        find = _added_twice if is_low_rank(module) else _change_added
         with suppress(Exception):  # modules of the program may be of any kind
-            for parameter in _added_twice(module, moved):
+            for parameter in find(module, moved):
                 layer = _LAYER.search(name)
                 key = (_LAYER.sub(".*.", name), type(module).__name__)
                 facts = found.setdefault(
@@ -41,6 +40,30 @@ def adapters_twice(model: nn.Module, moved: Mapping[str, MovedChange]) -> list[d
                 facts["names"].append(parameter)
                 facts["layers"] += [] if layer is None else [int(layer[1])]
     return list(found.values())
+
+
+def _change_added(module: nn.Module, moved: Mapping[str, MovedChange]) -> Iterator[str]:
+    """Yield the name of a weight whose change a module of the program adds to its output, too.
+
+    The adapter may be in a dict, or in several variables, so that its factors are not known.
+    """
+    if type(module).__module__.startswith(("torch.", "transformers.")):
+        return
+    linears = [one for one in module.children() if isinstance(one, nn.Linear)]
+    weight = linears[0].weight if len(linears) == 1 else None
+    name = next((name for name, one in moved.items() if one.parameter is weight), None)
+    if name is None or weight is None or not moved[name].delta.rank:
+        return
+    delta = moved[name].delta
+    maker = torch.Generator().manual_seed(0)
+    columns, places = delta.columns.to(weight.device), delta.rows.to(weight.device)
+    rows = torch.zeros(_ROWS, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    rows[:, columns] = torch.randn(_ROWS, len(columns), generator=maker).to(rows)
+    with quiet_module(module):
+        added = module(rows) - linears[0](rows)
+    expected = rows[:, columns].float() @ delta.gap.to(weight.device).float().T
+    if is_similar(added[:, places].float(), expected):
+        yield name
 
 
 def _added_twice(module: nn.Module, moved: Mapping[str, MovedChange]) -> Iterator[str]:

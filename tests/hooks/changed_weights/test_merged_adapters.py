@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from support.tiny import make_model
 from torch import Tensor, nn
@@ -80,3 +81,38 @@ def test_adapters_beside_unmerged_or_otherwise_changed_weights_are_left_alone(
             other = torch.randn(3, module.base.in_features)
             module.base.weight += torch.randn(module.base.out_features, 3) @ other
     assert twice(made, model) == []
+
+
+class Switched(nn.Module):
+    """A linear layer with named adapters in a dict, of which one may be active."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.active = base, ""
+        shapes = ((3, base.in_features), (base.out_features, 3))
+        self.adapters = {name: [torch.randn(one) * 0.1 for one in shapes] for name in ("a", "b")}
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.active:
+            return self.base(x)
+        down, up = self.adapters[self.active]
+        return self.base(x) + 2 * (x @ down.T @ up.T)
+
+    @torch.no_grad()
+    def merge(self, name: str) -> None:
+        down, up = self.adapters[name]
+        self.base.weight += 2 * (up @ down)
+
+
+@pytest.mark.parametrize(("active", "is_twice"), [("a", True), ("b", False), ("", False)])
+def test_an_adapter_that_is_no_parameter_is_named_if_it_counts_twice(
+    made: MadeWeights, active: str, is_twice: bool
+) -> None:
+    torch.manual_seed(0)
+    model = make_model("llama")
+    for layer in model.model.layers:
+        module = layer.self_attn.o_proj = Switched(layer.self_attn.o_proj)
+        module.merge("a")
+        module.active = active
+    found = twice(made, model)
+    assert [one["name"] for one in found] == ["model.layers.*.self_attn.o_proj"] * is_twice

@@ -58,7 +58,8 @@ def found(rules: Sequence[Rule]) -> tuple[LateBinding, ...]:
         return create_block_mask(lambda b, h, q, kv: rule(q, kv), 1, 1, 8, 8, device="cpu")
 
     calls = [
-        SimpleNamespace(layer=n, mask=block_mask(rule), kernel=None) for n, rule in enumerate(rules)
+        SimpleNamespace(layer=n, mask=block_mask(rule), kernel=None, module=MODULE)
+        for n, rule in enumerate(rules)
     ]
     return find_late_bindings(cast(Any, calls))
 
@@ -83,6 +84,7 @@ def test_one_rule_for_all_layers_is_not_found() -> None:
 
 # -- score_mods ------------------------------------------------------------------------------------
 
+MODULE = torch.nn.Identity()
 STRENGTHS = torch.tensor([0.8, 0.4, 0.1])
 EQUAL = torch.full((3,), 0.5)
 ScoreMod = Callable[..., Tensor]
@@ -155,7 +157,10 @@ def of_layers_themselves() -> list[ScoreMod]:
 def found_in_scores(mods: Sequence[ScoreMod]) -> tuple[LateBinding, ...]:
     """Return what is found if each layer calls flex_attention with one score_mod."""
     kernels = [SimpleNamespace(arguments={"score_mod": mod}) for mod in mods]
-    calls = [SimpleNamespace(layer=n, mask=None, kernel=one) for n, one in enumerate(kernels)]
+    calls = [
+        SimpleNamespace(layer=n, mask=None, kernel=one, module=MODULE)
+        for n, one in enumerate(kernels)
+    ]
     return find_late_bindings(cast(Any, calls))
 
 
@@ -189,3 +194,32 @@ def test_score_mods_whose_loop_gives_equal_values_or_their_own_are_not_found(
     make: Callable[[], list[ScoreMod]],
 ) -> None:
     assert found_in_scores(make()) == ()
+
+
+def with_forwards(kind: str) -> list[Layer]:
+    """Return layers whose forwards a loop made, as a program wraps attention modules."""
+    layers = [Layer(n) for n in range(3)]
+    for layer, window in zip(layers, WINDOWS, strict=True):
+
+        def late(x: Tensor) -> Tensor:
+            return x[:window]  # noqa: B023
+
+        def bound(x: Tensor, window: int = window) -> Tensor:
+            return x[:window]
+
+        def of_layer(x: Tensor) -> Tensor:
+            return x * layer.scaling  # noqa: B023
+
+        layer.forward = {"late": late, "bound": bound, "layer": of_layer}[kind]
+    return layers
+
+
+@pytest.mark.parametrize("kind", ["late", "bound", "layer"])
+def test_forwards_that_share_a_number_of_their_loop_are_found(kind: str) -> None:
+    calls = [
+        SimpleNamespace(layer=n, mask=None, kernel=None, module=layer)
+        for n, layer in enumerate(with_forwards(kind))
+    ]
+    found = find_late_bindings(cast(Any, calls))
+    expected = [("window", "forward", (0, 1, 2))] if kind == "late" else []
+    assert [(one.variable, one.of, one.layers) for one in found] == expected

@@ -5,6 +5,7 @@ that after the loop all of them see its last value. It is found where several fu
 the same code, in masks or score_mods of several layers, share the cell of a variable that a loop
 around this code assigns. This is read from the source, as a linter does it; what runs is not
 changed. A score_mod may reach its function through an attribute of the layer, or through a list.
+The forwards that a program gave to its attention modules are compared as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flexinspect_hooks.debugger.python_mods import are_mods_debugged
 from flexinspect_hooks.observers.attention.call_references import AttentionCall
 
 LATE_BINDING = "late-binding"
-_MASK_MOD, _SCORE_MOD = "mask_mod", "score_mod"
+_MASK_MOD, _SCORE_MOD, _FORWARD = "mask_mod", "score_mod", "forward"
 _MAX_DEPTH = 3
 _MAX_ITEMS = 512  # of a list or dict that may hold the functions of the layers
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -36,7 +37,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 class LateBinding(NamedTuple):
     """A variable that rules of several layers share, its value, and where they were made.
 
-    `of` is "mask_mod" or "score_mod".
+    `of` is "mask_mod", "score_mod" or "forward".
     """
 
     variable: str
@@ -64,6 +65,11 @@ def find_late_bindings(refs: Sequence[AttentionCall]) -> tuple[LateBinding, ...]
                 rules = by_code.setdefault(id(function.__code__), _Rules({}, set(), of))
                 rules.functions[id(function)] = function
                 rules.layers.add(ref.layer)
+        forward = vars(ref.module).get("forward")
+        if isinstance(forward, FunctionType):
+            rules = by_code.setdefault(id(forward.__code__), _Rules({}, set(), _FORWARD))
+            rules.functions[id(forward)] = forward
+            rules.layers.add(ref.layer)
     return tuple(one for rules in by_code.values() for one in _shared_variables(rules))
 
 
@@ -77,7 +83,7 @@ def _shared_variables(rules: _Rules) -> Iterator[LateBinding]:
     if len(functions) < 2 or len(rules.layers) < 2:
         return
     code = functions[0].__code__
-    is_score = rules.of == _SCORE_MOD
+    is_score = rules.of != _MASK_MOD
     for name in _loop_variables(functions[0], is_score):
         cells = [_cell(function, name) for function in functions]
         if cells[0] is None or any(cell is not cells[0] for cell in cells):
@@ -90,7 +96,7 @@ def _shared_variables(rules: _Rules) -> Iterator[LateBinding]:
 
 
 def _may_differ(function: FunctionType, name: str, n: int) -> bool:
-    """Whether a score_mod would give other scores in other passes of its loop.
+    """Whether a score_mod would give other scores in other passes of its loop, or a forward may.
 
     It is tried with the numbers of the passes, 0 to n - 1, where the variable is such a number. An
     object that the loop took, such as a layer, is no reason: its attributes may be equal.
@@ -196,8 +202,8 @@ def _text(function: FunctionType, name: str) -> str:
 def _loop_variables(function: FunctionType, is_score: bool) -> list[str]:
     """Return the variables of a function that a loop around its definition assigns.
 
-    Those of a score_mod must depend on more than attributes of what the loop takes: attributes of
-    layers may be equal.
+    Those of a score_mod or a forward must depend on more than attributes of what the loop takes:
+    attributes of layers may be equal.
     """
     code = function.__code__
     lines = linecache.getlines(code.co_filename)
