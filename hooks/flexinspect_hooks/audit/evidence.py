@@ -53,7 +53,7 @@ MAX_BYTES = 128 << 20
 """The rows that are kept of one model."""
 MAX_PROMPT_ROWS = 512
 """Rows of a forward that are kept; of a longer one the first and the last half as many."""
-MAX_BATCH = 4
+MAX_BATCH = 8
 """Batch rows that are kept."""
 DETAILED_STEPS = 2
 """Steps of a generation whose queries, keys and values are kept, too."""

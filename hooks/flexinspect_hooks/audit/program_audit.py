@@ -24,7 +24,7 @@ from flexinspect_hooks.audit.audited_sequence import (
     read_sequence,
 )
 from flexinspect_hooks.audit.cache_contents import OTHER_ROW, mask_change
-from flexinspect_hooks.audit.evidence import EvidenceStore, StepEvidence
+from flexinspect_hooks.audit.evidence import MAX_BATCH, EvidenceStore, StepEvidence
 from flexinspect_hooks.audit.executed_masks import GenerationMasks, read_masks, segment_starts
 from flexinspect_hooks.audit.expert_routing import describe_other, router_noise, settle
 from flexinspect_hooks.audit.forward_run import Point, Run
@@ -205,7 +205,8 @@ class ProgramAudit:
         verdicts, reference = list[Verdict](), self._reference(self._affordable_dtype())
         self._agreeing.clear()
         self._choices.clear()
-        n_batch = min(max(int(one.ids.shape[0]) for one in steps if one.ids is not None), 4)
+        n_rows = max(int(one.ids.shape[0]) for one in steps if one.ids is not None)
+        n_batch = min(n_rows, MAX_BATCH)
         for batch in range(n_batch):
             if problem := self._time_problem(steps):
                 verdicts.append(Verdict(generation, batch, not_judged=[problem]))

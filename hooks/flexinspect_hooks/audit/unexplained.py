@@ -276,7 +276,7 @@ class Unexplained(Struct, frozen=True):
         broken = [one for one in changes if not one.is_order]
         near = [one for one in changes if one.step <= evidence.step]
         if near or broken:
-            texts.append((broken or near)[0].text)
+            texts.append((broken[0] if broken else near[-1]).text)
         if not evidence.kv_before:
             return texts
         key, value = (self.clean.get((one, layer)) for one in (KEY, VALUE))
