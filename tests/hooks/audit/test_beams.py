@@ -42,9 +42,6 @@ def test_beams_of_the_second_prompt_that_continue_the_first_ones_cache(
     if has_offset:
         assert findings == []
         return
-    (found,) = findings
-    assert found.id == "audit.unexplained"
-    assert "step 2: from batch row 3" in found.sentence
-    assert "Before step 2 the cache of all layers was changed: its batch rows are now" in (
-        found.sentence
-    )
+    first = next(one for one in findings if "step 2: from batch row 3" in one.sentence)
+    change = "Before step 2 the cache of all layers was changed: its batch rows are now those of"
+    assert change in first.sentence
