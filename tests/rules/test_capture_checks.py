@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.cases import found_in_case, found_in_trace, ran_case
+from support.masked_traces import model_on, registered
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from support.warm_python import run_warm
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
@@ -132,6 +134,22 @@ def test_dropout_while_training_is_no_other_mask(tmp_path: Path) -> None:
     model = make_model("llama", attention_dropout=0.5).train()
     model.set_attn_implementation("eager")
     assert of(planted(tmp_path, model, lambda: model(prompt())), "observer.check-failed") == []
+
+
+def test_a_head_that_the_program_sets_to_zero_after_the_kernel_is_no_other_record(
+    tmp_path: Path,
+) -> None:
+    def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kw: Any) -> Any:
+        is_causal = q.shape[2] > 1
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+        if module.layer_idx == 1:
+            out[:, 0] = 0
+        return out.transpose(1, 2).contiguous(), None
+
+    with registered(attention) as name:
+        model = model_on(name)
+        found = planted(tmp_path, model, generate(model))
+    assert of(found, "observer.check-failed") == []
 
 
 # -- what was not recorded -------------------------------------------------------------------------
@@ -319,6 +337,7 @@ def test_two_words_of_one_end_are_one_finding() -> None:
 
 DEADLY = """
 import os, torch
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 def backend(graph, example):

@@ -74,6 +74,14 @@ class KernelCall(Struct, eq=False):
     started: float = 0.0
     peak: int = 0
     output: Any = None
+    output_version: int | None = None
+    """How often the output had been modified in place when the call returned; None if unknown."""
+
+    @property
+    def is_output_modified(self) -> bool:
+        """Whether the program has modified the output in place since the call returned."""
+        known = self.output_version
+        return known is not None and _version_of(self.output) != known
 
     @property
     def path(self) -> str:
@@ -89,6 +97,13 @@ class KernelCall(Struct, eq=False):
             return functional.scaled_dot_product_attention(**arguments)
         kernel = flex_module.flex_attention
         return torch.compile(kernel)(**arguments) if self.compiled else kernel(**arguments)
+
+
+def _version_of(output: Any) -> int | None:
+    tensor = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(tensor, Tensor) or tensor.is_inference():
+        return None  # torch does not count there
+    return torch_private.tensor_version(tensor)
 
 
 _observers: list[KernelCalls] = []
@@ -468,7 +483,7 @@ class KernelCalls(Struct, eq=False):
             return
         if call.compiled and call.name == FLEX and _thread.ran_plain:
             call.compiled = False
-        call.output = output
+        call.output, call.output_version = output, _version_of(output)
         self.done.append(call)
         if self.context.on_kernel is not None:
             self.context.on_kernel(call)
