@@ -6,12 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from support.cases import found_in_case, found_in_trace, ran_case
-from support.masked_traces import model_on, registered
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from support.warm_python import run_warm
@@ -136,19 +136,30 @@ def test_dropout_while_training_is_no_other_mask(tmp_path: Path) -> None:
     assert of(planted(tmp_path, model, lambda: model(prompt())), "observer.check-failed") == []
 
 
+def _without_head_0(
+    self: Any, hidden_states: Any, position_embeddings: Any, past_key_values: Any = None, **_: Any
+) -> Any:
+    """Compute the attention of a Llama, and set head 0 to zero in what the kernel returned."""
+    batch, n, _ = hidden_states.shape
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = (
+        one(hidden_states).view(batch, n, -1, self.head_dim).transpose(1, 2) for one in projections
+    )
+    q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=True)
+    out[:, 0] = 0
+    return self.o_proj(out.transpose(1, 2).reshape(batch, n, -1)), None
+
+
 def test_a_head_that_the_program_sets_to_zero_after_the_kernel_is_no_other_record(
     tmp_path: Path,
 ) -> None:
-    def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kw: Any) -> Any:
-        is_causal = q.shape[2] > 1
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-        if module.layer_idx == 1:
-            out[:, 0] = 0
-        return out.transpose(1, 2).contiguous(), None
-
-    with registered(attention) as name:
-        model = model_on(name)
-        found = planted(tmp_path, model, generate(model))
+    model = make_model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.forward = MethodType(_without_head_0, attention)
+    found = planted(tmp_path, model, generate(model))
     assert of(found, "observer.check-failed") == []
 
 
